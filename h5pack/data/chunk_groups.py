@@ -181,22 +181,28 @@ class GroupReader:
 
     def plan(self, group: ChunkGroup) -> PlannedGroup:
         """Plan the reads of a group's rows, and make the kernel start reading those that are not in the page cache."""
+        for rows in group.upcoming:
+            self._prefetch(rows)
         if self._can_gather:
             edges = consecutive_runs(group.rows)
             first, last = group.rows[edges[:-1]], group.rows[edges[1:] - 1]
             checked = time.monotonic()
             if self._ready(first, last):
                 return PlannedGroup(group, {}, self._locate(group), (first, last), checked)
+        return PlannedGroup(group, self._prefetch(group.rows), {})
+
+    def _prefetch(self, rows: npt.NDArray[np.int64]) -> dict[str, ScatterPlan]:
+        """Make the kernel start reading rows, and return the plan of each field whose rows can be scattered."""
         plans = {}
         for name in self._dataset.names:
             if self._engine.can_scatter(self._engine.indexes[name]):
-                plans[name] = self._engine.plan(name, group.rows)
+                plans[name] = self._engine.plan(name, rows)
                 self._engine.prefetch(plans[name])
             elif self._engine.can_decode(self._engine.indexes[name]):
-                self._engine.prefetch_chunks(name, group.rows)
+                self._engine.prefetch_chunks(name, rows)
             else:
-                self._engine.prefetch_encoded(name, group.rows)
-        return PlannedGroup(group, plans, {})
+                self._engine.prefetch_encoded(name, rows)
+        return plans
 
     def _locate(self, group: ChunkGroup) -> dict[str, RowLocations]:
         """Return the locations of a group's rows in the fields in the page cache, in the order of their slots.

@@ -19,6 +19,7 @@ from h5pack.data.chunk_groups import ROWS
 from h5pack.data.dataset import H5Dataset, batch_fields
 from h5pack.data.gather import HeldLists, HeldRows
 from h5pack.data.iteration import BatchIterator, Closeable, IdleThreads
+from h5pack.data.mixture import MixtureSampler
 from h5pack.data.pipeline import EpochGroups, Pipeline
 from h5pack.data.samplers import draw_key, order_text
 from h5pack.data.samples import new_batch
@@ -122,6 +123,9 @@ class H5Loader(Closeable, Resumable):
         Must have no `transform` or `target_transform`; give them to the loader instead.
     batch_size, shuffle, seed, window, drop_last, rank, num_replicas, streams, lanes, indices, weights, num_samples
         As for `ChunkBatchSampler`, which yields the same order for the same parameters.
+    batch_sampler : MixtureSampler, optional
+        Read the batches of this sampler of `dataset`, a `ConcatPack`, instead of an order of these parameters. The
+        loader and the sampler have one state, as if the sampler were a DataLoader's.
     num_threads : int, optional
         Number of threads that read. None: 4, or the number of CPUs that this process may use if that is smaller.
     prefetch_factor : int, optional
@@ -162,7 +166,7 @@ class H5Loader(Closeable, Resumable):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
         shuffle: str | bool = "window",
         seed: int = 0,
@@ -175,6 +179,7 @@ class H5Loader(Closeable, Resumable):
         indices: Sequence[int] | npt.NDArray[np.int64] | None = None,
         weights: npt.ArrayLike | str | None = None,
         num_samples: int | None = None,
+        batch_sampler: MixtureSampler | None = None,
         num_threads: int | None = None,
         prefetch_factor: int | None = None,
         memory_bytes: int | None = None,
@@ -193,14 +198,26 @@ class H5Loader(Closeable, Resumable):
             )
         require_callable("transform", transform)
         require_callable("target_transform", target_transform)
-        self._base, rows = select_draws(dataset, indices, weights, num_samples)
+        ranks = rank, num_replicas
+        if batch_sampler is None:
+            self._base, rows = select_draws(dataset, indices, weights, num_samples)
+            if batch_size is None:
+                raise OptionsError("batch_size is missing; give the rows of a batch", parameters=("batch_size",))
+            self.plan = plan_order(
+                rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes
+            )
+            cursor = EpochCursor(self.plan.identity(), "batches", self.plan.num_batches)
+        else:
+            names = "batch_size, shuffle, seed, window, drop_last, rank, num_replicas, streams, lanes, indices, weights"
+            values = batch_size, shuffle, seed, window, drop_last, *ranks, streams, lanes, indices, weights
+            order = {**dict(zip(names.split(", "), values, strict=True)), "num_samples": num_samples}
+            _require_mixture(batch_sampler, dataset, order)
+            self._base, self.plan = batch_sampler.plan()
+            cursor, drop_last = batch_sampler.cursor, batch_sampler.drop_last
+        self.batch_sampler = batch_sampler
         _require_no_transform(self._base)
         if decode is not None:
             self._base = self._base.with_decode(decode, exact)
-        ranks = rank, num_replicas
-        self.plan = plan_order(
-            rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes
-        )
         self.batch_size, self.drop_last = self.plan.batch_size, drop_last
         self._with_rows, self._check = self._base.with_rows, self._base.check
         self._cpus = available_cpus()
@@ -212,7 +229,7 @@ class H5Loader(Closeable, Resumable):
             for name, function in ((self._base.names[0], transform), (self._base.label_name, target_transform))
             if name is not None and function is not None
         }
-        super().__init__(EpochCursor(self.plan.identity(), "batches", self.plan.num_batches))
+        super().__init__(cursor)
         self._plan_memory(memory_bytes, prefetch_factor)
         self._reset()
 
@@ -224,7 +241,7 @@ class H5Loader(Closeable, Resumable):
         minimum = self.plan.max_group_batches + 1
         wanted = 2 * minimum if prefetch_factor is None else whole_number("prefetch_factor", prefetch_factor, 1)
         batch_bytes = self._new_pool(0).bytes
-        decoding = self._base.engine.decoding_bytes(self.num_threads, keep=self.plan.shuffle == "full")
+        decoding = self._base.engine.decoding_bytes(self.num_threads, keep=self.plan.reads_again)
         # One batch more than the minimum, because the consumer holds one while the next are read.
         needed = (minimum + 1) * batch_bytes + decoding
         if budget < needed:
@@ -425,6 +442,28 @@ class H5Loader(Closeable, Resumable):
             changed = function(tensor)
         pageable = isinstance(changed, torch.Tensor) and changed.device.type == "cpu"
         return changed.pin_memory() if self.pin_memory and pageable else changed
+
+
+def _require_mixture(sampler: Any, dataset: Any, order: dict[str, Any]) -> None:
+    """Raise an OptionsError unless a batch sampler can be followed, and `order`, the other parameters, is not given."""
+    if not isinstance(sampler, MixtureSampler):
+        raise OptionsError(
+            f"batch_sampler is a {type(sampler).__name__}; H5Loader follows a MixtureSampler only: give it batch_size "
+            "and the other parameters of the order, or give the sampler to a DataLoader",
+            parameters=("batch_sampler", "batch_size"),
+        )
+    defaults = inspect.signature(H5Loader).parameters
+    given = [name for name, value in order.items() if value is not defaults[name].default]
+    if given:
+        raise OptionsError(
+            f"batch_sampler says which rows are in which batch; give {' and '.join(given)} to the sampler instead",
+            parameters=("batch_sampler", *given),
+        )
+    if sampler.dataset is not dataset:
+        raise OptionsError(
+            "batch_sampler draws from another dataset; give H5Loader the ConcatPack that the sampler was made for",
+            parameters=("dataset", "batch_sampler"),
+        )
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:

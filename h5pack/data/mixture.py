@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-import numpy as np
-import numpy.typing as npt
-
 from h5pack.data.concat import ConcatPack
+from h5pack.data.dataset import H5Dataset
 from h5pack.data.decoding import DrawKey, DrawnIndex
-from h5pack.data.samplers import BatchOrder, batch_indices, order_text
+from h5pack.data.samplers import BatchOrder, order_text
 from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
 from h5pack.order.cursor import EpochCursor, IterationState
+from h5pack.order.mixture import BLOCK_ROWS, Mixture, MixturePlan
 from h5pack.order.permutation import derive_key
 from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
 from h5pack.system.parameters import whole_number
 
-Rows = npt.NDArray[np.int64]
-
-_VERSION = 1
 _PERIOD = 10_000
-_BLOCK_ROWS = 1_024
 
 
 class MixtureSampler(BatchOrder):
@@ -92,92 +85,62 @@ class MixtureSampler(BatchOrder):
                 raise OptionsError(f"{pack.path}: the pack has no rows; leave it out of the mixture", path=pack.path)
         # This plan validates the parameters. Each pack gets a copy for all ranks together, with its own rows and seed.
         plan = plan_order(packs[0], batch_size, shuffle, seed, window, False, ranks=(rank, num_replicas))
-        whole = replace(plan, batch_size=_BLOCK_ROWS, rank=0, num_replicas=1, streams=1)
-        self.plans = [replace(whole, rows=rows, seed=derive_key(plan.seed, n)) for n, rows in enumerate(packs)]
-        self.batch_size, self.rank = plan.batch_size, plan.rank
-        self.global_batch = plan.batch_size * plan.num_replicas
-        self.num_samples = whole_number("num_samples", len(dataset) if num_samples is None else num_samples, 1)
-        self.drop_last = drop_last
-        self._batches = (self.num_samples + (0 if drop_last else self.global_batch - 1)) // self.global_batch
-        self.dataset = dataset
+        whole = replace(plan, batch_size=BLOCK_ROWS, rank=0, num_replicas=1, streams=1)
+        plans = tuple(replace(whole, rows=rows, seed=derive_key(plan.seed, n)) for n, rows in enumerate(packs))
+        self.batch_size, self.rank, self.num_replicas = plan.batch_size, plan.rank, plan.num_replicas
+        self.seed, self._order_text = plan.seed, order_text(plan)
         if weights is None:
             # At least 1/5,000 of the total for each pack, so that none is rounded to 0.
             weights = [max(len(pack), -(-len(dataset) // (_PERIOD // 2))) for pack in dataset.datasets]
-        self._counts = _weight_counts(weights, self.plans)
-        self._owners = schedule(self._counts)
-        identity = {
-            "mixture": _VERSION,
-            "packs": [{**plan.identity(), "global_batch": None} for plan in self.plans],
-            "counts": self._counts,
-            "samples": self.num_samples,
-            "drop_last": bool(drop_last),
-            "global_batch": self.global_batch,
-        }
-        super().__init__(EpochCursor(identity, "batches", self._batches))
+        self.mixture = Mixture(
+            plans,
+            counts=tuple(_weight_counts(weights, plans)),
+            starts=dataset.offsets[:-1],
+            global_batch=plan.batch_size * plan.num_replicas,
+            num_samples=whole_number("num_samples", len(dataset) if num_samples is None else num_samples, 1),
+            drop_last=bool(drop_last),
+        )
+        self.dataset, self.drop_last, self.num_samples = dataset, drop_last, self.mixture.num_samples
+        super().__init__(EpochCursor(self.mixture.identity(), "batches", self.mixture.num_batches))
 
     def __len__(self) -> int:
         """Return the number of batches of this rank per epoch."""
-        return self._batches
+        return self.mixture.num_batches
 
     def __repr__(self) -> str:
-        settings = f"batch_size={self.batch_size}, num_samples={self.num_samples}, {order_text(self.plans[0])}"
+        settings = f"batch_size={self.batch_size}, num_samples={self.num_samples}, {self._order_text}"
         return f"MixtureSampler({self.dataset!r}, {settings})"
 
+    @property
+    def cursor(self) -> EpochCursor:
+        """The progress of this sampler, which a loader that follows it shares."""
+        return self._cursor
+
+    def plan(self) -> tuple[H5Dataset, MixturePlan]:
+        """Return the dataset of all packs, and the order in which a loader reads it."""
+        joined, rows = select_draws(self.dataset)
+        first = self.mixture.plans[0]
+        return joined, MixturePlan(
+            rows,
+            self.batch_size,
+            shuffle=first.shuffle,
+            seed=self.seed,
+            window=first.window,
+            rank=self.rank,
+            num_replicas=self.num_replicas,
+            streams=self.num_replicas,
+            mixture=self.mixture,
+            file_rows=joined.file_rows,
+        )
+
     def _items(self, iteration: IterationState) -> Iterator[list[int]]:
-        period = len(self._owners)
-        first, last = (iteration.epoch * self._batches + count for count in (iteration.start, self._batches))
-        whole, rest = divmod(first * self.global_batch, period)
-        before = np.bincount(self._owners[:rest], minlength=len(self.plans)).tolist()
-        orders = [
-            _endless_order(plan, whole * count + done)
-            for plan, count, done in zip(self.plans, self._counts, before, strict=True)
-        ]
+        first, last = (iteration.epoch * len(self) + count for count in (iteration.start, len(self)))
+        own = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
+        steps = self.mixture.steps(first)
         for step in range(first, last):
-            offsets = np.arange(self.global_batch) + step * self.global_batch % period
-            owners = self._owners[offsets % period]
-            indices = np.empty(self.global_batch, np.int64)
-            for number, order in enumerate(orders):
-                mine = np.flatnonzero(owners == number)
-                found = np.fromiter(itertools.islice(order, len(mine)), np.int64, len(mine))
-                indices[mine] = found + self.dataset.offsets[number]
-            found = indices[self.rank * self.batch_size : (self.rank + 1) * self.batch_size].tolist()
-            # A pack's rows may be repeated in an epoch.
-            key = DrawKey(self.plans[0].seed, iteration.epoch, step)
+            found = next(steps)[own].tolist()
+            key = DrawKey(*self.mixture.draws_of(iteration.epoch, step))
             yield DrawnIndex.of(found, key) if self.dataset.is_random else found
-
-
-def _endless_order(plan: OrderPlan, first: int) -> Iterator[int]:
-    """Yield the endless order of one pack: the indices of one epoch after the other, starting with row `first`."""
-    epoch, row = divmod(first, plan.rows.count)
-    block, skip = divmod(row, _BLOCK_ROWS)
-    while True:
-        for indices in batch_indices(plan, epoch, block):
-            yield from indices[skip:].tolist()
-            skip = 0
-        epoch, block = epoch + 1, 0
-
-
-def schedule(counts: Sequence[int]) -> Rows:
-    """Return a sequence, int64 (sum of counts,), with ``counts[i]`` copies of each number i, spread evenly.
-
-    Among the first n items, the number of copies of i differs from the share of i, ``n * counts[i] / sum(counts)``, by
-    less than 1. Copy j (from 0) goes to one of the positions at which that share grows from j to j + 1. Of the copies
-    that may come next, the one whose positions end first is chosen. This finds a position for every copy (Baruah,
-    Cohen, Plaxton and Varvel 1996, "Proportionate progress").
-    """
-    whole = sum(counts)
-    later = [(0, number, 0) for number, count in enumerate(counts) if count]
-    due: list[tuple[int, int, int]] = []
-    order = np.empty(whole, np.int64)
-    for position in range(whole):
-        while later and later[0][0] <= position:
-            _, number, row = heapq.heappop(later)
-            heapq.heappush(due, (-(-(row + 1) * whole // counts[number]), number, row))
-        _, number, row = heapq.heappop(due)
-        order[position] = number
-        if row + 1 < counts[number]:
-            heapq.heappush(later, ((row + 1) * whole // counts[number], number, row + 1))
-    return order
 
 
 def _weight_counts(weights: Sequence[float], plans: Sequence[OrderPlan]) -> list[int]:

@@ -107,7 +107,7 @@ class Pipeline(BackgroundThreads):
         self._planning = True
         self._granted, self._opened, self._delivered = 0, first, first
         self._batches = OpenBatches()
-        self._reader = GroupReader(dataset, pool.fields, self._batches, held, draw_key, keep=plan.shuffle == "full")
+        self._reader = GroupReader(dataset, pool.fields, self._batches, held, draw_key, keep=plan.reads_again)
         # Batches of cached rows are filled one after the other, which uses few buffers, so that they stay in the CPU's
         # cache. With several streams, a batch has rows of several groups, so whole groups are processed at once.
         self._batchwise = plan.step_streams * plan.lanes == 1

@@ -18,7 +18,6 @@ from h5pack.data.decoding import DrawKey, DrawnIndex
 from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
 from h5pack.order.cursor import EpochCursor, IterationState, Resumable
-from h5pack.order.weights import WeightedRows
 from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
 
 Item = TypeVar("Item")
@@ -319,7 +318,7 @@ def draw_key(plan: OrderPlan, epoch: int, batches: Any) -> DrawKey:
 
     The number matters only if an epoch may have several copies of a row, whose random crops must differ.
     """
-    return DrawKey(plan.seed, epoch, batches if isinstance(plan.rows, WeightedRows) else 0)
+    return DrawKey(*plan.draws_of(epoch, batches))
 
 
 def _require_keys(dataset: Any, base: H5Dataset) -> None:

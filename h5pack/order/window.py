@@ -30,6 +30,7 @@ import numpy.typing as npt
 from h5pack.errors import OptionsError
 from h5pack.order.permutation import TABLE_ROWS, Permutation, derive_key
 from h5pack.order.row_ranges import EpochRows, Rows, RowSampler
+from h5pack.order.weights import WeightedRows
 from h5pack.system.arrays import shuffled
 from h5pack.system.parameters import whole_number
 
@@ -55,6 +56,8 @@ class ChunkGroup:
     indices: Rows  # int64, (n,): the dataset indices that a sampler yields for `rows`
     positions: Rows  # int64, (n,): a permutation of 0 to n - 1, see above
     spans: list[Span]  # in ascending order of batches
+    # Rows of the file that later groups have, int64 (n,), each array ascending: worth reading into the page cache now.
+    upcoming: tuple[Rows, ...] = ()
 
     def split_by_batch(self, values: npt.NDArray[Any]) -> Iterator[tuple[Span, npt.NDArray[Any]]]:
         """Yield each span with its values. `values`, (n, ...), has one for each row, in the order of `rows`."""
@@ -176,6 +179,18 @@ class OrderPlan:
     def group_chunks(self) -> int:
         """Number of chunks per chunk group: a shuffle window, or, without one, about as many as fill a batch."""
         return self.window if self.shuffle == "window" else max(1, self.stream_share // max(1, self.rows.max_rows(1)))
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether the rows of a chunk are in several chunk groups, so that decoded chunks are worth keeping."""
+        return self.shuffle == "full"
+
+    def draws_of(self, epoch: int, batches: Any) -> tuple[int, int, Any]:
+        """Return what crops are drawn from: seed, epoch, and what distinguishes copies of a row in an epoch.
+
+        `batches` is the number of a batch, or that of each row, int64 (n,).
+        """
+        return self.seed, epoch, batches if isinstance(self.rows, WeightedRows) else 0
 
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal to resume from a saved state; numbers and strings only."""
@@ -388,4 +403,5 @@ def _merged(groups: list[ChunkGroup]) -> ChunkGroup:
         np.concatenate([group.indices for group in groups]),
         np.concatenate([group.positions + start for group, start in zip(groups, starts, strict=False)]),
         spans,
+        tuple(rows for group in groups for rows in group.upcoming),
     )

@@ -5,21 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
-from collections import Counter
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader, default_collate
 
 import h5pack
 from h5pack.data.concat import ConcatPack
-from h5pack.data.mixture import MixtureSampler, schedule
+from h5pack.data.mixture import MixtureSampler
 from h5pack.errors import OptionsError, StateError
 from tests.data import packs
 from tests.data.packs import same
@@ -101,19 +97,6 @@ def test_datasets_with_different_fields_are_refused(tmp_path: Path, other: dict[
     with pytest.raises(OptionsError, match=f"in {field}:") as caught:
         ConcatPack([one, two])
     assert caught.value.path == two.path
-
-
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=8).filter(any))
-@settings(deadline=None, max_examples=50)
-def test_every_prefix_of_a_schedule_is_within_one_row(counts: list[int]) -> None:
-    order = schedule(counts).tolist()
-    whole, seen = sum(counts), Counter[int]()
-    assert len(order) == whole
-    for done, number in enumerate(order, start=1):
-        seen[number] += 1
-        for other, count in enumerate(counts):
-            assert abs(seen[other] - Fraction(done * count, whole)) < 1
-    assert [seen[number] for number in range(len(counts))] == counts
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,210 @@
+"""The order of a mixture: rows of several packs in fixed proportions, each pack in a shuffled order of its own.
+
+The order of a mixture is endless, and each epoch is a part of it. A *schedule* says of which pack each row is; it
+repeats after a *period* of rows. The order of a pack is that of its own plan (`OrderPlan`), epoch after epoch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from h5pack.order.row_ranges import Rows
+from h5pack.order.window import ChunkGroup, OrderPlan
+
+_VERSION = 1
+BLOCK_ROWS = 1_024
+"""Batch size of the packs' plans, in which "full" shuffling plans the rows of a pack."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The endless order of a mixture for all ranks.
+
+    Step s has the rows ``s * global_batch`` to ``(s + 1) * global_batch - 1``, and an epoch `num_batches` steps.
+    """
+
+    plans: tuple[OrderPlan, ...]  # of the packs, each for a single rank and in batches of `BLOCK_ROWS`
+    counts: tuple[int, ...]  # rows of each pack in one period
+    starts: Rows  # int64, (packs,): index of the first sample of each pack
+    global_batch: int
+    num_samples: int
+    drop_last: bool
+
+    @cached_property
+    def num_batches(self) -> int:
+        """Number of steps per epoch."""
+        return (self.num_samples + (0 if self.drop_last else self.global_batch - 1)) // self.global_batch
+
+    @cached_property
+    def owners(self) -> Rows:
+        """The pack of each row of a period; int64 (period,)."""
+        return schedule(self.counts)
+
+    @cached_property
+    def places(self) -> list[Rows]:
+        """The position in a period of each row of each pack; int64 (counts[number],)."""
+        return [np.flatnonzero(self.owners == number) for number in range(len(self.plans))]
+
+    def draws_of(self, epoch: int, steps: Any) -> tuple[int, int, Any]:
+        """Return what crops are drawn from, as `OrderPlan.draws_of` does; a pack's rows may be repeated in an epoch."""
+        return self.plans[0].seed, epoch, steps
+
+    def identity(self) -> dict[str, Any]:
+        """Return the values that must be equal to resume from a saved state; numbers and strings only."""
+        return {
+            "mixture": _VERSION,
+            "packs": [{**plan.identity(), "global_batch": None} for plan in self.plans],
+            "counts": [*self.counts],
+            "samples": self.num_samples,
+            "drop_last": self.drop_last,
+            "global_batch": self.global_batch,
+        }
+
+    def steps(self, first: int, begun: Callable[[int, int, Rows], None] | None = None) -> Iterator[Rows]:
+        """Yield the dataset indices, int64 (global_batch,), of each step from step `first` on, without an end.
+
+        A function ``begun(number, start, indices)`` is called for each chunk group of pack `number`, one group ahead of
+        the steps that have its rows: `indices`, int64 (n,), are those of rows `start` to ``start + n - 1`` of the
+        pack's order, counted from the order's first epoch on.
+        """
+        period = len(self.owners)
+        whole, rest = divmod(first * self.global_batch, period)
+        before = np.bincount(self.owners[:rest], minlength=len(self.plans)).tolist()
+        orders = [
+            _PackOrder(self, number, whole * count + done, begun)
+            for number, (count, done) in enumerate(zip(self.counts, before, strict=True))
+        ]
+        offsets = np.arange(self.global_batch)
+        while True:
+            owners = self.owners[(first * self.global_batch + offsets) % period]
+            indices = np.empty(self.global_batch, np.int64)
+            for number, order in enumerate(orders):
+                mine = np.flatnonzero(owners == number)
+                indices[mine] = order.take(len(mine))
+            yield indices
+            first += 1
+
+    def slots_of(self, number: int, start: int, count: int) -> Rows:
+        """Return the slots in their steps of `count` rows of a pack's order, from row `start` on; int64 (count,)."""
+        whole, rest = np.divmod(start + np.arange(count), self.counts[number])
+        slots: Rows = (whole * len(self.owners) + self.places[number][rest]) % self.global_batch
+        return slots
+
+
+class _PackOrder:
+    """The endless order of pack `number` of a mixture, from row `first` on."""
+
+    def __init__(
+        self, mixture: Mixture, number: int, first: int, begun: Callable[[int, int, Rows], None] | None
+    ) -> None:
+        self._number, self._plan, self._start = number, mixture.plans[number], int(mixture.starts[number])
+        self._begun, self._following = begun, first
+        self._groups = self._from(first)
+        # Chunk groups are begun one ahead, so that their rows can be read before they are needed.
+        self._ahead = self._begin()
+        self._rows, self._done = np.empty(0, np.int64), 0
+
+    def take(self, count: int) -> Rows:
+        """Return the dataset indices of the next rows, int64 (count,)."""
+        parts, left = [self._rows[self._done : self._done + count]], count
+        self._done += count
+        while (left := left - len(parts[-1])) > 0:
+            self._rows, self._ahead = self._ahead, self._begin()
+            parts.append(self._rows[:left])
+            self._done = left
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _begin(self) -> Rows:
+        indices = next(self._groups)
+        if self._begun is not None:
+            self._begun(self._number, self._following, indices)
+        self._following += len(indices)
+        return indices
+
+    def _from(self, first: int) -> Iterator[Rows]:
+        """Yield the dataset indices of each chunk group of the pack's order, the first one from row `first` on."""
+        epoch, row = divmod(first, self._plan.rows.count)
+        batch, skipped = divmod(row, BLOCK_ROWS)
+        while True:
+            for group in self._plan.chunk_groups(epoch, batch):
+                indices = group.in_slot_order(group.indices)[skipped:]
+                skipped = max(0, skipped - len(group.indices))
+                if len(indices):
+                    yield indices + self._start
+            epoch, batch = epoch + 1, 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixturePlan(OrderPlan):
+    """The order of a mixture as a loader reads it, in which all packs are one file.
+
+    A chunk group is a batch. The rows of a pack's shuffle window are in many batches if the pack has a small share, so
+    to keep all of them open could take any amount of memory. Instead, a group has the rows of the windows that begin as
+    `ChunkGroup.upcoming`, which are then read into the page cache.
+    """
+
+    mixture: Mixture
+    file_rows: Callable[[Rows], Rows]  # the rows of the file of dataset indices
+
+    @cached_property
+    def num_batches(self) -> int:
+        return self.mixture.num_batches
+
+    def batch_rows(self, batch: int) -> int:
+        return self.batch_size
+
+    def identity(self) -> dict[str, Any]:
+        return self.mixture.identity()
+
+    @property
+    def reads_again(self) -> bool:
+        return True
+
+    def draws_of(self, epoch: int, batches: Any) -> tuple[int, int, Any]:
+        return self.mixture.draws_of(epoch, epoch * self.num_batches + batches)
+
+    def chunk_groups(self, epoch: int, first: int = 0) -> Iterator[ChunkGroup]:
+        upcoming: list[Rows] = []
+
+        def begun(number: int, start: int, indices: Rows) -> None:
+            ranks = self.mixture.slots_of(number, start, len(indices)) // self.batch_size
+            upcoming.append(np.sort(self.file_rows(indices[ranks == self.rank])))
+
+        steps = self.mixture.steps(epoch * self.num_batches + first, begun)
+        own = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
+        for batch in range(first, self.num_batches):
+            indices = next(steps)[own]
+            rows = self.file_rows(indices)
+            order = np.argsort(rows, kind="stable")
+            read = tuple(part for part in upcoming if len(part))
+            upcoming.clear()
+            yield ChunkGroup(rows[order], indices[order], order, [(batch, 0, self.batch_size)], read)
+
+
+def schedule(counts: Sequence[int]) -> Rows:
+    """Return a sequence, int64 (sum of counts,), with ``counts[i]`` copies of each number i, spread evenly.
+
+    Among the first n items, the number of copies of i differs from the share of i, ``n * counts[i] / sum(counts)``, by
+    less than 1. Copy j (from 0) goes to one of the positions at which that share grows from j to j + 1. Of the copies
+    that may come next, the one whose positions end first is chosen. This finds a position for every copy (Baruah,
+    Cohen, Plaxton and Varvel 1996, "Proportionate progress").
+    """
+    whole = sum(counts)
+    later = [(0, number, 0) for number, count in enumerate(counts) if count]
+    due: list[tuple[int, int, int]] = []
+    order = np.empty(whole, np.int64)
+    for position in range(whole):
+        while later and later[0][0] <= position:
+            _, number, row = heapq.heappop(later)
+            heapq.heappush(due, (-(-(row + 1) * whole // counts[number]), number, row))
+        _, number, row = heapq.heappop(due)
+        order[position] = number
+        if row + 1 < counts[number]:
+            heapq.heappush(later, ((row + 1) * whole // counts[number], number, row + 1))
+    return order
