@@ -66,10 +66,14 @@ class FileMapping:
         # Each mapping keeps its file, so closing the storage does not matter.
         if len(storages) == 1:
             self._map = mmap.mmap(storages[0].open(), size, mmap.MAP_SHARED, mmap.PROT_READ)
+            self.bytes = np.frombuffer(self._map, np.uint8)
         else:
             # Reserve the addresses, then map each file to its part of them. The end of this object unmaps all of them.
-            self._map = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0)
-        self.bytes = np.frombuffer(self._map, np.uint8)
+            # The first one is a multiple of a block, at which the system can map many pages of a file by one entry of
+            # the page table. At other addresses, copying rows of 3 KB takes 4% longer.
+            self._map = mmap.mmap(-1, size + _BLOCK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0)
+            reserved = np.frombuffer(self._map, np.uint8)
+            self.bytes = reserved[-reserved.__array_interface__["data"][0] % _BLOCK :][:size]
         self._address: int = self.bytes.__array_interface__["data"][0]
         for storage, base, count in zip(storages, bases, sizes, strict=True):
             if len(storages) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch.utils.data import DataLoader, default_collate
 
 import h5pack
 from h5pack.data.concat import ConcatPack
+from h5pack.data.decoding import DrawKey
 from h5pack.data.mixture import MixtureSampler
 from h5pack.errors import OptionsError, StateError
+from tests.combine.packs import FIELD_NAMES, KINDS, pack
 from tests.data import packs
 from tests.data.packs import same
 
@@ -219,3 +222,138 @@ def test_a_tiny_pack_beside_a_large_one_has_a_share(tmp_path: Path) -> None:
     drawn = flat(MixtureSampler(ConcatPack(datasets), 100, num_samples=20_000))
     assert len(drawn) == 20_000
     assert sum(index >= 90_000 for index in drawn) >= 2
+
+
+@pytest.fixture
+def alike(tmp_path: Path) -> ConcatPack:
+    """Packs of 103, 40 and 7 rows with fields of the same dtypes; labels are 1,000 times the pack's number, plus the row."""
+    datasets = []
+    for number, size in enumerate(SIZES):
+        parts = {"images": packs.values(size), "labels": np.arange(size) + 1_000 * number}
+        path = packs.write(tmp_path / f"{number}.h5", **parts, depth=packs.values(size, (3, 300)), chunks=5 + number)
+        datasets.append(h5pack.H5Dataset(path, fields=["depth"]))
+    return ConcatPack(datasets)
+
+
+ORDER: dict[str, Any] = {"weights": [3, 1, 2], "num_samples": 300, "seed": 3, "window": 2}
+
+
+@pytest.mark.parametrize("way", packs.WAYS)
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize(
+    "order", [{}, {"shuffle": "full"}, {"shuffle": "chunk", "window": 1}, {"shuffle": False}, {"drop_last": True}], ids=str
+)
+def test_a_loader_gives_the_batches_of_a_dataloader(
+    alike: ConcatPack, way: str, threads: int, order: dict[str, Any]
+) -> None:
+    with packs.rows_by(way, *(Path(one.path) for one in alike.datasets)):
+        samplers = [MixtureSampler(alike, 14, **{**ORDER, **order}) for _ in range(2)]
+        expected = DataLoader(alike, batch_sampler=samplers[0])
+        with h5pack.H5Loader(alike, batch_sampler=samplers[1], num_threads=threads) as loader:
+            assert len(loader) == len(expected) == (21 if "drop_last" in order else 22)
+            for epoch in range(2):
+                batches = list(loader)
+                assert packs.all_same(batches, list(expected)), "the smallest pack is repeated 14 times in an epoch"
+                assert loader.epoch == samplers[1].epoch == epoch
+                assert loader.state_dict() == samplers[0].state_dict()
+
+
+def plain(batch: Any) -> list[Any]:
+    return [
+        [one.tolist() if isinstance(one, torch.Tensor) else one for one in value] if isinstance(value, list) else value
+        for value in (value.tolist() if isinstance(value, torch.Tensor) else value for value in batch)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loader_mixes_packs_of_every_kind(tmp_path: Path, kind: str) -> None:
+    paths = [pack(tmp_path, name, count, ["cat", "dog"], **KINDS[kind]) for name, count in (("a", 14), ("b", 5))]
+    crop = {"decode": h5pack.RandomResizedCrop(9)} if kind == "jpeg" else {}
+    fields = [name for name in FIELD_NAMES if not crop or name != "sizes"]
+    both = ConcatPack([h5pack.H5Dataset(path, fields=fields, with_rows=True, check=True) for path in paths])
+    order: dict[str, Any] = {"weights": [1, 1], "num_samples": 40, "seed": 2, "window": 1}
+    sampler, again = (MixtureSampler(both, 4, **order) for _ in range(2))
+    with h5pack.H5Loader(both, batch_sampler=sampler, num_threads=2, **crop) as loader:
+        found = [plain(batch) for batch in loader]
+    # As the loader reads all packs as one file, its row numbers, from which crops are drawn, too, are those of that one.
+    joined = both.joined().with_decode(crop.get("decode"), True)
+    keyed = [joined.collate(joined.samples_at(joined.file_rows(np.array(batch)), key)) for batch, key in keys(again)]
+    assert found == [plain(batch) for batch in keyed]
+    assert not crop or len({json.dumps(batch[0]) for batch in found}) == len(found)
+
+
+def keys(sampler: MixtureSampler) -> list[tuple[list[int], Any]]:
+    """The batches of a sampler, and what their crops are drawn from."""
+    return [
+        (batch, DrawKey(*sampler.mixture.draws_of(sampler.epoch, number)).at(np.arange(len(batch))))
+        for number, batch in enumerate(sampler)
+    ]
+
+
+def test_a_loader_resumes_in_mid_epoch_on_any_number_of_ranks(alike: ConcatPack) -> None:
+    def make(batch_size: int = 12, **ranks: Any) -> h5pack.H5Loader:
+        return h5pack.H5Loader(alike, batch_sampler=MixtureSampler(alike, batch_size, **ORDER, **ranks), num_threads=2)
+
+    never_stopped = make()
+    whole = [list(never_stopped), list(never_stopped)]
+    for done in (0, 1, 7, len(whole[0]) - 1, len(whole[0])):
+        with make() as running:
+            iterator = iter(running)
+            for _ in range(done):
+                next(iterator)
+            state = json.loads(json.dumps(running.state_dict()))
+        assert state["batches"] == done
+        again, *halves = make(), *(make(6, rank=rank, num_replicas=2) for rank in range(2))
+        for loader in (again, *halves):
+            loader.load_state_dict(state)
+        assert [packs.all_same(list(again), rest) for rest in (whole[0][done:], whole[1])] == [True, True]
+        steps = list(zip(*halves, strict=True))
+        assert len(steps) == len(whole[0]) - done
+        for step, batch in zip(steps, whole[0][done:], strict=True):
+            assert same([torch.cat(parts) for parts in zip(*step, strict=True)], batch)
+        sampler = MixtureSampler(alike, 12, **ORDER)
+        sampler.load_state_dict(state)
+        assert packs.all_same(list(DataLoader(alike, batch_sampler=sampler)), whole[0][done:])
+    copy = pickle.loads(pickle.dumps(make()))
+    assert copy.batch_sampler.dataset is copy.dataset
+    assert packs.all_same(list(copy), whole[0])
+    copy.batch_sampler.set_epoch(0)
+    assert packs.all_same(list(copy), whole[0]), "the sampler's epoch is the loader's, as with a DataLoader"
+
+
+def test_a_loader_refuses_what_contradicts_its_batch_sampler(alike: ConcatPack) -> None:
+    sampler = MixtureSampler(alike, 12)
+    given: dict[str, Any] = {"batch_size": 12, "shuffle": False, "seed": 1, "window": 2, "drop_last": True, "rank": 0}
+    given |= {"num_replicas": 1, "streams": 1, "lanes": 2, "indices": [1], "weights": [1, 2, 3], "num_samples": 9}
+    for name, value in given.items():
+        with pytest.raises(OptionsError) as caught:
+            h5pack.H5Loader(alike, batch_sampler=sampler, **{name: value})
+        assert caught.value.parameters == ("batch_sampler", name)
+    chunks: Any = h5pack.ChunkBatchSampler(alike, 12)
+    other = ConcatPack(alike.datasets)
+    for make, parameters in (
+        (lambda: h5pack.H5Loader(alike, batch_sampler=chunks), ("batch_sampler", "batch_size")),
+        (lambda: h5pack.H5Loader(other, batch_sampler=sampler), ("dataset", "batch_sampler")),
+        (lambda: h5pack.H5Loader(alike), ("batch_size",)),
+    ):
+        with pytest.raises(OptionsError) as caught:
+            make()
+        assert caught.value.parameters == parameters
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_windows_are_read_before_they_are_needed(alike: ConcatPack, ranks: int) -> None:
+    for rank in range(ranks):
+        sampler = MixtureSampler(alike, 12, **ORDER, rank=rank, num_replicas=ranks)
+        _, plan = sampler.plan()
+        asked, needed, ahead = Counter[int](), Counter[int](), []
+        for group in plan.chunk_groups(0, 3):
+            for rows in group.upcoming:
+                assert (np.diff(rows) > 0).all()
+                asked.update(rows.tolist())
+            needed.update(group.rows.tolist())
+            assert needed <= asked, "rows are asked for with the batch that has them at the latest"
+            ahead.append((asked - needed).total())
+        # At most two windows of 2 chunks of each pack, whose chunks have 5, 6 and 7 rows, and not those of other ranks.
+        assert 0 < max(ahead) <= 2 * 2 * (5 + 6 + 7)
+        assert ranks == 1 or max(ahead) < 2 * (5 + 6 + 7)
