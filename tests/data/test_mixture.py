@@ -226,7 +226,7 @@ def test_a_tiny_pack_beside_a_large_one_has_a_share(tmp_path: Path) -> None:
 
 @pytest.fixture
 def alike(tmp_path: Path) -> ConcatPack:
-    """Packs of 103, 40 and 7 rows with fields of the same dtypes; labels are 1,000 times the pack's number, plus the row."""
+    """Packs like those of `mixed`, with labels of one dtype and a field."""
     datasets = []
     for number, size in enumerate(SIZES):
         parts = {"images": packs.values(size), "labels": np.arange(size) + 1_000 * number}
@@ -241,7 +241,7 @@ ORDER: dict[str, Any] = {"weights": [3, 1, 2], "num_samples": 300, "seed": 3, "w
 @pytest.mark.parametrize("way", packs.WAYS)
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize(
-    "order", [{}, {"shuffle": "full"}, {"shuffle": "chunk", "window": 1}, {"shuffle": False}, {"drop_last": True}], ids=str
+    "order", [{}, {"shuffle": "full"}, {"shuffle": "chunk"}, {"shuffle": False}, {"drop_last": True}], ids=str
 )
 def test_a_loader_gives_the_batches_of_a_dataloader(
     alike: ConcatPack, way: str, threads: int, order: dict[str, Any]
@@ -275,7 +275,7 @@ def test_a_loader_mixes_packs_of_every_kind(tmp_path: Path, kind: str) -> None:
     sampler, again = (MixtureSampler(both, 4, **order) for _ in range(2))
     with h5pack.H5Loader(both, batch_sampler=sampler, num_threads=2, **crop) as loader:
         found = [plain(batch) for batch in loader]
-    # As the loader reads all packs as one file, its row numbers, from which crops are drawn, too, are those of that one.
+    # The loader reads all packs as one file, so row numbers, from which crops are drawn, too, are those of that file.
     joined = both.joined().with_decode(crop.get("decode"), True)
     keyed = [joined.collate(joined.samples_at(joined.file_rows(np.array(batch)), key)) for batch, key in keys(again)]
     assert found == [plain(batch) for batch in keyed]
