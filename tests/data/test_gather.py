@@ -78,6 +78,28 @@ def test_mapped_rows_are_those_of_the_file(
         assert not out[-1].any()
 
 
+@pytest.mark.parametrize("shape", [(32,), (577,)])
+def test_mapped_rows_of_several_files_are_those_of_the_files(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    values = packs.values(3 * packs.ROWS, shape)
+    parts = np.split(values, [40, 51, 200])
+    paths = [packs.write(tmp_path / f"{number}.h5", 10, images=part) for number, part in enumerate(parts)]
+    for path in paths:
+        make_hot(path)
+    mapped = h5pack.H5Dataset(paths).engine.mapped("images")
+    assert mapped is not None
+    assert mapped.mapping._address % (2 << 20) == 0
+    everything, random = np.arange(len(values)), np.random.default_rng(0)
+    assert mapped.ready(everything, everything)
+    cached = CachedRows(mapped)
+    window = np.concatenate([np.arange(first, first + 30) for first in (190, 20, 111, 35)])
+    for wanted in (everything, window, random.choice(everything, 500), np.array([51, 50, 51, 39, 40]), everything[:0]):
+        out = np.zeros((len(wanted), *shape), values.dtype)
+        found = cached.locate(wanted)
+        cached.gather(found, out)
+        assert np.array_equal(out, values[wanted])
+        assert sorted(found.files) == sorted({int(row >= 40) + int(row >= 51) + int(row >= 200) for row in wanted})
+
+
 def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
     path = packs.write(tmp_path / "f.h5", 10, images=packs.values(shape=(577,)))
     make_hot(path)
