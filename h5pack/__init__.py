@@ -20,6 +20,7 @@ from h5pack.version import __version__ as __version__
 if TYPE_CHECKING:
     from h5pack.benchmark.bench import bench as bench
     from h5pack.combine.append import append as append
+    from h5pack.combine.convert import convert as convert
     from h5pack.combine.join import join as join
     from h5pack.combine.subset import subset as subset
     from h5pack.data.concat import ConcatPack as ConcatPack
@@ -60,11 +61,11 @@ if TYPE_CHECKING:
     from h5pack.inspect.preview import preview as preview
     from h5pack.inspect.verify import verify as verify
     from h5pack.monitor.monitor import FeedMonitor as FeedMonitor
-    from h5pack.pack.conversion import convert as convert
 
 _NAMES_OF_MODULES = {
     "h5pack.benchmark.bench": "bench",
     "h5pack.combine.append": "append",
+    "h5pack.combine.convert": "convert",
     "h5pack.combine.join": "join",
     "h5pack.combine.subset": "subset",
     "h5pack.data.concat": "ConcatPack",
@@ -86,7 +87,6 @@ _NAMES_OF_MODULES = {
     "h5pack.inspect.preview": "preview",
     "h5pack.inspect.verify": "verify",
     "h5pack.monitor.monitor": "FeedMonitor",
-    "h5pack.pack.conversion": "convert",
     "h5pack.version": "__version__",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names.split()}

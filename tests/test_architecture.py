@@ -182,7 +182,7 @@ def test_help_is_light_and_quick() -> None:
 
 
 def test_converting_imports_no_torch() -> None:
-    modules = "exporter.exporter, inspect.info, inspect.preview, inspect.verify, order.window, pack.conversion"
+    modules = "exporter.exporter, inspect.info, inspect.preview, inspect.verify, order.window, combine.convert"
     imported = ", ".join(f"h5pack.{name}" for name in modules.split(", "))
     code = f"import sys, {imported}; assert not {{'torch', 'matplotlib'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

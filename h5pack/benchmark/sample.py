@@ -19,12 +19,12 @@ import h5py
 
 from h5pack.benchmark.cases import DEFAULT_CHUNK_BYTES, BenchSettings, FileVariant
 from h5pack.benchmark.synthetic import make_folder
+from h5pack.combine.convert import convert
 from h5pack.data.dataset import H5Dataset
 from h5pack.errors import H5PackError, NoImagesError, NoSpaceError, OptionsError, SizesDifferError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
 from h5pack.inspect.info import DatasetReport, describe_dataset, packing_options
-from h5pack.pack.conversion import convert
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import ConvertReport
 from h5pack.read.encoded import EncodedIndex

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from h5pack.combine.combination import Combination, CombineReport, write_combination
 from h5pack.combine.parts import Part, is_virtual, merge, open_part
+from h5pack.combine.shards import shard_path
 from h5pack.combine.statistics import added_statistics
 from h5pack.combine.virtual_file import write_virtual
 from h5pack.errors import OptionsError, OutputExistsError, SizesDifferError, SourceError
@@ -27,6 +28,9 @@ _OF_ROWS = (
     "fit", "resample", "draft", "mode", "layout", "keep", "max_side", "quality", "max_pixels", "compression",
 )  # fmt: skip
 """Options of a conversion that say how an image becomes a row. They are taken from the pack."""
+
+_OF_FILES = ("size", "chunk_rows", "chunk_bytes", "compat", "shard_bytes")
+"""Further options that cannot be given."""
 
 
 def append(
@@ -116,7 +120,7 @@ def append(
 
 
 def _require_options(old: Part, options: dict[str, Any]) -> None:
-    given = [name for name in (*_OF_ROWS, "size", "chunk_rows", "chunk_bytes", "compat") if name in options]
+    given = [name for name in (*_OF_ROWS, *_OF_FILES) if name in options]
     if given:
         raise OptionsError(
             f"{old.path}: {given[0]} is that of the pack, to which images are appended; leave it out",
@@ -138,9 +142,8 @@ def _require_no_leftovers(*paths: Path) -> None:
 
 def _shard_path(old: Part) -> Path:
     """Return the name of a new pack of a virtual file: the next number after those that it refers to."""
-    stem, used = old.path.stem, {os.path.basename(file.path) for file in old.files}
-    numbers = (number for number in itertools.count() if f"{stem}-{number:05d}{old.path.suffix}" not in used)
-    return old.path.with_name(f"{stem}-{next(numbers):05d}{old.path.suffix}")
+    used = {os.path.basename(file.path) for file in old.files}
+    return next(path for path in map(partial(shard_path, old.path), itertools.count()) if path.name not in used)
 
 
 def _row_options(old: Part) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class CombineReport:
 class Combination:
     """A pack to be made of the rows of parts: what it contains, and where each row comes from."""
 
-    verb: str  # append, join or subset; the pack's options name it
+    verb: str | None  # append, join or subset; the pack's options name it. None: parts are shards of one conversion
     parts: tuple[Part, ...]
     catalog: Catalog  # the tables of its rows
     origins: RowOrigins
@@ -94,7 +94,7 @@ class Combination:
 
     @classmethod
     def of(
-        cls, verb: str, parts: Sequence[Part], merged: Catalog, order: Rows, statistics: dict[str, Any],
+        cls, verb: str | None, parts: Sequence[Part], merged: Catalog, order: Rows, statistics: dict[str, Any],
         chunk_rows: int | None = None,
     ) -> Combination:  # fmt: skip
         """Return the combination of some rows of `merged`, the tables of all rows of the parts, in a given order."""
@@ -173,6 +173,8 @@ class Combination:
 
     def options(self) -> dict[str, Any]:
         """Return the options that the pack stores: those of its first part, and what it was made of."""
+        if self.verb is None:
+            return self.parts[0].options
         made_of = {"verb": self.verb, "parts": [part.identity for part in self.parts]}
         return {**self.parts[0].options, "combined": made_of}
 

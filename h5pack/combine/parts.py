@@ -107,10 +107,10 @@ def open_part(path: Path) -> Part:
         if schema.FORMAT not in file.attrs:
             raise SourceError(f"{path}: is not a pack; make one of it with 'h5pack convert'", path=path)
         require_complete(file)
-        options = _options(text(file.attrs.get(schema.OPTIONS, b"")))
+        options = stored_options(file)
         images = file.get(schema.IMAGES)
         layout = "nhwc" if images is None else text(images.attrs.get(schema.LAYOUT, b"nhwc"))
-        rejects, statistics = _rejects(file), _statistics(file)
+        rejects, statistics = rejects_of(file), _statistics(file)
     catalog = hdf5_catalog(path, HDF5Datasets(), NameFilter())
     part = Part(path, catalog, layout, options, rejects, statistics)
     statistics["pixels"] = _measured_pixels(part)
@@ -125,15 +125,17 @@ def open_part(path: Path) -> Part:
     return part
 
 
-def _options(stored: str) -> dict[str, Any]:
+def stored_options(file: h5py.File) -> dict[str, Any]:
+    """Return the options of a pack's conversion; empty if they are not known."""
     try:
-        options = json.loads(stored)
+        options = json.loads(text(file.attrs.get(schema.OPTIONS, b"")))
     except ValueError:
         return {}
     return options if isinstance(options, dict) else {}
 
 
-def _rejects(file: h5py.File) -> tuple[Reject, ...]:
+def rejects_of(file: h5py.File) -> tuple[Reject, ...]:
+    """Return the images that were not packed."""
     if schema.REJECTS not in file:
         return ()
     names, reasons = (file[f"{schema.REJECTS}/{one}"][()].tolist() for one in ("filenames", "reasons"))
@@ -211,9 +213,11 @@ def merge(parts: Sequence[Part]) -> Catalog:
     """
     require_alike(parts)
     catalogs = [part.catalog for part in parts]
-    names = split_order(name for one in catalogs for name in one.split_names)
-    splits = [np.array([names.index(name) for name in one.split_names], np.int32)[one.split_ids] for one in catalogs]
     first = catalogs[0]
+    names = first.split_names
+    if any(one.split_names != names for one in catalogs):
+        names = split_order(name for one in catalogs for name in one.split_names)
+    splits = [np.array([names.index(name) for name in one.split_names], np.int32)[one.split_ids] for one in catalogs]
     label_names, labels = first.label_names, [one.labels for one in catalogs if one.labels is not None]
     if labels and labels[0].ndim == 1 and label_names is not None:
         label_names, maps = _merge_classes((part.path, part.catalog.label_names or ()) for part in parts)

@@ -37,11 +37,8 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int =
     try:
         with reporting_full_disk(output.partial, "make room, then run again"):
             lock.renew()
-            output.structure.unlink(missing_ok=True)
             try:
-                _write(plan, output.structure, out.parent)
-                sync_path(output.structure)
-                lock.replace(output.structure)
+                make_virtual(plan, output, lock, out.parent)
                 finish.publish(output, lock, overwrite, plan.tables.rejects)
             except BaseException:
                 output.structure.unlink(missing_ok=True)
@@ -52,6 +49,14 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int =
         return CombineReport(str(out), plan.rows, size, 0, len(plan.tables.rejects), added=added, seconds=seconds)
     finally:
         lock.release()
+
+
+def make_virtual(plan: Combination, output: Output, lock: OutputLock, folder: Path) -> None:
+    """Replace ``OUT.partial`` by the virtual file, whose paths of packs are relative to `folder`."""
+    output.structure.unlink(missing_ok=True)
+    _write(plan, output.structure, folder)
+    sync_path(output.structure)
+    lock.replace(output.structure)
 
 
 def _write(plan: Combination, path: Path, folder: Path) -> None:

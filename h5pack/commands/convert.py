@@ -133,6 +133,10 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
         "--compression", metavar="METHOD",
         help="compression method: none (default), gzip[:1-9], zstd[:1-22] or bitshuffle-lz4",
     )  # fmt: skip
+    file.add_argument(
+        "--shard-bytes", metavar="SIZE",
+        help="write files OUT-00000.h5 and so on of at most SIZE, such as 50GiB, and OUT as a virtual file over them",
+    )  # fmt: skip
     file.add_argument("--compat", action="store_true", help="write a file that HDF5 1.8 can read")
 
 
@@ -172,7 +176,7 @@ def add_processes(group: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Convert the source and print the report; return the exit status."""
     from h5pack.cluster.dask_client import open_client
-    from h5pack.pack.conversion import Conversion
+    from h5pack.combine.shards import open_conversion
 
     verbose = not arguments.quiet and not arguments.json
     keywords = _keywords(arguments)
@@ -180,7 +184,7 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         if arguments.cluster is not None:
             keywords["client"] = stack.enter_context(open_client(arguments.cluster))
-        conversion = stack.enter_context(Conversion(arguments.source, arguments.out, progress=verbose, **keywords))
+        conversion = stack.enter_context(open_conversion(arguments.source, arguments.out, progress=verbose, **keywords))
         report = conversion.existing_report()
         if report is None:
             plan = conversion.plan()

@@ -319,10 +319,10 @@ def _is_sound_dataset(file: h5py.File, expected: Expected, addresses: npt.NDArra
     )
 
 
-def is_compressed(path: Path) -> bool:
-    """Return whether the unfinished file at `path` was already replaced by its compressed copy.
+def is_complete(path: Path) -> bool:
+    """Return whether the unfinished file at `path` is marked as complete.
 
-    With `compression`, only that copy is marked as complete.
+    With `compression`, that is its compressed copy; with `shard_bytes`, the virtual file over all shards.
     """
     try:
         with h5py.File(path, "r", locking=False) as file:

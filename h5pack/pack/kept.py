@@ -83,6 +83,30 @@ class KeptPlan(ConvertPlan):
     needs_encoding: npt.NDArray[np.bool_]  # (M,): images that are encoded, or read in the order of their groups
     places: EncodedPlaces | None = None  # None before images are encoded
 
+    def between(self, start: int, stop: int) -> ConvertPlan:
+        """See `ConvertPlan`."""
+        plan = super().between(start, stop)
+        assert isinstance(plan, KeptPlan)
+        mine = np.zeros(len(self.catalog), np.bool_)
+        mine[plan.row_order.origins] = True
+        size = int(self.jpeg_bytes[plan.row_order.origins].sum())
+        return replace(plan, chunks=plan_data_chunks(size), needs_encoding=self.needs_encoding & mine)
+
+    def shard_edges(self) -> list[int]:
+        """See `ConvertPlan`; the sizes of images that are encoded are estimates. A large image may exceed a shard."""
+        size = self.options.shard_bytes
+        if size is None:
+            return [0, self.rows]
+        chunk_bytes = schema.ALIGNMENT_THRESHOLD_BYTES
+        row_bytes = -(-self._tables_bytes() // self.rows)
+        ends = self.offsets[1:] + row_bytes * np.arange(1, self.rows + 1)
+        room = max(1, size - self.structure.metadata_block_bytes - chunk_bytes)
+        edges = [0]
+        while edges[-1] < self.rows:
+            first = int(ends[edges[-1] - 1]) if edges[-1] else 0
+            edges.append(max(edges[-1] + 1, int(np.searchsorted(ends, first + room, "right"))))
+        return edges
+
     @property
     def to_encode(self) -> npt.NDArray[np.bool_]:
         """See `ConvertPlan`; with a source that is read by groups, also files that are kept as they are.

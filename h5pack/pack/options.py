@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeGuard
@@ -33,7 +34,7 @@ RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 
 _LATER = (
     "compression", "images", "labels", "fields", "channel_axis", "value_range", "val", "keep", "max_side", "quality",
-    "mask_columns", "image_columns", "text_columns", "box_columns", "keypoint_columns", "box_format",
+    "mask_columns", "image_columns", "text_columns", "box_columns", "keypoint_columns", "box_format", "shard_bytes",
 )  # fmt: skip
 _OF_PIXELS = ("size", "fit", "resample", "draft", "mode", "layout", "chunk_rows", "chunk_bytes", "compression")
 _OF_KEPT = ("max_side", "quality")
@@ -81,6 +82,7 @@ class ConvertOptions:
     compression: str = NONE
     compat: bool = False
     strict: bool = False
+    shard_bytes: int | None = None
     num_workers: int | None = None
     start_method: str | None = None
     io: str = "auto"
@@ -105,7 +107,13 @@ class ConvertOptions:
         for field in dataclasses.fields(cls):
             if field.default == () and field.name in values:
                 values[field.name] = _texts(field.name, values[field.name])
-        parsers = {"size": parse_size, "chunk_bytes": parse_bytes, "value_range": parse_range, "part": parse_part}
+        parsers: dict[str, Callable[[Any], Any]] = {
+            "size": parse_size,
+            "chunk_bytes": parse_bytes,
+            "shard_bytes": functools.partial(parse_bytes, name="shard_bytes"),
+            "value_range": parse_range,
+            "part": parse_part,
+        }
         for name, parse in parsers.items():
             if values.get(name) is not None:
                 values[name] = parse(values[name])
@@ -127,11 +135,13 @@ class ConvertOptions:
             ("start_method", (None, "fork", "forkserver", "spawn")),
         ):
             check_choice(name, getattr(self, name), allowed)
-        for name in ("limit", "num_workers", "max_pixels", "max_side", "chunk_rows", "chunk_bytes"):
+        for name in ("limit", "num_workers", "max_pixels", "max_side", "chunk_rows", "chunk_bytes", "shard_bytes"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, 2**63 - 1)
         ways = [name for name in ("resume", "part", "finish") if getattr(self, name)]
+        if self.shard_bytes is not None:
+            self._check_shards()
         if len(ways) > 1:
             given = tuple("part" if name == "part" else f"{name}=True" for name in ways)
             raise OptionsError(f"{' and '.join(given)} cannot be combined; give only one of them", parameters=given)
@@ -151,6 +161,18 @@ class ConvertOptions:
         if self.size is None and unused:
             names = ", ".join(unused)
             raise OptionsError(f"{names} cannot be used without size; give size, too", parameters=(*unused, "size"))
+
+    def _check_shards(self) -> None:
+        """Raise OptionsError for options that do not fit to several packs and a virtual file over them."""
+        reasons = {
+            "compat": "HDF5 1.8 has no virtual datasets",
+            "part": "the parts of an array job write one file",
+            "finish": "the parts of an array job write one file",
+        }
+        for name, reason in reasons.items():
+            if getattr(self, name):
+                given = ("shard_bytes", f"{name}=True" if name != "part" else name)
+                raise OptionsError(f"{' and '.join(given)} cannot be combined: {reason}", parameters=given)
 
     def _check_keep(self) -> None:
         """Raise OptionsError for options of packs of pixels together with `keep`, or those of `keep` without it."""
@@ -315,8 +337,8 @@ def parse_part(part: str | Sequence[int]) -> tuple[int, int]:
     return number, count
 
 
-def parse_bytes(size: int | str) -> int:
-    """Return a number of bytes, from a number or from text such as "65536", "512KiB", "4MiB", "4MB" or "1G".
+def parse_bytes(size: int | str, name: str = "chunk_bytes") -> int:
+    """Return the number of bytes that the option `name` gives, from a number or text: "65536", "512KiB", "4MB" or "1G".
 
     MB and the like count in powers of 1000; MiB and M in powers of 1024.
     """
@@ -325,7 +347,7 @@ def parse_bytes(size: int | str) -> int:
     text = size.strip().lower()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(i?)b?", text)
     if match is None:
-        raise invalid("chunk_bytes", size, " is not a number of bytes, such as 4MiB")
+        raise invalid(name, size, " is not a number of bytes, such as 4MiB")
     base = 1024 if match[3] or not text.endswith("b") else 1000
     return int(float(match[1]) * base ** " kmg".index(match[2] or " "))
 

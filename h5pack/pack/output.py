@@ -21,7 +21,7 @@ from h5pack.errors import IncompletePackError, NoSpaceError, OutputBusyError, Ou
 from h5pack.pack.options import ConvertOptions
 from h5pack.system.files import copy_changed, is_locked, lock, open_locked, require_writable, sync_path
 from h5pack.system.machine import free_bytes
-from h5pack.system.text import format_bytes
+from h5pack.system.text import counted, format_bytes
 
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
@@ -45,6 +45,7 @@ class ConvertReport:
     seconds: dict[str, float] = field(default_factory=dict)
     already_complete: bool = False  #: before this call, which is possible with ``resume=True``
     part: str | None = None  #: such as "3/16", if only this part was written, which has `images` rows
+    shards: int = 0  #: number of packs that a virtual output refers to, as of `shard_bytes`; `bytes` counts them, too
 
     def to_text(self) -> str:
         """Return the report as one or two lines of text."""
@@ -54,7 +55,7 @@ class ConvertReport:
         if self.part is not None:
             return f"part     {self.part} of {self.path}: {self.images:,} rows, {total:.1f} s"
         speed = self.images / total if total else 0.0
-        size = format_bytes(self.bytes)
+        size = format_bytes(self.bytes) + (f" in {counted(self.shards, 'shard')}" if self.shards else "")
         text = f"done     {self.path}: {self.images:,} images, {size}, {total:.1f} s ({speed:,.0f} images/s)"
         if self.rejects:
             text += f"\nrejects  {self.rejects:,}, listed with reasons in {self.path}.rejects.csv"
@@ -79,7 +80,7 @@ class Stages:
                 yield bar.update
         else:
             yield lambda count: None
-        self.seconds[name] = time.perf_counter() - begin
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
 class Output:
@@ -92,6 +93,7 @@ class Output:
         self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is locked
         self.journal = self._beside(".partial.journal")  # a folder; see `h5pack.pack.journal`
         self.parts = self._beside(".partial.parts")  # a folder; see `h5pack.cluster.parts`
+        self.shards = self._beside(".partial.shards")  # a folder; see `h5pack.combine.shards`
         self.owner = self._beside(".partial.owner")  # see `OwnerFile`
         # A sparse file with the pack's final HDF5 metadata, which is then copied into `partial`.
         self.structure = self._beside(f".partial.structure{private}")
@@ -142,7 +144,8 @@ class Output:
     def require_space(self, needed: int) -> None:
         """Raise NoSpaceError if `needed` bytes, minus what the unfinished files already occupy, are not free."""
         held = 0
-        for path in (self.partial, self.compressed, *self.journal.glob("*.bin")):
+        shards = (path for path in self.shards.rglob("*") if path.is_file())
+        for path in (self.partial, self.compressed, *self.journal.glob("*.bin"), *shards):
             with contextlib.suppress(FileNotFoundError):
                 held += os.stat(path).st_blocks * 512
         free = free_bytes(self.final.parent)
@@ -163,8 +166,9 @@ class Output:
         return status.st_dev, status.st_ino
 
     def remove_leftovers(self) -> None:
-        """Remove the temporary files `journal`, `parts`, `structure`, `compressed` and `new`; keep `partial`."""
+        """Remove the temporary files beside the output, except for `partial` and `owner`."""
         shutil.rmtree(self.journal, ignore_errors=True)
+        shutil.rmtree(self.shards, ignore_errors=True)
         if self.parts.exists():
             # Parts that were killed may have left files and folders of their own.
             kinds = ("new", "structure", "journal", "parts", "owner", "probe")

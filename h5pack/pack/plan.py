@@ -26,7 +26,7 @@ from h5pack.sources.catalog import Catalog, Note, Reject
 from h5pack.sources.map_style import with_labels
 from h5pack.sources.validation import divide, training_split
 from h5pack.system.arrays import shuffled_split
-from h5pack.system.text import format_bytes
+from h5pack.system.text import counted, format_bytes
 from h5pack.version import __version__
 
 Rows = npt.NDArray[np.int64]
@@ -175,6 +175,37 @@ class ConvertPlan:
         """Return the masks that are stored as PNG files."""
         return ()
 
+    def between(self, start: int, stop: int) -> ConvertPlan:
+        """Return the plan of a pack of the rows `start` to ``stop - 1``. That of row 0 lists the rejects known so far.
+
+        Its chunks are as large as those of this plan, and it has all splits, some of them empty.
+        """
+        starts = np.clip(self.row_order.split_starts, start, stop) - start
+        return replace(
+            self,
+            row_order=RowOrder(self.row_order.origins[start:stop], starts),
+            chunks=replace(self.chunks, count=-(-(stop - start) // self.chunks.rows)),
+            rejects=self.rejects if start == 0 else (),
+        )
+
+    def shard_edges(self) -> list[int]:
+        """Return the rows at which the packs of `shard_bytes` begin, and the end of the last; they have whole chunks.
+
+        Raises OptionsError if not even a chunk fits into one.
+        """
+        size, count = self.options.shard_bytes, self.chunks.count
+        if size is None:
+            return [0, self.rows]
+        chunk_bytes = -(-(self._chunks_bytes(self.options.filter) + self._tables_bytes()) // count)
+        chunks = (size - self.structure.metadata_block_bytes) // chunk_bytes
+        if chunks < 1:
+            needed = self.structure.metadata_block_bytes + chunk_bytes
+            raise OptionsError(
+                f"shard_bytes={size!r} is too small: a file with one chunk takes {needed:,} bytes",
+                parameters=(f"shard_bytes={size!r}",),
+            )
+        return [*range(0, self.rows, chunks * self.chunks.rows), self.rows]
+
     def source_groups(self, rows: Rows) -> Rows | None:
         """Return the group number of the image in each row, as `SourceReader.groups` does."""
         return self.catalog.reader.groups(self.row_order.origins[rows])
@@ -286,6 +317,7 @@ class ConvertPlan:
             "chunk_bytes": self.chunks.bytes,
             "chunks": self.chunks.count,
             "bytes": self.file_bytes,
+            "shards": 0 if self.options.shard_bytes is None else len(self.shard_edges()) - 1,
             "needed_bytes": self.needed_bytes,
             "source_bytes": self.source_bytes,
             "rejects": len(self.rejects),
@@ -331,6 +363,9 @@ class ConvertPlan:
             f"chunks   {self._chunks_text()}",
             f"file     {file}",
         ]
+        if options.shard_bytes is not None:
+            shards = counted(len(self.shard_edges()) - 1, "file")
+            lines.append(f"shards   {shards} of at most {format_bytes(options.shard_bytes)}")
         if self.catalog.ignored:
             ignored = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.catalog.ignored.items()))
             lines.append(f"ignored  {ignored}")

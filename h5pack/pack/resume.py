@@ -76,7 +76,7 @@ class UnfinishedPack:
         self.structure = plan.structure
         self._resumes = before is not None
         if before is not None:
-            self._require_same(before)
+            require_same(plan, self.journal, before)
         elif isinstance(lock, OutputLock):
             output.remove_leftovers()
             lock.renew()
@@ -96,7 +96,7 @@ class UnfinishedPack:
             return
         temporary = self.output.journal.with_name(f"{self.output.journal.name}-{secrets.token_hex(6)}")
         self.journal.start_together(plan, self.plan.fingerprints, temporary)
-        self._require_same(self.journal.plan() or {})
+        require_same(self.plan, self.journal, self.journal.plan() or {})
 
     def allocate(self, plan: ConvertPlan) -> None:
         """Give each row of the file its place. `plan` is the plan, with the sizes of images that were encoded."""
@@ -223,35 +223,36 @@ class UnfinishedPack:
         """Where the rows are of the images, and of each field that is chunked like them."""
         return self.row_offsets, *self.field_offsets
 
-    def _require_same(self, before: dict[str, Any]) -> None:
-        source, now = self.plan.source, identity(self.plan)
-        if before["h5pack"] != now["h5pack"]:
-            raise self._refused(f"was begun by h5pack {before['h5pack']}, but this is h5pack {now['h5pack']}")
-        for name in {**before["options"], **now["options"]}:
-            # An option that is missing from the stored options has its default.
-            default = getattr(ConvertOptions, name, None)
-            old, value = (options.get(name, default) for options in (before["options"], now["options"]))
-            if old != value:
-                parameter = "source_kind" if name == "source" else name
-                raise self._refused(
-                    f"was begun with {parameter}={old!r}, but resumed with {value!r}", f"{parameter}={old!r}"
-                )
-        prints, old_prints = self.plan.fingerprints, self.journal.fingerprints()
-        if len(prints) != len(old_prints):
-            counts = counted(len(old_prints), self.plan.catalog.noun)
-            raise self._refused(f"was begun with {counts}, but {source} now has {len(prints):,}")
-        changed = np.flatnonzero(prints != old_prints)
-        if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
-            name = self.plan.catalog.shown(int(changed[0])) if len(changed) else "a label or a split"
-            raise self._refused(f"{source} has changed since the conversion began (first change: {name})")
 
-    def _refused(self, difference: str, *parameters: str) -> ResumeError:
-        advice = "resume with the same options and source, or start over with overwrite=True and without resume=True"
-        return ResumeError(
-            f"{self.output.partial}: {difference}; {advice}",
-            path=self.output.partial,
-            parameters=(*parameters, "overwrite=True", "resume=True"),
-        )
+def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) -> None:
+    """Raise ResumeError unless `before`, which the journal of an interrupted run has saved, is what is planned now."""
+    now = identity(plan)
+    if before["h5pack"] != now["h5pack"]:
+        raise _refused(journal, f"was begun by h5pack {before['h5pack']}, but this is h5pack {now['h5pack']}")
+    for name in {**before["options"], **now["options"]}:
+        # An option that is missing from the stored options has its default.
+        default = getattr(ConvertOptions, name, None)
+        old, value = (options.get(name, default) for options in (before["options"], now["options"]))
+        if old != value:
+            parameter = "source_kind" if name == "source" else name
+            difference = f"was begun with {parameter}={old!r}, but resumed with {value!r}"
+            raise _refused(journal, difference, f"{parameter}={old!r}")
+    prints, old_prints = plan.fingerprints, journal.fingerprints()
+    if len(prints) != len(old_prints):
+        counts = counted(len(old_prints), plan.catalog.noun)
+        raise _refused(journal, f"was begun with {counts}, but {plan.source} now has {len(prints):,}")
+    changed = np.flatnonzero(prints != old_prints)
+    if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
+        name = plan.catalog.shown(int(changed[0])) if len(changed) else "a label or a split"
+        raise _refused(journal, f"{plan.source} has changed since the conversion began (first change: {name})")
+
+
+def _refused(journal: Journal, difference: str, *parameters: str) -> ResumeError:
+    advice = "resume with the same options and source, or start over with overwrite=True and without resume=True"
+    partial = journal.folder.with_suffix("")
+    return ResumeError(
+        f"{partial}: {difference}; {advice}", path=partial, parameters=(*parameters, "overwrite=True", "resume=True")
+    )
 
 
 def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from h5pack.pack.compression import (
     require_filter,
 )
 from h5pack.pack.conversion import Conversion
-from h5pack.pack.finish import is_compressed
+from h5pack.pack.finish import is_complete
 from h5pack.pack.options import ConvertOptions
 from h5pack.system.processes import run
 from tests.crashing import (
@@ -275,7 +275,7 @@ def test_killed_at_every_step(packs: dict[str, Path], source: Path, tmp_path: Pa
         left = out.read_bytes() if out.exists() else None
         assert left in (whole, b"precious" if replaced else None)
         copied = (tmp_path / "o.h5.partial.compressed").exists()
-        stages.add((left == whole, copied, is_compressed(tmp_path / "o.h5.partial")))
+        stages.add((left == whole, copied, is_complete(tmp_path / "o.h5.partial")))
         # That it may be replaced was agreed when it was begun; before that, it has to be said again.
         agreed = left == whole or (tmp_path / "o.h5.partial.journal" / "plan.json").exists()
         report = h5pack.convert(source, out, **options("zstd", resume=True, overwrite=replaced and not agreed))

@@ -1,0 +1,170 @@
+"""A conversion into several packs of limited size, the shards, and a virtual file over them.
+
+All shards have one plan, so images, splits and their order are those of one large pack. The shards are written one
+after the other into the folder ``OUT.partial.shards``, and each is complete before the next one begins. When all are,
+the virtual file is made as ``OUT.partial``. From then on only names change: those of the shards, then that of the
+output. A resumed run finds out from these files how far an interrupted one has come.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from h5pack.combine.combination import Combination
+from h5pack.combine.parts import merge, open_part, rejects_of, stored_options
+from h5pack.combine.statistics import added_statistics
+from h5pack.combine.virtual_file import make_virtual
+from h5pack.errors import OutputExistsError
+from h5pack.format import schema
+from h5pack.pack import finish
+from h5pack.pack.conversion import Conversion
+from h5pack.pack.journal import Journal
+from h5pack.pack.output import ConvertReport, Output, OutputLock
+from h5pack.pack.plan import ConvertPlan
+from h5pack.pack.resume import identity, require_same
+from h5pack.sources.map_style import MapStyleDataset
+from h5pack.system.files import reporting_full_disk, sync_path
+
+
+def open_conversion(
+    source: str | os.PathLike[str] | MapStyleDataset, out: str | os.PathLike[str], **keywords: Any
+) -> Conversion:
+    """Return the conversion with the parameters of `h5pack.convert`: into one file, or into shards."""
+    kind = Conversion if keywords.get("shard_bytes") is None else ShardedConversion
+    return kind(source, out, **keywords)
+
+
+def shard_path(out: Path, number: int) -> Path:
+    """Return the path of a shard of a virtual file, such as ``OUT-00000.h5``."""
+    return out.with_name(f"{out.stem}-{number:05d}{out.suffix}")
+
+
+def shards_of(file: Path, out: Path) -> set[Path]:
+    """Return the shards of the output of a conversion, which is, or was, called `out`; none of any other file."""
+    try:
+        with h5py.File(file, "r", locking=False) as opened:
+            images = opened.get(schema.IMAGES, opened.get(schema.ENCODED_DATA))
+            if "shard_bytes" not in stored_options(opened) or not images.is_virtual:
+                return set()
+            # HDF5 takes %b in a name for a number, so a % is stored as %%.
+            names = {source.file_name.replace("%%", "%") for source in images.virtual_sources()}
+    except OSError:
+        return set()
+    kind = re.compile(rf"{re.escape(out.stem)}-\d{{5,}}{re.escape(out.suffix)}")
+    return {out.with_name(name) for name in names if kind.fullmatch(name)}
+
+
+class ShardedConversion(Conversion):
+    """A conversion with `shard_bytes`."""
+
+    def run(self) -> ConvertReport:
+        """Run the conversion and return its report, which counts all shards."""
+        existing = self.existing_report()
+        if existing is not None:
+            return existing
+        plan, output = self.plan(), self.output
+        edges = plan.shard_edges()
+        plans = [plan.between(start, stop) for start, stop in itertools.pairwise(edges)]
+        needed = plan.needed_bytes
+        if self.options.filter is not None:
+            # Only one shard at a time is also there in an uncompressed form.
+            needed = min(needed, plan.file_bytes + max(one.needed_bytes for one in plans))
+        output.require_space(needed)
+        shards = [output.shards / shard_path(output.final, number).name for number in range(len(plans))]
+        if not self.options.continues:
+            self._require_free(shards, self.options.overwrite)
+        lock = OutputLock(output, self._client is not None)
+        try:
+            with reporting_full_disk(output.partial, "make room, then run again with resume=True", "resume=True"):
+                overwrite = self._begin(plan, lock)
+                self._require_free(shards, overwrite)
+                reports = []
+                if not finish.is_complete(output.partial):
+                    reports = [self._write_shard(one, path) for one, path in zip(plans, shards, strict=True)]
+                return self._publish(lock, shards, reports, overwrite)
+        finally:
+            lock.release()
+
+    def _begin(self, plan: ConvertPlan, lock: OutputLock) -> bool:
+        """Start the journal, or compare the plan with that of the interrupted run.
+
+        Returns whether an existing output may be replaced, according to this run or the interrupted one.
+        """
+        output, journal = self.output, Journal(self.output.journal)
+        before = journal.plan() if self.options.continues else None
+        if before is not None:
+            require_same(plan, journal, before)
+            return self.options.overwrite or bool(before["overwrite"])
+        output.remove_leftovers()
+        lock.renew()
+        # A file without a size would be removed as unused.
+        os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
+        output.shards.mkdir()
+        journal.start({**identity(plan), "overwrite": self.options.overwrite}, plan.fingerprints)
+        return self.options.overwrite
+
+    def _require_free(self, shards: list[Path], overwrite: bool) -> None:
+        """Raise OutputExistsError if a file has the name of the output, or that of a shard that is not yet there."""
+        moved = finish.is_complete(self.output.partial)
+        for path in (self.output.final, *(self._final(shard) for shard in shards if shard.exists() or not moved)):
+            if path.exists() and not overwrite:
+                raise OutputExistsError(
+                    f"{path}: exists; give the output another name, or overwrite=True to replace it and its shards",
+                    path=path,
+                    parameters=("overwrite=True",),
+                )
+
+    def _final(self, shard: Path) -> Path:
+        return self.output.final.with_name(shard.name)
+
+    def _write_shard(self, plan: ConvertPlan, path: Path) -> ConvertReport:
+        output = Output(path)
+        if path.exists() and not output.partial.exists():
+            return ConvertReport(str(path), plan.rows, 0, path.stat().st_size, self.num_workers, plan.rows)
+        return self.write(plan, output)
+
+    def _publish(
+        self, lock: OutputLock, shards: list[Path], reports: list[ConvertReport], overwrite: bool
+    ) -> ConvertReport:
+        """Make the virtual file, then give the shards and the output their names."""
+        output = self.output
+        with self._stage("finish", 0):
+            if not finish.is_complete(output.partial):
+                parts = [open_part(path) for path in shards]
+                merged = merge(parts)
+                order = np.argsort(merged.split_ids, kind="stable")
+                virtual = Combination.of(None, parts, merged, order, added_statistics(parts, merged))
+                make_virtual(virtual, output, lock, output.shards)
+            with h5py.File(output.partial, "r", locking=False) as file:
+                images, rejects = len(file[schema.FILENAMES]), rejects_of(file)
+            # An old virtual file must not refer to some old and some new shards, even for a moment.
+            replaced = output.shards / "replaced"
+            if output.final.exists() and overwrite:
+                os.replace(output.final, replaced)
+            if replaced.exists():
+                for path in shards_of(replaced, output.final) - set(map(self._final, shards)):
+                    path.unlink(missing_ok=True)
+            for path in shards:
+                if path.exists():
+                    os.replace(path, self._final(path))
+            sync_path(output.final.parent)
+            finish.publish(output, lock, overwrite, rejects)
+        size = sum(path.stat().st_size for path in (output.final, *map(self._final, shards)))
+        return ConvertReport(
+            path=str(output.final),
+            images=images,
+            rejects=len(rejects),
+            bytes=size,
+            num_workers=self.num_workers,
+            resumed_rows=sum(one.resumed_rows for one in reports) if reports else images,
+            moved_rows=sum(one.moved_rows for one in reports),
+            seconds=self._seconds,
+            shards=len(shards),
+        )

@@ -1,0 +1,241 @@
+"""`shard_bytes`: one conversion into several packs, and a virtual file over them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack import cli
+from h5pack.combine.shards import shard_path, shards_of
+from h5pack.errors import OptionsError, OutputBusyError, OutputExistsError, ResumeError
+from h5pack.pack.output import Output, OutputLock
+from tests.combine.packs import SOURCE, contents, source
+from tests.crashing import changes_in_child, distinct_steps, leftovers
+from tests.makers import class_folders, flat_folder, quick, save, truncate
+
+KINDS: dict[str, dict[str, Any]] = {
+    "pixels": {"chunk_rows": 4, "shard_bytes": 1_130_000},
+    "nchw": {"layout": "nchw", "size": (30, 26), "chunk_rows": 3, "shard_bytes": "1.1MiB"},
+    "gzip": {"compression": "gzip", "chunk_rows": 4, "shard_bytes": 1_130_000},
+    "jpeg": {"keep": "jpeg", "shard_bytes": 380_000},
+    "max_side": {"keep": "jpeg", "max_side": 16, "shard_bytes": 380_000},
+}
+
+
+def unsharded(keywords: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in keywords.items() if name != "shard_bytes"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_have_the_rows_of_one_pack(tmp_path: Path, kind: str) -> None:
+    found, keywords = source(tmp_path / "s", "a", 40, ["x", "y"]), quick(**SOURCE, **KINDS[kind])
+    report, out = h5pack.convert(found, tmp_path / "o.h5", **keywords), tmp_path / "o.h5"
+    h5pack.convert(found, tmp_path / "one.h5", **unsharded(keywords))
+    shards = [shard_path(out, number) for number in range(report.shards)]
+    assert len(shards) > 1
+    assert leftovers(tmp_path) == {"s", "o.h5", "one.h5", *(path.name for path in shards)}
+    assert shards_of(out, out) == set(shards)
+    assert (report.images, report.rejects) == (40, 0)
+    assert report.bytes == sum(path.stat().st_size for path in (out, *shards))
+    whole, split = h5pack.H5Dataset(tmp_path / "one.h5"), h5pack.H5Dataset(out)
+    assert (split.filenames, split.splits, split.classes) == (whole.filenames, whole.splits, whole.classes)
+    assert contents(out) == contents(tmp_path / "one.h5")
+    np.testing.assert_allclose([split.mean, split.std], [whole.mean, whole.std], rtol=1e-12)
+    assert h5pack.verify(out, num_workers=1).ok
+    limit = keywords["shard_bytes"] if isinstance(keywords["shard_bytes"], int) else int(1.1 * 2**20)
+    assert all(path.stat().st_size <= limit for path in shards)
+    if "keep" not in keywords:
+        lengths = [len(h5pack.H5Dataset(path)) for path in shards]
+        assert not any(rows % keywords["chunk_rows"] for rows in lengths[:-1])
+        with h5py.File(out) as first, h5py.File(tmp_path / "one.h5") as second:
+            assert first["images"].is_virtual
+            assert np.array_equal(first["images"], second["images"])
+
+
+def test_shards_are_loaded_and_combined_as_one(tmp_path: Path) -> None:
+    found, out = class_folders(tmp_path / "s", {"x": 20, "y": 21}), tmp_path / "o.h5"
+    keywords = quick(chunk_rows=4, shard_bytes=1_100_000)
+    shards = h5pack.convert(found, out, **keywords).shards
+    rows = [row for batch in h5pack.H5Loader(h5pack.H5Dataset(out, with_rows=True), 4) for row in batch.rows.tolist()]
+    assert sorted(rows) == list(range(41))
+    assert (h5pack.info(out).pack or {})["splits"] == {"all": [[0, 41]]}
+    more = class_folders(tmp_path / "more", {"y": 3, "z": 4})
+    for path in sorted(more.rglob("*.jpg"), reverse=True):
+        path.rename(path.with_name(f"m{path.name}"))
+    assert h5pack.append(out, more, num_workers=1).added == 7
+    assert shards_of(out, out) == {shard_path(out, number) for number in range(shards + 1)}
+    assert h5pack.subset(out, tmp_path / "x.h5", classes=["z"]).images == 4
+    # All shards of the old output are replaced, also the one that was appended.
+    h5pack.convert(found, out, overwrite=True, **{**keywords, "shard_bytes": "1GB"})
+    assert leftovers(tmp_path) == {"s", "more", "o.h5", "o-00000.h5", "x.h5"}
+    assert len(h5pack.H5Dataset(out)) == 41
+
+
+@pytest.mark.parametrize("kind", ["pixels", "gzip", "max_side"])
+def test_killed_at_every_step_and_resumed(tmp_path: Path, kind: str) -> None:
+    found, out = source(tmp_path / "s", "a", 21, ["x", "y"]), tmp_path / "o.h5"
+    keywords = quick(**SOURCE, **KINDS[kind])
+    changes = changes_in_child(lambda: h5pack.convert(found, out, **keywords), kill_at=None)
+    whole = files(tmp_path)
+    assert len(whole) > 2
+    for step in distinct_steps(changes, first=True)[["pixels", "gzip", "max_side"].index(kind) * 2 :: 7]:
+        for name in whole:
+            (tmp_path / name).unlink(missing_ok=True)
+        changes_in_child(lambda: h5pack.convert(found, out, **keywords), kill_at=step)
+        assert not out.exists() or files(tmp_path) == whole
+        h5pack.convert(found, out, resume=True, **keywords)
+        assert files(tmp_path) == whole, f"killed at step {step}: {changes[step]}"
+        assert leftovers(tmp_path) == {"s", *whole}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.h5")}
+
+
+def test_an_output_is_replaced_at_the_end(tmp_path: Path) -> None:
+    old, new = class_folders(tmp_path / "old", {"x": 30}), class_folders(tmp_path / "new", {"y": 20})
+    out, keywords = tmp_path / "o.h5", quick(chunk_rows=4, shard_bytes=1_090_000)
+    h5pack.convert(new, out, **keywords)
+    after = files(tmp_path)
+    h5pack.convert(old, out, overwrite=True, **keywords)
+    before = files(tmp_path)
+    assert len(before) > len(after) > 2
+    changes = changes_in_child(lambda: h5pack.convert(new, out, overwrite=True, **keywords), kill_at=None)
+    assert files(tmp_path) == after
+    for step in distinct_steps(changes, first=True)[-14:]:
+        for name in files(tmp_path):
+            (tmp_path / name).unlink()
+        for name, data in before.items():
+            (tmp_path / name).write_bytes(data)
+        changes_in_child(lambda: h5pack.convert(new, out, overwrite=True, **keywords), kill_at=step)
+        # The virtual file never refers to shards of two conversions.
+        assert not out.exists() or files(tmp_path) in (before, after)
+        h5pack.convert(new, out, resume=True, **keywords)
+        assert files(tmp_path) == after, f"killed at step {step}: {changes[step]}"
+        assert leftovers(tmp_path) == {"old", "new", *after}
+
+
+def test_images_that_cannot_be_decoded(tmp_path: Path) -> None:
+    found, out = flat_folder(tmp_path / "s", 30), tmp_path / "o.h5"
+    for number in (3, 4, 17):
+        truncate(save(found / f"bad{number}.jpg", number, (20, 14)))
+    (found / "empty.png").touch()
+    report = h5pack.convert(found, out, **quick(chunk_rows=4, shard_bytes=1_090_000))
+    assert (report.images, report.rejects) == (30, 4)
+    assert report.shards > 2
+    with (tmp_path / "o.h5.rejects.csv").open() as stream:
+        assert sorted(line["filename"] for line in csv.DictReader(stream)) == [
+            "bad17.jpg", "bad3.jpg", "bad4.jpg", "empty.png",
+        ]  # fmt: skip
+    h5pack.convert(found, tmp_path / "one.h5", **quick())
+    assert len(contents_of(out)) == 30
+    assert contents_of(out) == contents_of(tmp_path / "one.h5")
+
+
+def contents_of(path: Path) -> dict[str, bytes]:
+    dataset = h5pack.H5Dataset(path, check=True)
+    names = dataset.filenames or []
+    return {names[row]: bytes(np.asarray(dataset[row].image)) for row in range(len(dataset))}
+
+
+def test_workers(tmp_path: Path) -> None:
+    found = flat_folder(tmp_path / "s", 40)
+    for workers in (1, 2):
+        (tmp_path / str(workers)).mkdir()
+        keywords = {"chunk_rows": 4, "shard_bytes": 1_090_000, "num_workers": workers}
+        h5pack.convert(found, tmp_path / str(workers) / "o.h5", **keywords)
+    assert files(tmp_path / "1") == files(tmp_path / "2")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "named"),
+    [
+        ({"shard_bytes": 0}, "shard_bytes"),
+        ({"shard_bytes": "large"}, "shard_bytes"),
+        ({"shard_bytes": "1KiB"}, "shard_bytes"),
+        ({"shard_bytes": "1GiB", "compat": True}, "compat=True"),
+        ({"shard_bytes": "1GiB", "part": (1, 2)}, "part"),
+        ({"shard_bytes": "1GiB", "finish": True}, "finish=True"),
+    ],
+    ids=str,
+)
+def test_wrong_options(tmp_path: Path, keywords: dict[str, Any], named: str) -> None:
+    flat_folder(tmp_path / "s", 3)
+    with pytest.raises(OptionsError) as error:
+        h5pack.convert(tmp_path / "s", tmp_path / "o.h5", **quick(**keywords))
+    assert any(name.startswith(named) for name in error.value.parameters)
+    assert leftovers(tmp_path) == {"s"}
+
+
+def test_files_in_the_way(tmp_path: Path) -> None:
+    found, out = flat_folder(tmp_path / "s", 30), tmp_path / "o.h5"
+    keywords = quick(chunk_rows=4, shard_bytes=1_090_000)
+    shard_path(out, 1).write_bytes(b"other")
+    with pytest.raises(OutputExistsError) as error:
+        h5pack.convert(found, out, **keywords)
+    assert error.value.path == str(shard_path(out, 1))
+    assert leftovers(tmp_path) == {"s", "o-00001.h5"}
+    assert shard_path(out, 1).read_bytes() == b"other"
+    h5pack.convert(found, out, overwrite=True, **keywords)
+    with pytest.raises(OutputExistsError):
+        h5pack.convert(found, out, **keywords)
+    before = files(tmp_path)
+    assert h5pack.convert(found, out, resume=True, **keywords).already_complete
+    with pytest.raises(OutputExistsError):
+        h5pack.convert(found, out, resume=True, **{**keywords, "shard_bytes": "2MB"})
+    assert files(tmp_path) == before
+
+
+def test_another_conversion_is_not_resumed(tmp_path: Path) -> None:
+    found, out = flat_folder(tmp_path / "s", 30), tmp_path / "o.h5"
+    keywords = quick(chunk_rows=4, shard_bytes=1_090_000)
+    changes = changes_in_child(lambda: h5pack.convert(found, out, **keywords), kill_at=None)
+    for name in files(tmp_path):
+        (tmp_path / name).unlink()
+    # When the first shard has just got its name.
+    step = changes.index("replace o-00000.h5.partial")
+    changes_in_child(lambda: h5pack.convert(found, out, **keywords), kill_at=step + 1)
+    assert (Output(out).shards / "o-00000.h5").exists()
+    for others in (unsharded(keywords), {**keywords, "shard_bytes": "2MB"}, {**keywords, "seed": 1}):
+        with pytest.raises(ResumeError):
+            h5pack.convert(found, out, resume=True, **others)
+    with pytest.raises(OutputExistsError):
+        h5pack.convert(found, out, **keywords)
+    lock = OutputLock(Output(out))
+    with pytest.raises(OutputBusyError):
+        h5pack.convert(found, out, resume=True, **keywords)
+    lock.release()
+    save(found / "00007.jpg", seed=99)
+    with pytest.raises(ResumeError):
+        h5pack.convert(found, out, resume=True, **keywords)
+    assert h5pack.convert(found, out, overwrite=True, **keywords).images == 30
+
+
+def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, out = flat_folder(tmp_path / "s", 30), tmp_path / "o.h5"
+    words = ["convert", str(found), str(out), "--chunk-rows", "4", "--shard-bytes", "1.09MB", "--workers", "1"]
+    assert cli.main([*words, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert leftovers(tmp_path) == {"s"}
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert cli.main([*words, "--overwrite", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert plan["shards"] == report["shards"] == len(shards_of(out, out)) > 2
+    assert f"{report['shards']} files" in text
+    assert cli.main([*words, "--overwrite", "--compat"]) == 2
+    assert "--compat" in capsys.readouterr().err
+    with h5py.File(out) as file:
+        assert json.loads(file.attrs["h5pack_options"])["shard_bytes"] == 1_090_000
+        sources = {os.path.dirname(one.file_name) for one in file["images"].virtual_sources()}
+    assert sources == {""}
+    assert math.isfinite(report["seconds"]["write"])
