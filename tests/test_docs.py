@@ -28,7 +28,8 @@ from h5pack.inspect.info import DatasetReport
 from h5pack.inspect.preview import PreviewReport
 from h5pack.pack import compression
 from h5pack.pack import options as choices
-from h5pack.pack.conversion import Conversion, ConvertReport
+from h5pack.pack.conversion import Conversion
+from h5pack.pack.output import ConvertReport
 from h5pack.read.engine import ReadStats
 from h5pack.sources import detect
 from tests.doctor.test_report import report as doctor_report

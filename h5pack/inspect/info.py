@@ -33,17 +33,14 @@ from h5pack.read.hdf5 import (
 )
 from h5pack.read.ragged import index_ragged, is_ragged, own_fields
 from h5pack.sources.hdf5_catalog import channel_axes, find_images, find_labels, further_datasets, is_image_array
-from h5pack.system.text import format_bytes
+from h5pack.system.text import counted, format_bytes
 
 _DEFAULT_CACHE_BYTES = 1024 * 1024
 _FILTER_NAMES = {
     1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 307: "bzip2", 32000: "lzf",
     32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2",
 }  # fmt: skip
-_LAYOUTS = {
-    h5py.h5d.CHUNKED: "chunked", h5py.h5d.CONTIGUOUS: "contiguous",
-    h5py.h5d.COMPACT: "compact", h5py.h5d.VIRTUAL: "virtual",
-}  # fmt: skip
+_LAYOUTS = {getattr(h5py.h5d, name.upper()): name for name in ("chunked", "contiguous", "compact", "virtual")}
 _MAX_SAMPLED_ROWS = 1024
 _MAX_NAMES = 6
 _OPENING_GAP_BYTES = 1024 * 1024
@@ -69,6 +66,7 @@ class DatasetReport:
     cache: CachePlan | None  #: recommended chunk cache for reading rows in any order through the HDF5 library
     faults: tuple[str, ...] = ()  #: properties of the storage that make reading single rows slow
     fix: tuple[str, ...] | None = None  #: command that writes a copy without the faults, as a list of arguments
+    files: int = 0  #: number of files that a virtual dataset refers to
 
     @property
     def overhead(self) -> float:
@@ -83,6 +81,8 @@ class DatasetReport:
         """Return the report as lines of text. `path`, the file's path, is used in recommended commands."""
         share = f", {self.overhead:.3f} of the data" if self.bytes else ""
         stored = f"{format_bytes(self.stored_bytes)} stored{share}"
+        if self.layout == "virtual":
+            stored = f"over {counted(self.files, 'file')}"
         lines = [f"/{self.name}: {self.dtype} {_shape_text(self.shape) or 'scalar'}, {self.layout}, {stored}"]
         if self.chunks is not None:
             filters = ", ".join(self.filters) or "no filter"
@@ -212,10 +212,8 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
                 stats=_stats(file, (pack or {}).get("splits", {})) if stats else None,
             )
         except (KeyError, ValueError, RuntimeError, OSError) as error:
-            raise PackFormatError(
-                f"{os.fspath(path)}: its metadata is damaged ({error}); restore the file",
-                path=path,
-            ) from error
+            problem = f"{os.fspath(path)}: its metadata is damaged ({error}); restore the file"
+            raise PackFormatError(problem, path=path) from error
 
 
 class _LoggedFile(io.FileIO):
@@ -294,6 +292,7 @@ def describe_dataset(dataset: h5py.Dataset) -> DatasetReport:
         cache=cache,
         faults=faults,
         fix=_fix(dataset) if faults else None,
+        files=len({source.file_name for source in dataset.virtual_sources()}) if layout == "virtual" else 0,
     )
 
 

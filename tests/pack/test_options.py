@@ -89,6 +89,7 @@ def test_convert_has_a_keyword_for_every_option_with_its_default() -> None:
 CONTENT = {
     "size": (4, 5), "fit": "pad", "resample": "box", "mode": "gray", "layout": "nchw", "order": "sorted", "seed": 3,
     "chunk_rows": 7, "chunk_bytes": 9, "max_pixels": 99, "compression": "zstd:7", "compat": True, "limit": 5,
+    "shard_bytes": 9,
     "include": ("*.png",), "exclude": ("x*",), "source_kind": "flat", "path_column": "p", "label_columns": ("a", "b"),
     "split_column": "s", "field_columns": ("f",), "images": "data/x", "labels": "", "fields": ("age",),
     "channel_axis": "first", "value_range": (-1.0, 1.0), "val": 0.25, "keep": "jpeg", "max_side": 7, "quality": 50,
@@ -121,7 +122,14 @@ def test_every_option_either_changes_content_or_does_not() -> None:
 
 
 def test_the_source_gets_its_options() -> None:
-    given = CONTENT | {"chunk_bytes": None, "root": "/data", "keep": None, "max_side": None, "quality": 90}
+    given = CONTENT | {
+        "chunk_bytes": None,
+        "root": "/data",
+        "keep": None,
+        "max_side": None,
+        "quality": 90,
+        "shard_bytes": None,
+    }
     options = ConvertOptions(**given).source_options  # type: ignore[arg-type]
     assert options == SourceOptions(
         "flat",

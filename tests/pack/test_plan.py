@@ -131,7 +131,7 @@ def test_the_plan_for_programs() -> None:
         "source": "in", "kind": "splits", "images": 19, "shape": [19, 64, 32, 3], "labels": "3 classes",
         "classes": ["x", "y", "z"], "fields": ["identity"], "splits": {"train": [0, 15], "test": [15, 19]},
         "chunk_rows": 6, "chunk_bytes": 6 * 64 * 32 * 3, "chunks": 4, "rejects": 1, "ignored": {".txt files": 2},
-        "source_bytes": 9_000,
+        "source_bytes": 9_000, "shards": 0,
     }  # fmt: skip
 
 
