@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FORMATS = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
 _PANEL_INCHES, _HEIGHT_INCHES, _DPI = 6.2, 5.2, 150
 _MAX_NAMES = 9
-"""Maximum number of variants named along an axis, so that their names do not overlap."""
+"""Maximum number of variants named along an axis, beside the recommended one."""
 _DARK, _GRAY = "#202124", "#6e7378"
 
 

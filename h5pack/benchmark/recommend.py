@@ -243,6 +243,11 @@ class _Compared:
         mine, others = self._beside(other)
         return mine.is_faster(others, min_turns)
 
+    def is_always(self, other: _Compared, *, slower: bool) -> bool:
+        """Return whether this variant was slower (or faster) than the other in each turn that measured both."""
+        ratios = self.ratios(other)
+        return len(ratios) >= MIN_REPEATS and (ratios[-1] < 1 if slower else ratios[0] > 1)
+
     def ratios(self, other: _Compared) -> tuple[float, ...]:
         """Return this variant's speed divided by the other's in each turn that measured both, ascending."""
         mine, others = self._beside(other)
@@ -340,18 +345,33 @@ def _comparison(
     if not others:
         return ["No other variant was measured."]
     label = "the input file" if picked.variant.is_input else picked.variant.label
-    slower, equal = [one for one in others if one not in ties], [one for one in others if one in ties]
+    slower = [one for one in others if one not in ties or one.is_always(picked, slower=True)]
+    faster = [one for one in others if one not in slower and one.is_always(picked, slower=False)]
+    equal = [one for one in others if one not in slower and one not in faster]
+    why = _why(picked, [*faster, *equal], workload)
+    spreads = [ratios[-1] / ratios[0] for one in equal if (ratios := one.ratios(picked))]
+    noise = "runs differ by more than these sizes, so " if TIE * max(spreads, default=1.0) > 1 else ""
     texts, how = [], ", in multiples of its speed in the same turns"
-    if equal:
-        spreads = [ratios[-1] / ratios[0] for one in equal if (ratios := one.ratios(picked))]
-        why = "keeping the file is the least work" if picked.variant.is_input else "this one is nearest to the default"
-        why = "the default is recommended" if workload.is_default(picked.variant) else why
-        why = f"runs differ by more than these sizes, so {why}" if TIE * max(spreads, default=1.0) > 1 else why
-        texts.append(f"No clear difference to {label}{how}: {_relative(equal, picked, workload)}; {why}.")
-    if slower:
-        how = ", likewise" if equal else how
-        texts.append(f"Slower than {label}{how}: {_relative(slower, picked, workload)}.")
+    for begin, some, end in (
+        ("Faster than {} in every turn, but not reliably", faster, f"; these multiples differ too much, so {why}"),
+        ("No clear difference to {}", equal, f"; {noise}{why}"),
+        ("Slower than {}", slower, ""),
+    ):
+        if some:
+            texts.append(f"{begin.format(label)}{how}: {_relative(some, picked, workload)}{end}.")
+            how = ", likewise"
     return texts
+
+
+def _why(picked: _Compared, others: Sequence[_Compared], workload: Workload) -> str:
+    """Return why a variant is recommended rather than others that are not slower."""
+    if picked.variant.is_input:
+        return "keeping the file is the least work"
+    if workload.is_default(picked.variant):
+        return "the default is recommended"
+    if all(_effort(picked.variant, workload) <= _effort(one.variant, workload) for one in others):
+        return "this one is nearest to the default"
+    return "this one is recommended, which was more reliably faster than the default"
 
 
 def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) -> str:
@@ -406,11 +426,12 @@ def _pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload:
     best = max(faster, key=lambda one: one.median, default=usual)
     if best is None:
         why = f"one per CPU; {counted(workload.cpus, 'worker')} could not be measured in the time"
-        return workload.cpus, f"num_workers={workload.cpus} for a DataLoader instead of H5Loader: {why}."
+        return workload.cpus, f"If you use a DataLoader instead of H5Loader: num_workers={workload.cpus}, {why}."
     number = best.case.num_workers or 0
-    why = "one per CPU" if best is usual else f"faster than {workload.cpus}, one per CPU"
+    why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"
     why += f"; {_by_count('num_workers', found, best)}" if len(found) > 1 else ""
-    return number, f"num_workers={number} for a DataLoader instead of H5Loader: {best.median:,.0f} images/s; {why}."
+    speed = f"{best.median:,.0f} images/s"
+    return number, f"If you use a DataLoader instead of H5Loader: num_workers={number} ({speed}), {why}."
 
 
 def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> str:
@@ -441,11 +462,16 @@ def _gain(
         if one.speeds and (one.case.variant, one.case.engine, one.case.order, one.case.cache) == baseline
     ]
     reasons = [
-        f"The input file, {reader}: {speeds[0]:,.0f} images/s, {picked.median / speeds[0]:.1f} x slower."
+        f"The input file, {reader}: {speeds[0]:,.0f} images/s, {_times_text(picked.median / speeds[0])} x slower."
         for reader, speeds in (("by H5Loader", loader), ("one index a call by h5py", plain))
         if speeds
     ]
     return round(picked.median / plain[0], 2) if plain else None, reasons
+
+
+def _times_text(ratio: float) -> str:
+    """Return a factor with two significant digits."""
+    return f"{ratio:.1f}" if ratio < 10 else f"{float(f'{ratio:.1e}'):,.0f}"
 
 
 def _command(variant: FileVariant, workload: Workload) -> str:

@@ -53,7 +53,7 @@ def _sums(statistics: dict[str, Any], count: int) -> npt.NDArray[np.uint64]:
 
 
 def measured_statistics(parts: Sequence[Part], merged: Catalog, order: Rows) -> dict[str, Any]:
-    """Return statistics of some rows of `merged` in a given order, by the rule for a conversion."""
+    """Return the statistics of a pack of the rows `order` of `merged`, of the same sample as `convert` takes."""
     number = schema.statistics_split(merged.split_names)
     own = order[merged.split_ids[order] == number]
     encoded = parts[0].is_encoded

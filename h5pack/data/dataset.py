@@ -478,7 +478,7 @@ def _split_names(split: Any) -> tuple[str, ...]:
         return ()
     names = (split,) if isinstance(split, str) else tuple(split) if isinstance(split, Sequence) else ()
     if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise OptionsError(f"split is {split!r}; give the name of a split, or different names", parameters=("split",))
+        raise OptionsError(f"split is {split!r}; give the name of a split, or a list of them", parameters=("split",))
     return names
 
 

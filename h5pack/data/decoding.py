@@ -125,10 +125,10 @@ def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
 def crop_decoder(
     path: str, images: ChunkIndex, crop: DecodeCrop, exact: bool, unmoved: Sequence[str] = ()
 ) -> CropDecoder:
-    """Return a decoder of crops of a dataset of images.
+    """Return a decoder of crops of the dataset `images` of the file `path`.
 
-    Raise OptionsError if they are not encoded, or for fields that belong to places in the image but cannot move with
-    it, `unmoved`. `path` is named in errors.
+    Raise OptionsError if the images are stored as pixels, or if there are `unmoved` fields: masks, boxes or keypoints
+    that would have to move with a crop, but cannot.
     """
     problem, parameters = "", ["decode"]
     if not images.is_encoded:

@@ -99,7 +99,7 @@ class ReusableThread(threading.Thread):
         self.start()
 
     def begin(self, name: str, target: Callable[[], object]) -> threading.Event:
-        """Start to run a function, and name the thread after it. The returned event is set when the function ends."""
+        """Start to run `target`, and give the thread this name. The returned event is set when `target` ends."""
         self.name, ended = name, threading.Event()
         self._calls.put((target, ended))
         return ended

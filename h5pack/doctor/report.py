@@ -272,7 +272,7 @@ def _more_seconds(enough_seconds: float) -> float:
 
 
 def _threads_text(evidence: Evidence) -> str:
-    """Return how to quiet a step on the CPU, whose threads compete with those of the loader."""
+    """Return advice for a step on the CPU, whose threads compete with the loader's; empty for a step on a GPU."""
     if evidence.on_gpu or evidence.cpus < 2:
         return ""
     return (

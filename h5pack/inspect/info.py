@@ -357,7 +357,7 @@ def _guessed_chunks(dataset: h5py.Dataset) -> tuple[int, ...]:
 
 
 def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
-    """Return a command that writes a copy of decoded images whose chunks hold whole rows."""
+    """Return a command that writes a copy with uncompressed chunks of whole rows; encoded images become pixels."""
     name, path = dataset.name.lstrip("/"), dataset.file.filename
     is_image = dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype)
     if is_encoded(dataset) or (is_image and len(channel_axes(dataset.shape[1:])) == 1):

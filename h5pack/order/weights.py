@@ -75,7 +75,8 @@ class WeightedRows:
         sums = np.diff(self._sums)
         others = min(chunks, len(sums)) - 1
         heaviest = np.partition(sums, len(sums) - 1 - others)[-1 - others :]
-        # Padding repeats the beginning of the order at its end, so a chunk can occur twice; count the heaviest twice.
+        # Padding repeats the beginning of the order at its end, so one of the chunks can occur twice: count the
+        # heaviest twice.
         units = int(heaviest.sum()) + int(heaviest.max())
         return -(-self.count * units // self._line) + others + 1
 

@@ -107,7 +107,7 @@ class ChunkIndex:
 
     @property
     def in_own_file(self) -> bool:
-        """Whether all rows are in the dataset's own file, at the offsets that `offsets_of` returns."""
+        """Whether `addresses` are offsets in the dataset's own file; those of a `VirtualIndex` are in other files."""
         return True
 
     @property

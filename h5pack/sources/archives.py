@@ -212,7 +212,7 @@ class Members:
 
 
 def member_path(name: str) -> str | None:
-    """Return a member's path without empty parts and "."; None for a path that leaves the archive, or has a NUL."""
+    """Return a member's path without empty parts and "."; None if it is empty, absolute, or has ".." or a NUL."""
     if (
         "/." not in name
         and "//" not in name

@@ -89,7 +89,7 @@ def draw(key: BatchKey, seed: int, augmentation: Augmentation, height: int, widt
 
 
 def _settings(augmentation: Augmentation, height: int, width: int) -> torch.Tensor:
-    """Return what the kernel needs to know of the augmentation of images of this size: int64, in its order."""
+    """Return the settings of an augmentation for images of this size, int64; the kernel reads them by position."""
     windows = augmentation.windows(height, width)
     size = augmentation.output_size(height, width)
     jitter = augmentation.color
