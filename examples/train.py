@@ -86,7 +86,13 @@ class Training:
         loader = h5pack.EchoLoader(self.loader, options.echo) if options.echo != 1 else self.loader
         augment = normalise(train, options, flip=options.flip, crop=options.crop)
         watched = rank == 0 and sys.stderr.isatty()
-        self.batches = h5pack.FeedMonitor(h5pack.DeviceFeed(loader, device, transform=augment), progress=watched)
+        if device.type == "cuda":
+            feed = h5pack.DeviceFeed(loader, device, transform=augment)
+            self.batches = self.monitor = h5pack.FeedMonitor(feed, progress=watched)
+        else:
+            # Without a GPU the feed normalizes while the step waits, which a monitor around it would count.
+            self.monitor = h5pack.FeedMonitor(loader, progress=watched)
+            self.batches = h5pack.DeviceFeed(self.monitor, device, transform=augment)
         self.steps = len(self.batches) * options.epochs
         self.plain = normalise(train, options)  # For validation too, which needs the statistics of training.
         example = self.plain(train[0][0][None])
@@ -267,7 +273,7 @@ def run(options: argparse.Namespace, device: torch.device, rank: int, ranks: int
             log.flush()
             loss = sum(log.losses) / len(log.losses) if log.losses else math.nan
             log.losses.clear()
-            fed = training.batches.report()
+            fed = training.monitor.report()
             training.accuracy, seen = training.validate()
             training.epoch = epoch + 1
             log.write({"epoch": epoch, "accuracy": training.accuracy, "images": seen})
@@ -325,7 +331,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("pack", help="file of `h5pack convert`, or another HDF5 file with images and labels")
     add("--val", metavar="PACK", help="validate on this file")
-    add("--val-split", metavar="NAME", help="validate on this split; else val, valid or test, else a tenth of the rows")
+    add("--val-split", metavar="NAME", help="validate on this split (default: one for validation or testing, else a tenth of all)")
     add("--model", choices=MODELS, default="cnn")
     add("--norm", choices=NORMS, default="batch", help="sync or group: the same results on any number of ranks")
     add("--epochs", type=count, default=10)

@@ -28,6 +28,8 @@ REPEATS = 4
 """Number of repeats to aim for in each case; slow cases get fewer."""
 TIE = 0.95
 """Speeds of at least this fraction of another count as equal: even on an idle machine, repeats differ as much."""
+_CLEAR = 1.25
+"""A speed that is this many times another in each of several turns is faster, however much the multiples differ."""
 HOPELESS = 0.6
 """A case whose every repeat is below this fraction of another's is slower, however few repeats it has."""
 LEEWAY = 1.25
@@ -156,15 +158,15 @@ class Measurement:
     def is_faster(self, other: Measurement, min_turns: int = MIN_REPEATS) -> bool:
         """Return whether this case is faster in each turn that measured both, at least `min_turns`.
 
-        The lowest of these ratios must be above 1.05, and above the highest divided by the lowest. The reason is that
-        on a busy machine ratios vary, so a few of them may all be above 1 by chance.
+        The lowest of these ratios must be above 1.05, and above the highest divided by the lowest or 1.25. The reason
+        is that on a busy machine ratios vary, so a few of them may all be above 1 by chance.
         """
         if not self.speeds or not other.speeds:
             return False
         if max(other.speeds) < HOPELESS * min(self.speeds):
             return True
         ratios = self.ratios(other)
-        return len(ratios) >= min_turns and TIE * ratios[0] > 1 and ratios[0] > ratios[-1] / ratios[0]
+        return len(ratios) >= min_turns and TIE * ratios[0] > 1 and ratios[0] > min(_CLEAR, ratios[-1] / ratios[0])
 
     def with_repeats_of(self, other: Measurement) -> Measurement:
         """Return this measurement with the repeats of another one of the same case added."""

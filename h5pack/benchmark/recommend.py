@@ -28,6 +28,7 @@ from h5pack.system.text import counted, format_bytes
 MIN_ROWS, MIN_BYTES = 256, 16 * 1024 * 1024
 """A sample with fewer rows and fewer bytes than this is too small to trust, because it fits into a CPU's caches."""
 _MAX_FINALISTS = 6
+_NEAR = math.log(1.5)  # Distance from the default, as of `_effort`, at which a variant stands for it.
 _BUSY_SPREAD = 1.5  # If the ratio of two variants varies by more than this factor, the machine is too busy.
 _CACHE_WORDS = {"hot": "warm", "cold": "cold"}
 
@@ -168,7 +169,7 @@ def choose(
         return None
     small = _small_sample(workload)
     picked = _pick_variant(found, workload, compare=not small)
-    ties = [one for one in found if small or not picked.is_faster(one, MIN_REPEATS)]
+    ties = [one for one in found if small or not picked.beats(one)]
     variant = picked.variant
     used, settings_reasons = _pick_settings(picked.stated, run_off, workload)
     num_workers, workers_reason = _pick_workers(picked.stated, run_off, workload)
@@ -218,10 +219,8 @@ def _small_sample(workload: Workload) -> str:
 
 def _batch_reasons(workload: Workload) -> list[str]:
     """Return a sentence if batches are smaller than was asked for."""
-    if workload.asked_batch_size is None:
-        return []
-    rows = counted(workload.sample_rows, "row")
-    return [f"batch_size={workload.batch_size} instead of {workload.asked_batch_size}: the sample has only {rows}."]
+    asked, rows = workload.asked_batch_size, counted(workload.sample_rows, "row")
+    return [f"batch_size={workload.batch_size} instead of {asked}: the sample has only {rows}."] if asked else []
 
 
 @dataclass(frozen=True)
@@ -243,10 +242,14 @@ class _Compared:
         mine, others = self._beside(other)
         return mine.is_faster(others, min_turns)
 
-    def is_always(self, other: _Compared, *, slower: bool) -> bool:
-        """Return whether this variant was slower (or faster) than the other in each turn that measured both."""
+    def was_always_faster(self, other: _Compared) -> bool:
+        """Return whether this variant was faster than the other, however little, in each turn that measured both."""
         ratios = self.ratios(other)
-        return len(ratios) >= MIN_REPEATS and (ratios[-1] < 1 if slower else ratios[0] > 1)
+        return len(ratios) >= MIN_REPEATS and ratios[0] > 1
+
+    def beats(self, other: _Compared) -> bool:
+        """Return whether the other variant may be called slower, for which less is needed than to recommend this."""
+        return self.is_faster(other, MIN_REPEATS) or self.was_always_faster(other)
 
     def ratios(self, other: _Compared) -> tuple[float, ...]:
         """Return this variant's speed divided by the other's in each turn that measured both, ascending."""
@@ -283,6 +286,9 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
         return min(some, key=lambda one: _effort(one.variant, workload))
 
     usual = least_effort(found)
+    if compare and _effort(usual.variant, workload)[1] > _NEAR:
+        # The default was left out, so of the variants that others do not beat, take the nearest to it.
+        return least_effort([one for one in found if not any(other.beats(one) for other in found)] or found)
     faster = [one for one in found if one.is_faster(usual)] if compare else []
     if usual.variant.is_input and faster:
         return _pick_variant(faster, workload, compare=True)
@@ -341,13 +347,12 @@ def _comparison(
     picked: _Compared, found: Sequence[_Compared], ties: Sequence[_Compared], workload: Workload
 ) -> list[str]:
     """Return sentences that compare the recommended variant with the others, by their speeds in the same turns."""
-    others = [one for one in found if one is not picked]
-    if not others:
+    if len(found) == 1:
         return ["No other variant was measured."]
     label = "the input file" if picked.variant.is_input else picked.variant.label
-    slower = [one for one in others if one not in ties or one.is_always(picked, slower=True)]
-    faster = [one for one in others if one not in slower and one.is_always(picked, slower=False)]
-    equal = [one for one in others if one not in slower and one not in faster]
+    slower = [one for one in found if one not in ties]
+    faster = [one for one in ties if one is not picked and one.was_always_faster(picked)]
+    equal = [one for one in ties if one is not picked and one not in faster]
     why = _why(picked, [*faster, *equal], workload)
     spreads = [ratios[-1] / ratios[0] for one in equal if (ratios := one.ratios(picked))]
     noise = "runs differ by more than these sizes, so " if TIE * max(spreads, default=1.0) > 1 else ""
@@ -385,9 +390,8 @@ def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) 
 
 
 def _ratio_text(ratios: Sequence[float]) -> str:
-    """Return the median of ratios, with the lowest and the highest of several."""
-    text = f"{statistics.median(ratios):.2f}"
-    return text if len(ratios) < 2 else f"{text} ({min(ratios):.2f} to {max(ratios):.2f})"
+    span = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+    return f"{statistics.median(ratios):.2f}{span}"
 
 
 def _pick_settings(

@@ -17,6 +17,7 @@ from h5pack.system.text import counted, format_bytes
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
 _NOISY_RATIO = 1.5
+_USED = 0.8  # If less of the time was used, more time would not help.
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class BenchReport:
     def parameters(self) -> tuple[str, ...]:
         """The parameters that the text mentions, in Python syntax, such as ``seconds=60``."""
         if self.recommendation is not None and self.recommendation.busy:
-            return f"seconds={self._longer_seconds:g}", "full=True"
+            return (*([f"seconds={self._longer_seconds:g}"] if self._longer_seconds else []), "full=True")
         if self.enough_seconds is None:
             return ("full=True",)
         return f"seconds={self.enough_seconds}", "orders='window'", "engines='direct'", "full=True"
@@ -134,7 +135,8 @@ class BenchReport:
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is"
         if chosen.busy:
-            again = f"or measure again when nothing else uses it, or with seconds={self._longer_seconds:g}"
+            again = "or measure again when nothing else uses it"
+            again += f", or with seconds={self._longer_seconds:g}" if self._longer_seconds else ""
             what = f"This machine is too busy to tell chunk sizes apart. {what}, {again}"
         elif chosen.is_default and len(chosen.ties) > 1:
             what = f"No chunk size is measurably better: keep the default of {chosen.variant}{size}"
@@ -147,8 +149,8 @@ class BenchReport:
 
     @property
     def _longer_seconds(self) -> float:
-        """How many seconds to try if the machine was too busy."""
-        return 3 * self.budget_seconds
+        """How many seconds to try if the machine was too busy; 0 if there was time left for more repeats."""
+        return 3 * self.budget_seconds if self.seconds.get("all", 0.0) > _USED * self.budget_seconds else 0.0
 
     def ceiling_of(self, cache: str) -> Ceiling | None:
         """Return the ceiling for a page-cache state, if possible the one that the recommendation is compared with.
@@ -296,7 +298,7 @@ def _facts(report: BenchReport) -> list[str]:
     lines = [f"machine   {machine_text(report.machine)}"]
     lines.append(f"time      {report.seconds.get('all', 0.0):.0f} s of {report.budget_seconds:g} s ({phases})")
     lines += [f"ceiling   {one}: {measured_text(one.speeds)} images/s, {one.cache}" for one in report.ceilings]
-    if report.fix is not None:
+    if report.fix is not None and not (report.recommendation is not None and report.recommendation.convert):
         lines.append(f"fix       {report.fix}")
     return lines + _bullets("notes", map(printable, report.notes))
 
@@ -335,7 +337,7 @@ def _tables(report: BenchReport) -> list[list[str]]:
 
 def _legend(report: BenchReport) -> list[str]:
     """Return what the marks, engines and orders of the tables mean."""
-    marks = [] if report.recommendation is None else ["> recommended", "= not slower than that"]
+    marks = [] if report.recommendation is None else ["> recommended", "= not shown to be slower"]
     return [
         *marks,
         "direct: H5Loader, without the HDF5 library; single: H5Dataset",

@@ -27,6 +27,7 @@ from h5pack.read.encoded import EncodedIndex, decoding_row
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.ragged import read_ragged, texts_of
 from h5pack.read.several import join_descriptions, list_files, read_filenames
+from h5pack.sources.hdf5_catalog import log_unused_labels
 from h5pack.system.arrays import joined_ranges
 from h5pack.system.parameters import require_callable
 
@@ -145,6 +146,8 @@ class H5Dataset(BatchSource):
         described = [describe_file(one, images, labels, fields) for one in list_files(path)]
         pack = described[0] if len(described) == 1 else join_descriptions(described)
         self.path, self._pack = pack.path, pack
+        if labels == schema.LABELS and pack.labels is None and images != schema.IMAGES:
+            log_unused_labels(pack.path, images)
         self.split = split if split is None or isinstance(split, str) else chosen
         self.transform, self.target_transform = transform, target_transform
         self.classes, self.columns = pack.classes, pack.columns

@@ -58,7 +58,10 @@ _LAYOUTS = ("channels_last", "contiguous")
 _CHANNELS = ("last", "first", None)
 _BACKENDS = ("auto", "torch", "triton")
 _POOLED = 2
-"""Maximum number of results on the CPU whose memory is kept for reuse. Allocating new memory would take longer than the arithmetic."""
+"""Maximum number of results on the CPU whose memory is kept for reuse.
+
+Allocating new memory would take longer than the arithmetic.
+"""
 _MIN_POOLED_BYTES = 1 << 20
 _GREY = (0.299, 0.587, 0.114)
 _log = logging.getLogger(__name__)

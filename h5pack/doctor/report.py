@@ -244,7 +244,11 @@ def _too_little_text(verdict: Verdict, evidence: Evidence, enough_seconds: float
 def _noisy_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
     low, high = evidence.stall_range or (0.0, 0.0)
     why = f"in repeats of the same loop, the step waits from {100 * low:.0f} to {100 * high:.0f} % of the time"
-    if verdict.stage is not None:
+    if verdict.stage is Stage.EVERYTHING:
+        rates = evidence.rates(verdict.stage)
+        assert rates is not None
+        why = f"repeats of the same loop reach {rate_text(rates.low)} to {rate_text(rates.high)} images/s"
+    elif verdict.stage is not None:
         why = f"'{STAGE_TITLES[verdict.stage]}' reaches {evidence.rates(verdict.stage)}"
         why += f", but the loop, which contains it, {evidence.rates(Stage.EVERYTHING)}"
     return (
@@ -302,7 +306,8 @@ def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> st
         text += f" of the time, normalizing takes {normalize:.0f} %, and the step itself {step:.0f} %"
     else:
         text += " of the time"
-    return f"{text}. A faster loader would gain at most {100 * verdict.gain - 100:.0f} %."
+    text += f". A faster loader would gain at most {100 * verdict.gain - 100:.0f} %."
+    return text + (_threads_text(evidence) if len(verdict.bottlenecks) > 1 else "")
 
 
 def _limited_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:

@@ -31,14 +31,7 @@ from h5pack.doctor.device_stages import (
     name_of,
     normalizer_for,
 )
-from h5pack.doctor.measure import (
-    ChunkReader,
-    NotMeasured,
-    Repeat,
-    StageRun,
-    busy_fraction,
-    measure_epochs,
-)
+from h5pack.doctor.measure import ChunkReader, NotMeasured, Repeat, StageRun, busy_fraction, measure_epochs
 from h5pack.doctor.report import TargetSummary
 from h5pack.errors import H5PackError, OptionsError, PackFormatError
 from h5pack.monitor.bottleneck import Encoding, Evidence, Stage
@@ -336,12 +329,13 @@ class Target:
     def hot_runs(self) -> list[StageRun]:
         """Return the stages that are measured with the rows in the page cache; set the `reasons` why others are not."""
         some = f"{self.hot_rows:,} of {len(self.dataset):,} rows" if self.hot_rows < len(self.dataset) else None
+        how = "; ".join(filter(None, (some, "by system calls, not from a mapping as loaders do")))
         threads = max(1, self.loaders.parallel)
 
         def read(seconds: float) -> Repeat:
             return self._reader.run(seconds, threads, self.hot_rows)
 
-        runs = [StageRun(Stage.HOT, read, note=some), self._loader_run(Stage.LOADER, note=some)]
+        runs = [StageRun(Stage.HOT, read, note=how), self._loader_run(Stage.LOADER, note=some)]
         if not self.has_transform:
             self.reasons[Stage.TRANSFORM] = "there is no transform"
         elif Stage.TRANSFORM not in self.failures:

@@ -109,7 +109,7 @@ def plan_cache(
     nbytes = in_use * chunk_bytes
     if window is None:
         nbytes = max(nbytes, min(math.prod(grid) * chunk_bytes, 64 * 1024 * 1024))
-        why = "filtered, rows in any order: room for the chunks of a row, or 64 MiB of chunks if that is more"
+        why = "filtered, rows in any order: room for the chunks of a row, and up to 64 MiB of chunks"
     else:
         why = f"filtered, window of {window} row-chunks: room for all of them, so that each is decoded once"
     return CachePlan(nbytes, nslots, 1.0, why)

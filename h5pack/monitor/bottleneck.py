@@ -268,6 +268,8 @@ MAX_STALL = 0.1
 _STALL_NOISE = 0.1
 # Two speeds whose medians differ by at most this factor count as equal, whatever the ranges of their repeats.
 _EQUAL = 1.1
+# If repeats of the same loop differ by more than this factor, nothing is decided.
+_UNSTEADY = 5.0
 # Two speeds whose medians differ by more than this factor count as different, even if an outlier makes ranges overlap.
 _APART = 1.5
 # A feed that is this many times as fast as the step, in the slowest repeat of the one and the fastest of the other, is
@@ -315,6 +317,8 @@ class _StageRules:
         if low <= MAX_STALL < high and high - low > _STALL_NOISE:
             return Verdict(Outcome.NOISY)
         together, lanes, demand = self.rates[Stage.EVERYTHING], self._lanes(), self._demand()
+        if together.high > _UNSTEADY * together.low:
+            return Verdict(Outcome.NOISY, stage=Stage.EVERYTHING)
         for stage, rates in (lanes | self.device).items():
             if together.median > _FASTER * rates.median:
                 return Verdict(Outcome.NOISY, stage=stage)
@@ -345,13 +349,14 @@ class _StageRules:
         return (_slowest if self.evidence.on_gpu else _in_turn)(self.device.values())
 
     def _device_parts(self) -> tuple[Bottleneck, ...]:
-        """Return which of normalizing and the step takes more time: in the loop if known, else alone."""
-        evidence, parts = self.evidence, {stage: 1 / rates.median for stage, rates in self.device.items()}
-        if evidence.normalize_fraction is not None and Stage.NORMALIZE in parts:
-            parts[Stage.NORMALIZE] = evidence.normalize_fraction
-            parts[Stage.STEP] = 1 - evidence.normalize_fraction - (evidence.stall_fraction or 0.0)
-        longest = max(parts.values())
-        return tuple(Bottleneck(stage.value) for stage, part in parts.items() if longest <= _EQUAL * part)
+        """Return which of normalizing and the step takes more time: alone, and in the loop if that is known."""
+        evidence, alone = self.evidence, {stage: 1 / rates.median for stage, rates in self.device.items()}
+        parts = [alone]
+        if evidence.normalize_fraction is not None and Stage.NORMALIZE in alone:
+            step = 1 - evidence.normalize_fraction - (evidence.stall_fraction or 0.0)
+            parts.append({Stage.NORMALIZE: evidence.normalize_fraction, Stage.STEP: step})
+        longest = {stage for some in parts for stage in some if max(some.values()) <= _EQUAL * some[stage]}
+        return tuple(Bottleneck(stage.value) for stage in alone if stage in longest)
 
     def _feed_causes(self) -> tuple[Bottleneck, ...]:
         hot, cold = self.rates[self.evidence.feed_stage], self.cold

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -22,7 +23,7 @@ from h5pack.pack.journal import EncodedFile
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.survey import Survey
 from h5pack.read.hdf5 import utf8
-from h5pack.sources.catalog import Catalog, Note, Reject
+from h5pack.sources.catalog import MISSING_FILE_REASONS, Catalog, Note, Reject
 from h5pack.sources.map_style import with_labels
 from h5pack.sources.validation import divide, training_split
 from h5pack.system.arrays import shuffled_split
@@ -289,8 +290,8 @@ class ConvertPlan:
             text = f"chunk_rows is more than the {self.rows:,} images: they are one chunk, which takes the space of "
             notes.append(Note(f"{text}{self.options.chunk_rows:,}", ("chunk_rows",)))
         if self.source_bytes and self.file_bytes >= _MANY_TIMES * self.source_bytes:
-            text = "the file holds pixels, not image files; a smaller size takes less disk, compression only saves a "
-            notes.append(Note(text + "little", ("size", "compression")))
+            text = "the file holds pixels, not image files; keep='jpeg' stores the bytes of JPEG files, and a smaller "
+            notes.append(Note(text + "size takes less disk, too; compression saves little", ("keep='jpeg'", "size")))
         return tuple(notes)
 
     def label_kind(self) -> str:
@@ -396,10 +397,15 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
     is_usable[[*survey.reasons]] = False
     usable = np.flatnonzero(is_usable)
     if not len(usable):
+        advice = "check the source"
+        if catalog.kind == "manifest" and rejects[0].reason in MISSING_FILE_REASONS:
+            folder = options.root or os.path.dirname(os.path.abspath(source))
+            advice = f"relative paths start from {folder}, or from root"
         raise NoImagesError(
             f"{source}: none of its {len(catalog):,} {catalog.noun}s can be read as an image ({rejects[0].shown}: "
-            f"{rejects[0].reason}); check the source",
+            f"{rejects[0].reason}); {advice}",
             path=source,
+            parameters=("root",),
         )
     if survey.labels is not None or catalog.reader.has_labels:
         catalog = with_labels(catalog, survey.labels, survey.unused)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import math
 import os
 import re
@@ -257,6 +259,17 @@ def find_labels(file: h5py.File, images: str, rows: int) -> str | None:
         if isinstance(found, h5py.Dataset) and found.shape and len(found) == rows and name != own:
             return f"{prefix}{name}"
     return None
+
+
+@functools.cache
+def log_unused_labels(path: str, images: str) -> None:
+    """Log, once a process, the dataset that seems to hold the labels of images which are opened without labels."""
+    with open_file(path) as file:
+        images = images.strip("/")
+        found = find_labels(file, images, len(file[images]))
+    if found is not None:
+        advice = "%s: opened without labels; give labels=%r to load those beside %r"
+        logging.getLogger("h5pack").warning(advice, path, found, images)
 
 
 def _label_names(images: str) -> Iterator[str]:
