@@ -123,6 +123,8 @@ def cases_of(path: Path, batch: int) -> dict[str, Reader]:
         ("H5Loader", h5pack.H5Dataset(path)),
         ("H5Loader through h5py", through_library(h5pack.H5Dataset(path))),
     ):
+        # Decode the file in every epoch, as one that is too large to be kept decoded.
+        dataset.engine.chunks.cache.capacity = 0
         for threads in (1, 2):
             loader = h5pack.H5Loader(dataset, batch, num_threads=threads)
             consume(loader)

@@ -329,9 +329,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options, checked as far as possible without a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("pack", help="file of `h5pack convert`, or another HDF5 file with images and labels")
+    add("pack", help="file of `h5pack convert`, or another HDF5 file with datasets called images and labels")
     add("--val", metavar="PACK", help="validate on this file")
-    add("--val-split", metavar="NAME", help="validate on this split (default: one for validation or testing, else a tenth of all)")
+    add("--val-split", metavar="NAME", help="validate on this split (default: val or test, else a tenth)")
     add("--model", choices=MODELS, default="cnn")
     add("--norm", choices=NORMS, default="batch", help="sync or group: the same results on any number of ranks")
     add("--epochs", type=count, default=10)

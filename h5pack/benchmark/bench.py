@@ -306,7 +306,8 @@ class BenchRun:
         first = deciding_caches(workload, settings.caches)[0]
         needed = min_bench_seconds([case for case in every if case == workload.case(case.variant, first)])
         _require_time(end - self._clock(), needed, report.seconds["packing"], settings)
-        sweep = Sweep(sample.variants, settings.seed, self._on_progress, self._clock)
+        sampled = min(1.0, sample.rows / max(1, source.num_images))
+        sweep = Sweep(sample.variants, settings.seed, self._on_progress, self._clock, sampled=sampled)
         with self._phase("warming up"):
             sweep.warm(_WARM_SHARE * (end - self._clock()))
         most = max(workload.num_threads, *settings.num_threads, 1)

@@ -100,7 +100,8 @@ def deciding_caches(workload: Workload, caches: Sequence[str]) -> list[str]:
 
 def _cache_reason(workload: Workload, cache: str) -> str:
     size = workload.num_images * workload.row_bytes
-    sizes = f"{workload.num_images:,} images take {format_bytes(size)}; RAM has {format_bytes(workload.memory_bytes)}"
+    memory = format_bytes(workload.memory_bytes)
+    sizes = f"{workload.num_images:,} images take {format_bytes(size)} of {memory} of memory"
     if cache == deciding_caches(workload, ("hot", "cold"))[0]:
         then = "so the file stays there after an epoch" if cache == "hot" else "so each epoch reads the disk"
         return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."

@@ -28,6 +28,7 @@ from h5pack.data.dataset import H5Dataset
 from h5pack.data.loader import H5Loader
 from h5pack.data.samplers import ChunkBatchSampler
 from h5pack.errors import H5PackError
+from h5pack.read.chunk_decoder import DECODED_BYTES
 from h5pack.read.hdf5 import is_filtered, open_file, reopen_tuned, require_dataset, require_filters
 from h5pack.system.files import make_hot
 
@@ -90,13 +91,14 @@ class Sweep:
         seed: int,
         on_progress: Callable[[float], None],
         clock: Callable[[], float] = time.monotonic,
+        sampled: float = 1.0,  # the fraction of all images that the variants have
     ) -> None:
         self._variants = {variant.label: variant for variant in variants}
         self._seed = seed
         self._on_progress = on_progress
         self._clock = clock
         self._last = clock()
-        self._shared = SharedDatasets()
+        self._shared = SharedDatasets(sampled)
         self._pages = {variant.label: PageState(self._shared.dataset(variant)) for variant in variants}
         self._pages_stay: set[str] = set()
         self._turn = 0  # The number of turns so far, of all calls of `measure`.
@@ -287,7 +289,8 @@ class CaseReader:
 class SharedDatasets:
     """Open datasets that all readers share, so that the chunks of a file, maybe millions, are indexed only once."""
 
-    def __init__(self) -> None:
+    def __init__(self, sampled: float = 1.0) -> None:
+        self._sampled = sampled
         self.memory: list[H5Loader] = []  # Loaders kept for their batch memory, which later readers reuse.
         self._datasets: dict[tuple[str, bool], H5Dataset] = {}
 
@@ -296,6 +299,8 @@ class SharedDatasets:
         key = variant.label, library
         if key not in self._datasets:
             dataset = H5Dataset(variant.path, images=variant.images, labels=variant.labels)
+            if not variant.is_input:  # A sample fits into the cache more often than the whole file would.
+                dataset.engine.chunks.cache.capacity = int(DECODED_BYTES * self._sampled)
             self._datasets[key] = through_library(dataset) if library else dataset
         return self._datasets[key]
 

@@ -126,8 +126,8 @@ class CachedRows:
 def _windows(mapped: MappedDataset) -> tuple[int, torch.Tensor]:
     """Return (unit, windows); `windows` is a view of the mapping as overlapping windows of the size of a row.
 
-    ``windows[i]`` begins at byte ``i * unit``, so ``windows[offset // unit]`` is the row at an offset. The unit, up to 16
-    bytes, divides the size of a row and the offset of every row.
+    ``windows[i]`` begins at byte ``i * unit``, so ``windows[offset // unit]`` is the row at an offset. The unit, up to
+    16 bytes, divides the size of a row and the offset of every row.
     """
     data, size = mapped.mapping.bytes, mapped.index.row_bytes
     common = int(np.gcd.reduce(np.append(mapped.starts, size)))

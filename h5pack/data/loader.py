@@ -258,6 +258,10 @@ class H5Loader(Closeable, Resumable):
         hold_small = small_bytes <= min(_MAX_SMALL_BYTES, budget - needed)
         self._held_names = small if hold_small else []
         held = decoding + (small_bytes if hold_small else 0)
+        # If all decoded chunks fit into the cache, decode each only once, not once an epoch.
+        decoded = 0 if self.plan.reads_again else self._base.engine.decoded_bytes()
+        self._keeps_decoded = self.plan.reads_again or 0 < decoded <= budget - needed - small_bytes
+        held += decoded if self._keeps_decoded else 0
         rows_of_lists = self.plan.rows.unique_rows() if self._base.ragged else range(0)
         self._lists = HeldLists(self._base, rows_of_lists, min(_MAX_LIST_BYTES, budget - needed - held))
         held += sum(self._lists.sizes.values())
@@ -403,6 +407,7 @@ class H5Loader(Closeable, Resumable):
             finish=partial(self._finish, iteration.epoch),
             held=self._held or {},
             draw_key=partial(draw_key, self.plan, iteration.epoch),
+            keep_decoded=self._keeps_decoded,
             max_gathered=self._max_gathered,
             block_rows=self._block_rows,
             cpus=self._cpus,

@@ -94,6 +94,7 @@ class Pipeline(BackgroundThreads):
         finish: Callable[[int, BatchMemory], Any],
         held: dict[str, HeldRows],
         draw_key: Callable[[Any], DrawKey],
+        keep_decoded: bool,
         max_gathered: int,
         block_rows: int,
         cpus: int,
@@ -107,7 +108,7 @@ class Pipeline(BackgroundThreads):
         self._planning = True
         self._granted, self._opened, self._delivered = 0, first, first
         self._batches = OpenBatches()
-        self._reader = GroupReader(dataset, pool.fields, self._batches, held, draw_key, keep=plan.reads_again)
+        self._reader = GroupReader(dataset, pool.fields, self._batches, held, draw_key, keep=keep_decoded)
         # Batches of cached rows are filled one after the other, which uses few buffers, so that they stay in the CPU's
         # cache. With several streams, a batch has rows of several groups, so whole groups are processed at once.
         self._batchwise = plan.step_streams * plan.lanes == 1

@@ -124,6 +124,7 @@ class FileReport:
         if self.opening_fix is not None:
             lines.append(f"  fix, if it is opened over a network: {shlex.join(self.opening_fix)}")
         lines += [dataset.to_text(self.path) for dataset in self.datasets]
+        lines += [] if any(dataset.faults for dataset in self.datasets) else ["faults   none"]
         stats = self.stats or {}
         if stats.get("labels"):
             splits = stats.get("split_labels", {}).items()

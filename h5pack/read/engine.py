@@ -219,6 +219,12 @@ class Engine:
             return 0
         return num_threads * largest + (self.chunks.cache.capacity if keep else 0)
 
+    def decoded_bytes(self) -> int:
+        """Return the memory in bytes of all decoded chunks; 0 if there are none, or if they do not fit the cache."""
+        decoded = [index for index in self.indexes.values() if index.decoding_bytes]
+        total = sum(-(-index.rows // index.chunk_rows) * index.chunk_rows * index.row_bytes for index in decoded)
+        return total if total <= self.chunks.cache.capacity else 0
+
     def rows_in_chunk(
         self, name: str, rows: npt.NDArray[np.int64], *, keep: bool = False
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:

@@ -510,6 +510,23 @@ def test_each_iteration_is_the_next_epoch_unless_set_epoch_chose_another(dataset
     require_epochs(loader, expected[4:])
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_chunks_that_fit_the_cache_are_decoded_once(tmp_path: Path, fits: bool) -> None:
+    path = packs.labelled(tmp_path / "f.h5", 300, compression="gzip")
+    dataset = h5pack.H5Dataset(path, with_rows=True)
+    if not fits:
+        dataset.engine.chunks.cache.capacity = dataset.engine.decoded_bytes() - 1
+    loader, plain = h5pack.H5Loader(dataset, 16, num_threads=2), h5pack.H5Dataset(path)
+    read = []
+    for _ in range(3):
+        before = dataset.stats().bytes_read
+        for batch in loader:
+            assert torch.equal(batch.images, torch.stack([plain[row].image for row in batch.rows.tolist()]))
+        read.append(dataset.stats().bytes_read - before)
+    assert read[0] > 0
+    assert [bool(count) for count in read[1:]] == [not fits, not fits]
+
+
 @pytest.mark.parametrize("kind", ["chunks of one row", "big-endian", "gzip"])
 def test_several_iterators_at_once(tmp_path: Path, kind: str, way: str) -> None:
     written(tmp_path / "f.h5", kind)

@@ -54,7 +54,8 @@ def begin(dataset: h5pack.H5Dataset, plan: OrderPlan, threads: int = 2, first: i
     usual = {"num_threads": threads, "credits": plan.max_group_batches + 1, "finish": contents}
     settings = {"block_rows": pool.blocks.batch_rows, "cpus": 2, "can_help": True, **usual, **settings}
     groups = EpochGroups(plan, 576).of(1, first)
-    settings = {"held": {}, "draw_key": lambda _: NO_KEY, "max_gathered": 2, "idle": None, **settings}
+    settings = {"held": {}, "draw_key": lambda _: NO_KEY, "keep_decoded": False, "max_gathered": 2, "idle": None,
+                **settings}  # fmt: skip
     return Pipeline(dataset, plan, groups, first, pool, **settings)
 
 

@@ -150,6 +150,7 @@ def test_a_loader_decodes_each_chunk_once_an_epoch(tmp_path: Path) -> None:
         file["labels"] = np.arange(90)
     dataset = h5pack.H5Dataset(tmp_path / "f.h5")
     index = dataset.engine.indexes["images"]
+    dataset.engine.chunks.cache.capacity = 0  # All decoded chunks would fit.
     loader = h5pack.H5Loader(dataset, 8, window=4, num_threads=2)
     for epoch in range(1, 3):
         seen = []
