@@ -37,6 +37,7 @@ STAGE_TITLES = {
     Stage.EVERYTHING: "everything together",
 }
 _SMALL_GAIN = 1.05
+_UNEVEN = 2.0  # If the fastest repeat of the step is this many times the slowest, something takes the CPUs from it.
 _FEW_BATCHES = 8  # If an epoch has fewer, its beginning, when no batch is ready, takes much of the time.
 _BAR, _WIDTH = 24, 110  # maximum length of a bar in the text, and of a line
 _PLAIN, _BOTTLENECK, _TOGETHER, _MUTED, _INK = "#9db4c8", "#d1495b", "#33658a", "#777777", "#222222"
@@ -307,7 +308,9 @@ def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> st
     else:
         text += " of the time"
     text += f". A faster loader would gain at most {100 * verdict.gain - 100:.0f} %."
-    return text + (_threads_text(evidence) if len(verdict.bottlenecks) > 1 else "")
+    alone = evidence.rates(Stage.STEP)
+    uneven = len(verdict.bottlenecks) > 1 or (alone is not None and alone.high > _UNEVEN * alone.low)
+    return text + (_threads_text(evidence) if uneven else "")
 
 
 def _limited_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
