@@ -432,8 +432,8 @@ def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDAr
         joined = survey.heights[block].astype(np.int64) << 32 | survey.widths[block]
         sizes, firsts, counts = np.unique(joined, return_index=True, return_counts=True)
         for size, at, count in zip(sizes.tolist(), firsts.tolist(), counts.tolist(), strict=True):
-            before, first = found.get(size, (0, int(block[at])))
-            found[size] = before + count, first
+            before, earliest = found.get(size, (0, int(block[at])))
+            found[size] = before + count, earliest
     if len(found) > 1:
         which = sorted(found, key=lambda size: (-found[size][0], size))[:2]
         common = [f"{size >> 32}x{size & 0xFFFFFFFF}" for size in which]
