@@ -303,8 +303,9 @@ class SurveyJournal:
     """``OUT.partial.survey``: the results of a survey, from which a resumed run continues it. A context manager.
 
     The first record is `identity`, which says what the results belong to. A new file is created only when the survey
-    has taken `_SURVEY_SECONDS`, with all results until then; it replaces an earlier one. It is removed when the journal
-    of rows begins, or when an error ends the run, but not after an interruption, or an error that advises to resume.
+    has taken `_SURVEY_SECONDS`, with all results until then. It is removed when the journal of rows begins, or when an
+    error ends the run, but not after an interruption, or an error that advises to resume. Without `resume`, an earlier
+    file is removed at the start.
 
     The file saves time and nothing else. If it is damaged, only the records before the damage are used, if it belongs
     to another survey, none; and if it cannot be written, or another conversion writes it, the survey goes on without.
@@ -318,6 +319,9 @@ class SurveyJournal:
         self._begin = time.monotonic()
 
     def __enter__(self) -> SurveyJournal:
+        with contextlib.suppress(OSError):
+            if not self._resume and not is_locked(self._path):
+                self._path.unlink()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,16 @@ def test_looking_at_the_plan_writes_nothing(source: Path, tmp_path: Path, capsys
     assert leftovers(tmp_path) == {"o.h5.partial.survey"}
 
 
+def test_without_resume_an_earlier_file_goes_even_if_the_plan_fails(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_after(60, source, tmp_path / "o.h5", quick())
+    monkeypatch.setattr(journal, "_SURVEY_SECONDS", 3600.0)
+    with pytest.raises(H5PackError):
+        h5pack.convert(source, tmp_path / "o.h5", **quick(strict=True))
+    assert leftovers(tmp_path) == set()
+
+
 @pytest.mark.parametrize("error", ["sizes", "space"])
 def test_an_error_after_the_survey(source: Path, tmp_path: Path, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The results are kept only if the error advises to resume."""
@@ -282,6 +293,23 @@ def test_a_disk_that_is_full_does_not_stop_the_survey(
         killed_after(70, source, out, settings)
     h5pack.convert(source, out, **settings, resume=True)
     assert out.read_bytes() == whole
+
+
+def test_results_are_read_one_by_one(tmp_path: Path) -> None:
+    path, payloads = tmp_path / "o.h5.partial.survey", [bytes([number]) * 2**20 for number in range(24)]
+    first = SurveyJournal(path, {}, resume=False)
+    for payload in payloads:
+        first.append(payload)
+    first.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    tracemalloc.start()
+    try:
+        with SurveyJournal(path, {}, resume=True) as second:
+            found = [(payload[0], len(payload)) for payload in second.payloads()]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == [(number, 2**20) for number in range(24)]
+    assert peak < 6 * 2**20
 
 
 def test_a_part_is_read_back_as_it_was() -> None:
