@@ -151,8 +151,9 @@ def _terminate(number: int, frame: Any) -> None:
 
 def _interrupted(arguments: argparse.Namespace) -> str:
     out = getattr(arguments, "out", None)
-    if out is not None and os.path.exists(f"{out}.partial"):
-        return f"interrupted; {out}.partial is kept: run the same command with --resume to continue"
+    for kept in () if out is None else (f"{out}.partial", f"{out}.partial.survey"):
+        if os.path.exists(kept):
+            return f"interrupted; {kept} is kept: run the same command with --resume to continue"
     return "interrupted; nothing was written"
 
 

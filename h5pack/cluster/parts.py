@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from h5pack.errors import ResumeError
-from h5pack.format.checksums import crc32
 from h5pack.images.decode import decoder_versions
 from h5pack.sources.catalog import Catalog
 from h5pack.system.processes import ElasticExecutor
@@ -49,9 +48,7 @@ class PartsFolder:
 
     def agree(self, count: int, options: dict[str, Any], catalog: Catalog) -> None:
         """Record what must be the same for all parts, or raise ResumeError if an earlier part has recorded another."""
-        names = crc32(b"\0".join(map(os.fsencode, catalog.names)))
-        source = {"images": len(catalog), "names": names, "tables": catalog.tables_checksum()}
-        job = {_COUNT: count, "options": options, "packages": decoder_versions(), "source": source}
+        job = {_COUNT: count, "options": options, "packages": decoder_versions(), "source": catalog.identity()}
         job = json.loads(json.dumps(job))
         temporary = self.folder.with_name(f"{self.folder.name}-{secrets.token_hex(6)}")
         before = self.agreed()

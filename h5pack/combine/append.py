@@ -183,8 +183,8 @@ class _Addition(Conversion):
             )
         return found if len(new) == len(found) else found.take(np.array(new, np.int64))
 
-    def plan(self) -> ConvertPlan:
-        plan, old = super().plan(), self._old
+    def plan(self, *, resumable: bool = False) -> ConvertPlan:
+        plan, old = super().plan(resumable=resumable), self._old
         if not old.is_encoded and plan.row_shape != old.index.row_shape:
             shapes = ["x".join(map(str, shape)) for shape in (plan.row_shape, old.index.row_shape)]
             raise SizesDifferError(

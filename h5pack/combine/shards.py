@@ -69,7 +69,7 @@ class ShardedConversion(Conversion):
         existing = self.existing_report()
         if existing is not None:
             return existing
-        plan, output = self.plan(), self.output
+        plan, output = self.plan(resumable=True), self.output
         edges = plan.shard_edges()
         plans = [plan.between(start, stop) for start, stop in itertools.pairwise(edges)]
         needed = plan.needed_bytes
@@ -101,13 +101,15 @@ class ShardedConversion(Conversion):
         before = journal.plan() if self.options.continues else None
         if before is not None:
             require_same(plan, journal, before)
+            output.survey.unlink(missing_ok=True)
             return self.options.overwrite or bool(before["overwrite"])
-        output.remove_leftovers()
+        output.remove_leftovers(keep_survey=True)
         lock.renew()
         # A file without a size would be removed as unused.
         os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
         output.shards.mkdir()
         journal.start({**identity(plan), "overwrite": self.options.overwrite}, plan.fingerprints)
+        output.survey.unlink(missing_ok=True)
         return self.options.overwrite
 
     def _require_free(self, shards: list[Path], overwrite: bool) -> None:

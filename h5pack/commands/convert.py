@@ -187,7 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
         conversion = stack.enter_context(open_conversion(arguments.source, arguments.out, progress=verbose, **keywords))
         report = conversion.existing_report()
         if report is None:
-            plan = conversion.plan()
+            plan = conversion.plan(resumable=not arguments.dry_run)
             if arguments.dry_run or (verbose and not arguments.part and not arguments.finish):
                 _print_plan(conversion, plan, arguments)
             if arguments.dry_run:

@@ -25,13 +25,13 @@ from h5pack.pack import finish, writer
 from h5pack.pack.compression import require_filter
 from h5pack.pack.encode import encode_images
 from h5pack.pack.estimate import estimate_seconds, table_seconds
-from h5pack.pack.journal import RowRecord, RowResults
+from h5pack.pack.journal import RowRecord, RowResults, SurveyJournal
 from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
 from h5pack.pack.options import ConvertOptions, require_suitable
 from h5pack.pack.output import ConvertReport, Output, OutputLock, PartFile, Stages
 from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject
 from h5pack.pack.resume import UnfinishedPack, verify_existing
-from h5pack.pack.survey import survey, with_placed_fields
+from h5pack.pack.survey import survey, survey_identity, with_placed_fields
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
@@ -115,8 +115,11 @@ class Conversion:
         require_suitable(_source_name(self._source), found, self.options)
         return found
 
-    def plan(self) -> ConvertPlan:
-        """List the source, survey its image headers and return the plan; nothing is written."""
+    def plan(self, *, resumable: bool = False) -> ConvertPlan:
+        """List the source, survey its image headers and return the plan.
+
+        Nothing is written, unless `resumable`, because `run` follows, and the survey takes long: see `SurveyJournal`.
+        """
         if self._plan is None:
             begin = time.perf_counter()
             options, catalog = self.options, self.catalog
@@ -127,10 +130,15 @@ class Conversion:
                 self._client, catalog.reader, self._source, self.output.partial, self.num_workers, options.start_method
             )
             self._executor = self._stack.enter_context(executor)
+            journal = None
+            if resumable and self._client is None and options.part is None and not options.finish:
+                identity = survey_identity(self._source, catalog, options)
+                journal = SurveyJournal(self.output.survey, identity, resume=options.resume)
+                self._stack.enter_context(journal)
             with self._stage("survey", len(catalog)) as advance:
                 surveyed = survey(
                     catalog, self._sharing("survey"), 2 * self.num_workers, options.max_pixels, advance,
-                    keep=options.keep is not None, resize=options.size is not None,
+                    keep=options.keep is not None, resize=options.size is not None, journal=journal,
                 )  # fmt: skip
             catalog = with_placed_fields(catalog, surveyed, options)
             plan = make_plan if options.keep is None else make_kept_plan
@@ -156,7 +164,7 @@ class Conversion:
         existing = self.existing_report()
         if existing is not None:
             return existing
-        plan = self.plan()
+        plan = self.plan(resumable=True)
         self.output.require_space(plan.needed_bytes)
         return self.write(plan, self.output)
 

@@ -14,6 +14,8 @@ The folder ``OUT.partial.journal/`` contains
 A record means that a row was passed to the kernel, not that it reached the disk: after a power cut, the journal may
 list rows that are not in the file. So a resumed run reads every listed row and writes it again if its checksum differs.
 
+Before there is a plan, `SurveyJournal` keeps the results of a long survey in the file ``OUT.partial.survey``.
+
 **On several machines**, writers are durable: rows are flushed before their record is written, and the record is flushed
 before a task ends. Locks may not reach other machines, so a writer marks in its file that it begins a task, and again
 that it has ended it (see `Journal.late_writers`). A writer whose last mark is a beginning may still write, however long
@@ -23,6 +25,7 @@ harm as long as no row has moved.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -42,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import OutputBusyError, ResumeError
-from h5pack.system.files import is_locked, lock, read_all, sync_path, write_atomically
+from h5pack.system.files import is_locked, lock, open_locked, read_all, sync_path, write_atomically
 
 _MAGIC = 0x4B503548
 # Of a record that says that a task begins or has ended, whose payload is one of the following.
@@ -51,6 +54,7 @@ _BEGUN, _ENDED = b"begun", b"ended"
 _PREFIX = struct.Struct("<III")
 _HEAD = struct.Struct("<IIIIII")
 _WAIT_SECONDS = 10.0
+_SURVEY_SECONDS = 10.0
 _ROWS = "rows"
 
 
@@ -197,7 +201,7 @@ class JournalWriter:
         os.fsync(self._descriptor)
 
     def _append(self, magic: int, payload: bytes) -> None:
-        data = _PREFIX.pack(magic, len(payload), zlib.crc32(payload)) + payload
+        data = _framed(magic, payload)
         if os.write(self._descriptor, data) < len(data):
             # Reading stops at an incomplete record, so nothing more can be appended to this file.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -295,17 +299,104 @@ class Journal:
         return RowRecord.decode(payload)
 
 
+class SurveyJournal:
+    """``OUT.partial.survey``: the results of a survey, from which a resumed run continues it. A context manager.
+
+    The first record is `identity`, which says what the results belong to. A new file is created only when the survey
+    has taken `_SURVEY_SECONDS`, with all results until then. It is removed when the journal of rows begins, or when an
+    error ends the run, but not after an interruption, or an error that advises to resume. Without `resume`, an earlier
+    file is removed at the start.
+
+    The file saves time and nothing else. If it is damaged, only the records before the damage are used, if it belongs
+    to another survey, none; and if it cannot be written, or another conversion writes it, the survey goes on without.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, Any], *, resume: bool) -> None:
+        self._path, self._resume = path, resume
+        self._identity = json.dumps(identity, sort_keys=True).encode()
+        self._waiting = [_framed(_MAGIC, self._identity)]  # records that are not in the file yet
+        self._descriptor, self._given_up = -1, False
+        self._begin = time.monotonic()
+
+    def __enter__(self) -> SurveyJournal:
+        with contextlib.suppress(OSError):
+            if not self._resume and not is_locked(self._path):
+                self._path.unlink()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._descriptor < 0:
+            return
+        keeps = error is not None and not isinstance(error, Exception)
+        if not keeps and "resume=True" not in getattr(error, "parameters", ()):
+            # By then the file of another conversion may have the name.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
+                    self._path.unlink()
+        os.close(self._descriptor)
+        self._descriptor, self._given_up = -1, True
+
+    def payloads(self) -> Iterator[bytes]:
+        """Yield the results of an interrupted run. Call this once, before `append`, and exhaust it."""
+        if not self._resume or not self._path.exists() or not self._open():
+            return
+        end = 0
+        for number, (_, payload) in enumerate(_intact(self._path)):
+            if not number and payload != self._identity:
+                break
+            if number:
+                yield payload
+            end += _PREFIX.size + len(payload)
+        # New records follow the last intact one.
+        os.ftruncate(self._descriptor, end)
+        if end:
+            self._waiting.clear()
+
+    def append(self, payload: bytes) -> None:
+        """Append one result, as soon as the survey has taken long."""
+        if self._given_up:
+            return
+        self._waiting.append(_framed(_MAGIC, payload))
+        if self._descriptor < 0:
+            if time.monotonic() - self._begin < _SURVEY_SECONDS or not self._open():
+                return
+            os.ftruncate(self._descriptor, 0)
+        data = b"".join(self._waiting)
+        with contextlib.suppress(OSError):
+            if os.write(self._descriptor, data) == len(data):
+                self._waiting.clear()
+                return
+        # Reading stops at an incomplete record, so nothing more can be appended.
+        self._given_up = True
+
+    def _open(self) -> bool:
+        """Open and lock the file; return whether that was possible."""
+        try:
+            descriptor = open_locked(self._path, "")
+        except OSError:
+            self._given_up = True
+            return False
+        self._descriptor = descriptor
+        return True
+
+
+def _framed(magic: int, payload: bytes) -> bytes:
+    return _PREFIX.pack(magic, len(payload), zlib.crc32(payload)) + payload
+
+
 def _intact(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the magic number and the payload of a file's records up to the first that is incomplete."""
-    data = path.read_bytes()
-    position = 0
-    while position + _PREFIX.size <= len(data):
-        magic, length, checksum = _PREFIX.unpack_from(data, position)
-        payload = data[position + _PREFIX.size : position + _PREFIX.size + length]
-        if magic not in (_MAGIC, _MARK) or len(payload) < length or zlib.crc32(payload) != checksum:
-            break
-        yield magic, payload
-        position += _PREFIX.size + length
+    with path.open("rb") as stream:
+        size, position = os.fstat(stream.fileno()).st_size, 0
+        while position + _PREFIX.size <= size:
+            magic, length, checksum = _PREFIX.unpack(stream.read(_PREFIX.size))
+            position += _PREFIX.size + length
+            if magic not in (_MAGIC, _MARK) or position > size:
+                break
+            payload = stream.read(length)
+            if zlib.crc32(payload) != checksum:
+                break
+            yield magic, payload
 
 
 def _wait_for_writer(path: Path) -> None:

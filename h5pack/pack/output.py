@@ -91,6 +91,7 @@ class Output:
         self.final = final
         self.partial = self._beside(".partial")  # the file under construction
         self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is locked
+        self.survey = self._beside(".partial.survey")  # see `h5pack.pack.journal.SurveyJournal`
         self.journal = self._beside(".partial.journal")  # a folder; see `h5pack.pack.journal`
         self.parts = self._beside(".partial.parts")  # a folder; see `h5pack.cluster.parts`
         self.shards = self._beside(".partial.shards")  # a folder; see `h5pack.combine.shards`
@@ -165,8 +166,10 @@ class Output:
             return None
         return status.st_dev, status.st_ino
 
-    def remove_leftovers(self) -> None:
-        """Remove the temporary files beside the output, except for `partial` and `owner`."""
+    def remove_leftovers(self, *, keep_survey: bool = False) -> None:
+        """Remove the temporary files beside the output except `partial`, `owner`, and with `keep_survey` `survey`."""
+        if not keep_survey:
+            self.survey.unlink(missing_ok=True)
         shutil.rmtree(self.journal, ignore_errors=True)
         shutil.rmtree(self.shards, ignore_errors=True)
         if self.parts.exists():

@@ -55,8 +55,16 @@ def order_rows(indices: Rows, split_ids: npt.NDArray[np.int32], num_splits: int,
     """
     members = [indices] if num_splits == 1 else [indices[split_ids == split] for split in range(num_splits)]
     if seed is not None:
-        members = [some[shuffled_split(len(some), seed, split)] for split, some in enumerate(members)]
+        members = [_taken(some, shuffled_split(len(some), seed, split)) for split, some in enumerate(members)]
     return RowOrder.of_splits(members)
+
+
+def _taken(values: Rows, positions: Rows) -> Rows:
+    """Return ``values[positions]`` in the memory of `positions`."""
+    for start in range(0, len(positions), _BLOCK):
+        block = positions[start : start + _BLOCK]
+        block[:] = values[block]
+    return positions
 
 
 def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool_], keep_order: bool) -> RowOrder:
@@ -82,6 +90,7 @@ def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool
 
 
 _METADATA_BYTES = 65_536
+_BLOCK = 65_536
 _MANY_TIMES = 3
 
 
@@ -396,6 +405,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
     is_usable = np.ones(len(catalog), np.bool_)
     is_usable[[*survey.reasons]] = False
     usable = np.flatnonzero(is_usable)
+    del is_usable
     if not len(usable):
         advice = "check the source"
         if catalog.kind == "manifest" and rejects[0].reason in MISSING_FILE_REASONS:
@@ -412,7 +422,8 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
     if options.val is not None:
         catalog = divide(catalog, training_split(source, catalog, options.val), usable, options.val, options.seed)
     seed = options.seed if options.order == "shuffled" else None
-    order = order_rows(usable, catalog.split_ids[usable], len(catalog.split_names), seed)
+    split_ids = catalog.split_ids if len(usable) == len(catalog) else catalog.split_ids[usable]
+    order = order_rows(usable, split_ids, len(catalog.split_names), seed)
     return PlannedRows(catalog, usable, order, tuple(rejects))
 
 
@@ -455,22 +466,30 @@ def _plan_chunks(rows: int, row_bytes: int, options: ConvertOptions) -> ChunkPla
 
 
 def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDArray[np.int64]) -> tuple[int, int]:
-    joined = survey.heights[usable].astype(np.int64) << 32 | survey.widths[usable]
-    sizes, firsts, counts = np.unique(joined, return_index=True, return_counts=True)
-    if len(sizes) > 1:
-        which = np.argsort(-counts, kind="stable")[:2].tolist()
-        common = [f"{sizes[number] >> 32}x{sizes[number] & 0xFFFFFFFF}" for number in which]
+    # By size, both sides in one number: how many images have it, and the first of them.
+    found: dict[int, tuple[int, int]] = {}
+    for start in range(0, len(usable), _BLOCK):
+        block = usable[start : start + _BLOCK]
+        joined = survey.heights[block].astype(np.int64) << 32 | survey.widths[block]
+        sizes, firsts, counts = np.unique(joined, return_index=True, return_counts=True)
+        for size, at, count in zip(sizes.tolist(), firsts.tolist(), counts.tolist(), strict=True):
+            before, earliest = found.get(size, (0, int(block[at])))
+            found[size] = before + count, earliest
+    if len(found) > 1:
+        which = sorted(found, key=lambda size: (-found[size][0], size))[:2]
+        common = [f"{size >> 32}x{size & 0xFFFFFFFF}" for size in which]
         first, second = (
-            f"{size} ({counts[number]:,}, such as {catalog.shown(int(usable[firsts[number]]))})"
-            for size, number in zip(common, which, strict=True)
+            f"{text} ({found[key][0]:,}, such as {catalog.shown(found[key][1])})"
+            for text, key in zip(common, which, strict=True)
         )
         raise SizesDifferError(
-            f"{source}: its images have {len(sizes):,} sizes, most often {first}, then {second}; give "
+            f"{source}: its images have {len(found):,} sizes, most often {first}, then {second}; give "
             f"size='{common[0]}' or another size to resize them (fit says how: crop, pad or stretch)",
             path=source,
             parameters=(f"size='{common[0]}'", "fit"),
         )
-    return int(sizes[0] >> 32), int(sizes[0] & 0xFFFFFFFF)
+    (size,) = found
+    return size >> 32, size & 0xFFFFFFFF
 
 
 def refuse_reject(source: str, reject: Reject, *, begun: bool) -> None:

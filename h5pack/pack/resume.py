@@ -77,8 +77,9 @@ class UnfinishedPack:
         self._resumes = before is not None
         if before is not None:
             require_same(plan, self.journal, before)
+            output.survey.unlink(missing_ok=True)
         elif isinstance(lock, OutputLock):
-            output.remove_leftovers()
+            output.remove_leftovers(keep_survey=True)
             lock.renew()
         elif plan.to_encode.any():
             self._start_journal()
@@ -93,6 +94,8 @@ class UnfinishedPack:
         plan = {**identity(self.plan), "overwrite": self.overwrite}
         if isinstance(self.lock, OutputLock):
             self.journal.start(plan, self.plan.fingerprints)
+            # From now on, a resumed run surveys all images again, and compares their fingerprints with these.
+            self.output.survey.unlink(missing_ok=True)
             return
         temporary = self.output.journal.with_name(f"{self.output.journal.name}-{secrets.token_hex(6)}")
         self.journal.start_together(plan, self.plan.fingerprints, temporary)

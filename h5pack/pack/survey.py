@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -13,10 +15,11 @@ import numpy.typing as npt
 from h5pack.errors import RejectedImageError, SourceError, WorkerError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValues, RaggedRows
-from h5pack.images.decode import SIDEWAYS, refuse_bomb, strict_pillow
+from h5pack.images.decode import SIDEWAYS, decoder_versions, refuse_bomb, strict_pillow
 from h5pack.images.geometry import Placement, turned_upright
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.images.masks import naming_mask, require_size
+from h5pack.pack.journal import SurveyJournal
 from h5pack.pack.options import ConvertOptions
 from h5pack.read.encoded import row_decoder
 from h5pack.sources.catalog import MISSING_FILE_REASONS, Catalog, Note, SourceReader, SurveyedImage, fingerprint
@@ -29,6 +32,8 @@ _TASK_IMAGES = 512
 _MAX_TASKS = 16_384
 # Rounded coordinates may lie outside by less.
 _MAX_OUTSIDE_PIXELS = 0.01
+# The columns of a survey that journals hold, and what follows them with `keep`.
+_COLUMNS, _KEPT_COLUMNS = ("heights", "widths", "decode_paths", "fingerprints", "orientations"), ("jpeg_bytes",)
 _JPEG_HEAD, _JPEG_TAIL = b"\xff\xd8\xff", b"\xff\xd9"
 _REJECTED = SurveyedImage(ImageHeader(0, 0, DecodePath.PILLOW), 0)
 
@@ -51,6 +56,46 @@ class Survey:
     orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # Exif's, 1 to 8
     fields: list[dict[str, Any] | None] = field(default_factory=list)  # those of samples; empty if samples have none
 
+    def add(self, start: int, part: Survey, columns: tuple[str, ...]) -> None:
+        """Add the survey of some images, of which `start` is the first."""
+        for name in columns:
+            getattr(self, name)[start : start + len(part.heights)] = getattr(part, name)
+        self.reasons.update(part.reasons)
+        self.unused |= part.unused
+        self.mask_dtypes = _widest(self.mask_dtypes, part.mask_dtypes)
+        self.file_bytes += part.file_bytes
+
+    def encode(self, start: int, columns: tuple[str, ...]) -> bytes:
+        """Return a part, of which `start` is the first image, as the payload of a record; without labels and fields."""
+        reasons = {str(index): reason for index, reason in self.reasons.items()}
+        rest = [start, len(self.heights), reasons, sorted(self.unused), self.mask_dtypes, self.file_bytes]
+        return b"\0".join([json.dumps(rest).encode(), b"".join(getattr(self, name).tobytes() for name in columns)])
+
+    @classmethod
+    def decode(cls, payload: bytes, columns: tuple[str, ...]) -> tuple[int, Survey]:
+        """Return the first image and the part from the bytes that `encode` returned."""
+        text, _, data = payload.partition(b"\0")
+        start, count, reasons, unused, mask_dtypes, file_bytes = json.loads(text)
+        part = cls.of(count)
+        offset = 0
+        for name in columns:
+            column = np.frombuffer(data, getattr(part, name).dtype, count, offset)
+            setattr(part, name, column)
+            offset += column.nbytes
+        part.reasons = {int(index): reason for index, reason in reasons.items()}
+        part.unused, part.mask_dtypes, part.file_bytes = set(unused), mask_dtypes, file_bytes
+        return start, part
+
+    @classmethod
+    def of(cls, count: int) -> Survey:
+        """Return the survey of `count` images that is still to be filled."""
+        heights, widths = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        # Zeros that are not written take no memory.
+        return cls(
+            heights, widths, np.zeros(count, np.uint8), np.zeros(count, np.uint64), {},
+            jpeg_bytes=np.zeros(count, np.int64), orientations=np.ones(count, np.uint8),
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class _Task:
@@ -72,19 +117,17 @@ def survey(
     *,
     keep: bool = False,
     resize: bool = False,
+    journal: SurveyJournal | None = None,
 ) -> Survey:
     """Read the headers of all images of a catalog in the workers of `executor`, which share its reader.
 
     At most `max_in_flight` tasks run or wait. Images of more than `max_pixels` are rejected. `advance` is called with
     the number of images after each task. With `keep`, the sizes of JPEG files are surveyed, and those that were cut
-    short are rejected. With `resize`, further images of a sample may have other sizes. Raises SourceError if storage
-    fails, or if labels differ in shape.
+    short are rejected. With `resize`, further images of a sample may have other sizes. Results that the `journal` has
+    are not read again; it holds no labels. Raises SourceError if storage fails, or if labels differ in shape.
     """
     count = len(catalog)
-    result = Survey(
-        np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, np.uint8), np.zeros(count, np.uint64), {},
-        jpeg_bytes=np.zeros(count, np.int64), orientations=np.ones(count, np.uint8),
-    )  # fmt: skip
+    result = Survey.of(count)
     size = catalog.reader.uniform_size()
     if size is not None:
         _survey_uniform(catalog.reader, size, result, max_pixels)
@@ -93,26 +136,43 @@ def survey(
         return result
     labels: list[npt.NDArray[Any] | None] = [None] * count if catalog.reader.has_labels else []
     result.fields = [None] * count if catalog.reader.has_labels else []
-    for start, part, found in run(
-        executor, _survey, _tasks(catalog, max_pixels, resize, keep), max_in_flight, _describe
-    ):
-        rows = slice(start, start + len(part.heights))
-        # Zeros that are not written take no memory.
-        for name in ("heights", "widths", "decode_paths", "fingerprints", "orientations", *["jpeg_bytes"] * keep):
-            getattr(result, name)[rows] = getattr(part, name)
-        result.reasons.update(part.reasons)
-        result.unused |= part.unused
-        result.mask_dtypes = _widest(result.mask_dtypes, part.mask_dtypes)
-        result.file_bytes += part.file_bytes
-        result.fields[rows] = part.fields
+    columns = _COLUMNS + _KEPT_COLUMNS * keep
+    done = set()
+    for payload in () if journal is None else journal.payloads():
+        start, part = Survey.decode(payload, columns)
+        if start not in done:
+            result.add(start, part, columns)
+            advance(len(part.heights))
+        done.add(start)
+    tasks = _tasks(catalog, max_pixels, resize, keep, done)
+    for start, part, found in run(executor, _survey, tasks, max_in_flight, _describe):
+        result.add(start, part, columns)
         if labels:
-            labels[rows] = found
+            rows = slice(start, start + len(part.heights))
+            labels[rows], result.fields[rows] = found, part.fields
+        elif journal is not None:
+            journal.append(part.encode(start, columns))
         advance(len(part.heights))
     if labels:
         result.labels = _joined_labels(catalog, labels, result.reasons)
     if isinstance(executor, ElasticExecutor):
         _require_missing(catalog, result.reasons, max_pixels)
     return result
+
+
+def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -> dict[str, Any]:
+    """Return what must be equal in an interrupted survey and the one that continues it, a JSON-serializable dict.
+
+    The images themselves are not compared, because that would take as long as surveying them.
+    """
+    where: list[str | int] = []
+    if isinstance(source, (str, os.PathLike)):
+        where = [os.path.abspath(os.fspath(source))]
+        if os.path.isfile(source):
+            status = os.stat(source)
+            where += [status.st_size, status.st_mtime_ns]
+    settings = [options.max_pixels, options.keep is not None, options.size is not None]
+    return {"packages": decoder_versions(), "source": where, "catalog": catalog.identity(), "settings": settings}
 
 
 def _require_missing(catalog: Catalog, reasons: dict[int, str], max_pixels: int) -> None:
@@ -200,9 +260,12 @@ def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey,
     result.fingerprints[:] = reader.fingerprints(np.arange(len(result.heights)))
 
 
-def _tasks(catalog: Catalog, max_pixels: int, resize: bool, keep: bool) -> Iterator[_Task]:
+def _tasks(catalog: Catalog, max_pixels: int, resize: bool, keep: bool, done: set[int]) -> Iterator[_Task]:
+    """Yield the tasks, except those whose first image is in `done`."""
     step = max(min(_TASK_IMAGES, max(1, len(catalog) // 16)), len(catalog) // _MAX_TASKS)
     for start in range(0, len(catalog), step):
+        if start in done:
+            continue
         indices = range(start, min(start + step, len(catalog)))
         names = [catalog.names[index] for index in indices]
         masks = [(one.kind, [one.files[index] for index in indices]) for one in catalog.pixel_fields]

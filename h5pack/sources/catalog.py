@@ -39,10 +39,8 @@ IMAGE_SUFFIXES = frozenset(
 )
 """Files with these suffixes are treated as images. Their format is later detected from the content."""
 
-_REST = "rest"
 _BLOCK_NAMES = 65_536
-_MAX_NAMED = 8
-"""How many columns or datasets a note names."""
+_MAX_NAMED = 8  # columns or datasets in a note
 
 
 @dataclass(frozen=True)
@@ -121,6 +119,11 @@ class NameTable:
     def nbytes(self) -> int:
         """Total size of the encoded names in bytes."""
         return len(self._blob)
+
+    @property
+    def checksum(self) -> int:
+        """A CRC-32 of the encoded names and their lengths."""
+        return crc32(self._offsets, crc32(self._blob))
 
     def __iter__(self) -> Iterator[str]:
         return (self[index] for index in range(len(self)))
@@ -334,7 +337,6 @@ _MISSING_FILE_REASONS = {
     errno.ENXIO: "not a regular file",
 }
 
-
 MISSING_FILE_REASONS = frozenset(_MISSING_FILE_REASONS.values())
 """The reasons for which a file is rejected before its content is read."""
 
@@ -413,8 +415,12 @@ class Catalog:
                 if array is not None:
                     checksum = crc32(np.ascontiguousarray(array), checksum)
         for one in self.pixel_fields:
-            checksum = crc32(f"{one.name}\0{one.kind}\0".encode() + os.fsencode("\0".join(one.files)), checksum)
+            checksum = crc32(f"{one.name}\0{one.kind}\0{one.files.checksum}".encode(), checksum)
         return checksum
+
+    def identity(self) -> dict[str, int]:
+        """Return what distinguishes this list of images from others, a JSON-serializable dict."""
+        return {"images": len(self), "names": self.names.checksum, "tables": self.tables_checksum()}
 
     def field_texts(self) -> list[str]:
         """Return a phrase for each field, such as "field boxes (boxes)"."""
@@ -485,16 +491,9 @@ def split_ids(rows: Mapping[str, RowNumbers], count: int) -> tuple[tuple[str, ..
         if (ids[own] != len(rows)).any():
             raise ValueError("its splits overlap")
         ids[own] = number
-    return ((*rows, _REST) if (ids == len(rows)).any() else tuple(rows)), ids
+    return ((*rows, "rest") if (ids == len(rows)).any() else tuple(rows)), ids
 
 
 def sample_name(index: int) -> str:
     """Return the name of a sample of a map-style dataset that has no file names."""
     return f"{index:08d}"
-
-
-def class_ids(values: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
-    """Return the sorted distinct values, and the index of each value among them, int64."""
-    names = tuple(sorted(set(values)))
-    index = {name: number for number, name in enumerate(names)}
-    return names, np.array([index[value] for value in values], np.int64)

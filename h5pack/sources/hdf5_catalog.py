@@ -28,9 +28,9 @@ from h5pack.read.hdf5 import attribute_names, dataset_names, open_file, require_
 from h5pack.read.ragged import find_field, index_ragged, is_ragged, own_fields, read_ragged
 from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import require_sources
-from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, PixelField, class_ids, split_ids, unused_note
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, PixelField, split_ids, unused_note
 from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm, mask_dtype
-from h5pack.sources.manifest import is_field_name
+from h5pack.sources.manifest import class_ids, is_field_name
 from h5pack.system.machine import available_memory
 from h5pack.system.parameters import invalid
 from h5pack.system.text import format_bytes

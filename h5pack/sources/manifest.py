@@ -25,7 +25,6 @@ from h5pack.sources.catalog import (
     NameTable,
     Note,
     PixelField,
-    class_ids,
     one_split,
     unused_note,
 )
@@ -462,3 +461,10 @@ def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> 
 def _is_byte(cell: str) -> bool:
     values = integers([cell])
     return values is not None and 0 <= values[0] <= 255
+
+
+def class_ids(values: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
+    """Return the sorted distinct values, and the index of each value among them, int64."""
+    names = tuple(sorted(set(values)))
+    index = {name: number for number, name in enumerate(names)}
+    return names, np.array([index[value] for value in values], np.int64)

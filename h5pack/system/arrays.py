@@ -11,6 +11,7 @@ import numpy.typing as npt
 SPLITMIX64_GAMMA = 0x9E3779B97F4A7C15
 SPLITMIX64_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
+_BLOCK = 1 << 16
 
 
 def run_edges(breaks: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -67,12 +68,15 @@ def splitmix64(value: int) -> int:
 
 
 def splitmix64_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Apply `splitmix64` to every element in place, and return `values`."""
-    values ^= values >> np.uint64(30)
-    values *= np.uint64(SPLITMIX64_FACTORS[0])
-    values ^= values >> np.uint64(27)
-    values *= np.uint64(SPLITMIX64_FACTORS[1])
-    values ^= values >> np.uint64(31)
+    """Apply `splitmix64` to every element of a one-dimensional array in place, and return `values`."""
+    # In blocks, so that the shifted copies are small: of ten million elements each would take 80 MB.
+    for start in range(0, len(values), _BLOCK):
+        block = values[start : start + _BLOCK]
+        block ^= block >> np.uint64(30)
+        block *= np.uint64(SPLITMIX64_FACTORS[0])
+        block ^= block >> np.uint64(27)
+        block *= np.uint64(SPLITMIX64_FACTORS[1])
+        block ^= block >> np.uint64(31)
     return values
 
 
@@ -106,7 +110,25 @@ def shuffled_split(count: int, seed: int, split: int) -> npt.NDArray[np.int64]:
     The positions are sorted by a hash of their number, so the permutation is the same in every release.
     """
     key = splitmix64((seed * SPLITMIX64_GAMMA + (split + 1) * 0xD1B54A32D192ED03) % 2**64)
-    return np.argsort(hash_sequence(count, key), kind="stable").astype(np.int64)
+    # Sorting the hashes in place, with the positions in their low bits, takes half the memory of sorting positions.
+    positions = np.uint64((1 << max(count - 1, 0).bit_length()) - 1)
+    keys = hash_sequence(count, key)
+    keys &= ~positions
+    for start in range(0, count, _BLOCK):
+        keys[start : start + _BLOCK] |= np.arange(start, min(start + _BLOCK, count), dtype=np.uint64)
+    keys.sort()
+    # A few hashes differ only in the low bits, so these positions are sorted again, by all bits.
+    tied = np.zeros(0, np.int64)
+    for start in range(0, count, _BLOCK):
+        block = keys[start : start + _BLOCK + 1]
+        equal = start + np.flatnonzero((block[1:] ^ block[:-1]) <= positions)
+        tied = np.union1d(tied, np.concatenate([equal, equal + 1]))
+    keys &= positions
+    members = keys[tied]
+    states = (members + np.uint64(1)) * np.uint64(SPLITMIX64_GAMMA) + np.uint64(key)
+    keys[tied] = members[np.argsort(splitmix64_array(states), kind="stable")]
+    table: npt.NDArray[np.int64] = keys.view(np.int64)
+    return table
 
 
 def range_indices(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -8,10 +8,22 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5pack.system.arrays import consecutive_runs, equal_runs, hash_sequence, shuffled, splitmix64, splitmix64_array
+from h5pack.system import arrays
+from h5pack.system.arrays import (
+    SPLITMIX64_GAMMA,
+    consecutive_runs,
+    equal_runs,
+    hash_sequence,
+    shuffled,
+    shuffled_split,
+    splitmix64,
+    splitmix64_array,
+)
 
 SMALL = st.lists(st.integers(-2, 4), max_size=30)
 
@@ -56,3 +68,35 @@ def test_shuffles_are_pinned() -> None:
     assert shuffled(1, 1).tolist() == [0]
     assert shuffled(10, 2**64 - 1).tolist() == [7, 6, 5, 9, 4, 0, 8, 2, 1, 3]
     assert sorted(shuffled(1000, 7).tolist()) == list(range(1000))
+
+
+def slow_shuffled_split(count: int, seed: int, split: int) -> list[int]:
+    """The positions, sorted by the whole hash of their number."""
+    key = splitmix64((seed * SPLITMIX64_GAMMA + (split + 1) * 0xD1B54A32D192ED03) % 2**64)
+    return sorted(range(count), key=hash_sequence(count, key).tolist().__getitem__)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 8, 9, 1000, 65_535, 65_536, 65_537, 140_000])
+def test_a_split_is_shuffled_by_the_whole_hash(count: int) -> None:
+    assert shuffled_split(8, 1, 1).tolist() == [7, 6, 3, 4, 1, 2, 5, 0]
+    for seed, split in ((0, 0), (7, 1), (2**63 - 1, 2**32)):
+        found = shuffled_split(count, seed, split)
+        assert found.dtype == np.int64
+        assert found.tolist() == slow_shuffled_split(count, seed, split)
+
+
+@pytest.mark.parametrize("bits", [24, 40, 56])
+def test_hashes_that_differ_only_in_their_low_bits_are_sorted_by_these(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a few thousand rows no two hashes do; of ten million, dozens."""
+
+    def weak(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        splitmix64_array(values)
+        values &= np.uint64((1 << bits) - 1)
+        return values
+
+    monkeypatch.setattr(arrays, "splitmix64_array", weak)
+    for count in (2, 700, 70_000 if bits > 24 else 3000):
+        for split in range(3):
+            assert shuffled_split(count, 3, split).tolist() == slow_shuffled_split(count, 3, split)

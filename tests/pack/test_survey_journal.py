@@ -1,0 +1,363 @@
+"""A survey that is killed or interrupted continues with the images that it has not read, and the pack is the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack import cli
+from h5pack.errors import H5PackError, NoSpaceError, SizesDifferError
+from h5pack.images.headers import DecodePath
+from h5pack.pack import journal
+from h5pack.pack.conversion import Conversion
+from h5pack.pack.journal import SurveyJournal
+from h5pack.pack.survey import Survey
+from h5pack.sources.catalog import FileReader
+from tests.crashing import convert_in_child, interrupt, leftovers, wait_for
+from tests.makers import pair_folders, quick, save
+
+IMAGES, REJECTS = 80, 4
+TASK, IN_FLIGHT = 5, 10
+"""Images of a task, a sixteenth of the source, and of the tasks whose results one process yields together."""
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every survey takes long."""
+    monkeypatch.setattr(journal, "_SURVEY_SECONDS", 0.0)
+
+
+@pytest.fixture(scope="module", params=["none", "jpeg"])
+def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return quick(chunk_rows=8) if request.param == "none" else quick(keep=request.param)
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The file of an uninterrupted conversion."""
+    out = tmp_path_factory.mktemp("whole") / "o.h5"
+    h5pack.convert(source, out, **settings)
+    return out.read_bytes()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The images whose headers this process reads."""
+    names: list[str] = []
+    survey = FileReader.survey
+
+    def counting(self: FileReader, index: int, name: str, max_pixels: int) -> Any:
+        names.append(name)
+        return survey(self, index, name, max_pixels)
+
+    monkeypatch.setattr(FileReader, "survey", counting)
+    return names
+
+
+def stop_after(images: int, stop: Callable[[], object], work: Callable[[], object]) -> None:
+    """Work until this process has read as many headers, then call `stop`."""
+    survey, done = FileReader.survey, 0
+
+    def stopping(self: FileReader, index: int, name: str, max_pixels: int) -> Any:
+        nonlocal done
+        if done == images:
+            stop()
+        done += 1
+        return survey(self, index, name, max_pixels)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileReader, "survey", stopping)
+        work()
+
+
+def killed_after(images: int, source: Path, out: Path, settings: dict[str, Any]) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            stop = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+            stop_after(images, stop, lambda: h5pack.convert(source, out, **settings))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("images", [0, 9, 10, 37, 79])
+def test_killed_in_the_survey(
+    source: Path, settings: dict[str, Any], whole: bytes, tmp_path: Path, reads: list[str], images: int
+) -> None:
+    out = tmp_path / "o.h5"
+    killed_after(images, source, out, settings)
+    assert leftovers(tmp_path) == ({"o.h5.partial.survey"} if images >= IN_FLIGHT else set())
+    report = h5pack.convert(source, out, **settings, resume=True)
+    assert len(reads) == IMAGES - images // IN_FLIGHT * IN_FLIGHT
+    assert (report.images, out.read_bytes() == whole) == (IMAGES - REJECTS, True)
+    assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
+
+
+def test_killed_at_every_change_to_a_file_until_rows_are_written(
+    source: Path, settings: dict[str, Any], whole: bytes, tmp_path: Path, reads: list[str]
+) -> None:
+    """In the middle of each record, too; the results are kept until there is a journal of rows."""
+    out = tmp_path / "o.h5"
+    changes = convert_in_child(source, out, settings, kill_at=None)
+    records = [step for step, change in enumerate(changes) if change == "write o.h5.partial.survey"]
+    begun = changes.index("unlink o.h5.partial.survey")
+    assert len(records) == IMAGES // TASK
+    assert any(change.startswith("replace plan.json") for change in changes[:begun])
+    for step in (*records[::5], *range(records[-1] + 1, begun + 1, 1 + 2 * ("keep" in settings))):
+        out.unlink()
+        convert_in_child(source, out, settings, kill_at=step)
+        reads.clear()
+        h5pack.convert(source, out, **settings, resume=True)
+        written = sum(record < step for record in records)
+        has_plan = any(change.startswith("replace plan.json") for change in changes[:step])
+        assert has_plan or len(reads) == IMAGES - TASK * written, changes[step]
+        assert out.read_bytes() == whole
+        assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
+
+
+def test_killed_again_and_again(source: Path, settings: dict[str, Any], whole: bytes, tmp_path: Path) -> None:
+    out = tmp_path / "o.h5"
+    for _ in range(5):
+        killed_after(12, source, out, {**settings, "resume": True})
+    h5pack.convert(source, out, **settings, resume=True)
+    assert out.read_bytes() == whole
+
+
+def test_resumed_with_workers(source: Path, settings: dict[str, Any], whole: bytes, tmp_path: Path) -> None:
+    out, resumed = tmp_path / "o.h5", {**settings, "resume": True}
+    with pytest.raises(KeyboardInterrupt):
+        stop_after(33, interrupt, lambda: h5pack.convert(source, out, **settings))
+    assert leftovers(tmp_path) == {"o.h5.partial.survey"}
+    h5pack.convert(source, out, **{**resumed, "num_workers": 2, "start_method": "fork"})
+    assert out.read_bytes() == whole
+
+
+def test_the_damaged_rest_is_surveyed_again(
+    source: Path, settings: dict[str, Any], whole: bytes, tmp_path: Path, reads: list[str]
+) -> None:
+    out, file = tmp_path / "o.h5", tmp_path / "o.h5.partial.survey"
+    killed_after(60, source, out, settings)
+    good = file.read_bytes()
+    for damage, least in ((0, 80), (15, 80), (len(good) // 2, 40), (len(good) - 1, 20)):
+        file.write_bytes(good[:damage] + bytes([good[damage] ^ 1]) + good[damage + 1 :])
+        reads.clear()
+        h5pack.convert(source, out, **settings, resume=True, overwrite=True)
+        assert least <= len(reads) <= 80
+        assert out.read_bytes() == whole
+
+
+@pytest.mark.parametrize("changed", ["name", "max_pixels", "package"])
+def test_another_survey_begins_again(
+    source: Path, tmp_path: Path, reads: list[str], changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, out, settings = tmp_path / "in", tmp_path / "o.h5", quick(chunk_rows=8)
+    shutil.copytree(source, root)
+    killed_after(60, root, out, settings)
+    if changed == "name":
+        os.rename(root / "train" / "x" / "00001.jpg", root / "train" / "x" / "a.jpg")
+    elif changed == "max_pixels":
+        settings["max_pixels"] = 10_000
+    else:
+        monkeypatch.setattr("h5pack.pack.survey.decoder_versions", lambda: {"Pillow": "0.1"})
+    h5pack.convert(root, out, **settings, resume=True)
+    assert len(reads) == IMAGES
+    h5pack.convert(root, tmp_path / "again.h5", **settings)
+    assert out.read_bytes() == (tmp_path / "again.h5").read_bytes()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_without_resume_the_survey_begins_again(
+    source: Path, settings: dict[str, Any], whole: bytes, tmp_path: Path, reads: list[str], overwrite: bool
+) -> None:
+    out = tmp_path / "o.h5"
+    killed_after(60, source, out, settings)
+    h5pack.convert(source, out, **settings, overwrite=overwrite)
+    assert (len(reads), out.read_bytes() == whole) == (IMAGES, True)
+    assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
+
+
+def test_a_short_survey_writes_no_file_and_removes_an_earlier_one(
+    source: Path, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "o.h5"
+    killed_after(60, source, out, settings)
+    monkeypatch.setattr(journal, "_SURVEY_SECONDS", 3600.0)
+    changes = convert_in_child(source, out, settings, kill_at=None)
+    assert {change for change in changes if change.endswith(".survey")} == {"unlink o.h5.partial.survey"}
+    assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
+    killed_after(60, source, tmp_path / "p.h5", settings)
+    assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
+
+
+def test_results_of_before_the_file_was_created_are_in_it(
+    source: Path, settings: dict[str, Any], tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter(range(10_000))
+    monkeypatch.setattr(journal, "_SURVEY_SECONDS", 6.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal.time, "monotonic", lambda: next(seconds))
+        killed_after(31, source, tmp_path / "o.h5", settings)
+        assert leftovers(tmp_path) == set()
+        killed_after(77, source, tmp_path / "o.h5", settings)
+    h5pack.convert(source, tmp_path / "o.h5", **settings, resume=True)
+    assert len(reads) == IMAGES - 70
+
+
+def test_looking_at_the_plan_writes_nothing(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Conversion(source, tmp_path / "o.h5", **quick()) as conversion:
+        conversion.plan()
+        assert leftovers(tmp_path) == set()
+    killed_after(60, source, tmp_path / "o.h5", quick())
+    before = (tmp_path / "o.h5.partial.survey").read_bytes()
+    assert cli.main(["convert", str(source), str(tmp_path / "o.h5"), "--dry-run", "--workers", "1"]) == 0
+    assert (tmp_path / "o.h5.partial.survey").read_bytes() == before
+    assert leftovers(tmp_path) == {"o.h5.partial.survey"}
+
+
+def test_without_resume_an_earlier_file_goes_even_if_the_plan_fails(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_after(60, source, tmp_path / "o.h5", quick())
+    monkeypatch.setattr(journal, "_SURVEY_SECONDS", 3600.0)
+    with pytest.raises(H5PackError):
+        h5pack.convert(source, tmp_path / "o.h5", **quick(strict=True))
+    assert leftovers(tmp_path) == set()
+
+
+@pytest.mark.parametrize("error", ["sizes", "space"])
+def test_an_error_after_the_survey(source: Path, tmp_path: Path, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results are kept only if the error advises to resume."""
+    root, out = tmp_path / "in", tmp_path / "out" / "o.h5"
+    shutil.copytree(source, root)
+    out.parent.mkdir()
+    if error == "sizes":
+        save(root / "train" / "x" / "other.jpg", 1, (9, 9))
+    else:
+        monkeypatch.setattr("h5pack.pack.output.free_bytes", lambda _: 1000)
+    expected: type[H5PackError] = SizesDifferError if error == "sizes" else NoSpaceError
+    with pytest.raises(expected):
+        h5pack.convert(root, out, **quick())
+    assert leftovers(out.parent) == (set() if error == "sizes" else {"o.h5.partial.survey"})
+
+
+def test_masks_are_not_read_again(tmp_path: Path, reads: list[str]) -> None:
+    root, out, settings = pair_folders(tmp_path / "in", 48), tmp_path / "o.h5", quick(source_kind="pairs")
+    h5pack.convert(root, tmp_path / "whole.h5", **settings)
+    killed_after(30, root, out, settings)
+    reads.clear()
+    h5pack.convert(root, out, **settings, resume=True)
+    assert len(reads) == 48 - 30
+    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+def test_a_second_conversion_leaves_the_file_of_the_first_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("h5pack.system.files._LOCK_WAIT_SECONDS", 0.1)
+    path = tmp_path / "o.h5.partial.survey"
+    with SurveyJournal(path, {"one": 1}, resume=False) as first:
+        first.append(b"result")
+        before = path.read_bytes()
+        for resume in (False, True):
+            with SurveyJournal(path, {"one": 1}, resume=resume) as second:
+                assert list(second.payloads()) == []
+                second.append(b"other")
+        assert path.read_bytes() == before
+    assert not path.exists()
+
+
+def test_a_disk_that_is_full_does_not_stop_the_survey(
+    source: Path, settings: dict[str, Any], whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, write, steps = tmp_path / "o.h5", os.write, iter(range(1000))
+
+    def partly(descriptor: int, data: bytes) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".survey") and next(steps) >= 3:
+            return write(descriptor, data[:7])
+        return write(descriptor, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", partly)
+        killed_after(70, source, out, settings)
+    h5pack.convert(source, out, **settings, resume=True)
+    assert out.read_bytes() == whole
+
+
+def test_results_are_read_one_by_one(tmp_path: Path) -> None:
+    path, payloads = tmp_path / "o.h5.partial.survey", [bytes([number]) * 2**20 for number in range(24)]
+    first = SurveyJournal(path, {}, resume=False)
+    for payload in payloads:
+        first.append(payload)
+    first.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    tracemalloc.start()
+    try:
+        with SurveyJournal(path, {}, resume=True) as second:
+            found = [(payload[0], len(payload)) for payload in second.payloads()]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == [(number, 2**20) for number in range(24)]
+    assert peak < 6 * 2**20
+
+
+def test_a_part_is_read_back_as_it_was() -> None:
+    random = np.random.default_rng(1)
+    part = Survey(
+        random.integers(0, 2**31, 7).astype(np.int32), random.integers(0, 2**31, 7).astype(np.int32),
+        np.full(7, DecodePath.JPEG_420, np.uint8), random.integers(0, 2**64, 7, np.uint64),
+        {103: "größer als \udcff erlaubt\0"}, None, {"b", "a"}, 2**40, random.integers(0, 2**62, 7),
+        ["|u1", "<u2"], random.integers(1, 9, 7).astype(np.uint8),
+    )  # fmt: skip
+    columns = ("heights", "widths", "decode_paths", "fingerprints", "orientations", "jpeg_bytes")
+    start, found = Survey.decode(part.encode(100, columns), columns)
+    assert start == 100
+    for name in columns:
+        np.testing.assert_array_equal(getattr(found, name), getattr(part, name), strict=True)
+    for name in ("reasons", "unused", "mask_dtypes", "file_bytes"):
+        assert getattr(found, name) == getattr(part, name)
+
+
+COMMAND = """
+import os, sys, time
+from h5pack import cli
+from h5pack.pack import journal
+from h5pack.sources.catalog import FileReader
+journal._SURVEY_SECONDS = 0.0
+survey = FileReader.survey
+def slow(self, index, name, max_pixels):
+    time.sleep(0.02)
+    return survey(self, index, name, max_pixels)
+FileReader.survey = slow
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_on_the_command_line(source: Path, tmp_path: Path, reads: list[str], number: int) -> None:
+    out = tmp_path / "o.h5"
+    arguments = ["convert", str(source), str(out), "--chunk-rows", "8", "--quiet"]
+    command = [sys.executable, "-c", COMMAND, *arguments, "--workers", "2", "--start-method", "fork"]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    kept = tmp_path / "o.h5.partial.survey"
+    wait_for(lambda: (kept.exists() and kept.stat().st_size > 1500) or process.poll() is not None)
+    os.killpg(process.pid, number) if number == signal.SIGINT else os.kill(process.pid, number)
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), errors
+    assert number == signal.SIGKILL or str(kept) in errors.splitlines()[-1]
+    assert leftovers(tmp_path) == {kept.name}
+    assert cli.main([*arguments, "--workers", "1", "--resume"]) == 0
+    assert 0 < len(reads) < IMAGES
+    h5pack.convert(source, tmp_path / "whole.h5", **quick(chunk_rows=8))
+    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
