@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import h5pack
 from h5pack.data import gather
 from h5pack.data.gather import CachedRows, HeldRows
 from h5pack.data.iteration import serial_torch
-from h5pack.errors import DamagedRowsError
+from h5pack.errors import DamagedRowsError, PackChangedError
 from h5pack.system.files import make_hot
 from tests.data import packs
 
@@ -98,6 +99,34 @@ def test_mapped_rows_of_several_files_are_those_of_the_files(tmp_path: Path, sha
         cached.gather(found, out)
         assert np.array_equal(out, values[wanted])
         assert sorted(found.files) == sorted({int(row >= 40) + int(row >= 51) + int(row >= 200) for row in wanted})
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_each_of_several_files_is_checked(tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [packs.write(tmp_path / f"{number}.h5", 10, images=packs.values(50, (577,))) for number in range(3)]
+    for path in paths:
+        make_hot(path)
+    mapped = h5pack.H5Dataset(paths).engine.mapped("images")
+    assert mapped is not None
+    assert mapped.array is not None
+    assert mapped.ready(np.arange(150), np.arange(150))
+    cached, out = CachedRows(mapped), np.empty((10, 577), np.uint8)
+    whole, others = cached.locate(np.arange(0, 150, 15)), cached.locate(np.arange(10))
+    copied: list[bool] = []
+
+    def select(*args: Any, **kwargs: Any) -> None:
+        copied.append(True)
+        if when == "during":
+            os.utime(paths[1])
+
+    if when == "before":
+        os.truncate(paths[1], 4_096)
+    monkeypatch.setattr(np, "take", select)
+    with pytest.raises(PackChangedError) as caught:
+        cached.gather(whole, out)
+    assert caught.value.path == str(paths[1])
+    assert copied == [True] * (when == "during"), "bytes of a file that was cut short are not touched"
+    cached.gather(others, out)
 
 
 def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
