@@ -27,6 +27,7 @@ from h5pack.sources.catalog import MISSING_FILE_REASONS, Catalog, Note, Reject
 from h5pack.sources.map_style import with_labels
 from h5pack.sources.validation import divide, training_split
 from h5pack.system.arrays import shuffled_split
+from h5pack.system.parameters import invalid
 from h5pack.system.text import counted, format_bytes
 from h5pack.version import __version__
 
@@ -209,11 +210,8 @@ class ConvertPlan:
         chunk_bytes = -(-(self._chunks_bytes(self.options.filter) + self._tables_bytes()) // count)
         chunks = (size - self.structure.metadata_block_bytes) // chunk_bytes
         if chunks < 1:
-            needed = self.structure.metadata_block_bytes + chunk_bytes
-            raise OptionsError(
-                f"shard_bytes={size!r} is too small: a file with one chunk takes {needed:,} bytes",
-                parameters=(f"shard_bytes={size!r}",),
-            )
+            needed = f"{self.structure.metadata_block_bytes + chunk_bytes:,} bytes"
+            raise invalid("shard_bytes", size, f" is too small; a file with one chunk takes {needed}")
         return [*range(0, self.rows, chunks * self.chunks.rows), self.rows]
 
     def source_groups(self, rows: Rows) -> Rows | None:
@@ -296,11 +294,11 @@ class ConvertPlan:
         """Return remarks about the source, and about the output's size if that is much larger than the image files."""
         notes = list(self.catalog.notes)
         if self.options.chunk_rows is not None and self.options.chunk_rows > self.rows:
-            text = f"chunk_rows is more than the {self.rows:,} images: they are one chunk, which takes the space of "
-            notes.append(Note(f"{text}{self.options.chunk_rows:,}", ("chunk_rows",)))
+            text = f"chunk_rows exceeds the {self.rows:,} images: they are a chunk of {self.options.chunk_rows:,} rows"
+            notes.append(Note(text, ("chunk_rows",)))
         if self.source_bytes and self.file_bytes >= _MANY_TIMES * self.source_bytes:
-            text = "the file holds pixels, not image files; keep='jpeg' stores the bytes of JPEG files, and a smaller "
-            notes.append(Note(text + "size takes less disk, too; compression saves little", ("keep='jpeg'", "size")))
+            text = "the file holds pixels; keep='jpeg' stores image files, a smaller size saves disk, compression little"
+            notes.append(Note(text, ("keep='jpeg'", "size")))
         return tuple(notes)
 
     def label_kind(self) -> str:
