@@ -101,9 +101,9 @@ def deciding_caches(workload: Workload, caches: Sequence[str]) -> list[str]:
 def _cache_reason(workload: Workload, cache: str) -> str:
     size = workload.num_images * workload.row_bytes
     memory = format_bytes(workload.memory_bytes)
-    sizes = f"{workload.num_images:,} images take {format_bytes(size)} of {memory} of memory"
+    sizes = f"{workload.num_images:,} images take {format_bytes(size)}, and {memory} of memory is available"
     if cache == deciding_caches(workload, ("hot", "cold"))[0]:
-        then = "so the file stays there after an epoch" if cache == "hot" else "so each epoch reads the disk"
+        then = "so the file stays in memory" if cache == "hot" else "under twice that, so epochs read the disk"
         return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."
     return f"Judged with the page cache {_CACHE_WORDS[cache]}, because the other state was not measured: {sizes}."
 

@@ -35,7 +35,7 @@ from h5pack.sources.hdf5_catalog import is_hdf5
 from h5pack.sources.hdf5_rows import HDF5RowReader
 from h5pack.system.files import lock, open_locked
 from h5pack.system.machine import available_cpus, available_memory, free_bytes
-from h5pack.system.text import counted
+from h5pack.system.text import counted, listed
 
 MIN_IMAGES = 8
 MAX_SAMPLE_BYTES = 512 * 1024 * 1024
@@ -241,8 +241,8 @@ def make_sample(
     rows = _sample_rows(source, settings, scratch, row_bytes, num_files, int(speed * _PACKING_SHARE * seconds))
     chunk_rows = [count for count in wanted if count == wanted[0] or 2 * count <= rows]
     if len(chunk_rows) < len(wanted):
-        left_out = ", ".join(f"{count:,}" for count in wanted if count not in chunk_rows)
-        packer.notes.append(f"Chunks of {left_out} rows were left out: the sample has only {rows:,} rows.")
+        left_out = listed([f"{count:,}" for count in wanted if count not in chunk_rows])
+        packer.notes.append(f"Chunks of {left_out} rows were left out: {rows:,} rows make less than two.")
     scratch.require(int(1.1 * rows * row_bytes * num_files))
     # Put the sizes closest to the default first, because the last ones are left out if time is short.
     chunk_rows.sort(key=lambda count: abs(math.log(count / default_chunk_rows)))

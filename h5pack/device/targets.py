@@ -254,18 +254,18 @@ _MOVERS: dict[str, Callable[[Any, Axes], Any]] = {
 }
 
 
-def checked_fields(fields: Mapping[Hashable, str | None] | None) -> dict[Hashable, str | None]:
+def checked_fields(fields: Any) -> dict[Hashable, str | None]:
     """Return the option `fields` of `Normalize` as a dict; raise OptionsError if it is not a mapping to known kinds."""
     if fields is None:
         return {}
-    known = (*_WANTED, None)
-    for name, kind in fields.items() if isinstance(fields, Mapping) else [(None, fields)]:
-        if kind not in known:
-            raise OptionsError(
-                f"fields gives {name!r} the kind {kind!r}; give a dict with one of {', '.join(map(repr, known))} for "
-                "each field of the batch",
-                parameters=("fields",),
-            )
+    known = ", ".join(map(repr, (*_WANTED, None)))
+    if not isinstance(fields, Mapping):
+        problem = f"fields is {fields!r}; give a dict from names of the batch's elements to one of {known}"
+        raise OptionsError(problem, parameters=("fields",))
+    for name, kind in fields.items():
+        if kind not in (*_WANTED, None):
+            problem = f"fields[{name!r}] is {kind!r}; it must be one of {known}"
+            raise OptionsError(problem, parameters=("fields",))
     return dict(fields)
 
 

@@ -203,9 +203,10 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return self._end - time.perf_counter()
 
     def _try_out(self, runs: Sequence[StageRun]) -> list[StageRun]:
-        """Run each stage briefly to learn its cost, those that a verdict needs first; return those that time allows.
+        """Run stages briefly to learn their cost, first those without which no verdict is possible.
 
-        Raise OptionsError if there is far too little time for those that it needs.
+        Return the stages to measure: of the needed ones those that ran, and as many others as the time allows. Raise
+        OptionsError if there is far too little time for the needed ones.
         """
         tried: list[StageRun] = []
         for run in sorted(runs, key=lambda run: not self._is_needed(run.stage)):

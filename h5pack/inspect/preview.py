@@ -55,7 +55,7 @@ class ShownSplit:
     name: str
     rows: int  # number of rows in the split
     classes: list[ShownClass]
-    named: int  # number of classes, not counting rows without a label
+    named: int  # number of classes in the split, also of those not on the sheet; "no label" is none
     left_out: int  # number of classes that are not on the sheet
 
 

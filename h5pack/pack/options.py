@@ -183,7 +183,7 @@ class ConvertOptions:
         if self.keep is None:
             problem = "cannot be used without keep='jpeg'; give keep='jpeg', too"
         else:
-            problem = "cannot be used with keep='jpeg', which stores the bytes of image files; leave out one of them"
+            problem = "cannot be used with keep='jpeg', which stores image files; leave out keep='jpeg' or all others"
             if "size" in given:
                 problem += ", or limit the size with max_side"
         raise OptionsError(f"{', '.join(given)} {problem}", parameters=(*given, "keep='jpeg'", "max_side"))

@@ -297,18 +297,16 @@ class ConvertPlan:
             text = f"chunk_rows exceeds the {self.rows:,} images: they are a chunk of {self.options.chunk_rows:,} rows"
             notes.append(Note(text, ("chunk_rows",)))
         if self.source_bytes and self.file_bytes >= _MANY_TIMES * self.source_bytes:
-            text = "the file holds pixels; keep='jpeg' stores image files, a smaller size saves disk, compression little"
+            text = "the file holds pixels; keep='jpeg' stores image files, a smaller size saves disk, compression less"
             notes.append(Note(text, ("keep='jpeg'", "size")))
         return tuple(notes)
 
     def label_kind(self) -> str:
         """Return a description of the labels, such as "10 classes"."""
         labels, names = self.catalog.labels, self.catalog.label_names
-        if labels is None:
-            return "none"
-        if labels.ndim == 2:
+        if labels is not None and labels.ndim == 2:
             return f"{labels.shape[1]} columns, uint8"
-        return f"{len(names)} classes" if names is not None else "integers"
+        return "none" if labels is None else "integers" if names is None else f"{len(names)} classes"
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON-serializable dict. The keys are stable across versions."""

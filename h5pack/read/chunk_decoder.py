@@ -27,7 +27,7 @@ from h5pack.read.storage import CHECK_SECONDS, SourceFile, Storage
 from h5pack.system.arrays import equal_runs
 
 DECODED_BYTES = 192 * 1024 * 1024
-"""Capacity of the cache: a default shuffle window of 32 chunks of 4 MiB, and half of the next window."""
+"""Default capacity of the cache: 48 chunks of 4 MiB, which are three shuffle windows of the default 16 chunks."""
 _SPARSE_FACTOR = 4
 """If less than one row in this many of a chunk is requested, it is cheaper to read only the bytes of these rows."""
 _MAX_FILES = 256

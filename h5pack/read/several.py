@@ -95,7 +95,7 @@ def _content(pack: FileDescription) -> tuple[Any, ...]:
 
 
 def _join(packs: Sequence[FileDescription], index_of: Callable[[FileDescription], ChunkIndex]) -> ChunkIndex:
-    """Return the index of the rows of a dataset of all files."""
+    """Return one index of a dataset that several files have; `index_of` returns that of one file."""
     parts = [index_of(pack) for pack in packs]
     first, rows = parts[0], sum(part.rows for part in parts)
     encoded = [part for part in parts if isinstance(part, EncodedIndex)]

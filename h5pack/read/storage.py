@@ -27,7 +27,10 @@ MAX_BUFFERS = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
 _MAX_CALL_BYTES = 1 << 30
 _RETRY_SECONDS = (0.0, 0.05, 0.5)
 CHECK_SECONDS = 1.0
-"""Minimum time between two checks that the file was not replaced."""
+"""How long it is relied on that a file was not replaced, or that rows are in the page cache, before checking again.
+
+Some callers check every time.
+"""
 _MAX_PROBES = 4
 
 

@@ -97,7 +97,7 @@ def list_names(root: str, files: Iterable[str], folders: Iterable[str], names: N
     """Return the listing that `walk` would return for a folder of these files and folders, given by relative paths."""
     found = Listing(root)
     wanted: dict[str, list[str]] = {}
-    # For each folder, itself or the folder above it that is hidden, or None.
+    # For each folder its hidden part: the highest hidden folder among itself and those above it; None if there is none.
     hidden: dict[str, str | None] = {"": None}
     for file in files:
         folder, _, name = file.rpartition("/")

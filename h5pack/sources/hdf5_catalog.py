@@ -235,11 +235,12 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
     if asked is None and stored is not None:
         asked = "first" if text(stored) == "nchw" else "last"
     if not allowed or (asked is not None and asked not in allowed) or 0 in shape:
-        what = f"an image with channels {asked}" if allowed and asked is not None else "an image"
-        problem = (
-            f"has rows of shape {shape}, which is not {what}: (H, W), (H, W, C) or (C, H, W), C from 1 to 4; name "
-            "another dataset with images=NAME"
-        )
+        advice = "or name another dataset with images=NAME"
+        if allowed and 0 not in shape:
+            given = f"channel_axis={asked!r}"
+            problem = f"has rows of shape {shape}, to which {given} does not fit; give {' or '.join(allowed)}, {advice}"
+            raise _dataset_error(path, name, problem, given, "images=NAME")
+        problem = f"has rows of shape {shape}, not (H, W), (H, W, C) or (C, H, W) with C from 1 to 4; check, {advice}"
         raise _dataset_error(path, name, problem, "images=NAME")
     if asked is None and len(allowed) > 1:
         problem = f"has rows of shape {shape}, whose channels may be the last or the first axis; give channel_axis"

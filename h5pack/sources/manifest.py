@@ -140,7 +140,7 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
 def _require_field_names(table: TextTable, names: tuple[str, ...]) -> None:
     for number, name in enumerate(names):
         if not is_field_name(name) or name in names[:number]:
-            problem = "as the format uses or forbids it; rename the column"
+            problem = "as packs reserve it, or it contains '/' or begins with '.'; rename the column"
             problem = "because another field has it; name each column once" if name in names[:number] else problem
             raise OptionsError(f"{table.path}: {name!r} cannot be the name of a field, {problem}", path=table.path)
 

@@ -268,6 +268,13 @@ def test_a_field_of_another_shape_is_refused() -> None:
         assert caught.value.parameters == ("fields",)
 
 
+@pytest.mark.parametrize("fields", ["mask", 5, {"masks": "pixels"}])
+def test_wrong_kinds_of_fields_are_refused(fields: Any) -> None:
+    with pytest.raises(OptionsError) as caught:
+        Normalize(flip=1.0, fields=fields)
+    assert caught.value.parameters == ("fields",)
+
+
 class Launches(TorchDispatchMode):
     """Counts the operations that would launch a kernel."""
 

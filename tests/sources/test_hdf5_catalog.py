@@ -76,7 +76,7 @@ def test_images_and_labels_are_found(tmp_path: Path, held: dict[str, Any], found
         ({"x": IMAGES}, {"images": "z"}, ("images=NAME",)),
         ({"x": np.zeros((ROWS, 3, 20, 3), np.uint8)}, {"images": "x"}, ("channel_axis",)),
         ({"x": np.zeros((ROWS, 400), np.uint8)}, {"images": "x"}, ("images=NAME",)),
-        ({"x": IMAGES}, {"channel_axis": "first"}, ("images=NAME",)),
+        ({"x": IMAGES}, {"channel_axis": "first"}, ("channel_axis='first'", "images=NAME")),
     ],
 )
 def test_ambiguous_or_unsuitable_datasets_are_errors(
