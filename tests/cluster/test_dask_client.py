@@ -143,6 +143,17 @@ def test_the_file_is_the_same_as_that_of_one_process(
     assert not any(client.run(lambda: list(dask_client._prepared)).values())
 
 
+def test_shards_are_the_same_as_those_of_one_process(tmp_path: Path, client: Any) -> None:
+    source, options = folder(tmp_path / "in")
+    options |= {"chunk_rows": 4, "shard_bytes": 1_500_000}
+    found = []
+    for name, kind in (("local", {"num_workers": 1}), ("cluster", {"client": client})):
+        (tmp_path / name).mkdir()
+        assert h5pack.convert(source, tmp_path / name / "o.h5", **options, **kind).shards > 1
+        found.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    assert found[0] == found[1]
+
+
 def test_tasks_of_a_killed_worker_are_done_by_others(tmp_path: Path, client: Any) -> None:
     (tmp_path / "deaths").mkdir()
     dataset = Deadly(60, tmp_path / "deaths", times=1)
