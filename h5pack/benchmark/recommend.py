@@ -359,7 +359,7 @@ def _comparison(
     noise = "runs differ by more than these sizes, so " if TIE * max(spreads, default=1.0) > 1 else ""
     texts, how = [], ", in multiples of its speed in the same turns"
     for begin, some, end in (
-        ("Faster than {} in every turn, but not reliably", faster, f"; these multiples differ too much, so {why}"),
+        ("Faster than {} in every turn, but not reliably", faster, f"; that may be chance, so {why}"),
         ("No clear difference to {}", equal, f"; {noise}{why}"),
         ("Slower than {}", slower, ""),
     ):

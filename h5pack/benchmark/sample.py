@@ -135,7 +135,7 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
         # Rows that are not images cannot be converted, but reading them can still be measured.
         refusal = error
     try:
-        dataset = H5Dataset(path, images=images)
+        dataset = H5Dataset(path, images=images, labels=None)
     except H5PackError as error:
         raise refusal or error from None
     if isinstance(dataset.engine.indexes[dataset.names[0]], EncodedIndex):
@@ -147,6 +147,7 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
     stored = _described(dataset)
     with open_file(path) as file:
         options = {"images": images, **packing_options(file, dataset.names[0]), **options}
+    dataset = H5Dataset(path, images=images, labels=options.get("labels", schema.LABELS) or None)
     if form is not None:
         channel_axis = {"last": -1, "first": -3}.get(form.channel_axis)
         options |= {"layout": "nchw"} if channel_axis == -3 else {}

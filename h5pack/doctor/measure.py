@@ -203,8 +203,9 @@ def measure_epochs(
     prefetched: int = 0,
     meter: Meter | None = None,
     ready_images: Callable[[], int] = lambda: 0,
+    once: bool = False,
 ) -> Repeat:
-    """Measure a loader for about `seconds`, and for at least two batches or an epoch.
+    """Measure a loader for about `seconds`, and for at least two batches or an epoch; for one epoch only if `once`.
 
     `begin` starts an epoch and returns its iterator. `consume` processes a batch and returns its number of images. If
     an epoch is shorter than `seconds`, run as many whole epochs as fit, and include the time to start each. If the
@@ -249,7 +250,7 @@ def measure_epochs(
         now = time.perf_counter()
         longest = max(longest, now - begun)
         # Also stop after an epoch without images, because more epochs would give none either.
-        if images == before or now + longest > deadline:
+        if once or images == before or now + longest > deadline:
             return start.until(_Mark.end(images, meter))
 
 
@@ -308,22 +309,22 @@ class ChunkReader:
                 return last
         return rows
 
-    def run(self, seconds: float, num_threads: int, rows: int, begin: float = 0.0) -> Repeat:
-        """Measure reading the first `rows` rows in stored order for `seconds`.
+    def run(self, seconds: float, num_threads: int, rows: int, begin: float = 0.0, *, once: bool = False) -> Repeat:
+        """Measure reading the first `rows` rows in stored order for `seconds`, or until all are read if `once`.
 
         Start at the fraction `begin` (0 to 1) of these rows, and continue with the first row after the last one.
         """
         blocks = list(self._blocks(0, rows))
-        deadline = time.perf_counter() + seconds
+        deadline, first_block = time.perf_counter() + seconds, int(begin * len(blocks))
 
         def work(thread: int) -> tuple[int, float, float]:
-            out, read, number = self._buffer(), 0, int(begin * len(blocks)) + thread
+            out, read, number = self._buffer(), 0, first_block + thread
             ran, wall = _ready_seconds(), time.perf_counter()
             while True:
                 first, last = blocks[number % len(blocks)]
                 self._read(first, last, out)
                 read, number = read + last - first, number + num_threads
-                if time.perf_counter() >= deadline:
+                if time.perf_counter() >= deadline or (once and number >= first_block + len(blocks)):
                     return read, _ready_seconds() - ran, time.perf_counter() - wall
 
         cpu, begun = CpuTime.now(), time.perf_counter()

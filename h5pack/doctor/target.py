@@ -357,7 +357,8 @@ class Target:
         turns, rows = itertools.count(), len(self.dataset)
 
         def stored(seconds: float) -> Repeat:
-            return self._reader.run(seconds, 1, rows, begin=next(turns) * _GOLDEN % 1)
+            # Rows that are read again are in the page cache.
+            return self._reader.run(seconds, 1, rows, begin=next(turns) * _GOLDEN % 1, once=True)
 
         runs = [StageRun(Stage.COLD_STORED, stored, self._drop), self._loader_run(Stage.COLD)]
         return runs if self.fits_cache else [*runs, *self._everything(None, self._drop)]
@@ -367,7 +368,9 @@ class Target:
         cold = stage is Stage.COLD
         loader = self.loaders.make(None if cold else self.hot_rows, transform=stage is Stage.TRANSFORM)
         prefetched, ready = self.loaders.prefetch_of(loader)
-        run = partial(measure_epochs, lambda: iter(loader), touch_batch, prefetched=prefetched, ready_images=ready)
+        run = partial(
+            measure_epochs, lambda: iter(loader), touch_batch, prefetched=prefetched, ready_images=ready, once=cold
+        )
         return StageRun(stage, run, self._drop if cold else None, note)
 
     def _device_runs(self) -> list[StageRun]:

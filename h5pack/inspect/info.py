@@ -35,7 +35,7 @@ from h5pack.read.ragged import index_ragged, is_ragged, own_fields
 from h5pack.sources.hdf5_catalog import channel_axes, find_images, find_labels, further_datasets, is_image_array
 from h5pack.system.text import counted, format_bytes
 
-_DEFAULT_CACHE_BYTES = 1024 * 1024
+_DEFAULT_CACHE_BYTES = int(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[2])  # 8 MiB; before HDF5 2.0 1 MiB
 _FILTER_NAMES = {
     1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 307: "bzip2", 32000: "lzf",
     32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2",
@@ -118,13 +118,12 @@ class FileReport:
     def to_text(self) -> str:
         """Return the report as lines of text."""
         lines = [f"{self.path}: {format_bytes(self.bytes)}", *self._pack_lines()]
-        ranges = "1 range" if len(self.opening) == 1 else f"{len(self.opening):,} ranges"
-        size = sum(stop - start for start, stop in self.opening)
-        lines.append(f"opening  reads {ranges} of the file, {format_bytes(size)} in all")
+        size = format_bytes(sum(stop - start for start, stop in self.opening))
+        lines.append(f"opening  reads {counted(len(self.opening), 'range')} of the file, {size} in all")
         if self.opening_fix is not None:
             lines.append(f"  fix, if it is opened over a network: {shlex.join(self.opening_fix)}")
         lines += [dataset.to_text(self.path) for dataset in self.datasets]
-        lines += [] if any(dataset.faults for dataset in self.datasets) else ["faults   none"]
+        lines += [] if any(one.faults for one in self.datasets) else ["faults   none"]
         stats = self.stats or {}
         if stats.get("labels"):
             splits = stats.get("split_labels", {}).items()
@@ -259,7 +258,8 @@ def _opening_fix(file: h5py.File, opening: tuple[tuple[int, int], ...]) -> tuple
         return None
     if schema.FORMAT in file.attrs:
         return ("h5pack", "convert", file.filename, "packed.h5")
-    block = -(-sum(stop - start for start, stop in opening) // 2**20) * 2**21
+    total = sum(stop - start for start, stop in opening)  # What the block has no room for comes after it.
+    block = -(-min(2 * total, total + _OPENING_GAP_BYTES // 2) // 2**16) * 2**16
     return ("h5repack", "-M", str(block), file.filename, "repacked.h5")
 
 
@@ -343,7 +343,7 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...]) -> tuple[str, ...]:
     if filters and not own and per_row * chunk_bytes > _DEFAULT_CACHE_BYTES:
         found.append(
             f"the chunks of one row take {per_row * chunk_bytes / 2**20:.1f} MiB, more than HDF5's default cache of "
-            "1 MiB, so h5py decodes them again for every row (H5Loader: once an epoch)"
+            f"{format_bytes(_DEFAULT_CACHE_BYTES)}, so h5py decodes them for each row (H5Loader: at most once an epoch)"
         )
     if chunk_bytes < 16_384 and dataset.nbytes > 2**24:
         found.append(f"chunks have only {chunk_bytes:,} bytes, so looking them up takes longer than reading them")

@@ -120,7 +120,7 @@ class EpochCursor:
                     problem = f"for {saved} of its file, but this order is for {ours}; resume with the same split"
                 else:
                     problem = f"with {parameter} {order.get(name)!r}, but this order has {self.identity.get(name)!r}"
-                    problem += "; resume with the same value"
+                    problem += "; resume with the same " + ("indices" if name == "rows_digest" else "value")
                 raise StateError(f"the state was saved {problem}{hint}", parameters=(parameter,))
         if self._num_replicas is not None and saved_ranks is not None and saved_ranks != self._num_replicas:
             done = self._for_our_ranks(done, saved_ranks, self._num_replicas)

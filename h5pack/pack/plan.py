@@ -347,8 +347,8 @@ class ConvertPlan:
         splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in self.split_rows().items())
         if options.val is not None:
             of = "each class" if self.catalog.labels is not None and self.catalog.labels.ndim == 1 else "the images"
-            whole = " of train and val" if len(self.catalog.split_names) > 2 else ""
-            splits += f" (val: {options.val:g} of {of}{whole}, seed {options.seed})"
+            taken = "" if len(self.catalog.split_names) == 2 else ", taken from those for training"
+            splits += f" (val: {options.val:g} of {of}{taken}, seed {options.seed})"
         file = format_bytes(self.file_bytes)
         if options.filter is not None:
             file = f"at most {file}, {options.filter.name}"

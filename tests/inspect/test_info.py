@@ -17,6 +17,7 @@ import h5pack
 from h5pack.benchmark.sample import find_input
 from h5pack.cli import main
 from h5pack.errors import PackFormatError
+from h5pack.inspect import info as info_module
 from h5pack.inspect.info import DatasetReport
 from h5pack.pack.options import convert_command
 from tests.makers import class_folders, hdf5_file, quick, split_folders
@@ -71,8 +72,9 @@ def test_a_pack_has_no_faults(tmp_path: Path) -> None:
     ],
 )
 def test_faults_of_the_chunks(
-    tmp_path: Path, shape: tuple[int, ...], settings: dict[str, Any], faults: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], settings: dict[str, Any], faults: list[str]
 ) -> None:
+    monkeypatch.setattr(info_module, "_DEFAULT_CACHE_BYTES", 2**20)
     report = report_of(foreign(tmp_path / "f.h5", shape, **settings))
     assert len(report.faults) == len(faults)
     assert all(part in fault for part, fault in zip(faults, report.faults, strict=True))
@@ -156,7 +158,8 @@ def test_damaged_metadata_is_one_error(tmp_path: Path) -> None:
     assert "format 2 (this h5pack is too old" in h5pack.info(tmp_path / "o.h5").to_text()
 
 
-def test_a_pack_that_was_compressed_on_purpose_has_no_fault(tmp_path: Path) -> None:
+def test_a_pack_that_was_compressed_on_purpose_has_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info_module, "_DEFAULT_CACHE_BYTES", 2**20)
     images = np.random.default_rng(0).integers(0, 8, (9, 256, 256, 3), np.uint8)
     source = [(image, 0) for image in images]
     h5pack.convert(source, tmp_path / "pack.h5", num_workers=1, compression="gzip:1", chunk_rows=8)
