@@ -37,8 +37,9 @@ from h5pack.benchmark.cases import (
     usable_seconds,
 )
 from h5pack.benchmark.ceilings import Ceilings
+from h5pack.benchmark.loader_settings import Workload
 from h5pack.benchmark.plots import check_plot_file, draw_bench
-from h5pack.benchmark.recommend import Recommendation, Workload, choose, deciding_caches, finalists, missing
+from h5pack.benchmark.recommend import Recommendation, choose, deciding_caches, finalists, missing
 from h5pack.benchmark.report import BenchReport
 from h5pack.benchmark.sample import BenchInput, BenchSample, ScratchFolder, find_input, make_sample
 from h5pack.benchmark.sweep import Sweep

@@ -20,8 +20,16 @@ from h5pack.benchmark.cases import (
     Measurement,
     ceiling_threads,
 )
+from h5pack.benchmark.loader_settings import (
+    Workload,
+    measuring_reasons,
+    pick_chunk_cache,
+    pick_settings,
+    pick_workers,
+    ratio_text,
+)
 from h5pack.format import schema
-from h5pack.format.plans import CachePlan, plan_cache
+from h5pack.format.plans import CachePlan
 from h5pack.pack.options import convert_command
 from h5pack.system.text import counted, format_bytes
 
@@ -31,34 +39,6 @@ _MAX_FINALISTS = 6
 _NEAR = math.log(1.5)  # Distance from the default, as of `_effort`, at which a variant stands for it.
 _BUSY_SPREAD = 1.5  # If the ratio of two variants varies by more than this factor, the machine is too busy.
 _CACHE_WORDS = {"hot": "warm", "cold": "cold"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """The data, the machine and the settings that a recommendation is made for."""
-
-    source: str  # Path to convert, as on the command line; empty for generated images.
-    options: dict[str, Any]  # Keywords of `h5pack.convert` with which the sample was packed.
-    num_images: int
-    row_bytes: int
-    sample_rows: int
-    row_shape: tuple[int, ...]
-    default_chunk_rows: int  # Chunk size that `h5pack.convert` chooses by default.
-    memory_bytes: int  # Memory available for the page cache.
-    batch_size: int  # Batch size of the cases that compare file variants.
-    window: int  # Window of the cases that compare file variants, in chunks.
-    num_threads: int  # Number of H5Loader threads in the cases that compare file variants.
-    cpus: int  # Number of CPUs that this process may use.
-    asked_batch_size: int | None = None  # Batch size that was asked for, if the sample is too small for it.
-    split: str | None = None  # Split that a training reads; None: all rows.
-
-    def is_default(self, variant: FileVariant) -> bool:
-        """Return whether `h5pack.convert` makes these chunks by default."""
-        return variant.chunk_rows == self.default_chunk_rows and variant.compression == "none" and not variant.is_input
-
-    def case(self, variant: str, cache: str) -> BenchCase:
-        """Return the case that compares a file variant: H5Loader with direct reads and window shuffle."""
-        return BenchCase(variant, "window", "direct", cache, self.batch_size, self.window, self.num_threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,19 +152,20 @@ def choose(
     picked = _pick_variant(found, workload, compare=not small)
     ties = [one for one in found if small or not picked.beats(one)]
     variant = picked.variant
-    used, settings_reasons = _pick_settings(picked.stated, run_off, workload)
-    num_workers, workers_reason = _pick_workers(picked.stated, run_off, workload)
+    used, settings_reasons = pick_settings(picked.stated, run_off, workload)
+    case = replace(used.case, batch_size=workload.asked_batch_size or workload.batch_size)
+    num_workers, workers_reason = pick_workers(picked.stated, run_off, workload)
     gain, gain_reasons = _gain(variants, picked.stated, measurements, [one.stated for one in found])
-    chunk_cache, cache_reasons = _pick_chunk_cache(variant, used.case.window, measurements, workload)
+    chunk_cache, cache_reasons = pick_chunk_cache(variant, case.window, measurements, workload)
     ratios = used.of_ceiling
     return Recommendation(
         variant=variant.label,
         convert=not variant.is_input,
         chunk_rows=variant.chunk_rows,
         compression=variant.compression,
-        batch_size=workload.batch_size,
-        window=used.case.window,
-        num_threads=used.case.num_threads,
+        batch_size=case.batch_size,
+        window=case.window,
+        num_threads=case.num_threads,
         num_workers=num_workers,
         chunk_cache=chunk_cache,
         judged_by=cache,
@@ -195,7 +176,7 @@ def choose(
         ties=tuple(one.variant.label for one in ties),
         doubts=(small,) if small else (),
         reasons=(
-            *_batch_reasons(workload),
+            *measuring_reasons(variant, workload),
             *_comparison(picked, found, ties, workload),
             *cache_reasons,
             *gain_reasons,
@@ -204,7 +185,7 @@ def choose(
             workers_reason,
         ),
         command="" if variant.is_input else _command(variant, workload),
-        code=_code(variant, used.case, workload.split),
+        code=_code(variant, case, workload.split),
         is_default=workload.is_default(variant),
         busy=not small and _is_busy(picked, found, ties, workload),
         gain=gain,
@@ -216,12 +197,6 @@ def _small_sample(workload: Workload) -> str:
     size = workload.sample_rows * workload.row_bytes
     small = workload.sample_rows < MIN_ROWS and size < MIN_BYTES
     return f"the sample has only {counted(workload.sample_rows, 'row')} ({format_bytes(size)})" if small else ""
-
-
-def _batch_reasons(workload: Workload) -> list[str]:
-    """Return a sentence if batches are smaller than was asked for."""
-    asked, rows = workload.asked_batch_size, counted(workload.sample_rows, "row")
-    return [f"batch_size={workload.batch_size} instead of {asked}: the sample has only {rows}."] if asked else []
 
 
 @dataclass(frozen=True)
@@ -304,31 +279,6 @@ def _is_busy(picked: _Compared, found: Sequence[_Compared], ties: Sequence[_Comp
     return statistics.median(spreads or [1.0]) > _BUSY_SPREAD and _effort(picked.variant, workload) == usual
 
 
-def _pick_chunk_cache(
-    variant: FileVariant, window: int, measurements: Sequence[Measurement], workload: Workload
-) -> tuple[CachePlan | None, list[str]]:
-    """Return the chunk cache for reading the converted file with h5py, and a sentence about it.
-
-    None if the variant is not converted, or if h5py with its default cache was faster.
-    """
-    if variant.is_input or variant.chunk_rows is None:
-        return None, []
-    shape, chunks = (workload.num_images, *workload.row_shape), (variant.chunk_rows, *workload.row_shape)
-    cache = plan_cache(shape, chunks, 1, filtered=variant.compression != "none", window=window)
-    text = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g}"
-    by_engine = {
-        one.case.engine: one
-        for one in measurements
-        if (one.case.variant, one.case.order, one.case.cache) == (variant.label, "window", "hot")
-        and (one.case.batch_size, one.case.window) == (workload.batch_size, workload.window)
-        and one.case.engine != "direct"
-    }
-    if len(by_engine) == 2 and by_engine["default"].is_faster(by_engine["tuned"]):
-        times = _ratio_text(by_engine["default"].ratios(by_engine["tuned"]))
-        return None, [f"With h5py: its default chunk cache, with which it was {times} times as fast as with {text}."]
-    return cache, [f"With h5py: {text} ({cache.reason}). H5Loader and H5Dataset need no chunk cache."]
-
-
 def _comparable(
     variants: Sequence[FileVariant], measurements: Sequence[Measurement], workload: Workload, cache: str
 ) -> list[Measurement]:
@@ -387,66 +337,7 @@ def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) 
         name = one.variant.label + (" (the default)" if workload.is_default(one.variant) else "")
         ratios[name] = one.ratios(picked) or (one.stated.median / picked.stated.median,)
     fastest_first = sorted(ratios.items(), key=lambda item: -statistics.median(item[1]))
-    return ", ".join(f"{label} {_ratio_text(found)}" for label, found in fastest_first)
-
-
-def _ratio_text(ratios: Sequence[float]) -> str:
-    span = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
-    return f"{statistics.median(ratios):.2f}{span}"
-
-
-def _pick_settings(
-    picked: Measurement, run_off: Sequence[Measurement], workload: Workload
-) -> tuple[Measurement, list[str]]:
-    """Return the measurement whose window and number of threads are recommended, and the reasons.
-
-    It is that of the usual settings, unless another one with enough repeats is clearly faster.
-    """
-    case = picked.case
-    alike = [one for one in run_off if replace(one.case, window=case.window, num_threads=case.num_threads) == case]
-    usual = next((one for one in alike if one.case == case and len(one.speeds) >= MIN_REPEATS), picked)
-    others = [one for one in alike if one.case != case and len(one.speeds) >= MIN_REPEATS]
-    allowed = [one for one in others if one.case.num_threads <= max(workload.cpus, workload.num_threads)]
-    best = max([usual, *(one for one in allowed if one.is_faster(usual))], key=lambda one: one.median)
-    reasons = []
-    for name in ("num_threads", "window"):
-        tried = {getattr(one.case, name): one for one in (usual, *others)}
-        if len(tried) > 1:
-            reasons.append(f"{name}={getattr(best.case, name)} for H5Loader; {_by_count(name, tried, best)}.")
-    return best, reasons
-
-
-def _pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, str]:
-    """Return the number of workers for a DataLoader, one per CPU unless another is faster; and the reason."""
-    case = replace(picked.case, num_threads=1)
-    found = {
-        one.case.num_workers or 0: one
-        for one in run_off
-        if one.case.num_workers is not None
-        and len(one.speeds) >= MIN_REPEATS
-        and replace(one.case, num_workers=None) == case
-    }
-    usual = found.get(workload.cpus)
-    faster = [one for one in found.values() if usual is not None and one.is_faster(usual)]
-    best = max(faster, key=lambda one: one.median, default=usual)
-    if best is None:
-        why = f"one per CPU; {counted(workload.cpus, 'worker')} could not be measured in the time"
-        return workload.cpus, f"If you use a DataLoader instead of H5Loader: num_workers={workload.cpus}, {why}."
-    number = best.case.num_workers or 0
-    why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"
-    why += f"; {_by_count('num_workers', found, best)}" if len(found) > 1 else ""
-    speed = f"{best.median:,.0f} images/s"
-    return number, f"If you use a DataLoader instead of H5Loader: num_workers={number} ({speed}), {why}."
-
-
-def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> str:
-    """Return the speeds with other values of a setting as multiples of that with the recommended one."""
-    others = [
-        f"{name}={value} gives {_ratio_text(one.ratios(best) or (one.median / best.median,))}"
-        for value, one in sorted(tried.items())
-        if one is not best
-    ]
-    return f"{', '.join(others)} of its speed"
+    return ", ".join(f"{label} {ratio_text(found)}" for label, found in fastest_first)
 
 
 def _gain(

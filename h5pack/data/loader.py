@@ -258,10 +258,12 @@ class H5Loader(Closeable, Resumable):
         hold_small = small_bytes <= min(_MAX_SMALL_BYTES, budget - needed)
         self._held_names = small if hold_small else []
         held = decoding + (small_bytes if hold_small else 0)
-        # If all decoded chunks fit into the cache, decode each only once, not once an epoch.
-        decoded = 0 if self.plan.reads_again else self._base.engine.decoded_bytes()
-        self._keeps_decoded = self.plan.reads_again or 0 < decoded <= budget - needed - small_bytes
-        held += decoded if self._keeps_decoded else 0
+        # If all decoded chunks fit into the cache, decode each only once, not once an epoch. The doctor and the monitor
+        # read `decodes_once`. `decoding` has room for the cache if a plan reads chunks again.
+        decoded, again = self._base.engine.decoded_bytes(), self.plan.reads_again
+        self.decodes_once = decoded > 0 and (again or decoded <= budget - needed - small_bytes)
+        self._keeps_decoded = again or self.decodes_once
+        held += decoded if self.decodes_once and not again else 0
         rows_of_lists = self.plan.rows.unique_rows() if self._base.ragged else range(0)
         self._lists = HeldLists(self._base, rows_of_lists, min(_MAX_LIST_BYTES, budget - needed - held))
         held += sum(self._lists.sizes.values())

@@ -94,6 +94,7 @@ class HostLoaders:
 
     `dataset` must not have a transform of its own. An `H5Loader` calls `transform` with whole batches, and a DataLoader
     calls it with single images. `parallel` is the number of threads of an `H5Loader`, or of workers of a DataLoader.
+    `decodes_once` is true if decoded chunks stay in memory after the first epoch.
     """
 
     def __init__(self, dataset: H5Dataset, settings: DiagnoseSettings, pin_memory: bool) -> None:
@@ -108,7 +109,9 @@ class HostLoaders:
                 labels=dataset.label_name,
             )
         self._made: list[Any] = []
-        self.parallel: int = self.make().num_threads if settings.num_workers is None else settings.num_workers
+        loader = self.make() if settings.num_workers is None else None
+        self.parallel: int = settings.num_workers or 0 if loader is None else loader.num_threads
+        self.decodes_once = loader is not None and loader.decodes_once
 
     def make(self, rows: int | None = None, *, transform: bool = False) -> Any:
         """Make a loader of the first `rows` rows (None: all rows), with the transform if `transform` is true."""
@@ -236,9 +239,8 @@ class Target:
             # The user's code may raise any exception.
             what = "a batch" if self._settings.num_workers is None else "an image"
             name = name_of(self.loaders.transform)
-            self.record_failure(
-                Stage.TRANSFORM, error, f"the transform {name} failed on {what}", "the transform failed"
-            )
+            text = f"the transform {name} failed on {what}"
+            self.record_failure(Stage.TRANSFORM, error, text, "the transform failed")
             self.loaders.transform = None
 
     def record_failure(self, stage: Stage, error: Exception, what: str, reason: str | None = None) -> None:
@@ -329,7 +331,8 @@ class Target:
     def hot_runs(self) -> list[StageRun]:
         """Return the stages that are measured with the rows in the page cache; set the `reasons` why others are not."""
         some = f"{self.hot_rows:,} of {len(self.dataset):,} rows" if self.hot_rows < len(self.dataset) else None
-        how = "; ".join(filter(None, (some, "by system calls, not from a mapping as loaders do")))
+        how = "by system calls, not from a mapping as loaders do" if self.index.codec is None else None
+        how = "; ".join(filter(None, (some, how)))
         threads = max(1, self.loaders.parallel)
 
         def read(seconds: float) -> Repeat:
@@ -453,7 +456,7 @@ class Target:
             stored_float=index.native_dtype.kind == "f",
             loaded_float=images.is_floating_point(),
             pinned=self._pinned,
-            encoding=Encoding.of(index),
+            encoding=None if self.loaders.decodes_once else Encoding.of(index),
             library_reason=None if index.is_encoded else index.library_text,
             fits_cache=self.fits_cache,
             has_transform=self.has_transform,

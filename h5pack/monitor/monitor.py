@@ -410,11 +410,12 @@ def interval_evidence(layers: list[Any], report: FeedReport, transform_seconds: 
     num_workers = loader.num_workers if isinstance(loader, DataLoader) else None
     percent = report.cpu_percent if num_workers is None else report.children_cpu_percent
     encoding: Encoding | None = None
+    decodes_once = isinstance(loader, H5Loader) and loader.decodes_once
     library_reason = None
     for dataset in base_datasets(first_attribute(layers, "dataset")):
         indexes = getattr(getattr(dataset, "engine", None), "indexes", {})
         for index in (indexes[name] for name in getattr(dataset, "names", ()) if name in indexes):
-            encoding = encoding or Encoding.of(index)
+            encoding = encoding or (None if decodes_once else Encoding.of(index))
             if index.library_reason is not None and not index.is_encoded:
                 library_reason = f"{dataset.path}: {index.library_reason}"
     return Evidence(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from h5pack.benchmark.cases import NO_TIME, BenchCase, FileVariant, Measurement, ceiling_threads
-from h5pack.benchmark.recommend import Recommendation, Workload, choose, deciding_caches, finalists, missing
+from h5pack.benchmark.loader_settings import Workload
+from h5pack.benchmark.recommend import Recommendation, choose, deciding_caches, finalists, missing
 from tests.benchmark.test_cases import ROW_BYTES, variant
 
 WORKLOAD = Workload(
@@ -324,8 +325,16 @@ def test_the_default_chunks_need_no_option_and_training_reads_its_split() -> Non
 
 def test_a_batch_size_that_the_sample_is_too_small_for_is_the_first_reason() -> None:
     chosen = chosen_from(VARIANTS, measured("32 rows", 9, 9, 9), asked_batch_size=1_024)
-    assert all(part in chosen.reasons[0] for part in ("batch_size=256", "1024", "4,000 rows"))
-    assert chosen.batch_size == 256
+    assert all(part in chosen.reasons[0] for part in ("batch_size=256", "4,000 rows"))
+    assert chosen.batch_size == 1_024
+    assert "batch_size=1024" in chosen.code
+
+
+def test_a_slower_first_epoch_is_a_reason_if_decoded_chunks_stay_in_memory() -> None:
+    gzip, found = replace(variant(32, "gzip"), label="gzip"), measured("gzip", 9, 9, 9)
+    for variants, images, count in (([gzip], 1_000, 1), ([gzip], 10_000_000, 0), (VARIANTS, 1_000, 0)):
+        chosen = chosen_from(variants, found if variants == [gzip] else measured("32 rows", 9, 9, 9), num_images=images)
+        assert sum("first epoch" in reason for reason in chosen.reasons) == count
 
 
 def test_the_command_has_the_options_that_made_the_rows() -> None:

@@ -376,7 +376,8 @@ def test_a_full_shuffle_is_seen_in_samplers_and_loaders(tmp_path: Path) -> None:
         (h5pack.H5Loader(packed, BATCH), False),
     ):
         found = evidence(loader)
-        assert (found.full_shuffle, found.encoding) == (full, Encoding.CHUNKS), loader
+        kept = isinstance(loader, h5pack.H5Loader)  # Its decoded chunks fit into memory.
+        assert (found.full_shuffle, found.encoding) == (full, None if kept else Encoding.CHUNKS), loader
 
 
 def test_a_warning_has_the_stall_the_loader_the_bottleneck_and_the_first_advice(

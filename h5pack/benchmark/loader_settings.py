@@ -1,0 +1,135 @@
+"""The workload that a recommendation is made for, and the settings of loaders that are recommended for it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from h5pack.benchmark.cases import MIN_REPEATS, BenchCase, FileVariant, Measurement
+from h5pack.format.plans import CachePlan, plan_cache
+from h5pack.read.chunk_decoder import DECODED_BYTES
+from h5pack.system.text import counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The data, the machine and the settings that a recommendation is made for."""
+
+    source: str  # Path to convert, as on the command line; empty for generated images.
+    options: dict[str, Any]  # Keywords of `h5pack.convert` with which the sample was packed.
+    num_images: int
+    row_bytes: int
+    sample_rows: int
+    row_shape: tuple[int, ...]
+    default_chunk_rows: int  # Chunk size that `h5pack.convert` chooses by default.
+    memory_bytes: int  # Memory available for the page cache.
+    batch_size: int  # Batch size of the cases that compare file variants.
+    window: int  # Window of the cases that compare file variants, in chunks.
+    num_threads: int  # Number of H5Loader threads in the cases that compare file variants.
+    cpus: int  # Number of CPUs that this process may use.
+    asked_batch_size: int | None = None  # Batch size that was asked for, if the sample is too small for it.
+    split: str | None = None  # Split that a training reads; None: all rows.
+
+    def is_default(self, variant: FileVariant) -> bool:
+        """Return whether `h5pack.convert` makes these chunks by default."""
+        return variant.chunk_rows == self.default_chunk_rows and variant.compression == "none" and not variant.is_input
+
+    def case(self, variant: str, cache: str) -> BenchCase:
+        """Return the case that compares a file variant: H5Loader with direct reads and window shuffle."""
+        return BenchCase(variant, "window", "direct", cache, self.batch_size, self.window, self.num_threads)
+
+
+def pick_settings(
+    picked: Measurement, run_off: Sequence[Measurement], workload: Workload
+) -> tuple[Measurement, list[str]]:
+    """Return the measurement whose window and number of threads are recommended, and the reasons.
+
+    It is that of the usual settings, unless another one with enough repeats is clearly faster.
+    """
+    case = picked.case
+    alike = [one for one in run_off if replace(one.case, window=case.window, num_threads=case.num_threads) == case]
+    usual = next((one for one in alike if one.case == case and len(one.speeds) >= MIN_REPEATS), picked)
+    others = [one for one in alike if one.case != case and len(one.speeds) >= MIN_REPEATS]
+    allowed = [one for one in others if one.case.num_threads <= max(workload.cpus, workload.num_threads)]
+    best = max([usual, *(one for one in allowed if one.is_faster(usual))], key=lambda one: one.median)
+    reasons = []
+    for name in ("num_threads", "window"):
+        tried = {getattr(one.case, name): one for one in (usual, *others)}
+        if len(tried) > 1:
+            reasons.append(f"{name}={getattr(best.case, name)} for H5Loader; {_by_count(name, tried, best)}.")
+    return best, reasons
+
+
+def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, str]:
+    """Return the number of workers for a DataLoader, one per CPU unless another is faster; and the reason."""
+    case = replace(picked.case, num_threads=1)
+    found = {
+        one.case.num_workers or 0: one
+        for one in run_off
+        if one.case.num_workers is not None
+        and len(one.speeds) >= MIN_REPEATS
+        and replace(one.case, num_workers=None) == case
+    }
+    usual = found.get(workload.cpus)
+    faster = [one for one in found.values() if usual is not None and one.is_faster(usual)]
+    best = max(faster, key=lambda one: one.median, default=usual)
+    if best is None:
+        why = f"one per CPU; {counted(workload.cpus, 'worker')} could not be measured in the time"
+        return workload.cpus, f"If you use a DataLoader instead of H5Loader: num_workers={workload.cpus}, {why}."
+    number = best.case.num_workers or 0
+    why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"
+    why += f"; {_by_count('num_workers', found, best)}" if len(found) > 1 else ""
+    speed = f"{best.median:,.0f} images/s"
+    return number, f"If you use a DataLoader instead of H5Loader: num_workers={number} ({speed}), {why}."
+
+
+def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> str:
+    """Return the speeds with other values of a setting as multiples of that with the recommended one."""
+    others = [
+        f"{name}={value} gives {ratio_text(one.ratios(best) or (one.median / best.median,))}"
+        for value, one in sorted(tried.items())
+        if one is not best
+    ]
+    return f"{', '.join(others)} of its speed"
+
+
+def pick_chunk_cache(
+    variant: FileVariant, window: int, measurements: Sequence[Measurement], workload: Workload
+) -> tuple[CachePlan | None, list[str]]:
+    """Return the chunk cache for reading the converted file with h5py, and a sentence about it.
+
+    None if the variant is not converted, or if h5py with its default cache was faster.
+    """
+    if variant.is_input or variant.chunk_rows is None:
+        return None, []
+    shape, chunks = (workload.num_images, *workload.row_shape), (variant.chunk_rows, *workload.row_shape)
+    cache = plan_cache(shape, chunks, 1, filtered=variant.compression != "none", window=window)
+    text = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g}"
+    by_engine = {
+        one.case.engine: one
+        for one in measurements
+        if (one.case.variant, one.case.order, one.case.cache) == (variant.label, "window", "hot")
+        and (one.case.batch_size, one.case.window) == (workload.batch_size, workload.window)
+        and one.case.engine != "direct"
+    }
+    if len(by_engine) == 2 and by_engine["default"].is_faster(by_engine["tuned"]):
+        times = ratio_text(by_engine["default"].ratios(by_engine["tuned"]))
+        return None, [f"With h5py: its default chunk cache, with which it was {times} times as fast as with {text}."]
+    return cache, [f"With h5py: {text} ({cache.reason}). H5Loader and H5Dataset need no chunk cache."]
+
+
+def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:
+    """Return sentences on how a training differs from what was measured: larger batches, and a slower first epoch."""
+    rows, sentences = counted(workload.sample_rows, "row"), []
+    if workload.asked_batch_size is not None:
+        sentences.append(f"Measured with batch_size={workload.batch_size}: the sample has only {rows}.")
+    if variant.compression != "none" and workload.num_images * workload.row_bytes <= DECODED_BYTES:
+        sentences.append("The first epoch decodes each chunk and is slower; then all chunks stay decoded in memory.")
+    return sentences
+
+
+def ratio_text(ratios: Sequence[float]) -> str:
+    span = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+    return f"{statistics.median(ratios):.2f}{span}"
