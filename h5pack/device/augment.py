@@ -27,7 +27,7 @@ from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop, ResizedCrop, check_image_size
 
 FLIP, TOP, LEFT, ERASE, BOX, VERTICAL_FLIP = 0, 1, 2, 3, 4, 44
-"""Numbers of the draws in stream 0; boxes take four for each try."""
+"""Indices of the random words in stream 0 (see `random_words`). A box takes four words for each of its tries."""
 COLOR_STREAM = 2
 _GREY = (19595, 38470, 7471)
 """Weights of red, green and blue in grey, in units of 2^-16, as in Pillow and ITU-R BT.601."""
@@ -43,9 +43,9 @@ It is inverse(T) R T, where T maps a color to YIQ (FCC NTSC 1953, as in Python's
 class ColorJitter:
     """Random brightness, contrast, saturation and hue, like torchvision's ``ColorJitter`` and ``RandomGrayscale``.
 
-    All of it is one matrix a sample, with which each pixel is multiplied once, in this order, before it is rounded and
-    clamped to 0..255. For b, c and s from 1 - x to 1 + x (x: the parameter) and an angle h from -hue to hue, drawn
-    uniformly, a pixel p = (red, green, blue) becomes::
+    All changes of a sample are combined into one matrix, so each pixel is rounded and clamped to 0..255 only once. The
+    factors b, c and s (brightness, contrast and saturation) are drawn uniformly from 1 - x to 1 + x, where x is the
+    parameter, and the angle h from -hue to hue. A pixel p = (red, green, blue) becomes::
 
         grey   = 0.299 red + 0.587 green + 0.114 blue
         p      = grey + s * (rotation of p - grey by h in the plane of I and Q of the YIQ colors)
@@ -141,7 +141,7 @@ class Augmentation:
 
     @property
     def resize(self) -> ResizedCrop | None:
-        """The crop, if it resizes its window."""
+        """`crop` if it resizes (`RandomResizedCrop`, or `CenterCrop` with `resize`), else None."""
         is_resized = isinstance(self.crop, RandomResizedCrop) or getattr(self.crop, "resize", None) is not None
         return self.crop if is_resized and isinstance(self.crop, ResizedCrop) else None
 
@@ -155,12 +155,12 @@ class Augmentation:
         return (height, width) if isinstance(self.crop, (int, float)) else self.crop.output_size
 
     def windows(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the smallest first row of a window and the number of first rows to choose from; so for columns.
+        """Return (smallest first row, number of possible first rows) of the crop window, and the same for its columns.
 
         Raises OptionsError if the window does not fit in an image of this size with its padding.
         """
         if isinstance(self.crop, RandomResizedCrop) or self.resize is not None:
-            return (0, 1), (0, 1)  # A CenterCrop resizes the whole image. Other windows have draws of their own.
+            return (0, 1), (0, 1)  # CenterCrop resizes the whole image; `crop_windows` draws for RandomResizedCrop.
         if isinstance(self.crop, CenterCrop):
             top, left = self.crop.window(height, width)
             return (top, 1), (left, 1)
@@ -169,13 +169,14 @@ class Augmentation:
         rows, columns = (size + 2 * padding - window + 1 for size, window in sizes)
         if min(rows, columns) < 1:
             raise OptionsError(
-                f"images of {height} x {width} pixels are too small for {self.crop}; give a smaller size or padding",
+                f"images of {height} x {width} pixels are too small for {self.crop}; give a smaller size or more "
+                "padding",
                 parameters=("crop",),
             )
         return (-padding, rows), (-padding, columns)
 
     def window_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of the windows, in pixels of the image, unless they are drawn."""
+        """Return height and width of the crop window, in pixels of the image; `RandomResizedCrop` draws its own."""
         return self.output_size(height, width) if self.resize is None else (height, width)
 
     def changes(self, height: int, width: int) -> Changes:
@@ -206,7 +207,7 @@ class AugmentationDraws:
     color: torch.Tensor | None = None
 
     def block(self) -> torch.Tensor:
-        """Return a tensor in whose memory the tensors of the geometry follow each other, without a copy if they do."""
+        """Return a tensor in whose memory the tensors of `GEOMETRY` follow each other, copied only if necessary."""
         parts = [getattr(self, name) for name in GEOMETRY]
         first, size = parts[0].data_ptr(), parts[0].nbytes
         if all(part.is_contiguous() and part.data_ptr() == first + number * size for number, part in enumerate(parts)):
@@ -214,7 +215,7 @@ class AugmentationDraws:
         return torch.stack(parts)
 
     def check(self, pixels: torch.Tensor) -> None:
-        """Raise OptionsError if these are not draws of the images `pixels`, (N, H, W, C)."""
+        """Raise OptionsError if these draws cannot be applied to the images `pixels`, (N, H, W, C)."""
         color = [] if self.color is None else [self.color]
         kinds = {(part.shape, part.dtype, part.device) for part in (getattr(self, name) for name in GEOMETRY)}
         kinds_of_color = {(part.shape, part.dtype, part.device) for part in color}
@@ -223,7 +224,7 @@ class AugmentationDraws:
             ((12, count), torch.int32, pixels.device)
         }:
             raise OptionsError(
-                f"the draws are not of these {count} images on {pixels.device}; give what draw returned for them",
+                f"the draws do not fit {count} images on {pixels.device}; give what Normalize.draw returned for them",
                 parameters=("draws",),
             )
         if color and channels != 3:
@@ -256,9 +257,9 @@ def fixed_draws(images: torch.Tensor, top: int, left: int, size: tuple[int, int]
 def draw_augmentation(
     key: BatchKey, seed: int, augmentation: Augmentation, height: int, width: int
 ) -> AugmentationDraws:
-    """Draw the augmentation of each sample, of images of this size, on the device of ``key.rows``.
+    """Draw the augmentation of each sample, for images of this size in pixels, on the device of ``key.rows``.
 
-    Devices do not differ, and neither does the kernel that does the same (`kernels.draw`).
+    The result is the same on every device, and the same as that of the Triton kernel (`kernels.draw`).
     """
     (top, rows), (left, columns) = augmentation.windows(height, width)
     counts = (FLIP + 1, LEFT + 1 if rows * columns > 1 else 0, BOX + 4 * TRIES if augmentation.erase else 0)
@@ -319,7 +320,10 @@ def color_table(device: torch.device) -> torch.Tensor:
 
 
 def color_ranges(augmentation: Augmentation) -> tuple[tuple[int, int], ...]:
-    """Return least and number of values of brightness, contrast, saturation (2^-16) and hue (turn / 4096)."""
+    """Return (lowest value, number of values) of brightness, contrast, saturation and hue, as integers.
+
+    Hue is in units of 1/4096 turn, the others are in units of 2^-16.
+    """
     jitter = augmentation.color
     assert jitter is not None
     factors = (jitter.brightness, jitter.contrast, jitter.saturation)
@@ -329,7 +333,7 @@ def color_ranges(augmentation: Augmentation) -> tuple[tuple[int, int], ...]:
 
 
 def _color_matrices(words: torch.Tensor, augmentation: Augmentation) -> torch.Tensor:
-    """Return the matrix of each sample as in `AugmentationDraws`, of its five words. All products are rounded."""
+    """Return the color matrices (see `AugmentationDraws.color`) for five random words per sample, int64, (N, 5)."""
     ranges = color_ranges(augmentation)
     brightness, contrast, saturation, hue = (
         below(words[:, number], count) + low for number, (low, count) in enumerate(ranges)

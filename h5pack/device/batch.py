@@ -18,7 +18,10 @@ _REPEATS = "repeats"
 
 
 class EchoedBatch(list[Any]):
-    """A batch (a list) with the attribute `repeats`: how often it was delivered before, an int or int64, (N,)."""
+    """A batch (a list) with the attribute `repeats`: how often it was delivered before.
+
+    `repeats` is an int, or an int64 tensor, (N,), with a number for each of the batch's rows.
+    """
 
     def __init__(self, elements: Iterable[Any] = (), repeats: int | torch.Tensor = 0) -> None:
         super().__init__(elements)
@@ -85,7 +88,7 @@ def _marked_type(kind: type) -> type:
 
 
 def _copy_into(kind: type, batch: Any, repeats: int | torch.Tensor | None) -> Any:
-    """Return a container of type `kind` with the elements and attributes of `batch`."""
+    """Return a container of type `kind` with the elements and attributes of `batch`, and `repeats` if not None."""
     # Do not call `kind`: a named tuple takes one argument per element, and a subclass may take any arguments.
     if isinstance(batch, tuple):
         filled: Any = tuple.__new__(kind, batch)
@@ -105,7 +108,7 @@ def _copy_into(kind: type, batch: Any, repeats: int | torch.Tensor | None) -> An
 
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors of a batch, at any depth of lists, tuples and mappings."""
+    """Yield all tensors of a batch, at any depth of lists, tuples and mappings, and `repeats` if it is a tensor."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, (list, tuple, Mapping)):
@@ -151,7 +154,7 @@ def images_of(batch: Any, image_key: Hashable | None = None) -> torch.Tensor:
         images = batch[_resolve_key(batch, image_key)] if images is None else images
     if not isinstance(images, torch.Tensor):
         raise OptionsError(
-            f"found no tensor of images in a batch of {_describe_batch(batch)} (image_key={image_key!r}); give the "
+            f"found no tensor of images in a batch {_describe_batch(batch)} (image_key={image_key!r}); give the "
             "index or key of the images as image_key",
             parameters=("image_key",),
         )
@@ -168,7 +171,7 @@ def with_images(batch: Any, image_key: Hashable | None, images: Any) -> Any:
 
 
 def with_elements(batch: Any, elements: Mapping[Any, Any]) -> Any:
-    """Return a copy of the batch with `elements`, given by key of a mapping or index of a list, in place of its own."""
+    """Return a copy of the batch with some elements replaced: `elements` maps keys or indices to the new ones."""
     if is_echoed(batch):
         return EchoedBatch.mark(with_elements(EchoedBatch.unmark(batch), elements), repeats_of(batch))
     if isinstance(batch, Mapping):
@@ -180,9 +183,9 @@ def with_elements(batch: Any, elements: Mapping[Any, Any]) -> Any:
 
 
 def named_elements(batch: Any) -> dict[Hashable, tuple[Any, Any]]:
-    """Return the key (or index) and the value of each element of a batch by its name.
+    """Return ``{name: (key or index, element)}`` for the elements of a batch; {} if it is not a container.
 
-    The name is the key of a mapping, the field name of a named tuple, and else the index.
+    The name is the key in a mapping, the field name in a named tuple, and the index in any other list or tuple.
     """
     if isinstance(batch, Mapping):
         return {key: (key, element) for key, element in batch.items()}
@@ -222,10 +225,10 @@ def _resolve_key(batch: Any, image_key: Hashable | None) -> Any:
 
 def _describe_batch(batch: Any) -> str:
     if isinstance(batch, Mapping):
-        return f"the keys {', '.join(map(repr, batch))}"
+        return f"with the keys {', '.join(map(repr, batch))}"
     if isinstance(batch, (list, tuple)):
-        return f"{len(batch)} elements"
-    return f"type {type(batch).__name__}"
+        return f"with {len(batch)} elements"
+    return f"of type {type(batch).__name__}"
 
 
 def _with_elements(batch: Any, elements: Sequence[Any]) -> Any:

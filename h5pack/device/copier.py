@@ -54,7 +54,7 @@ class CudaOperations:
         return event
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in pageable memory, or one with gaps or overlaps, as a dense tensor in pinned memory."""
+        """Return a CPU tensor as a dense tensor in pinned memory, and any other or sparse tensor unchanged."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return tensor
         if not _is_dense(tensor):
@@ -101,9 +101,9 @@ class QueuedBatch:
 class DeviceCopier:
     """Moves the batches of one iteration to a device and transforms them there.
 
-    The prefetch thread calls `enter` and `copy`, the consumer's thread the other methods. If `keep_images`, a batch
-    whose images are the very tensor of the batch before, as `EchoLoader` delivers it, is not copied again if the first
-    transform is a `Normalize`, which leaves the images unchanged.
+    The prefetch thread calls `enter` and `copy`; the consumer's thread calls the other methods. With `keep_images`,
+    images that are the same tensor as in the batch before, as in the repeats of an `EchoLoader`, are copied only once,
+    if the first transform is a `Normalize`, which does not change them in place.
     """
 
     def __init__(self, operations: CudaOperations, transform: ImageTransform | None, keep_images: bool = False) -> None:
@@ -177,12 +177,12 @@ class DeviceCopier:
         return self._kept[1]
 
     def _copied_list(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Queue the copy of a list of tensors in one, because that of a few boxes takes as long as that of many."""
+        """Queue one copy for a whole list of tensors, because a copy of a few boxes takes as long as one of many."""
         joined = self._operations.copy(self._operations.pin(torch.cat(tensors)))
         return list(torch.split(joined, [len(tensor) for tensor in tensors]))
 
     def _copied_late(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Sparse tensors consist of several tensors, for which the allocator has no `record_stream`.
+        # `record_stream` does not support sparse tensors, so they are copied on the consumer's stream.
         return tensor if _is_strided(tensor) else tensor.to(self._operations.device)
 
     def _is_here(self, tensor: torch.Tensor) -> bool:

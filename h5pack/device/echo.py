@@ -54,7 +54,7 @@ class EchoLoader(LoaderWrapper):
     The method is that of Choi, Passos, Shallue and Dahl 2019, arXiv:1907.05550. With ``DeviceFeed(EchoLoader(...))``
     raw batches are repeated, and each repeat is augmented differently. With ``EchoLoader(DeviceFeed(...))`` transformed
     batches are repeated. The first delivery of a batch is the loader's own object. A repeat is a copy of it with the
-    attribute `repeats` (see `EchoedBatch`). It shares the tensors, so changes of them in place affect later repeats.
+    attribute `repeats` (see `EchoedBatch`). It shares the tensors, so in-place changes affect later repeats.
 
     Parameters
     ----------
@@ -263,7 +263,7 @@ class _FixedEcho(_EchoIterator):
 
 
 def showings(factor: Fraction, batch: int) -> int:
-    """Return how often the batch with this index is delivered. The first n batches make ``floor(factor * n)``."""
+    """Return how often the batch with this index is delivered: the first n in total ``floor(factor * n)`` times."""
     return math.floor((batch + 1) * factor) - math.floor(batch * factor)
 
 
@@ -301,9 +301,10 @@ class _AdaptiveEcho(_EchoIterator):
         return batch
 
     def _get(self, *, wait: bool) -> FetchedBatch | None:
-        """Return the loader's next batch, or None if it is neither ready nor expected soon. If `wait`, wait for it.
+        """Return the loader's next batch; None if it is not ready. If `wait`, wait until it is ready.
 
-        It is worth a short wait for a batch that is expected soon, because a repeat instead would hardly save time.
+        Otherwise, wait briefly if it is expected soon, because a repeat in its place would hardly save time. After the
+        last batch, raise StopIteration, or the loader's error.
         """
         tolerance = _WAIT_SHARE * self._step_seconds
         soon = 0.0 < self._clock.begun + self._clock.seconds - time.monotonic() <= tolerance
@@ -330,7 +331,7 @@ class _AdaptiveEcho(_EchoIterator):
 class _FetchClock:
     """A clock that measures how long a prefetch thread takes for a batch, to predict when the next one is ready.
 
-    `device` is the one to which the wrapped loader copies batches, if it does.
+    `device` is the device to which the wrapped loader copies batches; None if it copies none.
     """
 
     def __init__(self, device: torch.device | None) -> None:

@@ -27,7 +27,7 @@ class DeviceFeed(LoaderWrapper):
 
     On CUDA, a thread fetches batches from the loader and copies them from pinned memory. While the training step runs,
     they are copied and transformed on CUDA streams of their own. On the CPU, each batch is fetched and transformed in
-    the caller's thread when it is requested. Both deliver the same batches, if the transform gives the same results.
+    the caller's thread when it is requested. Both deliver the same batches if the transform gives the same results.
 
     Parameters
     ----------
@@ -45,8 +45,8 @@ class DeviceFeed(LoaderWrapper):
         batch's number in the epoch, and the rank. Transforms in a sequence are applied in its order.
     prefetch_factor : int
         Maximum number of batches that are copied to the device before the step requests them. With the batch of the
-        step, and that of the step before if the device has not finished it, ``prefetch_factor + 2`` batches are on the
-        device. Batches are prefetched only for CUDA devices.
+        step, and that of the step before if the device has not finished it, up to ``prefetch_factor + 2`` batches are
+        on the device. Batches are prefetched only for CUDA devices.
     image_key : int or str, optional
         Where the images are in a batch: an index, a key, or the field name of a named tuple. Default: the tensor itself
         if the batch is a tensor, the key "images" or "image" of a mapping, and the first element of a list or tuple.
@@ -54,8 +54,8 @@ class DeviceFeed(LoaderWrapper):
     Raises
     ------
     OptionsError
-        If the device does not exist, or if the transform needs row numbers but the loader's dataset has none in its
-        batches.
+        If an option is invalid, the device does not exist, or the transform needs row numbers but the batches of the
+        loader's dataset have none.
 
     Notes
     -----
@@ -137,7 +137,7 @@ class DeviceFeed(LoaderWrapper):
         return DeviceCopier(operations, self._transform, keep_images=echoes)
 
     def _operations(self) -> CudaOperations | None:
-        """Return the operations by which batches are prefetched; None if they are not."""
+        """Return the operations with which to prefetch batches; None if the device is not a CUDA device."""
         return CudaOperations(self.device) if self.device.type == "cuda" else None
 
 
@@ -175,7 +175,7 @@ class _DirectFetcher(Iterator[FetchedBatch]):
         self._fetcher, self._device, self._transform = fetcher, device, transform
 
     def __next__(self) -> FetchedBatch:
-        # Tensors that are made in inference mode could not be changed by the transform, or be used outside of it.
+        # Tensors made in inference mode could not be changed in place by the transform, or used by autograd later.
         with outside_inference_mode(), profiler_range("read"):
             fetched = self._fetcher.fetch()
         if self._device.type != "cpu":
@@ -214,7 +214,8 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     if found.index >= torch.cuda.device_count():
         count = counted(torch.cuda.device_count(), "CUDA device")
-        raise invalid("device", str(found), f" does not exist: torch finds {count}, counted from 0")
+        problem = f" does not exist: torch finds {count}, numbered from 0; give a lower index"
+        raise invalid("device", str(found), problem)
     return found
 
 

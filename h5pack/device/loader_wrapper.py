@@ -54,7 +54,7 @@ class LoaderWrapper:
         self._iteration = 0
         self._next_iteration = 0
         self._seen_epoch = _epoch_of(self.loader, counted=False)
-        # The progress of the current iteration. None if none is running; the state is then the start of the next one.
+        # The progress of the current iteration. If it is None, `state_dict` describes the start of the next iteration.
         self._cursor: DeliveryCursor | None = None
 
     def __enter__(self) -> Self:

@@ -70,9 +70,9 @@ _log = logging.getLogger(__name__)
 class Normalize:
     """A transform of uint8 images to ``(image / 255 - mean) / std`` in one pass, accurate to one rounding step.
 
-    Crops, flips, colors and erased boxes are applied in the same pass, in this order; boxes after normalizing. They
-    depend only on the seed and on each sample's epoch, row, view, and number of earlier deliveries of the row (see
-    `BatchKey`).
+    Crops, flips and colors are applied in the same pass, in this order; boxes are erased after normalizing. Random
+    changes depend only on the seed and on each sample's row, epoch, view, and number of earlier deliveries in the epoch
+    (see `BatchKey`).
 
     Parameters
     ----------
@@ -90,8 +90,8 @@ class Normalize:
         The probability of a horizontal flip. True: 0.5.
     crop : int, RandomCrop, CenterCrop or RandomResizedCrop, optional
         An int: pixels of black padding added on each side before a window of the image's size is cut out at random,
-        like torchvision's ``RandomCrop(size, padding=crop)``. The classes cut out windows of other sizes, and resize
-        them.
+        like torchvision's ``RandomCrop(size, padding=crop)``. The classes cut out windows of other sizes; all but
+        RandomCrop can resize.
     erase : float
         The probability that a box is set to 0 (the mean) after normalizing, like torchvision's ``RandomErasing``.
     erase_scale : tuple of float
@@ -103,8 +103,8 @@ class Normalize:
     color : ColorJitter, optional
         Random brightness, contrast, saturation, hue and grayscale, of images with three channels.
     fields : dict, optional
-        What moves with the images in a `DeviceFeed`: "mask", "boxes" or "keypoints" (see `h5pack.device.targets`), or
-        None for what stays, by the name, key or index of an element of the batch.
+        Elements of the batch that move with the images in a `DeviceFeed`. Maps the name, key or index of an element to
+        "mask", "boxes" or "keypoints" (see `h5pack.device.targets`), or to None if it must not move.
     seed : int
         Seed of the random augmentation.
     backend : {"auto", "torch", "triton"}
@@ -252,7 +252,7 @@ class Normalize:
         changes = Changes(False, False, False, False, self.augmentation.resize)
         if draws is not None:
             draws.check(pixels)
-            # These draws may be of any Normalize, so any window must be expected.
+            # The draws may come from another Normalize, so all kinds of changes and any window are possible.
             changes = Changes(True, True, True, draws.color is not None, changes.resize)
         elif self.keyed:
             draws = self._draw(key, pixels)
@@ -280,7 +280,7 @@ class Normalize:
         return self._on_cpu(pixels, constants, draws, changes, self._empty(pixels, size) if out is None else out)
 
     def draw(self, images: torch.Tensor, key: BatchKey | None = None) -> AugmentationDraws | None:
-        """Return what a call with these arguments would draw, to give it to calls as `draws` or to move masks with it.
+        """Return the changes that a call with these arguments would draw, to pass them as `draws` or to move masks.
 
         Parameters
         ----------
@@ -292,7 +292,7 @@ class Normalize:
         Returns
         -------
         AugmentationDraws or None
-            None if no pixel is moved or changed.
+            None if calls only normalize.
         """
         pixels = self._pixels(images)
         _, height, width, _ = pixels.shape
@@ -304,7 +304,7 @@ class Normalize:
         return fixed_draws(pixels, top, left, self.augmentation.window_size(height, width))
 
     def image_size(self, images: torch.Tensor) -> tuple[int, int]:
-        """Return height and width of images, which have the shape that calls require."""
+        """Return height and width of a batch of images, in pixels; raise OptionsError if calls would reject it."""
         _, height, width, _ = self._pixels(images).shape
         return height, width
 
@@ -394,8 +394,8 @@ class Normalize:
     def _checked_key(self, key: BatchKey | None, pixels: torch.Tensor) -> BatchKey:
         if key is None:
             raise OptionsError(
-                "random changes derive their numbers from each sample's row number; either pass a BatchKey "
-                "as key, or open the dataset with with_rows=True and wrap the loader in DeviceFeed"
+                "random changes need each sample's row number, but key is None; either pass a BatchKey as key, or "
+                "open the dataset with with_rows=True and wrap the loader in DeviceFeed"
             )
         shapes = [tuple(part.shape) for part in (key.rows, key.repeats) if isinstance(part, torch.Tensor)]
         if any(shape != (len(pixels),) for shape in shapes):
@@ -425,7 +425,7 @@ class Normalize:
         return result if planar else result.permute(0, 3, 1, 2)
 
     def _pooled(self, count: int, row_bytes: int) -> torch.Tensor:
-        """Return a uint8 tensor (count, row_bytes), in the memory of an earlier result if the user has dropped that."""
+        """Return a uint8 tensor (count, row_bytes), if possible in the memory of a result that the user has dropped."""
         pool = self._pool
         if pool is None or pool.fields[0].row_bytes != row_bytes or pool.bytes < count * row_bytes:
             pool = self._pool = BufferPool([("images", (row_bytes,), np.dtype(np.uint8))], count, False, _POOLED)
@@ -464,7 +464,7 @@ class Normalize:
         except launch.UnusableError as error:
             if self.backend == "triton":
                 raise
-            _log.warning("Triton cannot be used, so torch operations are: %s", error)
+            _log.warning("Triton cannot be used, so torch operations are used instead: %s", error)
             self._kernels_fail = True
             return None
 

@@ -1,6 +1,7 @@
 """The arithmetic of `Normalize` by torch operations: windows and flips, colors, scaling, erased boxes.
 
-The functions named "on_cpu" give the same bits as those for any device, faster. The Triton kernels do, too.
+The functions whose names end in "_on_cpu" are faster than those for any device and give the same bits. So do the Triton
+kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ROW_VALUES = 1 << 12
 
 
 def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws, size: tuple[int, int]) -> torch.Tensor:
-    """Return windows of the images, flipped: uint8, (N, *size, C). It works inside ``torch.compile``."""
+    """Return windows of the images, flipped: uint8, (N, *size, C). Works on any device and inside ``torch.compile``."""
     height, width = pixels.shape[1:3]
     rows = _sources(size[0], draws.vertical_flip, draws.top)
     columns = _sources(size[1], draws.flip, draws.left)
@@ -121,7 +122,10 @@ def erase_on_cpu(result: torch.Tensor, draws: AugmentationDraws) -> None:
 
 
 def scale_constants(mean: Sequence[float], std: Sequence[float]) -> list[list[float]]:
-    """Return centre, coarse, fine and bias of each channel, exact in float32, for means in 0..1 and positive `std`."""
+    """Return centre, coarse, fine and bias (see `h5pack.device.normalize`): four lists with a number per channel.
+
+    float32 holds all of them exactly. `mean` is in 0..1, and `std` is positive.
+    """
     means, deviations = np.asarray(mean, np.float64), np.asarray(std, np.float64)
     centre = np.rint(255 * means)
     scale = 1 / (255 * deviations)
@@ -190,7 +194,7 @@ def _divisor(number: int, limit: int) -> int:
 def checked_statistics(
     mean: Sequence[float] | None, std: Sequence[float] | None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Check mean and std, and return them as tuples of equal length. If both are None, the length is 1."""
+    """Return mean and std as tuples of equal length, 1 if both are None; raise OptionsError if they are invalid."""
     try:
         means = None if mean is None else tuple(map(float, mean))
         deviations = None if std is None else tuple(map(float, std))
@@ -219,7 +223,7 @@ def checked_statistics(
 
 
 def stored_statistics(dataset: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and standard deviation that are stored in the file of a dataset."""
+    """Return the mean and standard deviation that a dataset's file stores; raise OptionsError if it has none."""
     mean, std = getattr(dataset, "mean", None), getattr(dataset, "std", None)
     if mean is None or std is None:
         where = getattr(dataset, "path", f"a {type(dataset).__name__}")

@@ -65,7 +65,7 @@ class PrefetchThread(BackgroundThreads):
             return None
 
     def release(self, event: Any = None) -> None:
-        """Let the thread fetch one more batch, after it has synchronized with an event, if one is given."""
+        """Let the thread fetch one more batch. It first waits until the device has reached `event`, if given."""
         self._credits.put(event)
 
     def stop(self) -> None:
@@ -141,7 +141,10 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
         self._finalizer.detach()
 
     def _launch_one(self) -> bool:
-        """Queue the next batch's transform, or record the end. Return False if no batch is ready, but others were."""
+        """Queue the next batch's transform, or record the end of the batches. Return False if no batch is ready.
+
+        Wait for a batch only if there is no other one to deliver.
+        """
         if self._launched:
             item = self.thread.get(seconds=0.0)
         else:

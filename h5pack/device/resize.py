@@ -2,7 +2,7 @@
 
 The filter is that of torch's ``interpolate(mode="bilinear", antialias=True)`` and of Pillow. Rows and columns are
 resized separately. If n pixels of the image become m pixels, k is the larger of n and m, and pixel p contributes to
-pixel i of the result with the weight ::
+pixel i of the result with the weight::
 
     max(0, 2 k - |(2 p + 1) m - (2 i + 1) n|)        divided by the sum of these weights over all p
 
@@ -76,9 +76,9 @@ def _taps(begin: torch.Tensor, extent: torch.Tensor, output: torch.Tensor, resiz
 
 
 def resize(pixels: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return resized images, uint8 (N, height, width, C), of `pixels`, uint8 (N, H, W, C), by their taps.
+    """Return `pixels`, uint8 (N, H, W, C), as resized images, uint8 (N, height, width, C).
 
-    It works on any device and inside ``torch.compile``.
+    `rows` and `columns` are the taps that `find_taps` returned. Works on any device and inside ``torch.compile``.
     """
     count, height, width, channels = pixels.shape
     images = torch.arange(count, device=pixels.device)[:, None]
@@ -100,7 +100,7 @@ def resize(pixels: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> t
 def resize_on_cpu(
     pixels: torch.Tensor, draws: AugmentationDraws | None, crop: ResizedCrop, planar: bool
 ) -> torch.Tensor:
-    """Do the same as `resize`, by torch's ``interpolate``, whose levels differ by 1 at most.
+    """Do the same as `resize`, by torch's ``interpolate``, whose levels (0 to 255) differ by at most 1.
 
     The result is contiguous, (N, C, height, width) if `planar`, else (N, height, width, C).
     """

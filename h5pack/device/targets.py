@@ -28,19 +28,19 @@ class AxisMap:
     x becomes ``(x - begin) * resized / extent - offset``, and in a flipped image ``size`` minus that.
     """
 
-    begin: torch.Tensor  # The window's first pixel, and
-    extent: torch.Tensor  # its number of pixels: int64, (N,).
-    resized: int  # The number of pixels to which the window is resized,
-    offset: int  # and the first of them that is in the output.
-    size: int  # Pixels of the output,
-    input: int  # and of the image.
-    flip: torch.Tensor  # bool, (N,).
+    begin: torch.Tensor  # First pixel of the window in the image: int64, (N,).
+    extent: torch.Tensor  # Number of pixels of the window: int64, (N,).
+    resized: int  # Number of pixels of the resized window.
+    offset: int  # First pixel of the output in the resized window.
+    size: int  # Number of pixels of the output.
+    input: int  # Number of pixels of the image.
+    flip: torch.Tensor  # Whether the output is flipped: bool, (N,).
 
     def source(self) -> torch.Tensor:
         """Return the pixel of the image that is nearest to each pixel of the output: int64, (N, size).
 
-        It is the one under the output pixel's centre, as in torch's ``interpolate(mode="nearest-exact")``. It is
-        negative, or not less than `input`, where there is none.
+        This is the pixel under the output pixel's centre, as in torch's ``interpolate(mode="nearest-exact")``. Outside
+        of the image, it is negative or at least `input`.
         """
         # Twice the centres of the output's pixels in the resized window: integers are exact on every device.
         first, last = 2 * self.offset + 1, 2 * (self.offset + self.size) - 1
@@ -55,7 +55,7 @@ class AxisMap:
         return torch.where(flip, self.size - moved, moved)
 
     def at(self, images: torch.Tensor) -> AxisMap:
-        """Return the map of some of the images, which may repeat; their numbers are int64, (n,)."""
+        """Return the map of the images with these indices, int64, (n,), which may repeat."""
         parts = {name: getattr(self, name)[images] for name in ("begin", "extent", "flip")}
         return replace(self, **parts)
 
@@ -123,9 +123,10 @@ def move_field(kind: str, field: Any, axes: Axes) -> Any:
     else:
         valid = isinstance(field, torch.Tensor) and _SHAPES[kind](tuple(field.shape), size)
     if not valid or len(field) != count:
-        found = tuple(field.shape) if isinstance(field, torch.Tensor) else type(field).__name__
+        found = f"has shape {tuple(field.shape)}" if isinstance(field, torch.Tensor) else f"is a {type(field).__name__}"
         raise OptionsError(
-            f"a field of kind {kind!r} is {found}, but there are {count} images of {size}; give {_WANTED[kind]}",
+            f"a field of kind {kind!r} {found}, which does not fit {count} images of {size[0]} x {size[1]} pixels; "
+            f"give {_WANTED[kind]}",
             parameters=("fields",),
         )
     return _MOVERS[kind](field, axes)
@@ -161,7 +162,7 @@ def move_boxes(boxes: torch.Tensor | Sequence[torch.Tensor], axes: Axes) -> torc
     """Return boxes moved like their images, clipped to the output.
 
     A box that is completely outside of the output remains as a box without area, so that boxes keep their order and
-    their labels. Rows of padding without area remain without. ``(boxes[..., 2:] > boxes[..., :2]).all(-1)`` selects the
+    their labels. Padding rows, which have no area, get none. ``(boxes[..., 2:] > boxes[..., :2]).all(-1)`` selects the
     other boxes.
 
     Parameters
@@ -228,7 +229,7 @@ def move_keypoints(points: torch.Tensor | Sequence[torch.Tensor], axes: Axes) ->
 
 
 def _aligned(parts: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Give numbers of samples, (N,), the number of axes of `values`, (N, ...)."""
+    """Return a tensor of one value per sample, (N,), with the number of axes of `values`, (N, ...)."""
     return parts.reshape(-1, *[1] * (values.ndim - 1))
 
 
@@ -270,7 +271,7 @@ def checked_fields(fields: Any) -> dict[Hashable, str | None]:
 
 
 def _on(device: torch.device, numbers: list[int]) -> torch.Tensor:
-    """Return integers as int64, (n,), on a device, for whose queued work a copy from pageable memory would wait."""
+    """Return integers as int64, (n,), on a device, without waiting for its queued work as a pageable copy would."""
     if device.type != "cuda":
         return torch.tensor(numbers, device=device)
     return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)

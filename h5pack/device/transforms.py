@@ -40,8 +40,8 @@ class Views:
     """A transform that makes several views of the same images, as contrastive learning needs (such as SimCLR).
 
     In a `DeviceFeed`, the images of the batch become a tuple of tensors, one for each view, and so do the fields that a
-    `Normalize` in it moves with the images. The random numbers of one view are independent of those of another, even if
-    both views have the same transform and seed.
+    `Normalize` among the transforms moves with the images. The random numbers of one view are independent of those of
+    another, even if both views have the same transform and seed.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Views:
     Raises
     ------
     OptionsError
-        If there are no transforms, or if one of them is not called with images alone.
+        If there are no transforms, or if one of them is not callable, is a `Views`, or takes whole batches.
     """
 
     def __init__(self, *transforms: Callable[..., Any]) -> None:
@@ -126,11 +126,12 @@ class ImageTransform:
         for one in called:
             if getattr(one, "fields", None) and not isinstance(one, Normalize):
                 raise OptionsError(
-                    f"{_name_of(one)} has fields, but is not a Normalize, which moves them; do not compile it",
+                    f"{_name_of(one)} has fields, but only a Normalize moves them; if it is a compiled Normalize, do "
+                    "not compile it",
                     parameters=("fields",),
                 )
         self._overwriting = [one for one in called if overwrites_results(one)]
-        # Whether torch's generators may be used, and whether the first transform leaves the loaded images alone.
+        # `draws`: whether torch's generators may be used. `replaces_images`: whether the loaded images stay unchanged.
         self.draws = any(not _is_keyed(one) and not isinstance(one, Normalize) for one in called)
         first = self.transforms[0] if self.transforms else None
         views = first.transforms if isinstance(first, Views) else (first,)
@@ -174,7 +175,7 @@ class ImageTransform:
                 self._view(one, batch, images, _view(key, number)) for number, one in enumerate(transform.transforms)
             ]
             changed = tuple(view for view, _ in views)
-            # A field that one view moves and another leaves appears unmoved in the other.
+            # If only some of the views move a field, the others get it unmoved.
             moved = {
                 index: tuple(fields.get(index, batch[index]) for _, fields in views)
                 for index in dict.fromkeys(index for _, fields in views for index in fields)
@@ -203,7 +204,7 @@ class ImageTransform:
         return map_tensors(result, torch.clone) if any(transform is one for one in self._overwriting) else result
 
     def _kinds(self, transform: Normalize, batch: Any, images: torch.Tensor, size: tuple[int, int]) -> dict[Any, str]:
-        """Return the kind of each field that moves, by key or index. Raise OptionsError if a field is not named."""
+        """Return the kind of each field to move, by key or index; raise OptionsError if `transform.fields` is wrong."""
         elements = named_elements(batch)
         kinds = {}
         for name, kind in transform.fields.items():
@@ -291,7 +292,7 @@ def _is_spatial(tensor: torch.Tensor, count: int, size: tuple[int, int]) -> bool
 
 
 def _pack_of(dataset: Any) -> H5Dataset | None:
-    """Return the `H5Dataset` whose samples a dataset has, the first one of a `ConcatPack`; None if there is none."""
+    """Return the `H5Dataset` inside a dataset, the first one if it is a `ConcatPack`; None if there is none."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     if isinstance(dataset, ConcatPack):

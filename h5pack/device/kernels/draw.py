@@ -41,7 +41,7 @@ from h5pack.images.crops import RandomResizedCrop
 from h5pack.system.arrays import SPLITMIX64_FACTORS, SPLITMIX64_GAMMA
 
 _SAMPLES = 64
-"""Samples that a program draws for."""
+"""Number of samples that one program draws for."""
 _GAMMA = tl.constexpr(signed(SPLITMIX64_GAMMA))
 _FACTOR = tl.constexpr(signed(SPLITMIX64_FACTORS[0]))
 _OTHER_FACTOR = tl.constexpr(signed(SPLITMIX64_FACTORS[1]))
@@ -107,7 +107,7 @@ def _settings(augmentation: Augmentation, height: int, width: int) -> torch.Tens
 
 
 def _window_table(crop: RandomResizedCrop, height: int, width: int, device: torch.device) -> torch.Tensor:
-    """Return the image's size, its root, the window if none fits, and the tables of sides: int64, (7 + 3 * 4096,)."""
+    """Return height, width, root of the area, fallback window, and tables of sides: int64, (7 + 3 * 4096,)."""
 
     def make() -> torch.Tensor:
         numbers = torch.tensor([height, width, fixed_root(height * width), *crop.fallback(height, width)])
@@ -118,7 +118,7 @@ def _window_table(crop: RandomResizedCrop, height: int, width: int, device: torc
 
 @triton.jit
 def _mixed(values):  # type: ignore[no-untyped-def]
-    """Apply splitmix64's mixing function to int64 values, as `augment._mix` does."""
+    """Apply splitmix64's mixing function to int64 values, as `data.draws._mix` does."""
     values = (values ^ ((values >> 30) & ((1 << 34) - 1))) * _FACTOR
     values = (values ^ ((values >> 27) & ((1 << 37) - 1))) * _OTHER_FACTOR
     return values ^ ((values >> 31) & ((1 << 33) - 1))
@@ -146,7 +146,7 @@ def _rounded(products):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _first_that_fits(state, number, table, root, height, width, smallest):  # type: ignore[no-untyped-def]
-    """Return which rectangle of each sample is the first that fits (-1: none) and its sides, as in `augment`."""
+    """Return each sample's first rectangle that fits (-1: none) and its sides, as `data.draws.first_that_fits` does."""
     chosen, tall, wide = tl.zeros_like(state) - 1, tl.zeros_like(state), tl.zeros_like(state)
     for attempt in range(_TRIES):
         first = number + 4 * attempt
@@ -178,7 +178,7 @@ def _draw_boxes(line, here, samples, state, number, settings, boxes):  # type: i
 
 @triton.jit
 def _draw_windows(line, here, samples, state, number, table):  # type: ignore[no-untyped-def]
-    """Store the first window that fits of each sample, as `augment.crop_windows` does."""
+    """Store the first window that fits of each sample, as `data.draws.crop_windows` does."""
     height, width, root = tl.load(table), tl.load(table + 1), tl.load(table + 2)
     chosen, wide, tall = _first_that_fits(state, number, table + 7, root, width, height, 1)
     fits, place = chosen >= 0, number + 4 * chosen
@@ -215,7 +215,7 @@ def _draw_colors(  # type: ignore[no-untyped-def]
         tl.store(line + (3 + 4 * entry) * samples, offset, mask=here)
 
 
-# Of these arguments, changes between batches and their alignment must not compile the kernel again.
+# Do not compile the kernel again if the values or the alignment of these arguments change between batches.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "block",

@@ -3,7 +3,7 @@
 A thread computes 16 bytes of the result at a time, always the same columns of every n-th line of an image, so all that
 depends on columns is computed once: offsets in the source, constants of the channels, the columns of the box. What
 depends on the line is the same for all values of a vector. Lines that do not begin and end at multiples of 16 bytes
-leave a few values at their ends, which programs of their own compute one by one.
+leave a few values at their ends, which separate programs compute one by one.
 
 Flips and windows only change the offsets from which pixels are loaded.
 """
@@ -27,8 +27,8 @@ def _load_constants(constants, CHANNELS: tl.constexpr, FINE: tl.constexpr):  # t
 @triton.jit  # type: ignore[untyped-decorator]
 def _scaled(raw, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return (raw / 255 - mean) / std in float32, of int32 `raw`, as described in `h5pack.device.normalize`."""
-    # 2^23 + raw has the bits of raw behind those of 2^23, and the difference below is exact. A conversion of integers
-    # takes four times as long as other instructions.
+    # The float 2^23 + raw is 2^23 with raw in its lowest bits, so no integer has to be converted, which would take four
+    # times as long as another instruction. The difference is exact.
     steps = (raw | 0x4B000000).to(tl.float32, bitcast=True) - (centre + 8388608.0)
     small = bias
     if FINE:
@@ -38,7 +38,7 @@ def _scaled(raw, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignor
 
 @triton.jit
 def _load_row(colors, samples):  # type: ignore[no-untyped-def]
-    """Return a row of color matrices; the last number has half a unit added, for rounding."""
+    """Return a row of color matrices, with half a unit added to the last number, so that a shift rounds."""
     added = tl.load(colors + 3 * samples) + 32768
     return tl.load(colors), tl.load(colors + samples), tl.load(colors + 2 * samples), added
 
@@ -47,14 +47,14 @@ def _load_row(colors, samples):  # type: ignore[no-untyped-def]
 def _outside(positions, size):  # type: ignore[no-untyped-def]
     """Return -1 (all bits set) for positions outside 0..size-1, else 0.
 
-    As bits rather than booleans they stay in registers during a loop, and one instruction applies two of them.
+    Such bits stay in registers during a loop, unlike booleans, and one instruction applies two of them.
     """
     return (positions | (size - 1 - positions)) >> 31
 
 
 @triton.jit
 def _moved(x, y, advance, draws, samples, lines, width):  # type: ignore[no-untyped-def]
-    """Return from where in the image pixels of the result come, and how far the rows of a thread are apart there."""
+    """Return the image's column and row of pixels of the result, and the distance of a thread's rows in the image."""
     is_upside_down = tl.load(draws + samples) != 0
     step = tl.where(is_upside_down, -advance, advance)
     row = tl.where(is_upside_down, lines - 1 - y, y) + tl.load(draws + 2 * samples)
@@ -187,7 +187,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
         line += line_step
 
 
-# Of these arguments, changes between batches and their alignment must not compile the kernel again.
+# Do not compile the kernel again if the values or the alignment of these arguments change between batches.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "pixels",

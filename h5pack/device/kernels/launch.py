@@ -43,7 +43,7 @@ def load(device: torch.device) -> None:
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:
-        torch.cuda.synchronize(device)  # Raises what an earlier kernel caused and loading only reported.
+        torch.cuda.synchronize(device)  # Raises the error of an earlier kernel that loading only reported.
         raise UnusableError(str(error)) from error
 
 

@@ -29,12 +29,12 @@ _STORE_BYTES = 16
 _FLAT_PROGRAMS = 32
 """Programs of the flat kernel per multiprocessor: several times the number that run at once, to balance the load."""
 _IMAGE_WARPS = 2
-"""Few, so that a program has many lines to compute with what it has prepared, and yet there are many programs."""
+"""Few warps, so that there are many programs, and each still computes many lines with what it has prepared."""
 _IMAGE_VALUES = 512
 """Values that a program of the image kernel computes at a time: 8 for each thread."""
 _MAX_TURNS = 16
-"""How often a program of the image kernel does so at most, if the image is high enough: enough to hide the preparation,
-which takes about three times as long as one turn."""
+"""Maximum number of turns of `_IMAGE_VALUES` values in a program: enough to hide its preparation, which takes about as
+long as three turns."""
 
 
 def normalize(
@@ -154,7 +154,7 @@ def plan_lines(lines: int, length: int, values: int, vectors: int) -> tuple[int,
     return period, programs(period)
 
 
-# The number of values changes with an odd last batch, for which nothing should be compiled again.
+# Do not compile the kernel again for a last batch with fewer values.
 @triton.jit(do_not_specialize=["total"])  # type: ignore[untyped-decorator]
 def _flat_kernel(  # type: ignore[no-untyped-def]
     pixels,

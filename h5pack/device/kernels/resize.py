@@ -23,7 +23,7 @@ from h5pack.images.crops import RandomResizedCrop
 
 _TAP_BLOCK = 128
 _ROWS, _COLUMNS, _WARPS = 32, 64, 2
-"""A tile has 32 values a thread, which share the work for their row or column. 168 registers hold them."""
+"""A thread computes 32 values of a tile, which share the work for their row or column. It needs 168 registers."""
 # What to shift by after the first axis and at the end, and the halves that make the shifts round.
 _SHIFT, _LAST_SHIFT = tl.constexpr(WEIGHT_BITS - KEPT_BITS), tl.constexpr(WEIGHT_BITS + KEPT_BITS)
 _HALF, _LAST_HALF = tl.constexpr(1 << (_SHIFT.value - 1)), tl.constexpr(1 << (_LAST_SHIFT.value - 1))
@@ -95,7 +95,7 @@ def resize(
     return result
 
 
-# Of these arguments, changes between batches and their alignment must not compile a kernel again.
+# Do not compile a kernel again if the values or the alignment of these arguments change between batches.
 @triton.jit(do_not_specialize=["draws", "samples"])  # type: ignore[untyped-decorator]
 def _tap_kernel(  # type: ignore[no-untyped-def]
     rows,
@@ -212,7 +212,7 @@ def _resize_kernel(  # type: ignore[no-untyped-def]
     if not SHARED:
         rows += image * (1 + taps_y) * out_height
         columns += image * (1 + taps_x) * out_width
-    # Compared with x, columns of a vector would not be known to be inside together, and be stored one by one.
+    # Compare columns, not x: the compiler then knows that a vector is inside completely, and stores it at once.
     here = (y < out_height)[:, None] & (column < out_width * STEP)[None, :]
     offsets = y[:, None].to(tl.int64) * (out_width * STEP) + column[None, :]
     boxed = here
