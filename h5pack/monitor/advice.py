@@ -18,7 +18,7 @@ from h5pack.system.text import counted
 class Remedy(Enum):
     """The texts of the recommendations: templates to fill with `Advice.values`.
 
-    Names of h5pack's parameters are in backticks; `Advice.text` removes the backticks.
+    Backticks mark parameters that the command line shows as flags; `Advice.text` removes the backticks.
     """
 
     TRY_MORE_READS = (
@@ -131,7 +131,7 @@ class Advice:
     """One recommendation: a template and the numbers and names to insert into it."""
 
     remedy: Remedy
-    moves: bool  # whether it would relieve the bottleneck; if not, it costs no speed at present
+    moves: bool  # whether following it would relieve the bottleneck; if not, it would not make the training faster now
     values: Mapping[str, Any] = field(default_factory=dict)
     first_epoch: bool = False  # whether it concerns only the first epoch
 
@@ -143,7 +143,7 @@ class Advice:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The parameters that `text` names, spelled exactly as in `text`."""
+        """The parameters in backticks in the template, spelled exactly as in `text`."""
         return tuple(re.findall("`(.*?)`", self.remedy.value.format(**self.values)))
 
 

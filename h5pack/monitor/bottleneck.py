@@ -219,7 +219,8 @@ class Verdict:
 
     outcome: Outcome
     bottlenecks: tuple[Bottleneck, ...] = ()  # more than one if the measurements cannot tell them apart
-    # The stage that was not measured, or too few times, or that is slower alone than in the loop, which is noise.
+    # The stage that was not measured, or too few times; for NOISY, the stage that is slower alone than in the loop, or
+    # EVERYTHING if its repeats differ too much.
     stage: Stage | None = None
     gain: float = 1.0  # how many times as fast the training would be at most if the step did not wait
     first_epoch: Rates | None = None  # the disk's speed, if the disk slows down only the first epoch
@@ -264,7 +265,7 @@ def _feed_cause(evidence: Evidence, *, waits: bool) -> Bottleneck:
 
 # The step counts as waiting if it waits for more than this fraction of the loop's time. `FeedMonitor` warns then, too.
 MAX_STALL = 0.1
-# If some repeats wait more than that and others less, and they differ by more than this, nothing is decided.
+# If some repeats wait more than MAX_STALL and others less, and they differ by more than this, nothing is decided.
 _STALL_NOISE = 0.1
 # Two speeds whose medians differ by at most this factor count as equal, whatever the ranges of their repeats.
 _EQUAL = 1.1
@@ -272,12 +273,11 @@ _EQUAL = 1.1
 _UNSTEADY = 5.0
 # Two speeds whose medians differ by more than this factor count as different, even if an outlier makes ranges overlap.
 _APART = 1.5
-# A feed that is this many times as fast as the step, in the slowest repeat of the one and the fastest of the other, is
-# not what the step waits for.
+# The step does not wait for a feed whose slowest repeat is this many times as fast as the step's fastest repeat.
 _AMPLE = 1.5
-# If a step on the CPU is this many times as fast alone as in the loop without waiting, something else slows it there.
+# If a step on the CPU hardly waits in the loop, but is this many times as fast alone, something else slows it there.
 _SLOWED = 3.0
-# If the loop is this many times as fast as a part of it alone, the machine's speed has changed in between.
+# If the loop is this many times as fast as one of its stages alone, the machine's speed has changed in between.
 _FASTER = 1.25
 # An outer stage, such as the loader, contains an inner stage, such as reading. If the outer speed is below the first
 # fraction of the inner speed, the outer stage itself is the cause. From the second fraction on, the inner stage is the
@@ -316,28 +316,28 @@ class _StageRules:
         low, high = self.evidence.stall_range or (stall, stall)
         if low <= MAX_STALL < high and high - low > _STALL_NOISE:
             return Verdict(Outcome.NOISY)
-        together, lanes, demand = self.rates[Stage.EVERYTHING], self._lanes(), self._demand()
+        together, producers, demand = self.rates[Stage.EVERYTHING], self._feed_and_copy(), self._demand()
         if together.high > _UNSTEADY * together.low:
             return Verdict(Outcome.NOISY, stage=Stage.EVERYTHING)
-        for stage, rates in (lanes | self.device).items():
+        for stage, rates in (producers | self.device).items():
             if together.median > _FASTER * rates.median:
                 return Verdict(Outcome.NOISY, stage=stage)
-        # The device's own speed is not exceeded, either, unless it was slower alone than in the loop.
+        # The training cannot be faster than the device alone, either, except where noise made the device slower alone.
         gain = min(1 / max(1e-3, 1 - stall), max(1.0, demand.median / together.median))
         known: dict[str, Any] = {"gain": gain, "first_epoch": self._first_epoch()}
         if stall <= MAX_STALL and not self.evidence.on_gpu and demand.low > _SLOWED * together.high:
             return Verdict(Outcome.SLOWED, **known)
         if stall <= MAX_STALL:
             return Verdict(Outcome.FED, self._device_parts(), **known)
-        slowest = _slowest(lanes.values())
+        slowest = _slowest(producers.values())
         if slowest.low > _AMPLE * demand.high:
             return Verdict(Outcome.CONTENTION, **known)
         names: set[Bottleneck] = set()
-        for stage in (stage for stage, rates in lanes.items() if _alike(rates, slowest)):
+        for stage in (stage for stage, rates in producers.items() if _alike(rates, slowest)):
             names.update([Bottleneck.COPY] if stage is Stage.COPY else self._feed_causes())
         return Verdict(Outcome.LIMITED, tuple(one for one in Bottleneck if one in names), **known)
 
-    def _lanes(self) -> dict[Stage, Rates]:
+    def _feed_and_copy(self) -> dict[Stage, Rates]:
         """Return the speeds of the feed and of the copy, which work at the same time as the device."""
         feed = self.evidence.feed_stage
         if self.cold is not None and self.cold.median < self.rates[feed].median:
@@ -371,7 +371,7 @@ class _StageRules:
             return self._loader_causes()
         if Stage.LOADER not in self.rates:
             return (Bottleneck.TRANSFORM,)
-        outer, inner = _blamed(self.rates[Stage.TRANSFORM], self.rates[Stage.LOADER])
+        outer, inner = _which_limits(self.rates[Stage.TRANSFORM], self.rates[Stage.LOADER])
         return (*(self._loader_causes() if inner else ()), *((Bottleneck.TRANSFORM,) if outer else ()))
 
     def _loader_causes(self) -> tuple[Bottleneck, ...]:
@@ -379,7 +379,7 @@ class _StageRules:
         below = _feed_cause(self.evidence, waits=busy is not None and busy < _WAITS)
         if Stage.HOT not in self.rates or below is Bottleneck.LOADER:
             return (Bottleneck.LOADER,)
-        outer, inner = _blamed(self.rates[Stage.LOADER], self.rates[Stage.HOT])
+        outer, inner = _which_limits(self.rates[Stage.LOADER], self.rates[Stage.HOT])
         return (*((below,) if inner else ()), *((Bottleneck.LOADER,) if outer else ()))
 
     def _first_epoch(self) -> Rates | None:
@@ -388,7 +388,7 @@ class _StageRules:
         return cold if slower and cold is not None and not _alike(cold, together) else None
 
 
-def _blamed(outer: Rates, inner: Rates) -> tuple[bool, bool]:
+def _which_limits(outer: Rates, inner: Rates) -> tuple[bool, bool]:
     """Return whether an outer stage itself is the cause of its speed, and whether the stage that it contains is."""
     share = outer.median / inner.median
     if share < _EXPLAINS[0] and outer.high < _APART * _EXPLAINS[0] * inner.low:

@@ -56,8 +56,8 @@ def _children_seconds(proc: Path) -> float | None:
         # The system does not list child processes, so the CPU seconds of children that still run are not known.
         return None if multiprocessing.active_children() else seconds
     try:
-        # The process name may contain spaces and brackets, so split after the last bracket. Fields 11 to 14 after it:
-        # user and system time of the process, and of its children that it has waited for. None if it has ended.
+        # The process name may contain spaces and brackets, so split after the last bracket. Fields 11 to 14 after it
+        # are user and system time of the process, and of children that it has waited for. An ended process has none.
         stats = [_text(proc / child / "stat").rpartition(")")[2].split() for child in _descendants(proc, own)]
         ticks = sum(int(ticks) for stat in stats for ticks in stat[11:15])
     except OSError:
@@ -118,15 +118,15 @@ class DeviceWait:
         # The current stream is the one that waits for the copy, so this event is reached when the copy is done.
         pair[1].record(self._stream())
         self._pending.append((*pair, host_seconds))
-        self._harvest()
+        self._count_finished()
 
     @property
     def seconds(self) -> float:
-        """The seconds so far. While the device has not reached the end of a wait, the process's own wait counts."""
-        self._harvest()
+        """The seconds so far. For waits whose end the device has not reached yet, the wait of the process counts."""
+        self._count_finished()
         return self._seconds + sum(host for _, _, host in self._pending)
 
-    def _harvest(self) -> None:
+    def _count_finished(self) -> None:
         while self._pending and self._pending[0][1].query():
             first, last, _ = self._pending.popleft()
             self._seconds += max(0.0, first.elapsed_time(last) / 1000)

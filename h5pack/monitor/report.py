@@ -32,7 +32,7 @@ class FeedReport:
     epoch: int | None
     step: int  #: batches delivered so far: in all epochs if the loader has a length, else by this monitor
     batches: int  #: number of batches that the step received during the period
-    images: int | None  #: number of images in these batches; None if they contain no tensor
+    images: int | None  #: number of images in these batches; None if they contain no tensor with an axis
     seconds: float  #: length of the period
     wait_seconds: float  #: how long the process waited inside next(loader)
     #: How long the step waited. On a CPU: `wait_seconds`. On a CUDA device: how long the step's stream had no work
@@ -125,7 +125,7 @@ class ReportOutputs:
             self._bar = tqdm(total=total, initial=first_batch, desc=self._name, unit=" batches")
 
     def interval(self, report: FeedReport, batches: int) -> None:
-        """Send the report of an interval to the outputs. `batches` is the number of batches in the iteration so far."""
+        """Send the report of an interval to the outputs. `batches` is how many the iteration has delivered."""
         self._show(report, batches)
         self._append(report)
         if self._writer is not None:
