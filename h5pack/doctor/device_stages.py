@@ -37,7 +37,7 @@ Step = Callable[[torch.Tensor, "torch.Tensor | None"], Any]
 # Maximum number of calls between synchronisations with a GPU. After each, the GPU is idle for about 20 us, which is as
 # long as a short call takes, and calls are launched into an empty queue.
 _MAX_QUEUED_CALLS = 256
-# Fewer copies, because each that is queued holds device memory until the GPU has made it.
+# The same for copies to the GPU: each queued copy holds device memory until the GPU has made it.
 _MAX_QUEUED_COPIES = 8
 # Maximum number of copies of the batch that are normalized in turns. Even a tiny batch needs no more: the time of its
 # calls is that of launching them.

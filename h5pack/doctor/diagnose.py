@@ -35,12 +35,12 @@ _CROWDED = 0.5
 _LEEWAY = 1.25
 # For how many seconds to measure how busy reads and the transform are; fewer if the time budget is small.
 _QUESTION_SECONDS = 0.05
-# The number of stages for which the end of the time is kept, after the file was dropped from the page cache.
+# Number of stages that are measured last, after the file was dropped from the page cache; time is reserved for them.
 _COLD_STAGES = 2
-# At least this many batches are normalized and run through the step: for each of the trial and three repeats, one batch
-# alone and two in the loop, and one batch before that.
+# At least this many batches are normalized and run through the step: one at first, and then, for the trial and each of
+# three repeats, one alone and two in the loop.
 _MIN_BATCHES = 13
-# Measuring is refused if it needs this many times as long as there is time, the first on a busy machine.
+# Measuring is refused if it needs more than this many times the time that is left: on a busy machine, and else.
 _SLACK_BUSY, _SLACK = 3.0, 1.5
 # The stages that no verdict can do without. Others are left out if time is short.
 _NEEDED = frozenset({Stage.LOADER, Stage.TRANSFORM, Stage.STEP, Stage.NORMALIZE, Stage.COPY, Stage.EVERYTHING})
@@ -89,7 +89,7 @@ def diagnose(
     split : str, optional
         Read only the rows of this split. None: all rows.
     images, labels : str
-        Names of the HDF5 datasets that hold the images and the labels. Without the default ones, they are detected.
+        Names of the HDF5 datasets that hold the images and the labels. If the default ones do not exist, detect them.
     window : int
         Number of HDF5 chunks that are shuffled together.
     dtype : {"float32", "bfloat16", "float16"}
@@ -97,8 +97,8 @@ def diagnose(
     pin_memory : bool, optional
         Whether the loader puts batches into pinned memory. None: only if the step runs on a GPU.
     seconds : float
-        Time budget for everything, in seconds: to make the model, and to measure. What explains the bottleneck is left
-        out if there is no time for it.
+        Time budget for everything, in seconds: to make the model, and to measure. If it is short, measurements that a
+        verdict does not need are left out.
     on_progress : callable, optional
         Called with a short text before each measurement.
 
@@ -109,7 +109,7 @@ def diagnose(
     Raises
     ------
     OptionsError
-        If a value is invalid, or `seconds` is too short to measure every stage.
+        If a value is invalid, or `seconds` is far too short to measure what a verdict needs.
     PackFormatError, IncompletePackError
         If `H5Dataset` cannot read the file, or there are no rows to measure.
     """
@@ -137,7 +137,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         self._unknown: list[str] = []
         self._evidence: Evidence | None = None
         self._measuring = 0.0  # when the first repeat of a stage began
-        self._batch_seconds = 0.0  # the least time that the device takes for a batch, if that is known
+        self._batch_seconds = 0.0  # the least time that the device takes for a batch; 0 if unknown
         self._complete = False
         images, labels = detect_names(settings.path, settings.images, settings.labels)
         self.target = Target(replace(settings, images=images, labels=labels))
@@ -162,7 +162,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         target.make_step()
         for at_least, probably in target.batch_seconds():
             self._batch_seconds = at_least
-            # Nothing is begun that will end too late: at first, a whole batch.
+            # Do not begin what would end too late; the first such thing is a whole batch.
             if self._is_hopeless(_MIN_BATCHES * at_least) or at_least > self._left():
                 self._refuse(_MIN_BATCHES * probably)
         target.use_whole_batch()
@@ -173,7 +173,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         needed, left = min_total_seconds(run.cost for run in hot), self._left()
         for_hot = max(needed, left * len(hot) / (len(hot) + _COLD_STAGES))
         self._take_turns(hot, min(self._end, self._measuring + for_hot))
-        # Repeats take longer than in the trial if other processes disturb them. A verdict comes before cold stages.
+        # Repeats take longer than the trial if other processes disturb them. Cold stages come after all needed repeats.
         needed_runs = [run for run in hot if self._is_needed(run.stage)]
         while late := next((run for run in needed_runs if self._lacks_repeats(run)), None):
             self._repeat(late, late.cost.min_seconds)
@@ -325,7 +325,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         if not self._measuring and Stage.EVERYTHING not in self._runs:
             # The loop takes at least as long as all others, for each of two batches.
             measuring *= 3
-        # What was too little is too little, even if an estimate says otherwise.
+        # Never recommend fewer seconds than were given, even if that is the estimate.
         before = max(before, self._settings.seconds - measuring)
         needed = _LEEWAY * (before + measuring) + 0.5
         return math.ceil(needed) if needed > 3 else math.ceil(10 * needed) / 10

@@ -1,4 +1,4 @@
-"""Timing of stages: who is measured next, for how long, and how the speed of reads, loaders and calls is measured."""
+"""Timing of stages: in which order and for how long to measure them, and the speed of reads, loaders and calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIN_SECONDS = 0.015
 _STARVED = 0.5
 # For at most this many seconds of work, calls are queued on a device before the host waits for the device.
 _QUEUED_SECONDS = 0.1
-# A block is the rows that one call of `ChunkReader` reads.
+# Maximum size of a block, which are the rows that a `ChunkReader` reads with one call; encoded chunks may be larger.
 _MAX_BLOCK_BYTES = 16 * 1024 * 1024
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
@@ -60,7 +60,7 @@ class StageCost:
     """How long the shortest repeat of a stage takes, in seconds."""
 
     min_seconds: float = MIN_SECONDS  # measured
-    overhead_seconds: float = 0.0  # before and after that
+    overhead_seconds: float = 0.0  # before and after the measured time
 
     @property
     def total_seconds(self) -> float:
@@ -74,7 +74,7 @@ def min_total_seconds(costs: Iterable[StageCost]) -> float:
 
 
 def repeats_within(costs: Sequence[StageCost], seconds: float) -> int:
-    """Return the number of repeats of each stage: the maximum if it takes at most half of `seconds`, or the minimum."""
+    """Return the number of repeats of each stage: MAX_REPEATS if they fit into half of `seconds`, else MIN_REPEATS."""
     roomy = seconds >= 2 * MAX_REPEATS / MIN_REPEATS * min_total_seconds(costs)
     return MAX_REPEATS if roomy else MIN_REPEATS
 
@@ -109,12 +109,12 @@ def measure_in_turns(
 
 
 class Meter:
-    """What is read before and after a measurement: the waits that two monitors have measured, in seconds.
+    """The total waits that two monitors have measured, in seconds, to be read before and after a measurement.
 
-    `step` monitors the step's batches, and `loader` the loader. Without them, the step does not wait, and the consumer
-    of the loader does nothing but wait. A CUDA `device` is synchronized before each reading. On a CPU, batches are
-    normalized in the step's thread, so what the step waits for the loader is what `loader` has measured, and the
-    difference of the two is the time to normalize.
+    `step` monitors the batches of the step, and `loader` those of the loader, before they are normalized. Without them,
+    the step counts as never waiting, and the consumer of the loader as always waiting. On a GPU, the step's wait is the
+    stall of `step`. On a CPU, batches are normalized in the step's thread, so the step's wait is that of `loader`, and
+    the waits of `step` are longer by the time to normalize. A CUDA `device` is synchronized before each reading.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ def measure_epochs(
         begun, before, batches = time.perf_counter(), images, 0
         iterator = begin()
         if start is None:
-            # Start the clock after begin(), because persistent workers first finish there an epoch stopped earlier.
+            # Start the clock after begin(), in which persistent workers finish an epoch that was stopped earlier.
             start = filled = led = _Mark.begin(0, meter)
             deadline = start.time + seconds
         try:
@@ -266,8 +266,8 @@ def measure_calls(
 
     The device is synchronized after the first call, and then only after every few calls, because a device that is
     synchronized after every call is idle while the next one is launched. The longer calls take, the fewer are queued.
-    With `warm_up`, the first third of the time is not counted, because an idle GPU lowers its clock and takes some
-    work to raise it.
+    With `warm_up`, the first third of the time is not counted, because an idle GPU lowers its clock and raises it only
+    under load.
     """
     meter = meter or Meter()
     if warm_up:
@@ -379,7 +379,7 @@ class StageRun:
     """A stage to measure, and the repeats measured so far."""
 
     stage: Stage
-    run: Callable[[float], Repeat]  # measures the stage for the given seconds; 0: for as short as possible
+    run: Callable[[float], Repeat]  # measures the stage for the given seconds; 0: as briefly as possible
     prepare: Callable[[], None] | None = None  # called before each measurement, not measured
     note: str | None = None  # a remark for the report, such as which rows are measured
     repeats: list[Repeat] = field(default_factory=list)
@@ -391,7 +391,7 @@ class StageRun:
         self.cost = StageCost(max(MIN_SECONDS, measured.seconds), max(0.0, took - measured.seconds))
 
     def repeat(self, seconds: float) -> None:
-        """Measure one more repeat. By how much it took longer than asked for counts as overhead of the next one."""
+        """Measure one more repeat. The time that it takes beyond `seconds` is the expected overhead of the next one."""
         took, measured = self._measure(seconds)
         self.repeats.append(measured)
         self.cost = StageCost(self.cost.min_seconds, max(0.0, took - max(seconds, self.cost.min_seconds)))

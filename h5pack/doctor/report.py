@@ -1,4 +1,4 @@
-"""The report of `diagnose`, as JSON, as text and as a figure. Only this module puts a verdict into words."""
+"""The report of `diagnose`, as JSON, as text and as a figure, with the verdict in words."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class DoctorReport:
     advice: tuple[Advice, ...]
     unknown: tuple[str, ...]  #: what else could not be determined, besides stages, and why
     failures: tuple[str, ...]  #: errors of the user's transform or model, or of reading, one line each
-    enough_seconds: float  #: how long a run should take to measure all stages
+    enough_seconds: float  #: time budget to try if this one was too short to measure all stages
     seconds: float  #: duration of the run
     machine: dict[str, Any]  #: the result of `machine_facts`
 

@@ -183,7 +183,7 @@ def _first_rows(batch: Any, rows: int) -> Any:
 class Target:
     """The file, loaders, device and step of a diagnosis.
 
-    `failures` has the errors of the user's transform and model, one line each; `reasons` says why a stage cannot be
+    `failures` has the errors of each stage, mostly of the user's code, one line each; `reasons` says why a stage is not
     measured. Stages measured with a filled page cache read the first `hot_rows` rows of the split; `fits_cache` is true
     if the page cache can hold the whole split. Raises OptionsError and PackFormatError as `diagnose` does.
     """
@@ -279,10 +279,10 @@ class Target:
         self._try(make)
 
     def batch_seconds(self) -> Iterator[tuple[float, float]]:
-        """Yield how long the device takes for a batch, at least and probably, from more and more images of it.
+        """Yield the least and the probable seconds that the device needs for a batch, measured with few of its images.
 
-        So the time for a batch is known before it is spent. Nothing is yielded for a GPU, where the first calls tell
-        little, and few images may take as long as a batch.
+        So a batch that takes too long need not be begun. Nothing is yielded for a GPU, whose first calls are slow, and
+        which may take as long for few images as for a batch.
         """
         whole, earlier = len(images_of(self._sample)), 0.0
         for count in () if self.on_gpu else (few for few in _FEW_IMAGES if few < whole):
@@ -360,7 +360,7 @@ class Target:
         turns, rows = itertools.count(), len(self.dataset)
 
         def stored(seconds: float) -> Repeat:
-            # Rows that are read again are in the page cache.
+            # Read each row only once, because the page cache holds it afterwards.
             return self._reader.run(seconds, 1, rows, begin=next(turns) * _GOLDEN % 1, once=True)
 
         runs = [StageRun(Stage.COLD_STORED, stored, self._drop), self._loader_run(Stage.COLD)]
