@@ -49,9 +49,9 @@ from h5pack.system.machine import available_cpus, available_memory, machine_fact
 
 _MAX_THREADS = 4
 _TRIED = (1, 2, 4, 8, 16)
-"""Numbers of threads, and of workers, that are measured by default if there are as many CPUs."""
+"""Numbers of threads, and of workers, to compare by default, up to the number of CPUs and together with it."""
 _WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.3, 0.25
-"""Fractions of the time that is left to warm up, to compare variants, for the run-off, and to try other settings."""
+"""Fractions of the remaining time for warming up, comparing variants, the run-off, and each of two sets of settings."""
 
 
 def bench(
@@ -92,7 +92,7 @@ def bench(
     seconds : float
         Time budget for everything, including packing. What decides the recommendation is measured first.
     chunk_rows, chunk_bytes : int or sequence of int
-        Chunk sizes to compare, in rows or bytes. Default: 64 KiB to 16 MiB.
+        Chunk sizes to compare, in rows or bytes. Default: 64 KiB to 16 MiB, and the default of `convert`.
     contiguous : bool
         Whether to also measure a contiguous (unchunked) copy of the sample.
     orders : sequence of {"sequential", "window", "full", "single"}
@@ -108,7 +108,7 @@ def bench(
         Rows per batch, and chunks that are shuffled together.
     num_threads, num_workers : int or sequence of int
         Reading threads of H5Loader and worker processes of a DataLoader to compare. Default: powers of two up to the
-        CPUs of this process.
+        number of CPUs that this process may use, and that number, but at most 16.
     rows : int, optional
         Number of rows in the sample. Default: as many as time, memory and disk allow, up to 512 MiB.
     size : int, (int, int) or str, optional
@@ -118,7 +118,8 @@ def bench(
     images, labels : str, optional
         Names of the datasets of images and labels in an HDF5 file. Default: detect them.
     scratch : path, optional
-        Folder for temporary files. The disk that holds it is measured. Default: the working directory.
+        Folder for temporary files. The disk that holds it is measured. Default: the working directory if that is
+        writable, else the folder of the system.
     seed : int
         Seed of the shuffled orders.
     plot : path, optional
@@ -174,7 +175,7 @@ class _Comparison:
     end: float  # On the clock.
 
     def compare(self, cases: Sequence[BenchCase]) -> tuple[str, float]:
-        """Measure the cases that compare variants; return the page-cache state, and how long a repeat of all takes."""
+        """Measure the cases that compare variants; return their page-cache state and the seconds of a repeat of all."""
         turn, cache, left, found = 0.0, "hot", self.end - self.clock(), self.report.measurements
         for cache in deciding_caches(self.workload, self.settings.caches):
             chosen = [case for case in cases if case == self.workload.case(case.variant, cache)]
@@ -343,7 +344,7 @@ class BenchRun:
         with self._phase("other cases (cold)"):
             sweep.measure(cold, end - self._clock(), report.measurements)
         if not report.missing:
-            # Again, because the report also says how slowly the input file is read in other ways.
+            # Choose again, because the reasons also say how slowly the input file is read in other ways.
             report.recommendation = comparison.choose(cache)
 
     @contextmanager

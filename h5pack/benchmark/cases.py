@@ -27,11 +27,11 @@ MIN_TURNS = 5
 REPEATS = 4
 """Number of repeats to aim for in each case; slow cases get fewer."""
 TIE = 0.95
-"""Speeds of at least this fraction of another count as equal: even on an idle machine, repeats differ as much."""
+"""A speed of at least this fraction of another counts as equal: repeats differ by as much even on an idle machine."""
 _CLEAR = 1.25
 """A speed that is this many times another in each of several turns is faster, however much the multiples differ."""
 HOPELESS = 0.6
-"""A case whose every repeat is below this fraction of another's is slower, however few repeats it has."""
+"""A case whose fastest repeat is below this fraction of another's slowest is slower, however few repeats there are."""
 LEEWAY = 1.25
 """Factor of an estimated time, because repeats take longer when other programs run."""
 NO_TIME = "there was no time for it"
@@ -156,10 +156,11 @@ class Measurement:
         return tuple(sorted(speed / others[turn] for turn, speed in both if turn in others))
 
     def is_faster(self, other: Measurement, min_turns: int = MIN_REPEATS) -> bool:
-        """Return whether this case is faster in each turn that measured both, at least `min_turns`.
+        """Return whether this case is faster in each turn that measured both, of which there must be `min_turns`.
 
-        The lowest of these ratios must be above 1.05, and above the highest divided by the lowest or 1.25. The reason
-        is that on a busy machine ratios vary, so a few of them may all be above 1 by chance.
+        The lowest ratio of their speeds must be above 1.05. It must also be above 1.25, or above the highest ratio
+        divided by it: on a busy machine ratios vary, so a few of them may all be above 1 by chance. One repeat is
+        enough if the speeds are as far apart as `HOPELESS` says.
         """
         if not self.speeds or not other.speeds:
             return False

@@ -31,7 +31,7 @@ _PROBES = 16
 
 
 def touch(images: npt.NDArray[Any]) -> int:
-    """Read one byte of every memory page of an array, so that all of it is in memory; return the sum."""
+    """Read one byte of every memory page of a uint8 array, so that all of it is in memory; return the sum."""
     return int(images.reshape(-1)[:: mmap.PAGESIZE].sum())
 
 
@@ -49,7 +49,7 @@ def interleaved(names: Sequence[_T], repeats: int) -> Iterator[_T]:
 def sequential(path: Path, flags: int = 0, seconds: float = math.inf, num_threads: int = 1) -> float:
     """Read a file for at most about `seconds`, each thread an equal part of it in order; return bytes/s.
 
-    `flags` are for `os.open` (O_DIRECT).
+    `flags` are further flags for `os.open`, such as O_DIRECT.
     """
     size = path.stat().st_size
     part = -(-size // num_threads // _BLOCK_BYTES) * _BLOCK_BYTES

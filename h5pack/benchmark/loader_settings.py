@@ -131,5 +131,6 @@ def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:
 
 
 def ratio_text(ratios: Sequence[float]) -> str:
+    """Return the median of ratios, and the range of several, such as "1.12 (1.05 to 1.20)"."""
     span = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
     return f"{statistics.median(ratios):.2f}{span}"

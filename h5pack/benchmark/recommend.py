@@ -36,7 +36,7 @@ from h5pack.system.text import counted, format_bytes
 MIN_ROWS, MIN_BYTES = 256, 16 * 1024 * 1024
 """A sample with fewer rows and fewer bytes than this is too small to trust, because it fits into a CPU's caches."""
 _MAX_FINALISTS = 6
-_NEAR = math.log(1.5)  # Distance from the default, as of `_effort`, at which a variant stands for it.
+_NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) stands for it.
 _BUSY_SPREAD = 1.5  # If the ratio of two variants varies by more than this factor, the machine is too busy.
 _CACHE_WORDS = {"hot": "warm", "cold": "cold"}
 
@@ -224,7 +224,7 @@ class _Compared:
         return len(ratios) >= MIN_REPEATS and ratios[0] > 1
 
     def beats(self, other: _Compared) -> bool:
-        """Return whether the other variant may be called slower, for which less is needed than to recommend this."""
+        """Return whether the other variant may be called slower. Recommending this one instead takes more evidence."""
         return self.is_faster(other, MIN_REPEATS) or self.was_always_faster(other)
 
     def ratios(self, other: _Compared) -> tuple[float, ...]:
@@ -253,9 +253,10 @@ def _compared(
 
 
 def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bool) -> _Compared:
-    """Return the variant of least effort, or one that is faster than it: of the fastest of these that of least effort.
+    """Return the variant of least effort (see `_effort`), or, if others are faster than it, the fastest of those.
 
-    Noise thus leads to the default: what is recommended instead of it is faster than the default itself.
+    Among several fastest ones, return that of least effort. So noise leads to the default: any other variant is
+    returned only if it is faster than the default itself.
     """
 
     def least_effort(some: Sequence[_Compared]) -> _Compared:

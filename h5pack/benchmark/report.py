@@ -48,13 +48,13 @@ class BenchReport:
     variants: list[FileVariant] = field(default_factory=list)
     ceilings: list[Ceiling] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)  #: Results of the sweep.
-    run_off: list[Measurement] = field(default_factory=list)  #: Fastest cases again; other numbers of threads, workers.
+    run_off: list[Measurement] = field(default_factory=list)  #: Fastest cases again; other windows, threads, workers.
     faults: tuple[str, ...] = ()  #: Properties of the input file that slow down reading.
     fix: str | None = None  #: A command that fixes the faults; None without faults.
     notes: list[str] = field(default_factory=list)  #: Remarks on what was left out or assumed.
     recommendation: Recommendation | None = None  #: None if too little was measured to recommend anything.
     missing: list[str] = field(default_factory=list)  #: What else must be measured for a recommendation.
-    enough_seconds: int | None = None  #: With how many seconds that is likely; None with a recommendation.
+    enough_seconds: int | None = None  #: Seconds that are likely enough for a recommendation; None if there is one.
     seconds: dict[str, float] = field(default_factory=dict)  #: Duration of each phase; "all" is the total.
     pack_images_per_s: float | None = None  #: Speed of packing; None if nothing was packed.
     complete: bool = False

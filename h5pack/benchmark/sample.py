@@ -48,7 +48,7 @@ _PREFIX, _LOCK = ".h5pack-bench-", "lock"
 
 
 class ScratchFolder:
-    """A temporary folder, by default in the working directory if that is writable; use it as a context manager.
+    """A temporary folder in `parent`, by default in the working directory if that is writable, else in the system's.
 
     Creating it also removes the folders of killed runs, which are those whose lock no process holds.
     """
@@ -140,8 +140,8 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
         raise refusal or error from None
     if isinstance(dataset.engine.indexes[dataset.names[0]], EncodedIndex):
         raise OptionsError(
-            f"{path}: keeps JPEG files, so there are no chunks of pixels to compare; measure a pack of pixels that is "
-            "made from it, or the folder of its files",
+            f"{path}: keeps JPEG files, so there are no chunks of pixels to compare; convert it to a pack of pixels "
+            "and measure that, or measure the folder of the original images",
             path=path,
         )
     stored = _described(dataset)
@@ -210,7 +210,7 @@ class BenchSample:
     pack_images_per_s: float | None = None
     default_chunk_rows: int = 0  # Chunk size that `convert` chooses by default for the whole source.
     notes: list[str] = field(default_factory=list)  # Remarks on what was left out, and why.
-    not_packed: list[str] = field(default_factory=list)  # Labels of the variants with chunks that time did not allow.
+    not_packed: list[str] = field(default_factory=list)  # Labels of variants with chunks, for which time was too short.
 
 
 def make_sample(
@@ -313,7 +313,7 @@ class _Packer:
 def _make_variants(
     packer: _Packer, base: Path, settings: BenchSettings, chunk_rows: list[int], is_late: Callable[[], bool]
 ) -> tuple[list[FileVariant], list[str]]:
-    """Convert the rows of `base` to every requested variant, as far as time allows; return the labels of the others."""
+    """Convert `base` to all requested variants that time allows; return these, and labels of left-out chunk sizes."""
     made: list[FileVariant] = []
     late: list[str] = []
     kept = {name: packer.options[name] for name in ("layout", "mode") if name in packer.options}

@@ -38,7 +38,7 @@ _MIN_RUN_SECONDS = 0.02
 _MAX_RUN_SECONDS = 0.5
 """Maximum duration of a repeat: more short repeats are more informative than fewer long ones."""
 _MAX_LOAD_SECONDS = 1.0
-_WORKER_SECONDS = 1.5  # How long the first repeat is assumed to take that starts worker processes.
+_WORKER_SECONDS = 1.5  # Assumed duration of a first repeat that starts worker processes.
 _WARM_BYTES = 8 * 1024 * 1024
 _PAGES_STAY = "the file stays in the page cache, because the file system does not drop its pages"
 
@@ -125,8 +125,8 @@ class Sweep:
         """Measure cases for about `seconds`, and append one measurement per case to `found`, even if interrupted.
 
         Each case gets a share of the time in proportion to its `min_seconds`, so slow cases get fewer repeats, maybe
-        none. With `end`, each gets `MIN_REPEATS` even if that takes longer, but until `end` at most. The ceiling is
-        measured beside each repeat that is compared with it. Return about how long a repeat of all cases takes.
+        none. With `end`, each gets `MIN_REPEATS` even if that takes longer, but until `end` at most. With `ceilings`,
+        the ceiling is measured after each repeat of an H5Loader. Return about how many seconds a repeat of all takes.
 
         If `reload_each_repeat` is true, the file is loaded into the page cache again before each repeat, provided that
         time remains for enough repeats. The reason is that where the cached pages lie in memory changes the speed of
@@ -261,7 +261,7 @@ class CaseReader:
         return self._rows
 
     def _bytes_read(self) -> int | None:
-        """Return how many bytes this process has read so far; None if the system does not tell."""
+        """Return how many bytes this process has read so far; None if unknown."""
         return requested_bytes()
 
     def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
