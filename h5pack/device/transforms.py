@@ -109,7 +109,8 @@ class ImageTransform:
     """A wrapper that applies the transform of a `DeviceFeed`, or a sequence of them, to a batch.
 
     `seconds` is the total time spent in calls of the transforms. `dataset` is the loader's dataset, None if unknown.
-    Raises OptionsError if a transform needs row numbers but the dataset does not provide them.
+    Raises OptionsError if a transform is not callable or a compiled `Normalize` with fields, or if it needs row numbers
+    but the dataset does not provide them.
     """
 
     def __init__(self, transform: Any, image_key: Hashable | None, dataset: Any = None) -> None:

@@ -34,7 +34,7 @@ _CROWDED = 0.5
 # If the time budget is too short, the error recommends the estimated minimum multiplied by this factor.
 _LEEWAY = 1.25
 # For how many seconds to measure how busy reads and the transform are; fewer if the time budget is small.
-_QUESTION_SECONDS = 0.05
+_SMALL_MEASUREMENT_SECONDS = 0.05
 # Number of stages that are measured last, after the file was dropped from the page cache; time is reserved for them.
 _COLD_STAGES = 2
 # At least this many batches are normalized and run through the step: one at first, and then, for the trial and each of
@@ -254,7 +254,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         target, budget = self.target, self._settings.seconds
         found: dict[str, Any] = {"load": self._load}
         self._show("small measurements")
-        seconds = min(_QUESTION_SECONDS, 0.01 * budget)
+        seconds = min(_SMALL_MEASUREMENT_SECONDS, 0.01 * budget)
 
         def measure(name: str, stage: Stage, call: Callable[[], Any]) -> None:
             self._guarded(stage, lambda: found.update({name: call()}))

@@ -156,6 +156,8 @@ class Meter:
 
 @dataclass(frozen=True)
 class _Mark:
+    """The clock and all counters at the start or the end of a measurement."""
+
     time: float
     images: int
     ready: int
@@ -225,24 +227,24 @@ def measure_epochs(
         iterator = begin()
         if start is None:
             # Start the clock after begin(), in which persistent workers finish an epoch that was stopped earlier.
-            start = filled = led = _Mark.begin(0, meter)
+            start = at_first = settled = _Mark.begin(0, meter)
             deadline = start.time + seconds
         try:
             for batch in iterator:
                 if not longest and not batches:
-                    filled = _Mark.begin(0, meter, ready_images())
+                    at_first = _Mark.begin(0, meter, ready_images())
                 images += consume(batch)
                 batches += 1
                 if not longest and batches >= _MIN_BATCHES and time.perf_counter() >= deadline:
                     end = _Mark.end(images, meter, ready_images())
                     # Leave out the prefetched batches, unless the rest of the time is short, or most of its images were
                     # ready at its beginning, which happens if a busy machine lets the loader's threads hardly run.
-                    rest, roomy = led.until(end), 2 * (end.time - led.time) >= end.time - start.time
-                    if batches > prefetched > 0 and roomy and 2 * rest.images >= images - led.images:
+                    rest, roomy = settled.until(end), 2 * (end.time - settled.time) >= end.time - start.time
+                    if batches > prefetched > 0 and roomy and 2 * rest.images >= images - settled.images:
                         return rest
-                    return (start if start.starves(end) else filled).until(end)
+                    return (start if start.starves(end) else at_first).until(end)
                 if not longest and batches == prefetched:
-                    led = _Mark.begin(images, meter, ready_images())
+                    settled = _Mark.begin(images, meter, ready_images())
         finally:
             close = getattr(iterator, "close", None)
             if close is not None:
