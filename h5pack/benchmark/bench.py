@@ -52,6 +52,8 @@ _TRIED = (1, 2, 4, 8, 16)
 """Numbers of threads, and of workers, to compare by default, up to the number of CPUs and together with it."""
 _WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.3, 0.25
 """Fractions of the remaining time for warming up, comparing variants, the run-off, and each of two sets of settings."""
+_REST_TURNS = 4
+"""Repeat the run-off if as many turns of the comparison fit into the rest of the time."""
 
 
 def bench(
@@ -184,17 +186,23 @@ class _Comparison:
                 break
         return cache, turn
 
-    def run_off(self, cache: str) -> None:
-        """Measure the fastest variants again, side by side; then compare windows, numbers of threads and workers."""
+    def run_off(self, cache: str) -> bool:
+        """Measure the fastest variants again, side by side; then compare windows, numbers of threads and workers.
+
+        Return whether there were more repeats than before; it may be called again to add some.
+        """
         report, workload, left = self.report, self.workload, self.end - self.clock()
         if self.missing(cache):
-            return
-        cases = finalists(report.variants, report.measurements, workload, cache)
-        seconds = _FINALISTS_SHARE * left
-        self.sweep.measure(cases, seconds, report.run_off, self.ceilings, reload_each_repeat=True)
+            return False
+        before = self._repeats()
+        cases, found = finalists(report.variants, report.measurements, workload, cache), list[Measurement]()
+        try:
+            self.sweep.measure(cases, _FINALISTS_SHARE * left, found, self.ceilings, reload_each_repeat=True)
+        finally:
+            _merge(report.run_off, found)
         interim = self.choose(cache)
         if interim is None:
-            return
+            return False
         counts = sorted({count for count in (*_TRIED, workload.cpus) if count <= min(workload.cpus, max(_TRIED))})
         usual = workload.case(interim.variant, cache)
         threads = [replace(usual, num_threads=count) for count in self.settings.num_threads or counts]
@@ -203,10 +211,22 @@ class _Comparison:
         workers = [replace(alone, num_workers=count) for count in self.settings.num_workers or counts]
         # The usual settings are measured again beside the others.
         for others in ([*dict.fromkeys([usual, *threads, *windows])], workers):
-            found: list[Measurement] = []
+            found = []
             seconds = _SETTINGS_SHARE * (self.end - self.clock())
             self.sweep.measure(others, seconds, found, self.ceilings, end=self.clock() + seconds)
             _merge(report.run_off, found)
+        return self._repeats() > before
+
+    def _repeats(self) -> int:
+        return sum(len(one.speeds) for one in self.report.run_off)
+
+    def with_first_epoch(self, cache: str) -> _Comparison:
+        """Return this comparison, with the speed of the first epoch of the recommended file if later ones differ."""
+        interim = self.choose(cache)
+        if interim is None or self.clock() >= self.end:
+            return self
+        speed = self.sweep.first_epoch(self.workload.case(interim.variant, cache))
+        return replace(self, workload=replace(self.workload, first_epoch=speed))
 
     def missing(self, cache: str, not_packed: Sequence[str] = ()) -> list[str]:
         """Return what is missing for a recommendation."""
@@ -321,7 +341,10 @@ class BenchRun:
             with self._phase("comparing chunk sizes"):
                 cache, turn = comparison.compare(every)
             with self._phase("run-off"):
-                comparison.run_off(cache)
+                more = comparison.run_off(cache)
+                # If there are no other cases, all of the time goes to the run-off.
+                while more and len(report.measurements) == len(every) and end - self._clock() > _REST_TURNS * turn:
+                    more = comparison.run_off(cache)
         finally:
             report.ceilings += ceilings.results()
         report.missing = comparison.missing(cache, sample.not_packed)
@@ -329,13 +352,21 @@ class BenchRun:
             needed = report.seconds["packing"] + report.seconds["warming up"] + (MIN_REPEATS + 1) * turn
             report.enough_seconds = math.ceil(LEEWAY * max(needed, settings.seconds))
         else:
+            comparison = comparison.with_first_epoch(cache)
             report.recommendation = comparison.choose(cache)
         ceilings.copy = None  # Free the memory of its arrays.
+        _note_slow(report, sample, batch_size)
+        self._measure_others(report, every, sweep, end)
+        if not report.missing:
+            # Choose again, because the reasons also say how slowly the input file is read in other ways.
+            report.recommendation = comparison.choose(cache)
+
+    def _measure_others(self, report: BenchReport, every: Sequence[BenchCase], sweep: Sweep, end: float) -> None:
+        """Measure the cases that do not decide the recommendation, as far as time allows."""
         done = {one.case for one in report.measurements}
         others, left = [case for case in every if case not in done], end - self._clock()
         cases, left_out = plan_cases(others, left)
-        _note_left_out(report, len(left_out), len(every), enough_seconds(settings.seconds, left, others))
-        _note_slow(report, sample, batch_size)
+        _note_left_out(report, len(left_out), len(every), enough_seconds(self._settings.seconds, left, others))
         hot, cold = ([case for case in cases if case.cache == cache] for cache in CACHES)
         left = end - self._clock()
         hot_seconds = left * sum(map(min_seconds, hot)) / (sum(map(min_seconds, cases)) or 1.0)
@@ -343,9 +374,6 @@ class BenchRun:
             sweep.measure(hot, hot_seconds, report.measurements)
         with self._phase("other cases (cold)"):
             sweep.measure(cold, end - self._clock(), report.measurements)
-        if not report.missing:
-            # Choose again, because the reasons also say how slowly the input file is read in other ways.
-            report.recommendation = comparison.choose(cache)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -355,7 +383,7 @@ class BenchRun:
             yield
         finally:
             if self.report is not None:
-                self.report.seconds[name] = self._clock() - begin
+                self.report.seconds[name] = self.report.seconds.get(name, 0.0) + self._clock() - begin
 
     def _on_progress(self, seconds: float) -> None:
         self._bar.update(min(seconds, max(0.0, self._settings.seconds - self._bar.n)))

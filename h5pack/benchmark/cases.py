@@ -149,11 +149,14 @@ class Measurement:
     def ratios(self, other: Measurement) -> tuple[float, ...]:
         """Return this case's speed divided by the other's in each turn that measured both, ascending.
 
-        A machine is slower in some seconds than in others, which affects both cases of a turn.
+        A machine is slower in some seconds than in others, which affects both cases of a turn. Of every ten ratios, the
+        lowest and the highest are left out, so that more turns mean less noise.
         """
         others = dict(zip(other.turns, other.speeds, strict=False))
         both = zip(self.turns, self.speeds, strict=False)
-        return tuple(sorted(speed / others[turn] for turn, speed in both if turn in others))
+        ratios = sorted(speed / others[turn] for turn, speed in both if turn in others)
+        outliers = len(ratios) // 10
+        return tuple(ratios[outliers : len(ratios) - outliers])
 
     def is_faster(self, other: Measurement, min_turns: int = MIN_REPEATS) -> bool:
         """Return whether this case is faster in each turn that measured both, of which there must be `min_turns`.

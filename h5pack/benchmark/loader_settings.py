@@ -9,7 +9,6 @@ from typing import Any
 
 from h5pack.benchmark.cases import MIN_REPEATS, BenchCase, FileVariant, Measurement
 from h5pack.format.plans import CachePlan, plan_cache
-from h5pack.read.chunk_decoder import DECODED_BYTES
 from h5pack.system.text import counted
 
 
@@ -31,6 +30,13 @@ class Workload:
     cpus: int  # Number of CPUs that this process may use.
     asked_batch_size: int | None = None  # Batch size that was asked for, if the sample is too small for it.
     split: str | None = None  # Split that a training reads; None: all rows.
+    first_epoch: float | None = None  # Images/s of an epoch that decodes all chunks, if later ones decode none.
+
+    @property
+    def recommended_batch_size(self) -> int:
+        """The batch size that was asked for, unless all images together are too few for it."""
+        asked = self.asked_batch_size or self.batch_size
+        return asked if asked <= self.num_images // 4 else self.batch_size
 
     def is_default(self, variant: FileVariant) -> bool:
         """Return whether `h5pack.convert` makes these chunks by default."""
@@ -76,7 +82,7 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
     faster = [one for one in found.values() if usual is not None and one.is_faster(usual)]
     best = max(faster, key=lambda one: one.median, default=usual)
     if best is None:
-        why = f"one per CPU; {counted(workload.cpus, 'worker')} could not be measured in the time"
+        why = f"one per CPU; there was no time for {MIN_REPEATS} repeats with {counted(workload.cpus, 'worker')}"
         return workload.cpus, f"If you use a DataLoader instead of H5Loader: num_workers={workload.cpus}, {why}."
     number = best.case.num_workers or 0
     why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"
@@ -122,11 +128,14 @@ def pick_chunk_cache(
 
 def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:
     """Return sentences on how a training differs from what was measured: larger batches, and a slower first epoch."""
-    rows, sentences = counted(workload.sample_rows, "row"), []
-    if workload.asked_batch_size is not None:
+    rows, asked, sentences = counted(workload.sample_rows, "row"), workload.asked_batch_size, []
+    if asked is not None and workload.recommended_batch_size == asked:
         sentences.append(f"Measured with batch_size={workload.batch_size}: the sample has only {rows}.")
-    if variant.compression != "none" and workload.num_images * workload.row_bytes <= DECODED_BYTES:
-        sentences.append("The first epoch decodes each chunk and is slower; then all chunks stay decoded in memory.")
+    elif asked is not None:
+        sentences.append(f"batch_size={workload.batch_size} instead of {asked}: there are only {rows}.")
+    if workload.first_epoch is not None:
+        speed = f"{workload.first_epoch:,.0f} images/s"
+        sentences.append(f"The first epoch decodes each chunk: {speed}. Then all chunks stay decoded in memory.")
     return sentences
 
 

@@ -35,9 +35,11 @@ from h5pack.system.text import counted, format_bytes
 
 MIN_ROWS, MIN_BYTES = 256, 16 * 1024 * 1024
 """A sample with fewer rows and fewer bytes than this is too small to trust, because it fits into a CPU's caches."""
+MIN_EPOCH_SECONDS = 0.005
+"""So is one that is read in less time than this, because the start of an epoch takes a good part of it."""
 _MAX_FINALISTS = 6
 _NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) stands for it.
-_BUSY_SPREAD = 1.5  # If the ratio of two variants varies by more than this factor, the machine is too busy.
+_BUSY_SPREAD = 1.5  # If the ratio of two variants varies by more than this factor, it decides nothing.
 _CACHE_WORDS = {"hot": "warm", "cold": "cold"}
 
 
@@ -68,7 +70,7 @@ class Recommendation:
     command: str  # Command line that converts to the variant; empty if `convert` is False.
     code: str  # Python code that reads the file with these settings.
     is_default: bool = False  # Whether `h5pack.convert` makes these chunks by default.
-    busy: bool = False  # Whether the machine was too busy to compare variants.
+    busy: bool = False  # Whether repeats differed too much to compare variants, as on a busy machine.
     gain: float | None = None  # Speedup over reading the input file with h5py, one index per call, if measured.
 
 
@@ -123,13 +125,15 @@ def finalists(
 ) -> list[BenchCase]:
     """Return the cases to measure again side by side: one per file variant, the fastest first.
 
-    The variant nearest to the default is always among them, because the others are compared with it.
+    The input file and the variant nearest to the default are always among them, because the others are compared with
+    them.
     """
     found = sorted(_comparable(variants, measurements, workload, cache), key=lambda one: -one.median)
     packed = {one.label: _effort(one, workload) for one in variants if not one.is_input}
+    given = [one.label for one in variants if one.is_input]
     nearest = min((one.case.variant for one in found if one.case.variant in packed), key=packed.__getitem__, default="")
     fast = [one for one in found[:_MAX_FINALISTS] if one.median >= HOPELESS * found[0].median]
-    return [one.case for one in found if one in fast or one.case.variant == nearest]
+    return [one.case for one in found if one in fast or one.case.variant in (nearest, *given)]
 
 
 def choose(
@@ -148,12 +152,12 @@ def choose(
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
         return None
-    small = _small_sample(workload)
+    small = _small_sample(workload, max(one.stated.median for one in found))
     picked = _pick_variant(found, workload, compare=not small)
     ties = [one for one in found if small or not picked.beats(one)]
     variant = picked.variant
     used, settings_reasons = pick_settings(picked.stated, run_off, workload)
-    case = replace(used.case, batch_size=workload.asked_batch_size or workload.batch_size)
+    case = replace(used.case, batch_size=workload.recommended_batch_size)
     num_workers, workers_reason = pick_workers(picked.stated, run_off, workload)
     gain, gain_reasons = _gain(variants, picked.stated, measurements, [one.stated for one in found])
     chunk_cache, cache_reasons = pick_chunk_cache(variant, case.window, measurements, workload)
@@ -192,11 +196,13 @@ def choose(
     )
 
 
-def _small_sample(workload: Workload) -> str:
-    """Return why the sample is too small to compare variants; empty if it is not."""
-    size = workload.sample_rows * workload.row_bytes
-    small = workload.sample_rows < MIN_ROWS and size < MIN_BYTES
-    return f"the sample has only {counted(workload.sample_rows, 'row')} ({format_bytes(size)})" if small else ""
+def _small_sample(workload: Workload, speed: float) -> str:
+    """Return why the sample is too small to compare variants, the fastest at `speed` images/s; empty if it is not."""
+    rows, size = workload.sample_rows, workload.sample_rows * workload.row_bytes
+    if rows < MIN_ROWS and size < MIN_BYTES:
+        return f"the sample has only {counted(rows, 'row')} ({format_bytes(size)})"
+    short = rows < MIN_EPOCH_SECONDS * speed
+    return f"an epoch of the sample takes only {1000 * rows / speed:.2g} ms" if short else ""
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from typing import Any
 from h5pack.benchmark.cases import CACHES, ENGINES, ORDERS, BenchCase, FileVariant, Measurement, repeats_json
 from h5pack.benchmark.recommend import Recommendation
 from h5pack.format.plans import CachePlan
-from h5pack.system.text import counted, format_bytes
+from h5pack.system.text import counted, format_bytes, listed
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
 _NOISY_RATIO = 1.5
-_USED = 0.8  # If less of the time was used, more time would not help.
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,6 @@ class BenchReport:
     @property
     def parameters(self) -> tuple[str, ...]:
         """The parameters that the text mentions, in Python syntax, such as ``seconds=60``."""
-        if self.recommendation is not None and self.recommendation.busy:
-            return (*([f"seconds={self._longer_seconds:g}"] if self._longer_seconds else []), "full=True")
         if self.enough_seconds is None:
             return ("full=True",)
         return f"seconds={self.enough_seconds}", "orders='window'", "engines='direct'", "full=True"
@@ -135,9 +132,10 @@ class BenchReport:
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is"
         if chosen.busy:
-            again = "or measure again when nothing else uses it"
-            again += f", or with seconds={self._longer_seconds:g}" if self._longer_seconds else ""
-            what = f"This machine is too busy to tell chunk sizes apart. {what}, {again}"
+            again = "or measure again when nothing else uses the machine"
+            what = f"Repeats differ too much to tell chunk sizes apart. {what}, {again}"
+        elif chosen.doubts:
+            what = f"The sample is too small to tell chunk sizes apart: {'; '.join(chosen.doubts)}. {what}"
         elif chosen.is_default and len(chosen.ties) > 1:
             what = f"No chunk size is measurably better: keep the default of {chosen.variant}{size}"
         low, high = chosen.images_per_s_range
@@ -146,11 +144,6 @@ class BenchReport:
         text += f" with num_threads={chosen.num_threads}"
         ratio = _ratio_text(chosen)
         return f"{text}, {ratio}." if ratio else f"{text}."
-
-    @property
-    def _longer_seconds(self) -> float:
-        """How many seconds to try if the machine was too busy; 0 if there was time left for more repeats."""
-        return 3 * self.budget_seconds if self.seconds.get("all", 0.0) > _USED * self.budget_seconds else 0.0
 
     def ceiling_of(self, cache: str) -> Ceiling | None:
         """Return the ceiling for a page-cache state, if possible the one that the recommendation is compared with.
@@ -269,14 +262,15 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
     shape = "x".join(map(str, report.row_shape))
     about = f"{printable(report.source)}: {counted(report.num_images, 'image')}, rows of {shape} "
     about += f"({format_bytes(report.row_bytes)}), sample of {report.sample_rows:,}"
+    sizes = sorted({one.chunk_rows for one in report.variants if one.chunk_rows is not None and not one.is_input})
+    about += f", chunks of {listed([f'{rows:,}' for rows in sizes])} rows" if sizes else ""
     chosen, first = report.recommendation, _bullets("", [report.headline()], indent="")
     if not report.complete and chosen is not None:
         first.insert(0, "interrupted; results so far:")
     if chosen is None:
         reasons = [f"missing: {printable(text)}" for text in report.missing]
     else:
-        reasons = [f"Uncertain: {text}." for text in chosen.doubts]
-        reasons += [f"Fault of the file: {printable(text)}" for text in report.faults]
+        reasons = [f"Fault of the file: {printable(text)}" for text in report.faults]
         reasons += [printable(text) for text in chosen.reasons]
     typed = [] if chosen is None else [chosen.command, chosen.code]
     code = [f"    {line}" for text in typed for line in text.splitlines()]

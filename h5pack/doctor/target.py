@@ -332,7 +332,7 @@ class Target:
         """Return the stages that are measured with the rows in the page cache; set the `reasons` why others are not."""
         some = f"{self.hot_rows:,} of {len(self.dataset):,} rows" if self.hot_rows < len(self.dataset) else None
         how = "by system calls, not from a mapping as loaders do" if self.index.codec is None else None
-        how = "; ".join(filter(None, (some, how)))
+        how = "; ".join(filter(None, (some, how))) or None
         threads = max(1, self.loaders.parallel)
 
         def read(seconds: float) -> Repeat:

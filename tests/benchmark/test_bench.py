@@ -13,6 +13,7 @@ import pytest
 
 import h5pack
 from h5pack.benchmark.bench import BenchRun, make_settings
+from h5pack.benchmark.cases import MIN_TURNS
 from h5pack.benchmark.report import BenchReport
 from h5pack.benchmark.sweep import Sweep
 from h5pack.cli import main
@@ -84,6 +85,26 @@ def test_a_folder_is_packed_measured_and_answered(folder: Path, tmp_path: Path) 
     text = json.dumps(report.to_json())
     assert BenchReport.from_json(json.loads(text)).recommendation == chosen
     assert os.fspath(tmp_path) not in text
+
+
+def test_without_other_cases_the_run_off_gets_the_rest_of_the_time(folder: Path, tmp_path: Path) -> None:
+    settings = {"chunk_rows": (4, 16), "batch_size": 8, "caches": "hot", "contiguous": False, "orders": "window"}
+    report = bench(folder, tmp_path, engines="direct", seconds=20.0, **settings)
+    assert report.complete
+    assert 0.75 * report.budget_seconds <= report.seconds["all"] <= 1.05 * report.budget_seconds
+    again = {one.case.variant: one for one in report.run_off if one.case.num_threads == 1 and not one.case.num_workers}
+    assert len(again["4 rows"].ratios(again["16 rows"])) >= MIN_TURNS
+    assert all(len(one.of_ceiling) == len(one.speeds) for one in again.values())
+
+
+def test_the_first_epoch_of_a_compressed_file_is_measured(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "z.h5"
+    h5pack.convert(folder, file, compression="gzip", num_workers=1)
+    settings = {"chunk_rows": 4, "batch_size": 8, "caches": "hot", "orders": "window", "engines": "direct"}
+    report = bench(file, tmp_path, **settings)
+    assert report.recommendation is not None
+    assert (report.recommendation.variant, report.recommendation.convert) == (report.variants[0].label, False)
+    assert sum("first epoch" in reason for reason in report.recommendation.reasons) == 1
 
 
 def test_an_input_file_is_compared_with_packs_of_it(tmp_path: Path) -> None:

@@ -141,6 +141,13 @@ def test_the_finalists_are_the_fastest_variants_with_chunks() -> None:
     assert finalists(VARIANTS, found, WORKLOAD, "hot") == [found[2].case, found[1].case]
 
 
+def test_the_input_file_is_a_finalist_however_slow_it_is() -> None:
+    found = [measured(label, speed) for label, speed in {INPUT.label: 1, "32 rows": 50, "128 rows": 60}.items()]
+    assert {case.variant for case in finalists([INPUT, *VARIANTS], found, WORKLOAD, "hot")} == {
+        one.case.variant for one in found
+    }
+
+
 @pytest.mark.parametrize(
     ("num_images", "caches", "expected"),
     [(20_000, ("hot", "cold"), ["hot", "cold"]), (20_000_000, ("hot", "cold"), ["cold", "hot"]),
@@ -328,13 +335,32 @@ def test_a_batch_size_that_the_sample_is_too_small_for_is_the_first_reason() -> 
     assert all(part in chosen.reasons[0] for part in ("batch_size=256", "4,000 rows"))
     assert chosen.batch_size == 1_024
     assert "batch_size=1024" in chosen.code
+    # All images together are too few, too.
+    chosen = chosen_from(VARIANTS, measured("32 rows", 9, 9, 9), asked_batch_size=1_024, num_images=4_000)
+    assert all(part in chosen.reasons[0] for part in ("batch_size=256", "1024", "4,000 rows"))
+    assert chosen.batch_size == 256
+    assert "batch_size=256" in chosen.code
 
 
-def test_a_slower_first_epoch_is_a_reason_if_decoded_chunks_stay_in_memory() -> None:
-    gzip, found = replace(variant(32, "gzip"), label="gzip"), measured("gzip", 9, 9, 9)
-    for variants, images, count in (([gzip], 1_000, 1), ([gzip], 10_000_000, 0), (VARIANTS, 1_000, 0)):
-        chosen = chosen_from(variants, found if variants == [gzip] else measured("32 rows", 9, 9, 9), num_images=images)
-        assert sum("first epoch" in reason for reason in chosen.reasons) == count
+def test_the_speed_of_a_first_epoch_that_decodes_is_a_reason() -> None:
+    for speed, count in ((1_234.0, 1), (None, 0)):
+        chosen = chosen_from(VARIANTS, measured("32 rows", 9, 9, 9), first_epoch=speed)
+        assert sum("1,234 images/s" in reason for reason in chosen.reasons) == count
+
+
+def test_a_sample_that_is_read_in_milliseconds_is_too_small() -> None:
+    for speed, number in ((790_000, 0), (810_000, 1)):
+        found = [measured("32 rows", *[speed] * 3), measured("128 rows", *[speed / 3] * 3)]
+        chosen = chosen_from(VARIANTS, *found, default_chunk_rows=128)
+        assert len(chosen.doubts) == number
+        assert chosen.variant == ("128 rows" if number else "32 rows")
+
+
+def test_of_ten_turns_the_lowest_and_the_highest_ratio_do_not_count() -> None:
+    usual, faster = measured("32 rows", *[10] * 10), [15] * 8
+    for speeds, found in (([9, *faster, 40], True), ([9, 9, *faster], False), ([9, *faster], False)):
+        assert measured("128 rows", *speeds).is_faster(usual) is found
+    assert measured("128 rows", *[9, *faster, 40]).ratios(usual) == (1.5,) * 8
 
 
 def test_the_command_has_the_options_that_made_the_rows() -> None:
