@@ -177,8 +177,8 @@ class H5Dataset(BatchSource):
         self.engine = Engine(pack.path, pack.identity, pack.indexes)
         for name in chosen:
             if name not in pack.splits:
-                known = ", ".join(map(repr, pack.splits)) or "none"
-                message = f"{pack.path}: no split {name!r}; its splits are {known}"
+                known = f"its splits are {', '.join(map(repr, pack.splits))}" if pack.splits else "it has no splits"
+                message = f"{pack.path}: no split {name!r}; {known}"
                 raise PackFormatError(message, path=pack.path, parameters=("split",))
         index = pack.indexes[self.names[0]]
         self.rows = joined_ranges([self.splits[name] for name in chosen] if chosen else [range(index.rows)])

@@ -153,7 +153,7 @@ class DoctorReport:
         """Return the report as text: what limits the training and what to do about it, then a bar per stage."""
         interrupted = "Interrupted: no verdict. The table shows what was measured before."
         lines = _wrapped(self.verdict_text or interrupted)
-        lines += _listed("What would make the training faster, the most usual causes first:", self, moves=True)
+        lines += _listed("What would make the training faster, most likely first:", self, moves=True)
         lines += ["", *self.head(), "", *_waterfall(self)]
         lines += ["", *_wrapped(self.first_epoch_text)] if self.first_epoch_text is not None else []
         lines += _listed("Other findings:", self, moves=False)
@@ -238,7 +238,8 @@ def _too_little_text(verdict: Verdict, evidence: Evidence, enough_seconds: float
     times = "never" if rates is None else f"only {counted(rates.repeats, 'time')}"
     return (
         f"Too little was measured to say what limits the training: '{STAGE_TITLES[verdict.stage]}' {times}, and "
-        f"{MIN_REPEATS} times are needed. Give at least seconds={enough_seconds:g}.{_known_text(evidence)}"
+        f"{MIN_REPEATS} times are needed. Give at least seconds={enough_seconds:g}."
+        f"{_known_text(evidence)}{_threads_text(evidence)}"
     )
 
 
@@ -251,7 +252,7 @@ def _noisy_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> 
         why = f"repeats of the same loop reach {rate_text(rates.low)} to {rate_text(rates.high)} images/s"
     elif verdict.stage is not None:
         why = f"'{STAGE_TITLES[verdict.stage]}' reaches {evidence.rates(verdict.stage)}"
-        why += f", but the loop, which contains it, {evidence.rates(Stage.EVERYTHING)}"
+        why += f", but the loop, which contains it, reaches {evidence.rates(Stage.EVERYTHING)}"
     return (
         f"The measurements are too noisy to say what limits the training: {why}. Measure again when nothing else uses "
         f"the machine, or with more time, seconds={_more_seconds(enough_seconds):g}."
@@ -277,8 +278,8 @@ def _more_seconds(enough_seconds: float) -> float:
 
 
 def _threads_text(evidence: Evidence) -> str:
-    """Return advice for a step on the CPU, whose threads compete with the loader's; empty for a step on a GPU."""
-    if evidence.on_gpu or evidence.cpus < 2:
+    """Return advice for a step in several threads, which compete with the loader's; empty for one on a GPU."""
+    if evidence.on_gpu or evidence.cpus < 2 or evidence.step_threads == 1:
         return ""
     return (
         " A step on the CPU competes with the loader for the CPUs, which makes both uneven: torch.set_num_threads(1), "
@@ -292,7 +293,7 @@ def _slowed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) ->
         f"The step is slowed down in the loop, where everything together reaches {together}; alone it reaches {step}. "
         f"But it waits for data only {_stall_text(evidence)} of the time, so the loader is fast enough. Something else "
         "takes the CPUs: the loader's own threads, or other programs; then the step's threads wait for each other."
-        f"{_threads_text(evidence)} Measure again with that, or with more time, "
+        f"{_threads_text(evidence)} Measure again when nothing else uses the machine, or with more time, "
         f"seconds={_more_seconds(enough_seconds):g}."
     )
 

@@ -441,8 +441,7 @@ class Target:
 
     def evidence(self, **measured: Any) -> Evidence:
         """Return the `Evidence` for a verdict: the `measured` fields, and what is known about the target."""
-        index, rows = self.index, len(self.dataset)
-        images = images_of(self._sample)
+        index, rows, images = self.index, len(self.dataset), images_of(self._sample)
         num_workers = self._settings.num_workers
         return Evidence(
             cpus=available_cpus(),
@@ -450,6 +449,7 @@ class Target:
             num_threads=self.loaders.parallel if num_workers is None else None,
             num_workers=num_workers,
             on_gpu=self.on_gpu,
+            step_threads=torch.get_num_threads(),
             batch_rows=min(self._settings.batch_size, rows),
             stored_row_bytes=index.row_bytes,
             loaded_row_bytes=images.nbytes // max(1, len(images)),

@@ -73,7 +73,8 @@ def open_rows(
     unknown = [name for name in splits if name not in catalog.split_names]
     if unknown:
         names = ", ".join(map(repr, catalog.split_names))
-        raise OptionsError(f"{path}: no split {unknown[0]!r}; its splits are {names}", path=path)
+        known = f"its splits are {names}" if names else "it has no splits"
+        raise OptionsError(f"{path}: no split {unknown[0]!r}; {known}", path=path)
     if splits:
         catalog = _only_splits(catalog, splits)
     if limit is not None:

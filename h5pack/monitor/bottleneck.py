@@ -128,6 +128,7 @@ class Evidence:
     num_threads: int | None = None
     num_workers: int | None = None
     on_gpu: bool | None = None  # whether the step runs on a GPU
+    step_threads: int | None = None  # number of threads of PyTorch's operations on the CPU
     batch_rows: int | None = None  # number of images in a batch
     epoch_batches: int | None = None  # number of batches in an epoch
     # The size of an image, and whether its values are floats: stored in the file, and loaded by the loader.

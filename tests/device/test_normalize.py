@@ -308,6 +308,7 @@ def test_colors_need_three_channels() -> None:
     # Contrast keeps the grey of the mean.
     assert Normalize.imagenet().augmentation.level == pytest.approx(255 * 0.458971)
     assert Normalize().augmentation.level == 127.5
+    assert Normalize(std=(0.5, 0.5, 0.5)).augmentation.level == 127.5
 
 
 # Under torch's modes.

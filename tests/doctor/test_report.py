@@ -134,6 +134,16 @@ def test_the_verdict_in_words(figures: dict[str, Any], known: dict[str, Any], pa
     assert "None" not in text
 
 
+def test_fewer_threads_are_advised_only_for_a_step_in_several_on_the_cpu() -> None:
+    late = {Stage.EVERYTHING: StageResult(Stage.EVERYTHING, None, "late", late=True)}
+    for known, advised in (({**ON_CPU, "step_threads": 2}, True), ({**ON_CPU, "step_threads": 1}, False),
+                           ({"on_gpu": True, "step_threads": 2}, False)):  # fmt: skip
+        for stages, more in (({}, {"stall_fraction": 0.3, "stall_range": (0.02, 0.6)}), (late, {})):
+            found = evidence(**known, **more)
+            text = report_of(replace(found, stages={**found.stages, **stages})).verdict_text
+            assert ("set_num_threads" in text) is advised
+
+
 @pytest.mark.parametrize("rates_of_loop", [Rates(900, 900, 900, 1), None])
 def test_too_little_time_is_said_first_with_enough(rates_of_loop: Rates | None) -> None:
     found = evidence()
