@@ -73,10 +73,10 @@ def convert(
     Parameters
     ----------
     source : path or map-style dataset
-        A folder (of images, of class folders, of split folders, or CelebA), a tar or zip file of images or such
+        A folder (of images, of class folders, of split folders, CelebA or COCO), a tar or zip file of images or such
         folders, WebDataset shards or Parquet files (one, a folder of them, or a pattern like "shard-{000..010}.tar"), a
-        CSV, TSV or JSONL manifest, any HDF5 file with a dataset of images, or a map-style dataset of uint8
-        images, or of (image, label), as tuples or dicts.
+        folder of MDS shards, a CSV, TSV or JSONL manifest, a JSON file of COCO annotations, any HDF5 file with a
+        dataset of images, or a map-style dataset of uint8 images, or of (image, label), as tuples or dicts.
     out : path
         The file to create.
     source_kind : str, optional

@@ -26,8 +26,8 @@ def add(commands: Any) -> None:
     convert.add_argument(
         "source",
         metavar="SOURCE",
-        help="a folder or archive of images, WebDataset shards, Parquet files, a manifest (CSV, TSV, JSONL), or any "
-        "HDF5 file",
+        help="a folder or archive of images, WebDataset or MDS shards, Parquet files, a manifest (CSV, TSV, JSONL), "
+        "COCO annotations, or any HDF5 file",
     )
     convert.add_argument("out", metavar="OUT", help="the HDF5 file to create")
     add_source(convert)

@@ -59,8 +59,8 @@ def parse_compression(text: str) -> Compression | None:
 def max_compressed_bytes(count: int) -> int:
     """Return an upper bound of the size of `count` bytes after any filter.
 
-    Data that does not compress grows. It grows most with Bitshuffle-LZ4: 52 bytes per block of 8,192. zstd adds 1 byte
-    in 256, gzip 1 in 1,000.
+    Data that does not compress grows, by at most 52 bytes per block of 8,192 with Bitshuffle-LZ4, 1 byte in 256 with
+    zstd and 1 in 1,000 with gzip.
     """
     return count + count // 64 + 1024
 

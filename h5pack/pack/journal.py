@@ -119,7 +119,8 @@ def read_encoded(encoded: EncodedFile, size: int) -> bytes:
         found = read_all(stream.fileno(), size, encoded.offset)
     if len(found) != size or zlib.crc32(found) != encoded.checksum:
         raise ResumeError(
-            f"{encoded.path}: does not contain what was written to it; check the disk, then run again with resume=True",
+            f"{encoded.path}: {size:,} bytes at {encoded.offset:,} do not match their checksum; check the disk (or "
+            "restore the file if it is a pack), then run again with resume=True",
             path=encoded.path,
             parameters=("resume=True",),
         )

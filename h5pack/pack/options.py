@@ -174,7 +174,8 @@ class ConvertOptions:
         for name, reason in reasons.items():
             if getattr(self, name):
                 given = ("shard_bytes", f"{name}=True" if name != "part" else name)
-                raise OptionsError(f"{' and '.join(given)} cannot be combined: {reason}", parameters=given)
+                problem = f"{' and '.join(given)} cannot be combined, because {reason}; give only one of them"
+                raise OptionsError(problem, parameters=given)
 
     def _check_keep(self) -> None:
         """Raise OptionsError for options of pixels if `keep` is given, and for options of `keep` if it is not."""
@@ -260,8 +261,8 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
         )
     if options.keep is not None and any(one.kind == schema.IMAGE for one in catalog.pixel_fields):
         raise OptionsError(
-            f"{source}: keep={options.keep!r} cannot store further images of a sample; leave out one of keep and "
-            "image_columns",
+            f"{source}: keep={options.keep!r} cannot store further images of a sample; leave out image_columns or "
+            f"keep={options.keep!r}",
             path=source,
             parameters=(f"keep={options.keep!r}", "image_columns"),
         )
@@ -300,7 +301,7 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
     """Return one text, or several, as a tuple; raise OptionsError if `value` is neither."""
     texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
     if (not texts and value not in ((), [])) or not all(isinstance(text, str) for text in texts):
-        raise invalid(name, value, " is neither a text nor several texts")
+        raise invalid(name, value, " is neither a text nor several texts; give a str or a list of str")
     return texts
 
 

@@ -211,7 +211,7 @@ class ConvertPlan:
         chunks = (size - self.structure.metadata_block_bytes) // chunk_bytes
         if chunks < 1:
             needed = f"{self.structure.metadata_block_bytes + chunk_bytes:,} bytes"
-            raise invalid("shard_bytes", size, f" is too small; a file with one chunk takes {needed}")
+            raise invalid("shard_bytes", size, f" is too small for one chunk; give at least {needed}")
         return [*range(0, self.rows, chunks * self.chunks.rows), self.rows]
 
     def source_groups(self, rows: Rows) -> Rows | None:
