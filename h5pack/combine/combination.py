@@ -216,7 +216,8 @@ class Combination:
             for position in np.flatnonzero(self.origins.owners == owner).tolist():
                 row = int(self.origins.rows[position])
                 start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
-                files[position] = (EncodedFile(str(part.path), base + start, int(checksums[row])), stop - start)
+                place = EncodedFile(str(part.path), base + start, int(checksums[row]), dataset, row)
+                files[position] = (place, stop - start)
         one = self.catalog.pixel_fields[number]
         dtype = self.parts[0].engine.indexes[self.parts[0].pixel_datasets[number + 1]].native_dtype
         return EncodedMasks(one.name, dtype.str, files)

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import OutputBusyError, ResumeError
+from h5pack.errors import DamagedRowsError, OutputBusyError, ResumeError
 from h5pack.system.files import is_locked, lock, open_locked, read_all, sync_path, write_atomically
 
 _MAGIC = 0x4B503548
@@ -111,20 +111,33 @@ class EncodedFile(NamedTuple):
     path: str
     offset: int
     checksum: int
+    dataset: str | None = None  # of the pack; None for a temporary file
+    row: int = 0  # of that dataset
 
 
 def read_encoded(encoded: EncodedFile, size: int) -> bytes:
-    """Return the bytes of an encoded image or mask; raise ResumeError if they do not match their checksum."""
-    with open(encoded.path, "rb") as stream:
+    """Return the bytes of an encoded image or mask.
+
+    If they do not match their checksum, raises DamagedRowsError for a pack, ResumeError for a temporary file.
+    """
+    path, dataset, row = encoded.path, encoded.dataset, encoded.row
+    with open(path, "rb") as stream:
         found = read_all(stream.fileno(), size, encoded.offset)
-    if len(found) != size or zlib.crc32(found) != encoded.checksum:
-        raise ResumeError(
-            f"{encoded.path}: {size:,} bytes at {encoded.offset:,} do not match their checksum; check the disk (or "
-            "restore the file if it is a pack), then run again with resume=True",
-            path=encoded.path,
-            parameters=("resume=True",),
+    if len(found) == size and zlib.crc32(found) == encoded.checksum:
+        return found
+    if dataset is not None:
+        raise DamagedRowsError(
+            f"{path}: {dataset!r} row {row} differs from the stored checksum; run 'h5pack verify' on it, then restore "
+            "the file or convert again",
+            path=path,
+            dataset=dataset,
+            rows=[row],
         )
-    return found
+    raise ResumeError(
+        f"{path}: does not contain what was written to it; check the disk, then run again with resume=True",
+        path=path,
+        parameters=("resume=True",),
+    )
 
 
 class RowResults:
