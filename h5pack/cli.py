@@ -25,7 +25,7 @@ _EPILOG = """\
 h5pack convert ./celebA out.h5            pack a folder of images
 h5pack convert other.h5 out.h5            repack the images of any HDF5 file
 h5pack append out.h5 ./more               add new images to a pack
-h5pack join a.h5 b.h5 both.h5             make one pack of several
+h5pack join a.h5 b.h5 both.h5             make one pack of several packs
 h5pack subset out.h5 small.h5 --sample 99 make a pack of some rows of another
 h5pack info out.h5                        show what a file contains and how it is stored
 h5pack verify out.h5                      check every row
@@ -39,7 +39,7 @@ h5pack doctor out.h5                      find the slowest stage of feeding a tr
 _OTHER_WAYS = {
     ("convert", "--split"): " (for one split give its folder as SOURCE, or --include 'train/*')",
 }
-"""What to do instead of options that other commands have."""
+"""Hints for options that only other commands have, by command and option."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    """Return a question about a known name that begins like `name` or is similar; "" if there is none."""
+    """Return " (did you mean X?)" for a known option that starts with `name` or is similar to it; "" if none is."""
     found = [one for one in known if one.startswith(name)] or difflib.get_close_matches(name, known, 1)
     return f" (did you mean {found[0]}?)" if found else ""
 
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGTERM, _terminate)
     unraisable_hook = sys.unraisablehook
-    sys.unraisablehook = partial(_interrupt_again, unraisable_hook)
+    sys.unraisablehook = partial(_resend_signal, unraisable_hook)
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
@@ -123,11 +123,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, before)
 
 
-def _interrupt_again(otherwise: Callable[[Any], object], unraisable: Any) -> None:
-    """Send a signal again if Python dropped the exception that it raised, as in ``__del__`` or a weakref callback."""
+def _resend_signal(previous_hook: Callable[[Any], object], unraisable: Any) -> None:
+    """Send SIGINT or SIGTERM again if Python dropped the exception that its handler raised.
+
+    That happens in ``__del__`` and in weakref callbacks. Other exceptions are passed to `previous_hook`.
+    """
     error = unraisable.exc_value
     if not isinstance(error, KeyboardInterrupt):
-        otherwise(unraisable)
+        previous_hook(unraisable)
         return
     number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
     # Wait half a second, because Python would also drop an exception that is raised inside this hook.
@@ -150,11 +153,16 @@ def _terminate(number: int, frame: Any) -> None:
 
 
 def _interrupted(arguments: argparse.Namespace) -> str:
+    """Return the message after SIGINT or SIGTERM: which file was kept, and how to continue."""
     out = getattr(arguments, "out", None)
-    for kept in () if out is None else (f"{out}.partial", f"{out}.partial.survey"):
+    # `append` first packs the new images into OUT.new.
+    endings = (".partial", ".partial.survey", ".new", ".new.partial", ".new.partial.survey")
+    for kept in () if out is None else [f"{out}{ending}" for ending in endings]:
         if os.path.exists(kept):
-            return f"interrupted; {kept} is kept: run the same command with --resume to continue"
-    return "interrupted; nothing was written"
+            in_parts = getattr(arguments, "part", None) or getattr(arguments, "finish", False)
+            again = "again" if in_parts else "with --resume"
+            return f"interrupted; {kept} is kept: run the same command {again} to continue"
+    return "interrupted"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pickle
@@ -213,3 +214,23 @@ def test_a_signal_in_a_weakref_callback_is_not_lost(
     monkeypatch.setattr("h5pack.inspect.info.info", work)
     assert run(capsys, "info", "x")[0] == code
     assert len(dropped) == 1
+
+
+@pytest.mark.parametrize(
+    ("ending", "options", "resumes"),
+    [
+        (".partial", {}, True),
+        (".partial.survey", {}, True),
+        (".new.partial", {}, True),
+        (".partial", {"part": "2/3"}, False),
+        (".partial", {"finish": True}, False),
+    ],
+)
+def test_an_interruption_names_the_unfinished_file_and_an_option_that_continues_it(
+    tmp_path: Path, ending: str, options: dict[str, object], resumes: bool
+) -> None:
+    out = tmp_path / "o.h5"
+    Path(f"{out}{ending}").write_bytes(b"x")
+    text = cli._interrupted(argparse.Namespace(out=str(out), **options))
+    assert f"{out}{ending} " in text
+    assert ("--resume" in text) == resumes

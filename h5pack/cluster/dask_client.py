@@ -1,9 +1,9 @@
 """Running tasks on the workers of a Dask cluster.
 
 `open_dask_executor` wraps a `distributed.Client` as an executor of `concurrent.futures`. Before any task runs, each
-worker must have the same versions of what decodes images, and must see the source and the output's folder; a worker
-that joins later is checked before its first task. Tasks travel as bytes, because the scheduler unpickles what it is
-sent and would otherwise unpickle each name in a task. The object that all tasks share is sent once to each worker
+worker is checked: it must have the same versions of the packages that decode images, and must see the source and the
+output's folder. A worker that joins later is checked before its first task. Tasks are sent as bytes, because the
+scheduler would otherwise unpickle each name in a task. The object that all tasks share is sent once to each worker
 process, by a worker plugin that also reaches workers that join later.
 
 If a worker is lost, the scheduler gives its tasks to another one. A task may therefore run twice, even at the same
@@ -44,14 +44,14 @@ _MANY_RESULTS = 256
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 64 * 1024 * 1024
 _IDLE_TASKS = 8
 _LOCAL = re.compile(r"local:([1-9]\d*)")
-_NOT_INSTALLED = "a Dask cluster needs distributed, which is not installed; pip install distributed"
+_NOT_INSTALLED = "a Dask cluster needs distributed, which is not installed; run pip install distributed"
 
 
 @dataclass(frozen=True)
 class Expectations:
-    """What must be the same for all workers; made by the process that submits tasks."""
+    """What must be the same for all workers; created by the process that submits tasks."""
 
-    token: str  # of this executor; keys of its tasks contain it
+    token: str  # identifies the executor; the keys of its tasks contain it
     versions: dict[str, str]
     source: str | None  # absolute path; None if the source is not a path
     source_bytes: int | None  # size of a source that is one file; None if it is a folder or a pattern
@@ -69,7 +69,7 @@ class Expectations:
 
 
 def problems(expected: Expectations) -> list[str]:
-    """Return what this process has or sees differently; it writes a file into the output's folder and removes it."""
+    """Return how this process differs from `expected`; it writes a file to the output's folder and removes it."""
     versions = decoder_versions()
     found = [
         f"has {name} {versions[name]} instead of {version}"
@@ -106,13 +106,13 @@ def _refusal(found: dict[str, list[str]]) -> WorkerError:
 def open_client(address: str) -> Iterator[Any]:
     """Connect to the scheduler at an address or in a scheduler file; "local:N" starts one with N worker processes here.
 
-    Raises OptionsError for an address that is none, WorkerError if no scheduler answers.
+    Raises OptionsError if `address` is none of these, WorkerError if no scheduler answers or Dask is not installed.
     """
     try:
         import distributed
     except ImportError as error:
         raise WorkerError(_NOT_INSTALLED) from error
-    # What its loggers would say about lost connections is in the error. Several of them have levels of their own.
+    # Errors report lost connections, so silence Dask's loggers, each one because some have levels of their own.
     for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "distributed"]:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     with contextlib.ExitStack() as stack:
@@ -136,7 +136,8 @@ def open_client(address: str) -> Iterator[Any]:
             if isinstance(error, H5PackError):
                 raise
             reason = " ".join(str(error).split())
-            raise WorkerError(f"{address}: no Dask scheduler answers there ({reason}); start one, or check") from error
+            advice = "start it, or check the address"
+            raise WorkerError(f"{address}: no Dask scheduler answers ({reason}); {advice}") from error
         yield stack.enter_context(client)
 
 
@@ -144,8 +145,8 @@ def open_client(address: str) -> Iterator[Any]:
 def open_dask_executor(client: Any, shared_object: Any, source: str | None, partial: Path) -> Iterator[DaskExecutor]:
     """Open an executor of the workers of a `distributed.Client`; inside tasks, `shared()` returns `shared_object`.
 
-    Raises WorkerError if a worker has other versions, or does not see the source or the folder of ``OUT.partial``. Each
-    thread of a worker gets its own copy of the object.
+    `partial` is the path of ``OUT.partial``. Raises WorkerError if a worker has other versions, or does not see the
+    source or the output's folder. Each thread of a worker gets its own copy of the object.
     """
     payload = _pickled(shared_object)
     expected = Expectations.here(source, partial)
@@ -180,7 +181,7 @@ def open_workers(
     num_workers: int,
     start_method: str | None,
 ) -> contextlib.AbstractContextManager[concurrent.futures.Executor]:
-    """Open an executor of the workers of `client`, or of processes here if that is None; they share the reader."""
+    """Open an executor of the workers of `client`, or of local processes if `client` is None; they share `reader`."""
     if client is None:
         return open_executor(num_workers, start_method, reader)
     path = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
@@ -209,9 +210,9 @@ def _pickled(value: Any) -> bytes:
 
 @dataclass
 class _Prepared:
-    """What one worker process has of an executor."""
+    """What one worker process stores for one executor."""
 
-    payload: bytes
+    payload: bytes  # the pickled shared object
     problems: list[str]
     objects: dict[int, Any] = field(default_factory=dict)  # the shared object, by thread
 
@@ -220,16 +221,16 @@ _prepared: dict[str, _Prepared] = {}
 
 
 def prepare(expected: Expectations, payload: bytes) -> None:
-    """Check a worker process, and give it the pickled shared object."""
+    """Check this worker process, and store the pickled shared object in it."""
     _keep_freed_memory()
     _prepared[expected.token] = _Prepared(payload, problems(expected))
 
 
 def _keep_freed_memory() -> None:
-    """Let a process keep the memory that decoding one image frees, for the next one.
+    """Let this process keep freed memory, so that decoding the next image can use it again.
 
-    A nanny starts workers such that freed memory above 64 KiB is returned to the system at once. Measured with images
-    of 116 KB, this took 120 page faults for each image, and a quarter of the time.
+    Dask's nanny starts workers with settings that return freed memory above 64 KiB to the system at once. Measured with
+    images of 116 KB, this caused 120 page faults per image, and took a quarter of the time.
     """
     mallopt = libc_function("mallopt", ctypes.c_int, ctypes.c_int)
     if mallopt is not None:
@@ -238,7 +239,7 @@ def _keep_freed_memory() -> None:
 
 
 def forget(token: str) -> None:
-    """Remove the shared object from a worker process."""
+    """Remove the shared object from this worker process."""
     _prepared.pop(token, None)
 
 
@@ -298,7 +299,7 @@ class DaskExecutor(ElasticExecutor):
         self._collector.start()
 
     def in_flight(self) -> int:
-        """See `ElasticExecutor`; a cluster that starts workers on demand sees some tasks while it has none."""
+        """See `ElasticExecutor`; it is never 0, because adaptive clusters start workers only for tasks that wait."""
         if time.monotonic() - self._counted > 1:
             with contextlib.suppress(Exception):
                 self._threads = count_threads(self._client)
@@ -309,7 +310,7 @@ class DaskExecutor(ElasticExecutor):
         task = args[0] if len(args) == 1 else args
         function = fn if len(args) == 1 else _Spread(fn)
         self._number += 1
-        # The dashboard groups tasks by what precedes the token.
+        # The dashboard groups tasks by the part of the key before the token.
         key = f"h5pack-{fn.__name__.strip('_').split('_')[0]}-{self._token}-{self._number}"
         outer: concurrent.futures.Future[Any] = concurrent.futures.Future()
         try:
@@ -323,7 +324,7 @@ class DaskExecutor(ElasticExecutor):
         return outer
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Cancel what has not been finished, and end the thread."""
+        """Cancel unfinished tasks, and end the thread."""
         self._closed = True
         self._collector.join()
         with contextlib.suppress(Exception):
@@ -349,7 +350,7 @@ class DaskExecutor(ElasticExecutor):
         try:
             results = self._client.gather([inner for inner, _ in good])
         except Exception:
-            # One of them was lost since, or the scheduler; each one's own error says it.
+            # A result or the scheduler was lost meanwhile. Fetching each result alone, below, shows which.
             good, results = [], []
         for (_, outer), result in zip(good, results, strict=True):
             outer.set_result(pickle.loads(result))
@@ -363,7 +364,7 @@ class DaskExecutor(ElasticExecutor):
 
 @dataclass(frozen=True)
 class _Spread:
-    """Calls a function with several arguments."""
+    """A picklable function of one argument, a tuple, that calls `function` with its elements."""
 
     function: Callable[..., Any]
 

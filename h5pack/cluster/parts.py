@@ -1,10 +1,10 @@
-"""What the parts of an array job share: independent processes on several machines, with nothing between them but files.
+"""What the parts of an array job share. They are independent processes on several machines, connected only by files.
 
-Each part makes the same plan, so it needs the results of the whole survey. A part does not wait for another one that
-has to come first, because that may never be started, or may be killed. Instead all parts run through the same tasks:
-`SharedResults` gives each task to the first part that creates the file ``N.claim``, and that part saves the result as
-``N.result``. A part whose other work is done runs tasks that are claimed but have no result for long. So no part
-depends on another one; the worst that can happen is that a task runs twice, which gives the same result.
+Each part makes the same plan, so it needs the results of the whole survey. No part waits for a particular other one,
+which may never be started, or may be killed. Instead, all parts submit the same tasks: `SharedResults` gives task N to
+the first part that creates the file ``N.claim``, and that part saves the result as ``N.result``. A part without other
+work also runs tasks that another part has claimed but not saved for a long time. At worst a task runs twice, which
+gives the same result.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _COUNT = "number of parts"
 
 
 class PartsFolder:
-    """The folder ``OUT.partial.parts``: what all parts agree on, and the results that all of them need."""
+    """The folder ``OUT.partial.parts``: what must be equal in all parts, and the results that all of them need."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def agreed(self) -> dict[str, Any] | None:
-        """Return what the first part has recorded; None if no part has started."""
+        """Return what the first part has recorded with `agree`; None if no part has started."""
         try:
             agreed: dict[str, Any] = json.loads((self.folder / "job.json").read_bytes())
         except FileNotFoundError:
@@ -47,7 +47,7 @@ class PartsFolder:
         return agreed
 
     def agree(self, count: int, options: dict[str, Any], catalog: Catalog) -> None:
-        """Record what must be the same for all parts, or raise ResumeError if an earlier part has recorded another."""
+        """Record what must be equal in all parts; raise ResumeError if an earlier part has recorded something else."""
         job = {_COUNT: count, "options": options, "packages": decoder_versions(), "source": catalog.identity()}
         job = json.loads(json.dumps(job))
         temporary = self.folder.with_name(f"{self.folder.name}-{secrets.token_hex(6)}")
@@ -65,9 +65,9 @@ class PartsFolder:
             old, new = (before or {}).get(name), job.get(name)
             if old != new:
                 raise ResumeError(
-                    f"{self.folder}: this job was begun with another {name} ({_difference(old, new)}); give all parts "
-                    "the same source, options and packages, or start over: delete this folder and the other files "
-                    "OUT.partial*",
+                    f"{self.folder}: this part and earlier ones differ in the {name} ({_difference(old, new)}); give "
+                    "all parts the same source, options and packages, or start over: delete all files "
+                    f"{self.folder.with_suffix('')}*",
                     path=self.folder,
                 )
 
@@ -80,7 +80,7 @@ class PartsFolder:
     def shared_results(
         self, stage: str, inner: concurrent.futures.Executor, num_workers: int
     ) -> concurrent.futures.Executor:
-        """Return an executor of a stage's tasks whose results all parts share; `inner` if no part has started."""
+        """Return an executor for a stage whose results all parts share; it is `inner` if no part has started."""
         if not self.count:
             return inner
         folder = self.folder / stage
@@ -92,25 +92,25 @@ def _difference(old: Any, new: Any) -> str:
     if isinstance(old, dict) and isinstance(new, dict):
         name = next(name for name in {**old, **new} if old.get(name) != new.get(name))
         return f"{name}: {_difference(old.get(name), new.get(name))}"
-    return f"{old!r}, not {new!r}"
+    return f"{old!r} before, {new!r} now"
 
 
 class SharedResults(ElasticExecutor):
-    """An executor of tasks whose results all parts need; all parts submit the same tasks in the same order."""
+    """An executor of tasks whose results all parts need; all parts must submit the same tasks in the same order."""
 
     def __init__(self, folder: Path, inner: concurrent.futures.Executor, num_workers: int, parts: int) -> None:
         self._folder, self._inner = folder, inner
         self._num_workers, self._parts = num_workers, parts
         self._number = 0
-        # Tasks that other parts have claimed: future, function and task by number.
+        # Tasks that other parts have claimed: (future, function, task) by number.
         self._awaited: dict[int, tuple[concurrent.futures.Future[Any], Callable[..., Any], Any]] = {}
         self._running: list[concurrent.futures.Future[Any]] = []
         self._longest_seconds, self._changed = 0.0, time.monotonic()
 
     def in_flight(self) -> int:
-        """See `ElasticExecutor`; return what other parts have saved, and run their tasks if nothing is saved for long.
+        """See `ElasticExecutor`. This also collects results that other parts have saved, and runs tasks that they left.
 
-        Tasks in flight are enough for the workers of all parts, because most of them are run by other parts.
+        The number of tasks is enough for the workers of all parts, because other parts run most of them.
         """
         for number, (outer, _, _) in list(self._awaited.items()):
             result = self._load(number)
@@ -121,7 +121,7 @@ class SharedResults(ElasticExecutor):
         self._running = [one for one in self._running if not one.done()]
         idle_seconds = time.monotonic() - self._changed
         if self._awaited and not self._running and idle_seconds > max(_IDLE_SECONDS, 2 * self._longest_seconds):
-            # At random, so that several idle parts take different ones.
+            # Select them at random, so that several idle parts run different tasks.
             for number in random.sample(sorted(self._awaited), min(len(self._awaited), self._num_workers)):
                 self._run(number, *self._awaited.pop(number))
         return 2 * self._num_workers * self._parts

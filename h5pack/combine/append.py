@@ -27,10 +27,10 @@ from h5pack.system.text import listed
 _OF_ROWS = (
     "fit", "resample", "draft", "mode", "layout", "keep", "max_side", "quality", "max_pixels", "compression",
 )  # fmt: skip
-"""Options of a conversion that say how an image becomes a row. They are taken from the pack."""
+"""Options of a conversion that determine how an image becomes a row. They are taken from the pack."""
 
 _OF_FILES = ("size", "chunk_rows", "chunk_bytes", "compat", "shard_bytes")
-"""Further options that cannot be given."""
+"""Further options that `append` does not accept, because the pack determines them."""
 
 
 def append(
@@ -46,27 +46,27 @@ def append(
 ) -> CombineReport:
     """Add the images of a source to a pack, after its rows.
 
-    The new images are packed as those of the pack were. Then a file with all rows is made beside the pack, and replaces
-    it once it is complete; until then, and if anything fails, the pack is as it was. The rows that are in the pack
-    already share their blocks with the old file if the file system can do that (XFS, Btrfs), and are copied otherwise.
-    The new images of a virtual file become a further pack beside it, ``NAME-00000.h5`` or the next number.
-    Classes keep their numbers, and new ones follow.
+    The new images are packed with the options of the pack's images. Then a file with all rows is written beside the
+    pack, and replaces it once it is complete; until then, and if anything fails, the pack is unchanged. The rows that
+    are in the pack already share their blocks with the old file if the file system can do that (XFS, Btrfs), and are
+    copied otherwise. The new images of a virtual file become a further pack beside it, such as ``NAME-00003.h5``, with
+    the lowest number that it does not use yet. Classes keep their numbers; new ones get the numbers after them.
 
     Parameters
     ----------
     pack : path
-        The pack that grows.
+        The pack to add images to.
     source : path or map-style dataset
-        What `h5pack.convert` takes.
+        Any source of `h5pack.convert`.
     split : str, optional
         Put all new images into this split of the pack, or into a new one. Default: the splits of the source; those of a
         source without splits go into the pack's only split.
     only_new : bool
         Leave out images whose names are in the pack already. Without it, such images are an error.
     overwrite : bool
-        Discard an interrupted call instead of continuing it.
+        Discard what an interrupted call left, and start from scratch.
     resume : bool
-        Continue an interrupted call with the same parameters. If that had come to its end, do nothing.
+        Continue an interrupted call with the same parameters. If that call had completed the pack, do nothing.
     progress : bool
         Show progress bars on standard error if it is a terminal.
     **options
@@ -80,7 +80,7 @@ def append(
     Raises
     ------
     H5PackError
-        If the new images do not fit to the pack, if names are in the pack already, and for the reasons of
+        If the new images do not match the pack, if names are in the pack already, and for the same reasons as
         `h5pack.convert`.
 
     Examples
@@ -100,7 +100,7 @@ def append(
         _remove(new_path)
         return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
     settings = {**_row_options(old), **options, "overwrite": overwrite, "resume": resume, "progress": progress}
-    # After a call that was interrupted at its very end, all names are in the pack.
+    # If a call was interrupted after it had replaced the pack, all names are in the pack.
     ended = resume and old.options.get("combined", {}).get("verb") == "append"
     with _Addition(source, new_path, old, only_new or ended, **settings) as conversion:
         if not len(conversion.catalog):
@@ -123,7 +123,7 @@ def _require_options(old: Part, options: dict[str, Any]) -> None:
     given = [name for name in (*_OF_ROWS, *_OF_FILES) if name in options]
     if given:
         raise OptionsError(
-            f"{old.path}: {given[0]} is that of the pack, to which images are appended; leave it out",
+            f"{old.path}: {given[0]} cannot be given, because appended images get that of the pack; leave it out",
             path=old.path,
             parameters=(given[0],),
         )
@@ -133,7 +133,7 @@ def _require_no_leftovers(*paths: Path) -> None:
     for path in paths:
         if path.exists():
             raise OutputExistsError(
-                f"{path}: is left of an interrupted call; continue that with resume=True, or discard it with "
+                f"{path}: was left by an interrupted call; continue that with resume=True, or discard this file with "
                 "overwrite=True",
                 path=path,
                 parameters=("resume=True", "overwrite=True"),
@@ -141,20 +141,20 @@ def _require_no_leftovers(*paths: Path) -> None:
 
 
 def _shard_path(old: Part) -> Path:
-    """Return the name of a new pack of a virtual file: the next number after those that it refers to."""
+    """Return the path of a new pack of a virtual file: the shard with the lowest number to which it does not refer."""
     used = {os.path.basename(file.path) for file in old.files}
     return next(path for path in map(partial(shard_path, old.path), itertools.count()) if path.name not in used)
 
 
 def _row_options(old: Part) -> dict[str, Any]:
-    """Return the options by which the pack's images became rows."""
+    """Return the options with which the pack's images became rows."""
     found = {name: old.options[name] for name in _OF_ROWS if name in old.options}
     size = old.options.get("size")
     return found if size is None else {**found, "size": tuple(size)}
 
 
 def _is_appended(old: Part, new: Part) -> bool:
-    """Return whether the rows of `new` are the last that were appended, so that only cleaning up was left."""
+    """Return whether `old` has the rows of `new` already, as the last ones, so that only cleaning up is left."""
     made_of = old.options.get("combined", {})
     return bool(made_of.get("verb") == "append" and made_of["parts"][-1] == new.identity)
 
@@ -177,7 +177,7 @@ class _Addition(Conversion):
             first = next(name for name in found.names if name in known)
             raise SourceError(
                 f"{old.path}: has {len(found) - len(new):,} of the {len(found):,} images already, such as {first}; "
-                "give only_new=True to append the others only",
+                "give only_new=True to append only the others",
                 path=old.path,
                 parameters=("only_new=True",),
             )
@@ -188,8 +188,8 @@ class _Addition(Conversion):
         if not old.is_encoded and plan.row_shape != old.index.row_shape:
             shapes = ["x".join(map(str, shape)) for shape in (plan.row_shape, old.index.row_shape)]
             raise SizesDifferError(
-                f"{old.path}: has rows of {shapes[1]}, but the images of {plan.source} have {shapes[0]}; resize them "
-                "first, or make a pack that is resized (size) of all images",
+                f"{old.path}: has rows of {shapes[1]}, but the images of {plan.source} have {shapes[0]}; resize these "
+                "first, or convert all images again with size",
                 path=old.path,
                 parameters=("size",),
             )
@@ -197,20 +197,23 @@ class _Addition(Conversion):
         if fields[0] != fields[1]:
             own, other = (listed(sorted(one)) or "none" for one in fields)
             raise SourceError(
-                f"{old.path}: has the fields {other}, but {plan.source} has {own}; give the options that name them",
+                f"{old.path}: has the fields {other}, but {plan.source} has {own}; give the options that name fields",
                 path=old.path,
             )
         return plan
 
 
 def _with_split(old: Part, new: Part, split: str | None) -> Part:
-    """Return the new images in the split of the pack that they are appended to."""
+    """Return the new images with the splits that they get in the pack: `split`, or if None their own.
+
+    If their source has no splits, they get the only split of the pack.
+    """
     names = new.catalog.split_names
     if split is None and names == one_split(0)[0] and names[0] not in old.catalog.split_names:
         if len(old.catalog.split_names) > 1:
             raise OptionsError(
-                f"{old.path}: has the splits {listed(old.catalog.split_names)}, but the new images have none; name "
-                "theirs with split",
+                f"{old.path}: has the splits {listed(old.catalog.split_names)}, but the new images have none; give "
+                "split, the one to put them into",
                 path=old.path,
                 parameters=("split",),
             )
@@ -222,6 +225,6 @@ def _with_split(old: Part, new: Part, split: str | None) -> Part:
 
 
 def _remove(path: Path) -> None:
-    """Remove the pack of the new images, whose rows the pack has now."""
+    """Remove the pack of only the new images, and its table of rejects."""
     for one in (path, Output(path).rejects):
         one.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Making one pack of the rows of others: its tables and structure, and the steps from an empty file to the output.
 
-The output gets its name once it is complete, and every step can be repeated after a kill: rows are copied again, or
-found to be in the file by their checksums; then the tables are added as at the end of a conversion.
+The output gets its name once it is complete, and every step can be repeated after a kill: rows are copied again unless
+the file has them already, by their checksums; then the tables are added as at the end of a conversion.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CombineReport:
     rejects: int = 0  #: images that were not packed, listed in ``OUT.rejects.csv``
     added: int = 0  #: rows that `append` added
     seconds: dict[str, float] = field(default_factory=dict)
-    already_complete: bool = False  #: before this call, which is possible with ``resume=True``
+    already_complete: bool = False  #: nothing was left to do: with ``resume=True``, or without new images to append
 
     def to_text(self) -> str:
         """Return the report as one or two lines of text."""
@@ -84,13 +84,13 @@ class CombineReport:
 class Combination:
     """A pack to be made of the rows of parts: what it contains, and where each row comes from."""
 
-    verb: str | None  # append, join or subset; the pack's options name it. None: parts are shards of one conversion
+    verb: str | None  # append, join or subset, stored with the pack's options. None: parts are shards of a conversion
     parts: tuple[Part, ...]
     catalog: Catalog  # the tables of its rows
     origins: RowOrigins
     splits: Splits
     statistics: dict[str, Any]
-    chunk_rows: int | None = None  # None: as `convert` would choose; not of packs that keep JPEG files
+    chunk_rows: int | None = None  # None: as `convert` would choose; not used for packs that keep JPEG files
 
     @classmethod
     def of(
@@ -116,13 +116,13 @@ class Combination:
 
     @cached_property
     def offsets(self) -> Rows | None:
-        """Byte at which each encoded row begins, and the end of the last, (N + 1,); None of pixels."""
+        """Byte at which each encoded row begins, and the end of the last, (N + 1,); None if rows are pixels."""
         if not self.parts[0].is_encoded:
             return None
         return np.append(0, np.cumsum(self._gathered(lambda part: np.diff(_encoded(part).offsets))))
 
     def _gathered(self, values: Callable[[Part], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """Return a value for each row, given those of all rows of each part."""
+        """Return a value for each row; `values` returns those of all rows of a part."""
         columns = [values(part) for part in self.parts]
         out = np.empty((self.rows, *columns[0].shape[1:]), columns[0].dtype)
         for owner, column in enumerate(columns):
@@ -216,14 +216,15 @@ class Combination:
             for position in np.flatnonzero(self.origins.owners == owner).tolist():
                 row = int(self.origins.rows[position])
                 start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
-                files[position] = (EncodedFile(str(part.path), base + start, int(checksums[row])), stop - start)
+                place = EncodedFile(str(part.path), base + start, int(checksums[row]), dataset, row)
+                files[position] = (place, stop - start)
         one = self.catalog.pixel_fields[number]
         dtype = self.parts[0].engine.indexes[self.parts[0].pixel_datasets[number + 1]].native_dtype
         return EncodedMasks(one.name, dtype.str, files)
 
 
 def _tables_at(merged: Catalog, order: Rows) -> Catalog:
-    """Return the tables of some rows; the reader stays that of the first part."""
+    """Return the tables of the rows `order` of `merged`, with the same reader."""
     return replace(
         merged,
         names=merged.names.take(order),
@@ -285,7 +286,7 @@ class _UnfinishedFile:
 def write_combination(
     plan: Combination, out: Path, *, overwrite: bool, resume: bool, progress: bool, added: int = 0
 ) -> CombineReport:
-    """Write the pack. Raises the errors of `h5pack.convert` about the output, and those of reading the parts."""
+    """Write the pack. Raises the same errors about the output as `h5pack.convert`, and those of reading the parts."""
     output, stages = Output(out), Stages(progress)
     output.check(ConvertOptions(overwrite=overwrite, resume=resume))
     if resume and not overwrite and out.exists() and not output.partial.exists():
@@ -310,14 +311,14 @@ def write_combination(
 
 
 def _existing_report(plan: Combination, output: Output) -> CombineReport:
-    """Return the report of an output that was complete before; raise OutputExistsError if it is another file."""
+    """Return the report of an output that was already complete; raise OutputExistsError if it was not made so."""
     with open_file(output.final) as file:
         same = text(file.attrs.get(schema.OPTIONS, b"")) == options_text(plan.options())
         same = same and len(file[schema.FILENAMES]) == plan.rows
     if not same:
         raise OutputExistsError(
-            f"{output.final}: exists, and is another file; give another name, or overwrite=True without resume=True to "
-            "replace it",
+            f"{output.final}: exists, and was not made of these rows; give another name, or overwrite=True without "
+            "resume=True to replace it",
             path=output.final,
             parameters=("overwrite=True", "resume=True"),
         )
@@ -359,14 +360,14 @@ def _compress_rows(pack: _UnfinishedFile, stages: Stages) -> int:
                 yield data
                 advance(step)
 
-        # Start the workers before HDF5 has a file open, which forked ones would inherit.
+        # Start the workers before HDF5 has a file open, because forked workers would inherit it.
         executor.submit(os.getpid).result()
         finish.complete_compressed(pack, plan.tables, chunks(), executor)
     return total
 
 
 def _compressed_chunk(task: tuple[int, int]) -> bytes:
-    """Return a chunk as it is stored, given its dataset and first row: that of a part if it has the same rows."""
+    """Return the stored bytes of a chunk, given its dataset and first row; reuse a part's chunk of the same rows."""
     plan: Combination = shared()
     number, start = task
     structure = plan.structure
@@ -387,7 +388,7 @@ def _compressed_chunk(task: tuple[int, int]) -> bytes:
 
 
 def _stored_chunk(part: Part, number: int, rows: Rows) -> bytes | None:
-    """Return the bytes of a part's chunk if it has exactly these rows and is as it was stored, else None."""
+    """Return the bytes of a part's chunk if it has exactly these rows and matches its checksum, else None."""
     index = part.engine.indexes[part.pixel_datasets[number]]
     chunk, within = divmod(int(rows[0]), index.chunk_rows)
     whole = len(rows) == index.chunk_rows and not within and len(consecutive_runs(rows)) == 2

@@ -73,10 +73,10 @@ def convert(
     Parameters
     ----------
     source : path or map-style dataset
-        A folder (of images, of class folders, of split folders, or CelebA), a tar or zip file of images or such
+        A folder (of images, of class folders, of split folders, CelebA or COCO), a tar or zip file of images or such
         folders, WebDataset shards or Parquet files (one, a folder of them, or a pattern like "shard-{000..010}.tar"), a
-        CSV, TSV or JSONL manifest, any HDF5 file with a dataset of images, or a map-style dataset of uint8
-        images, or of (image, label), as tuples or dicts.
+        folder of MDS shards, a CSV, TSV or JSONL manifest, a JSON file of COCO annotations, any HDF5 file with a
+        dataset of images, or a map-style dataset of uint8 images, or of (image, label), as tuples or dicts.
     out : path
         The file to create.
     source_kind : str, optional
@@ -88,12 +88,13 @@ def convert(
     limit : int, optional
         Pack at most this many images, evenly spaced in source order.
     root : path, optional
-        Folder that a manifest's relative paths start from, or those of COCO's images. Default: the folder that contains
-        the manifest; the one that has COCO's first image.
+        Folder that the relative paths of a manifest, or of COCO's images, start from. Default: the folder that contains
+        the manifest; for COCO, the folder in which the first image is found.
     path_column, split_column : str, optional
         The manifest's columns of image paths and of split names. Default: detected from the column names.
     label_columns : str or sequence of str
-        The manifest's column that holds the labels, or several columns of 0 and 1 for multi-label data.
+        The manifest's column that holds the labels, or several columns of integers from 0 to 255 (0 and 1 for
+        multi-label data). In a column of -1, 0 and 1, as in CelebA, -1 becomes 0.
     field_columns : str or sequence of str
         The manifest's columns that hold numbers to store as fields, or lists of numbers (in CSV as JSON), whose lengths
         may differ. Columns can also be those of Parquet files, where `path_column` is the column of images, or keys of
@@ -121,16 +122,16 @@ def convert(
         The position of the channel axis in an HDF5 file's images: last, first or none. Default: detected from the
         shape.
     value_range : (float, float) or str, optional
-        The two pixel values of an HDF5 file that become 0 and 255, as a pair or as text such as "0:1". Default: 0 to 1
-        for floats; integers keep their values.
+        The pixel values of an HDF5 file that become 0 and 255, as a pair or as text such as "0:1". Default: 0 and 1 for
+        floats; integers keep their values.
     size : int, (int, int) or str, optional
         Height and width in pixels of every row: a number for a square, a pair, or "218x178". Default: the images keep
         their size, which must then be the same for all.
     fit : str
-        How an image is brought to `size`: crop (scale to cover, cut around the centre), pad (scale to fit, black
+        How an image is resized to `size`: crop (scale to cover, cut around the centre), pad (scale to fit, black
         borders) or stretch.
     resample : str
-        Pillow's filter: nearest, box, bilinear, hamming, bicubic or lanczos.
+        Pillow's filter for resizing: nearest, box, bilinear, hamming, bicubic or lanczos.
     draft : bool
         Decode JPEGs at a half, a quarter or an eighth of their size if `size` is small enough. This is faster, but the
         pixels differ.
@@ -150,12 +151,12 @@ def convert(
     seed : int
         Seed of the shuffled order and of `val`, 0 to 2**63 - 1.
     val : float, optional
-        Make a split "val" of this fraction of each class (of all images, if they have no classes). It is taken from
-        the split for training, or from all images of a source without splits, whose others become the split "train".
+        Move this fraction of each class (of all images, if they have no classes) to a split "val". The images are taken
+        from the split for training; those of a source without splits are divided into "train" and "val".
     chunk_rows : int, optional
         Rows per chunk.
     chunk_bytes : int or str, optional
-        Bytes per chunk, instead of `chunk_rows`: a number, or text such as "4MiB". Default: see
+        Maximum bytes per chunk, instead of `chunk_rows`: a number, or text such as "4MiB". Default: see
         `h5pack.format.plans.plan_chunks`.
     max_pixels : int
         Reject images with more pixels, which may be decompression bombs.
@@ -167,8 +168,8 @@ def convert(
     strict : bool
         Raise at the first image that cannot be packed, instead of listing it in ``OUT.rejects.csv``.
     shard_bytes : int or str, optional
-        Write packs of at most this many bytes, such as "50GiB", and as `out` a virtual file over them. They get the
-        names ``OUT-00000.h5`` and so on. Each but the last has whole chunks.
+        Write packs of at most this many bytes, such as "50GiB", and as `out` a virtual file over them. The packs get
+        the names ``OUT-00000.h5`` and so on; each but the last has whole chunks.
     num_workers : int, optional
         Worker processes; with 1, this process does the work. Default: the number of CPUs this process may use.
     start_method : str, optional
@@ -188,7 +189,7 @@ def convert(
         Complete the output after all parts. Raises IncompletePackError that names parts with missing rows.
     client : distributed.Client, optional
         Survey, decode and write on the workers of this Dask cluster, which must see the source and the output's folder
-        at the same paths. `num_workers` and `start_method` are not used.
+        at the same paths. `num_workers` and `start_method` are ignored.
     progress : bool
         Show progress bars on standard error if it is a terminal.
 

@@ -26,14 +26,14 @@ def join(
 ) -> CombineReport:
     """Make one pack of several, or with `virtual` a small file that refers to them.
 
-    The rows of each split follow each other, those of the first pack first. Classes keep the numbers that they have in
-    the first pack that has them; classes that only later packs have follow.
+    Each split has the rows of all packs, those of the first pack first. The classes of the first pack keep their
+    numbers; those that only later packs have get the numbers after them.
 
     Parameters
     ----------
     packs : sequence of path
-        At least two packs with images of one size, or all with JPEG files, the same layout, the same kind of labels,
-        and the same fields.
+        At least two packs, all with images of one size or all with JPEG files, and with the same layout, kind of labels
+        and fields.
     out : path
         The file to create.
     virtual : bool
@@ -53,8 +53,8 @@ def join(
     Raises
     ------
     H5PackError
-        If a pack is missing, damaged or does not fit to the first one, if class names differ only in case, and for the
-        reasons of `h5pack.convert`.
+        If a pack is missing, is damaged or does not match the first one, if class names differ only in case, and for
+        the same reasons as `h5pack.convert`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The packs that another pack is made of: their tables, and whether they fit together."""
+"""The packs that another pack is made of: their tables, and checks that they can become one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Part:
     layout: str
     options: dict[str, Any]  # of its conversion
     rejects: tuple[Reject, ...]
-    statistics: dict[str, Any]  # as of `PackTables`, and the number of pixels that they were computed from
+    statistics: dict[str, Any]  # those of `PackTables`, and "pixels", the number of pixels they were computed from
 
     def __len__(self) -> int:
         return len(self.catalog)
@@ -91,21 +91,21 @@ class Part:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What distinguishes this pack from others: the number of rows, and a checksum of those of its images."""
+        """What distinguishes this pack from others: its number of rows, and a CRC-32 of the checksums of its images."""
         checksum = crc32(np.ascontiguousarray(self.checksums(self.reader.images)))
         return {"rows": len(self), "checksum": f"{checksum:08x}"}
 
 
 def is_virtual(part: Part) -> bool:
-    """Return whether a pack is a virtual file over others."""
+    """Return whether a pack is a virtual file over others, or is stored in another way that needs the HDF5 library."""
     return bool(part.files) or part.index.library_reason is not None
 
 
 def open_part(path: Path) -> Part:
-    """Open a pack; raise SourceError if the file is not a pack, or lacks the checksums of its rows."""
+    """Open a complete pack; raise SourceError if the file is not a pack, or lacks the checksums of its rows."""
     with open_file(path) as file:
         if schema.FORMAT not in file.attrs:
-            raise SourceError(f"{path}: is not a pack; make one of it with 'h5pack convert'", path=path)
+            raise SourceError(f"{path}: is not a pack; make a pack of it with 'h5pack convert'", path=path)
         require_complete(file)
         options = stored_options(file)
         images = file.get(schema.IMAGES)
@@ -154,19 +154,19 @@ def _statistics(file: h5py.File) -> dict[str, Any]:
 
 
 def _measured_pixels(part: Part) -> int:
-    """Return how many pixels the statistics of a pack were computed from."""
+    """Return how many pixels the statistics of a pack were computed from; an estimate if rows cannot be decoded."""
     rows, step, name = (part.statistics[key] for key in ("rows", "step", "split"))
     names = part.catalog.split_names
     if not isinstance(part.index, EncodedIndex):
         return int(rows * math.prod(part.index.row_shape) // len(part.statistics["mean"]))
     own = np.flatnonzero(part.catalog.split_ids == (names.index(name) if name in names else -1))[::step]
     sizes = part.index.image_sizes[own].astype(np.int64).prod(axis=1)
-    # Rows that cannot be decoded do not count; which ones these are is not known.
+    # Rows that could not be decoded were left out. Which ones is not known, so assume that they had the mean size.
     return int(int(sizes.sum()) * rows // max(1, len(own)))
 
 
 def require_alike(parts: Sequence[Part]) -> None:
-    """Raise SourceError if packs differ in what they store, which must be equal if they become one."""
+    """Raise SourceError if packs differ in something that must be equal to make one pack of them."""
     first = parts[0]
     for part in parts[1:]:
         for what, own, other in zip(_KINDS, _content(part), _content(first), strict=True):

@@ -1,7 +1,7 @@
-"""Copying rows of packs into the file of another one: blocks are shared with the source where the file system can.
+"""Copying rows of packs into the file of another pack, by sharing blocks if the file system can.
 
-Otherwise rows are read, compared with their checksums, and written. Threads suffice, because all of this runs without
-the GIL but for a few Python steps per group of rows.
+Otherwise rows are read, compared with their checksums, and written. Threads suffice, because all of this releases the
+GIL, except for a few Python steps per group of rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RowOrigins:
 
     @classmethod
     def of(cls, parts: Sequence[Part], order: Rows) -> RowOrigins:
-        """Return the origins of rows that are numbered through all parts."""
+        """Return the origins of the rows `order`, numbers that count through all parts."""
         starts = np.cumsum([0, *map(len, parts)])
         owners = np.searchsorted(starts, order, "right") - 1
         return cls(owners, order - starts[owners])
@@ -44,7 +44,7 @@ class RowOrigins:
         return len(self.rows)
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Divide rows `start` to ``stop - 1`` where their part changes; yield part, first row and end row."""
+        """Divide rows `start` to ``stop - 1`` into runs of one part; yield its position, first row and end row."""
         edges = (start + equal_runs(self.owners[start:stop])).tolist()
         return ((int(self.owners[first]), first, last) for first, last in itertools.pairwise(edges))
 
@@ -70,7 +70,7 @@ class RowCopier:
         self._parts, self._number, self._origins = parts, number, origins
         self._offsets, self._checksums, self._descriptor = offsets, checksums, descriptor
         self._resumes = resumes
-        self._copied_parts: set[int] = set()  # whose file system cannot share blocks with the file
+        self._copied_parts: set[int] = set()  # parts whose file system cannot share blocks with the file
 
     def tasks(self) -> Iterator[tuple[int, int]]:
         """Yield the first and the end row of each task; its rows are contiguous in the file."""
@@ -94,7 +94,10 @@ class RowCopier:
         return task[1] - task[0], copied
 
     def _clone(self, owner: int, start: int, stop: int) -> bool:
-        """Share the blocks of rows with their part if they are contiguous there; write what is less than a block."""
+        """Share the blocks of rows that are contiguous in their part; copy the partial blocks at both ends.
+
+        Returns False, with nothing copied, if that is not possible.
+        """
         part = self._parts[owner]
         source = self._source_range(part, start, stop)
         if source is None:

@@ -2,8 +2,8 @@
 
 All shards have one plan, so images, splits and their order are those of one large pack. The shards are written one
 after the other into the folder ``OUT.partial.shards``, and each is complete before the next one begins. When all are,
-the virtual file is made as ``OUT.partial``. From then on only names change: those of the shards, then that of the
-output. A resumed run finds out from these files how far an interrupted one has come.
+the virtual file is written as ``OUT.partial``. Then only renaming is left: first the shards, then the output. From
+these files, a resumed run sees how far an interrupted one has come.
 """
 
 from __future__ import annotations
@@ -47,13 +47,16 @@ def shard_path(out: Path, number: int) -> Path:
 
 
 def shards_of(file: Path, out: Path) -> set[Path]:
-    """Return the shards of the output of a conversion, which is, or was, called `out`; none of any other file."""
+    """Return the paths of the shards that belong to `file`, the output of a conversion to `out`.
+
+    The file may have been renamed since. The set is empty if it is not the output of a conversion into shards.
+    """
     try:
         with h5py.File(file, "r", locking=False) as opened:
             images = opened.get(schema.IMAGES, opened.get(schema.ENCODED_DATA))
             if "shard_bytes" not in stored_options(opened) or not images.is_virtual:
                 return set()
-            # HDF5 takes %b in a name for a number, so a % is stored as %%.
+            # HDF5 would replace %b in a name by a number, so a % is stored as %%.
             names = {source.file_name.replace("%%", "%") for source in images.virtual_sources()}
     except OSError:
         return set()
@@ -74,7 +77,7 @@ class ShardedConversion(Conversion):
         plans = [plan.between(start, stop) for start, stop in itertools.pairwise(edges)]
         needed = plan.needed_bytes
         if self.options.filter is not None:
-            # Only one shard at a time is also there in an uncompressed form.
+            # Only one shard at a time also exists uncompressed.
             needed = min(needed, plan.file_bytes + max(one.needed_bytes for one in plans))
         output.require_space(needed)
         shards = [output.shards / shard_path(output.final, number).name for number in range(len(plans))]
@@ -113,7 +116,7 @@ class ShardedConversion(Conversion):
         return self.options.overwrite
 
     def _require_free(self, shards: list[Path], overwrite: bool) -> None:
-        """Raise OutputExistsError if a file has the name of the output, or that of a shard that is not yet there."""
+        """Raise OutputExistsError, unless `overwrite`, if the output or a shard that is yet to be renamed exists."""
         moved = finish.is_complete(self.output.partial)
         for path in (self.output.final, *(self._final(shard) for shard in shards if shard.exists() or not moved)):
             if path.exists() and not overwrite:

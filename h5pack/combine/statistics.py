@@ -20,10 +20,10 @@ _READ_ROWS = 64
 
 
 def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
-    """Return the statistics of all rows that those of the parts were computed from.
+    """Return the statistics of all rows that the parts' statistics were computed from, without reading rows.
 
-    Their sums are integers, which follow from mean and standard deviation. Only parts count whose statistics are of the
-    same split.
+    The sums of each part are integers, so they can be recovered from its mean and standard deviation. Parts whose
+    statistics describe another split are left out.
     """
     split = merged.split_names[schema.statistics_split(merged.split_names)]
     chosen = [part for part in parts if part.statistics["split"] == split and part.statistics["rows"]] or [parts[0]]
@@ -43,7 +43,7 @@ def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
 
 
 def _sums(statistics: dict[str, Any], count: int) -> npt.NDArray[np.uint64]:
-    """Return the exact sums of values and of their squares, as of `channel_sums`."""
+    """Return the exact sums of values and of their squares, uint64 (2, C), from mean and std of `count` pixels."""
     if not count:
         return np.zeros((2, len(statistics["mean"])), np.uint64)
     mean, std = (np.asarray(statistics[name], np.longdouble) for name in ("mean", "std"))
@@ -53,7 +53,7 @@ def _sums(statistics: dict[str, Any], count: int) -> npt.NDArray[np.uint64]:
 
 
 def measured_statistics(parts: Sequence[Part], merged: Catalog, order: Rows) -> dict[str, Any]:
-    """Return the statistics of a pack of the rows `order` of `merged`, of the same sample as `convert` takes."""
+    """Return the statistics of a pack of the rows `order` of `merged`, from a sample of rows as `convert` takes it."""
     number = schema.statistics_split(merged.split_names)
     own = order[merged.split_ids[order] == number]
     encoded = parts[0].is_encoded

@@ -46,12 +46,12 @@ def subset(
     classes : str or sequence of str
         Classes to take; they are numbered in this order. Default: all.
     rows : sequence of int or str, optional
-        Rows to take: numbers, or text such as "0:1000,5000:6000,7123", whose ranges end before the second number.
+        Rows to take: row numbers, or text such as "0:1000,5000:6000,7123"; the end of a range is not included.
         Default: all.
     sample : int, optional
         Take at most this many of the rows, drawn at random without replacement.
     seed : int
-        Seed of the draw.
+        Seed of `sample`, 0 to 2**63 - 1.
     overwrite : bool
         Replace an existing output once the new one is complete.
     resume : bool
@@ -66,7 +66,7 @@ def subset(
     Raises
     ------
     H5PackError
-        If a split, class or row does not exist, if no row is left, and for the reasons of `h5pack.convert`.
+        If a split, class or row does not exist, if no row is left, and for the same reasons as `h5pack.convert`.
 
     Examples
     --------
@@ -123,7 +123,7 @@ def _of_classes(part: Part, merged: Catalog, names: Sequence[str]) -> np.ndarray
 
 
 def _with_classes(merged: Catalog, names: tuple[str, ...]) -> Catalog:
-    """Return tables with only these classes, numbered in this order; the labels of other rows become -1."""
+    """Return the tables with only the classes `names`, numbered in this order; labels of other classes become -1."""
     assert merged.labels is not None
     assert merged.label_names is not None
     numbers = [names.index(name) if name in names else -1 for name in merged.label_names]
@@ -154,7 +154,7 @@ def _parsed(rows: str) -> Rows:
 
 
 def _with_used_splits(merged: Catalog, order: Rows) -> Catalog:
-    """Return tables without the splits that have none of the rows in `order`."""
+    """Return the tables without the splits that have no row in `order`."""
     used = np.unique(merged.split_ids[order])
     numbers = np.zeros(len(merged.split_names), np.int32)
     numbers[used] = np.arange(len(used))

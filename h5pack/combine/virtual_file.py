@@ -1,4 +1,4 @@
-"""Virtual files: all tables of several packs, and HDF5 virtual datasets over their images."""
+"""Virtual files: the tables of all rows of several packs, and HDF5 virtual datasets over their images and masks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAPPING_BYTES = 512
 
 
 def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int = 0) -> CombineReport:
-    """Write the virtual file of a combination. Nothing is resumed, because it takes no longer than reading tables."""
+    """Write the virtual file of a combination. It is never resumed, because it takes no longer than reading tables."""
     begin = time.perf_counter()
     output = Output(out)
     output.check(ConvertOptions(overwrite=overwrite))
@@ -52,7 +52,7 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int =
 
 
 def make_virtual(plan: Combination, output: Output, lock: OutputLock, folder: Path) -> None:
-    """Replace ``OUT.partial`` by the virtual file, whose paths of packs are relative to `folder`."""
+    """Replace ``OUT.partial`` by the virtual file, which refers to packs by paths relative to `folder`."""
     output.structure.unlink(missing_ok=True)
     _write(plan, output.structure, folder)
     sync_path(output.structure)
@@ -78,18 +78,18 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
 
 
 class _VirtualRows(NamedTuple):
-    """Rows of a virtual dataset, or bytes of encoded images, and where they are."""
+    """Consecutive rows of a virtual dataset (bytes, if images are encoded), and where they are stored."""
 
-    first: int
+    first: int  # in the virtual dataset
     length: int
     file: str
     dataset: str
-    start: int
-    rows: int  # of the source dataset
+    start: int  # in the source dataset
+    rows: int  # of the whole source dataset
 
 
 def _mappings(plan: Combination, number: int) -> Iterator[_VirtualRows]:
-    """Yield mappings of consecutive rows, ascending. Rows of a virtual part are mapped to the files that have them."""
+    """Yield mappings of consecutive rows, ascending. Rows of a virtual part are mapped to the files that store them."""
     for owner, start, stop in plan.origins.runs(0, plan.rows):
         part, rows = plan.parts[owner], plan.origins.rows[start:stop]
         index = part.engine.indexes[part.pixel_datasets[number]]
@@ -111,7 +111,7 @@ def _sources_of(path: str, index: ChunkIndex, first: int, begin: int, end: int) 
     ranges = index.ranges(begin, end)
     counts = np.diff(np.append(ranges.firsts, end))
     starts = ranges.firsts + ranges.shifts
-    # A range ends with its chunk, so join those that follow each other in one source.
+    # A range ends with its chunk, so join ranges that follow each other in one source.
     joins = (np.diff(ranges.source_ids) == 0) & (starts[1:] == starts[:-1] + counts[:-1])
     for low, high in itertools.pairwise(run_edges(~joins).tolist()):
         source = index.sources[int(ranges.source_ids[low])]
@@ -128,7 +128,7 @@ def _sources(shape: tuple[int, ...], mappings: list[_VirtualRows], folder: Path)
         here, there = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((one.rows, *shape[1:]))
         here.select_hyperslab((one.first, *origin), (one.length, *shape[1:]))
         there.select_hyperslab((one.start, *origin), (one.length, *shape[1:]))
-        # HDF5 takes %b in a name for a number.
+        # HDF5 would replace %b in a name by a number, so a % is stored as %%.
         name = os.path.relpath(one.file, folder).replace("%", "%%")
         create.set_virtual(here, os.fsencode(name), one.dataset.replace("%", "%%").encode(), there)
     return create

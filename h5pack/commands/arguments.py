@@ -30,7 +30,7 @@ def print_report(report: Any, arguments: argparse.Namespace) -> None:
 
 
 def add_hdf5(group: Any) -> None:
-    """Add the options that name the datasets of images and labels in an HDF5 file, and say how to read the images."""
+    """Add the options that say which datasets of an HDF5 file hold images and labels, and how to interpret images."""
     group.add_argument(
         "--images", metavar="NAME", help="dataset of images, arrays or encoded files (default: detected)"
     )
@@ -42,8 +42,9 @@ def add_hdf5(group: Any) -> None:
         help="position of the channel axis of an image: last, first or none (default: detected)",
     )  # fmt: skip
     group.add_argument(
-        "--value-range", metavar="LOW:HIGH", help="the pixel values that become 0 and 255 (default for floats: 0:1)"
-    )
+        "--value-range", metavar="LOW:HIGH",
+        help="the pixel values that become 0 and 255 (default: 0:1 for floats; integers keep their values)",
+    )  # fmt: skip
 
 
 def error_text(error: H5PackError, parser: argparse.ArgumentParser | None) -> str:
@@ -64,7 +65,7 @@ def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
     """Return the command-line option for ``name`` or ``name=value``; None if the command has no such option.
 
     ``name=True`` always becomes an option, because the message may recommend another command: doctor, for example,
-    refuses the file of an unfinished conversion, and recommends to run the conversion again with ``resume=True``.
+    refuses the file of an unfinished conversion, and recommends running the conversion again with ``resume=True``.
     """
     name, _, text = fragment.partition("=")
     value = _literal(text)

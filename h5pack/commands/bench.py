@@ -75,8 +75,8 @@ def _add_compared(bench: argparse.ArgumentParser) -> None:
         ("--compression", "compression", "compression methods, see 'h5pack convert' (default: none)"),
         ("--batch-size", "batch_size", "rows per batch (default 256)"),
         ("--window", "window", "chunks that are shuffled together (default 16)"),
-        ("--threads", "num_threads", "numbers of reading threads of H5Loader (default: powers of two)"),
-        ("--workers", "num_workers", "numbers of worker processes of a DataLoader (default: powers of two)"),
+        ("--threads", "num_threads", "numbers of reading threads of H5Loader (default: powers of two up to the CPUs)"),
+        ("--workers", "num_workers", "numbers of DataLoader workers (default: powers of two up to the CPUs)"),
     ):
         what.add_argument(option, dest=name, metavar="A,B", help=text)
 
@@ -128,7 +128,7 @@ def _mixing(arguments: argparse.Namespace) -> Any:
     from h5pack.order.window import DEFAULT_WINDOW
 
     if arguments.source is None:
-        raise OptionsError("mixing needs a SOURCE: give an HDF5 file", parameters=("mixing",))
+        raise OptionsError("mixing needs SOURCE; give an HDF5 file", parameters=("mixing",))
     names = {name: getattr(arguments, name) for name in ("images", "labels", "split")}
     dataset = H5Dataset(arguments.source, **{name: value for name, value in names.items() if value is not None})
     window, *others = _numbers("window", arguments.window) or (DEFAULT_WINDOW,)

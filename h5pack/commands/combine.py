@@ -25,15 +25,17 @@ def _add_append(commands: Any) -> None:
     append = commands.add_parser(
         "append",
         help="add new images to a pack",
-        description="Add the images of SOURCE to a pack, packed as its images were. PACK is replaced when the new file "
-        "is complete; if anything fails, it is as it was.",
+        description="Add the images of SOURCE to PACK, packed with the options of its own images. PACK is replaced "
+        "when the new file is complete; if anything fails, it is unchanged.",
     )
     append.set_defaults(run=run_append)
-    append.add_argument("out", metavar="PACK", help="the pack that grows")
+    append.add_argument("out", metavar="PACK", help="the pack to add images to")
     append.add_argument("source", metavar="SOURCE", help="new images: any source of h5pack convert")
-    append.add_argument("--split", metavar="NAME", help="the split of all new images (default: those of SOURCE)")
     append.add_argument(
-        "--only-new", action="store_true", help="leave out images whose names are in PACK already, instead of an error"
+        "--split", metavar="NAME", help="put all new images into this split (default: the splits of SOURCE)"
+    )
+    append.add_argument(
+        "--only-new", action="store_true", help="leave out images whose names are in PACK already, instead of failing"
     )
     add_source(append)
     add_order(append.add_argument_group("order of the new rows"))
@@ -44,7 +46,7 @@ def _add_join(commands: Any) -> None:
     join = commands.add_parser(
         "join",
         help="make one pack of several",
-        description="Make one pack of the rows of several, or with --virtual a small file that refers to them.",
+        description="Make one pack of the rows of several packs, or with --virtual a small file that refers to them.",
     )
     join.set_defaults(run=run_join)
     join.add_argument("packs", metavar="PACK", nargs="+", help="at least two packs with images of the same kind")

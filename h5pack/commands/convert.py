@@ -26,8 +26,8 @@ def add(commands: Any) -> None:
     convert.add_argument(
         "source",
         metavar="SOURCE",
-        help="a folder or archive of images, WebDataset shards, Parquet files, a manifest (CSV, TSV, JSONL), or any "
-        "HDF5 file",
+        help="a folder or archive of images, WebDataset or MDS shards, Parquet files, a manifest (CSV, TSV, JSONL), "
+        "COCO annotations, or any HDF5 file",
     )
     convert.add_argument("out", metavar="OUT", help="the HDF5 file to create")
     add_source(convert)
@@ -54,7 +54,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--limit", type=int, metavar="N", help="pack at most N images, evenly spaced in SOURCE")
     what.add_argument(
         "--val", type=float, metavar="FRACTION",
-        help="make a split val of FRACTION of each class of the images for training, such as 0.1",
+        help="move FRACTION of each class of the images for training to a split val, such as 0.1",
     )  # fmt: skip
     what.add_argument(
         "--root", metavar="DIR",
@@ -73,7 +73,7 @@ def _add_columns(what: Any) -> None:
     what.add_argument("--path-column", metavar="NAME", help="the manifest's column that holds each image's path")
     what.add_argument(
         "--label-columns", type=comma_parts, metavar="A,B",
-        help="the manifest's label column, or several columns of numbers (0 to 255) that become a label table",
+        help="the manifest's label column, or several columns of integers (0 to 255) that become a label table",
     )  # fmt: skip
     what.add_argument("--split-column", metavar="NAME", help="the manifest's column that names each image's split")
     what.add_argument(
@@ -119,8 +119,9 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
         "--max-side", type=int, metavar="N", help="with --keep, shrink images whose longer side exceeds N pixels"
     )
     rows.add_argument(
-        "--quality", type=int, metavar="Q", help="with --keep, JPEG quality of images that are encoded (default 90)"
-    )
+        "--quality", type=int, metavar="Q",
+        help="with --keep, JPEG quality of images that are encoded, 1 to 100 (default 90)",
+    )  # fmt: skip
     rows.add_argument(
         "--max-pixels", type=int, metavar="N", help="reject images of more than N pixels as decompression bombs"
     )
@@ -154,12 +155,13 @@ def _add_execution(convert: argparse.ArgumentParser) -> None:
     how.add_argument("--io", metavar="HOW", help="how to write OUT: direct (O_DIRECT), buffered or auto (default)")
     how.add_argument(
         "--cluster", metavar="ADDRESS",
-        help="run on the workers of a Dask cluster: the address of its scheduler, its scheduler file, or local:N",
+        help="run on the workers of a Dask cluster: the address of its scheduler, its scheduler file, or local:N "
+        "to start N workers on this machine",
     )  # fmt: skip
     how.add_argument(
         "--part", metavar="K/N", help="write only part K of N, one process of an array job; then run with --finish"
     )
-    how.add_argument("--finish", action="store_true", help="complete OUT after all parts")
+    how.add_argument("--finish", action="store_true", help="complete OUT when all parts are written")
     how.add_argument("--dry-run", action="store_true", help="print the plan, but write nothing")
     how.add_argument("--overwrite", action="store_true", help="replace OUT when the new file is complete")
     how.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
@@ -167,7 +169,7 @@ def _add_execution(convert: argparse.ArgumentParser) -> None:
 
 
 def add_processes(group: Any) -> None:
-    """Add the options for worker processes, and the one for images that they cannot pack."""
+    """Add the options for worker processes, and ``--strict``."""
     add_workers(group)
     group.add_argument("--start-method", metavar="METHOD", help="how to start processes: fork, forkserver or spawn")
     group.add_argument("--strict", action="store_true", help="stop at the first image that cannot be packed")
@@ -201,7 +203,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_combinations(arguments: argparse.Namespace) -> None:
-    """Raise OptionsError for options that the workers of a cluster, or parts, do not use."""
+    """Raise OptionsError for options that cannot be combined with ``--cluster`` or ``--part``."""
     for name, others in (("cluster", ("num_workers", "start_method", "part")), ("part", ("dry_run",))):
         given = [other for other in others if getattr(arguments, other)]
         if getattr(arguments, name) and given:
@@ -226,7 +228,7 @@ def _keywords(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments that were given and are options of a conversion, by the names of these."""
+    """Return the given arguments that are fields of `ConvertOptions`, by field name."""
     from h5pack.pack.options import ConvertOptions
 
     found = {field.name: getattr(arguments, field.name, None) for field in fields(ConvertOptions)}

@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     how.add_argument("--batch-size", type=int, default=256, metavar="N", help="images per batch (default: 256)")
     how.add_argument(
         "--threads", type=int, dest="num_threads", metavar="N",
-        help="reading threads of H5Loader (default: 4, or the number of CPUs if that is less)",
+        help="reading threads of H5Loader (default: 4, or the number of CPUs if that is lower)",
     )  # fmt: skip
     how.add_argument(
         "--workers", type=int, dest="num_workers", metavar="N",
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     how.add_argument(
         "--window", type=int, default=16, metavar="N", help="chunks that are shuffled together (default: 16)"
     )
-    how.add_argument("--transform", metavar="MODULE:FUNCTION", help="your transform of images, which runs on the CPU")
+    how.add_argument("--transform", metavar="MODULE:FUNCTION", help="your transform of images, run on the CPU")
     how.add_argument(
         "--no-pin", action="store_false", default=None, dest="pin_memory", help="do not copy batches to pinned memory"
     )
@@ -60,7 +60,7 @@ def add(commands: Any) -> None:
         "--dtype", default="float32", metavar="NAME",
         help="dtype of the images on the device: float32 (default), bfloat16 or float16",
     )  # fmt: skip
-    doctor.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time for everything (default: 30)")
+    doctor.add_argument("--seconds", type=float, default=30.0, metavar="S", help="total time in seconds (default: 30)")
     doctor.add_argument("--plot", metavar="FILE", help="also draw the stages' speeds into a .png, .svg or .pdf file")
 
 
@@ -70,7 +70,7 @@ _NOT_PARAMETERS = ("file", "model", "transform", "plot", "json", "debug", "run",
 def run(arguments: argparse.Namespace) -> int:
     """Find the bottleneck of feeding a step and print the report; return the exit status, 1 if there are failures."""
     begun = time.perf_counter()
-    # Before torch is imported, which takes seconds, find out whether the names can be loaded.
+    # Load the user's functions first, because importing torch takes seconds and a mistyped name should fail at once.
     named = {name: _named(arguments, name) for name in ("model", "transform")}
     from h5pack.benchmark.plots import check_plot_file
     from h5pack.doctor.diagnose import Diagnosis
@@ -127,7 +127,7 @@ def _named(arguments: argparse.Namespace, name: str) -> Any:
 
 
 def load_named(option: str, text: str) -> Any:
-    """Return the callable that MODULE:NAME names. Modules in the working directory are found, too."""
+    """Return the callable that `text`, MODULE:NAME, names. Modules in the working directory are found, too."""
     module_name, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
         # For an installed command, sys.path begins with the command's folder and lacks the working directory.

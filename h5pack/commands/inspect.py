@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
         "info",
         help="show what an HDF5 file contains and how it is stored",
         description="Describe any HDF5 file: its datasets, chunks, filters and storage overhead, the recommended chunk "
-        "cache, and properties that slow down reading, with a command that fixes them.",
+        "cache, and properties that slow down reading, with the command that fixes them.",
     )
     info.set_defaults(run=_info)
     info.add_argument("file", metavar="FILE")
@@ -45,7 +45,10 @@ def _add_preview(commands: Any) -> None:
 
     what = preview.add_argument_group("what to show")
     what.add_argument("--split", action="append", default=[], metavar="NAME", help="show only this split; repeatable")
-    what.add_argument("--per-class", type=int, metavar="N", help="show at most N images per class (default 8)")
+    what.add_argument(
+        "--per-class", type=int, metavar="N",
+        help="show at most N images per class (default 8, or 32 per split if there are no classes)",
+    )  # fmt: skip
     what.add_argument(
         "--max-classes", type=int, default=20, metavar="N", help="show at most N classes per split (default 20)"
     )

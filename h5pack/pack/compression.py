@@ -25,6 +25,7 @@ COMPRESSIONS = (NONE, "gzip", "zstd", "bitshuffle-lz4")
 
 _LEVELS = {"gzip": (4, 9), "zstd": (3, 22)}
 """The default and the highest compression level of each method; the lowest is 1."""
+
 # The filter's parameters: 0 lets the filter choose its block size, 2 compresses each block with LZ4.
 _BITSHUFFLE_LZ4 = (0, 2)
 
@@ -58,8 +59,8 @@ def parse_compression(text: str) -> Compression | None:
 def max_compressed_bytes(count: int) -> int:
     """Return an upper bound of the size of `count` bytes after any filter.
 
-    Data that does not compress grows. It grows most with Bitshuffle-LZ4: 52 bytes per block of 8,192. zstd adds 1 byte
-    in 256, gzip 1 in 1,000.
+    Data that does not compress grows, by at most 52 bytes per block of 8,192 with Bitshuffle-LZ4, 1 byte in 256 with
+    zstd and 1 in 1,000 with gzip.
     """
     return count + count // 64 + 1024
 
@@ -104,19 +105,22 @@ def compress_chunk(values: npt.NDArray[Any], compression: Compression) -> bytes:
 
 @dataclass(frozen=True)
 class CompressTask:
-    """One chunk of ``OUT.partial`` to compress; its rows are in their final order."""
+    """One chunk of ``OUT.partial`` to compress, of the images or of a field; its rows are in their final order."""
 
     path: str
     start: int  # the chunk's first row
     offset: int  # the chunk's byte offset in the file
     shape: tuple[int, ...]  # (rows, H, W, C) or (rows, C, H, W)
-    checksums: npt.NDArray[np.uint32]  # (n,): CRC-32 of each row; a last chunk of fewer rows ends with zeros
+    checksums: npt.NDArray[np.uint32]  # (n,): CRC-32 of each row; in the last chunk, n may be less than its rows
     compression: Compression
     dtype: str = "|u1"
 
 
 def compress_rows(task: CompressTask) -> tuple[int, bytes]:
-    """Read a chunk's rows back, check and compress them; return the number of rows and the compressed bytes."""
+    """Read a chunk's rows back, check and compress them; return the number of rows and the compressed bytes.
+
+    Raises H5PackError if the rows do not match their checksums.
+    """
     require_filter(task.compression)
     chunk = np.zeros(task.shape, task.dtype)
     rows = chunk[: len(task.checksums)]

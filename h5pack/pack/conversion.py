@@ -1,4 +1,4 @@
-"""The whole conversion: survey (one pass over all image headers before writing), plan, write and finish.
+"""The whole conversion: survey (one pass over all image headers before writing), plan, encode, write and finish.
 
 A conversion that was interrupted can be continued from where it stopped.
 """
@@ -42,7 +42,7 @@ from h5pack.system.processes import run
 
 
 class Conversion:
-    """A conversion whose plan can be inspected before it runs. A context manager with the parameters of `convert`."""
+    """A conversion whose plan can be inspected before it runs: a context manager with the parameters of `convert`."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Conversion:
         writer.release()
 
     def existing_report(self) -> ConvertReport | None:
-        """Return the report of an output that is already complete; None without `resume` or if work remains.
+        """Return the report of an output that is already complete; None if work remains, or the run does not resume.
 
         Raises OutputExistsError if the existing output is not a pack, or has other options or another source.
         """
@@ -118,7 +118,8 @@ class Conversion:
     def plan(self, *, resumable: bool = False) -> ConvertPlan:
         """List the source, survey its image headers and return the plan.
 
-        Nothing is written, unless `resumable`, because `run` follows, and the survey takes long: see `SurveyJournal`.
+        With `resumable`, the results of a long survey are saved beside the output; see `SurveyJournal`. The parts of an
+        array job always save theirs, to share them.
         """
         if self._plan is None:
             begin = time.perf_counter()
@@ -147,7 +148,7 @@ class Conversion:
         return self._plan
 
     def _sharing(self, stage: str) -> Executor:
-        """Return the executor of a stage whose results all parts of an array job need."""
+        """Return the executor of a stage whose results all parts of an array job need; see `SharedResults`."""
         if self.options.part is None and not self.options.finish:
             return self._executor
         return self._parts.shared_results(stage, self._executor, self.num_workers)
@@ -237,7 +238,7 @@ class Conversion:
         )
 
     def _write(self, pack: UnfinishedPack, results: RowResults) -> RowRecord:
-        """Write the rows without a result, then record durably that every row is written or rejected."""
+        """Write the rows that are missing in `results`, then record durably that every row is written or rejected."""
         self._write_rows(pack, np.flatnonzero(~results.settled), results)
         written = results.record()
         finish.require_images(pack, written)

@@ -1,4 +1,4 @@
-"""Direct I/O: write rows into an unfinished file, bypassing the page cache on suitable file systems.
+"""Writing rows into an unfinished file, with direct I/O (bypassing the page cache) on suitable file systems.
 
 A buffered write copies every byte into the page cache, which takes CPU time that decoding needs: 3.7 CPU seconds per GB
 measured on one virtual machine, where a direct write (O_DIRECT) took 0.02. It also evicts other files from the cache in
@@ -62,8 +62,8 @@ class RowFile:
     """
 
     def __init__(self, path: str, io: str) -> None:
-        # Only for writing: for reading, too, an NFS client could fetch a page before it writes a part of it, and later
-        # send all of it with stale bytes of its neighbours, which another machine has written.
+        # Not opened for reading: otherwise an NFS client could fetch a page before it changes a part of it, and later
+        # send the whole page, overwriting neighbouring rows that another machine has written meanwhile.
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self.direct = _open_direct(path) if io == "direct" or (io == "auto" and suits_direct(path)) else None
         self.thread = ThreadPoolExecutor(1, "h5pack-write") if self.direct is not None else None
@@ -72,7 +72,7 @@ class RowFile:
     def begin_rows(self, offsets: npt.NDArray[np.int64], row_bytes: int) -> RowBuffer:
         """Return a buffer for rows at ascending byte `offsets`, int64 (n,).
 
-        There is memory for two buffers, so first call `wait` on the last buffer but one.
+        There is memory for two buffers, so first call `wait` on the buffer before the last one.
         """
         if int(offsets[-1] - offsets[0]) == (len(offsets) - 1) * row_bytes:
             return ContiguousRows(self, int(offsets[0]), len(offsets), row_bytes)
@@ -174,7 +174,7 @@ class ScatteredRows(RowBuffer):
     def _write(self) -> None:
         file, data, size, offsets = self._file, self.buffer.data, self._row_bytes, self._offsets
         if file.direct is None or not self._direct:
-            # These rows are contiguous in memory; those that are also contiguous in the file need only one write.
+            # All rows are contiguous in memory, so those that are also contiguous in the file need only one write.
             breaks = [row for row in range(1, len(offsets)) if offsets[row] - offsets[row - 1] != size]
             for first, last in itertools.pairwise([0, *breaks, len(offsets)]):
                 file.write(file.descriptor, data[first * size : last * size], offsets[first])

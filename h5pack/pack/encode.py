@@ -1,9 +1,9 @@
-"""Encoding images that are not kept as they are, before rows are written.
+"""With `keep`: encoding images that cannot be stored as they are, before rows are written.
 
-Offsets of rows follow from the sizes of all files, so these images are encoded first, into temporary files in the
-journal's folder: each worker appends to an ``encoded-*.bin`` of its own, and its records to an ``encoded-*.log``. Then
-rows are copied from there in their order, so the file is the same for any number of workers. A resumed conversion reads
-the records and compares the bytes with their checksums, as it does for rows.
+The offsets of rows follow from the sizes of all files, so these images are encoded first, into temporary files in the
+journal's folder: each worker appends images to an ``encoded-*.bin`` of its own, and records to an ``encoded-*.log``.
+Then rows are copied from these files in the pack's order, so the output is the same for any number of workers. A
+resumed conversion reads the records and compares the bytes with their checksums, as it does for rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TASKS_PER_WORKER = 16
 
 @dataclass
 class EncodedRecord:
-    """The images that were encoded by a task, and those that could not be."""
+    """The images that a task encoded, and those that it had to reject."""
 
     images: npt.NDArray[Any]  # (n,) of `ENCODED_IMAGE`
     reasons: dict[int, str] = field(default_factory=dict)  # why images were rejected, by catalog index
@@ -68,7 +68,7 @@ class EncodeJob:
     quality: int
     max_pixels: int
     mask_dtypes: tuple[str, ...] = ()  # of each field of masks
-    durable: bool = False  # whether other machines encode, too
+    durable: bool = False  # whether files must be flushed because other machines encode, too
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class EncodeTask:
     indices: list[int]  # in the catalog
     names: list[str]
     decode_paths: list[int]
-    kept: list[bool]  # whether the bytes of the image's file are kept as they are
-    read: list[bool]  # whether the image is encoded, or its file is copied because it is read by groups
+    kept: list[bool]  # whether the image's file is stored unchanged
+    read: list[bool]  # False if the file is stored unchanged, and copied only when rows are written
     sizes: list[tuple[int, int]]  # height and width of each image in the pack, upright
     masks: list[list[str]]  # for each field, the names of the images' masks
 
@@ -121,7 +121,7 @@ def release() -> None:
 
 
 def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
-    """Encode a task's images, and journal them; return the path of the temporary file, and the record."""
+    """Encode a task's images into this worker's temporary file and journal them; return its path and the record."""
     worker: _Worker | None = getattr(_local, "worker", None)
     if worker is None or worker.job != task.job:
         release()
@@ -155,9 +155,10 @@ def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
 def _encode(
     worker: _Worker, reader: SourceReader, task: EncodeTask, position: int
 ) -> list[tuple[int, bytes, int, int]]:
-    """Return the file of an image, unless it is copied later, and of its masks: number of field, bytes, height, width.
+    """Encode an image and its masks; return field number, bytes, height and width of each.
 
-    Raise RejectedImageError if one of them cannot be decoded or encoded.
+    The image has the field number -1, height and width 0 if its file is stored unchanged. It is left out if its file is
+    copied only when rows are written. Raises RejectedImageError if the image or a mask cannot be decoded or encoded.
     """
     index, name, decode_path = task.indices[position], task.names[position], task.decode_paths[position]
     found: list[tuple[int, bytes, int, int]] = []
@@ -169,7 +170,7 @@ def _encode(
             if task.read[position]:
                 found.append((-1, source, 0, 0))
             if task.masks:
-                # A kept file may have an orientation, which its mask has to follow.
+                # The masks of a file with an Exif orientation must be turned with it.
                 upright = upright_of(source) if decode_path == DecodePath.PILLOW else upright
         else:
             data, height, width = worker.encoder.encode(source, decode_path)
@@ -185,10 +186,11 @@ def _encode(
 def encode_images(
     pack: UnfinishedPack, executor: Executor, num_workers: int, advance: Callable[[int], object]
 ) -> KeptPlan:
-    """Encode all images of a plan that are not kept as they are; return the plan with the sizes of all files.
+    """Encode the images of a plan that cannot be stored as they are; return the plan with the sizes of all files.
 
-    Images that an earlier run encoded are not encoded again. Parts of an array job share an executor that knows what is
-    encoded, so they give it the same tasks. `advance` is called with numbers of images.
+    Images that an earlier run encoded are not encoded again. The parts of an array job all submit the same tasks, also
+    those that are done, because they share an executor that returns saved results. `advance` is called with numbers of
+    images. Raises NoImagesError if no image is left.
     """
     plan = pack.plan
     assert isinstance(plan, KeptPlan)
@@ -221,12 +223,12 @@ def encode_images(
                 for index, reason in record.reasons.items():
                     refuse_reject(plan.source, plan.catalog.reject(index, reason), begun=True)
     finally:
-        # With one worker, this process has done the work, and its lock on the journal would keep others from resuming.
+        # With one worker, this process did the work, and its lock on its journal file would block a resumed run.
         release()
     try:
         return plan.with_encoded(places, reasons)
     except NoImagesError:
-        # Nothing could be continued.
+        # There is nothing to resume.
         pack.output.remove_leftovers()
         pack.output.partial.unlink(missing_ok=True)
         raise

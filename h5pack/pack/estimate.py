@@ -1,4 +1,4 @@
-"""How long a conversion will take, estimated from a sample of its images, which its workers decode."""
+"""Estimating how long a conversion will take, from the time in which its workers decode a sample of its images."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from h5pack.system.processes import run, shared
 _SAMPLE_SECONDS = 0.3
 _MAX_SAMPLE = 4_096
 _SAMPLE_PART = 8
-_TASK_BYTES = 512 * 1024  # above the 32 KiB that gzip looks back, so that its rows need not repeat
+_TASK_BYTES = 512 * 1024  # far above gzip's window of 32 KiB, so that compression is as fast as with whole chunks
 _MAX_TASK_IMAGES = 256
-# Measured with rows of 3 KB and of 116 KB: writing and its journal; names, labels and other tables; the last flush.
+# Measured with rows of 3 KB and of 116 KB: writing and journaling rows; writing all tables; the last flush.
 _WRITE_SECONDS_PER_ROW, _WRITE_SECONDS_PER_BYTE = 5e-6, 3e-10
 _TABLE_SECONDS_PER_ROW, _FLUSH_SECONDS = 5e-6, 0.1
-# Of compressed chunks, which this process receives from the workers and stores alone.
+# Time of this process to receive compressed chunks from its workers and to store them.
 _STORE_SECONDS_PER_BYTE = 3e-9
-# Of a fast disk: a slower one cannot be measured without writing to it.
+# Assumes a fast disk, because the real one cannot be measured without writing to it.
 _DISK_BYTES_PER_SECOND = 1e9
 
 
 @dataclass(frozen=True)
 class _SampleTask:
-    indices: list[int]  # of the catalog
+    indices: list[int]  # in the catalog
     names: list[str]
     decode_paths: list[int]
     pixels: PixelOptions
     fields: tuple[PixelRows, ...]
     masks: list[list[str]]  # the names of the images' masks, for each field
-    statistics_step: int  # one row in this many counts for the statistics
+    statistics_step: int  # the channel statistics use one row in this many
     compression: Compression | None
 
 
 def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) -> float:
     """Return an estimate of the seconds that a conversion takes after the survey.
 
-    The workers of `executor`, which share the plan's reader, decode images for a third of a second, or an eighth of
-    all, and compress them if the plan says so. Nothing is written.
+    The workers of `executor`, which share the plan's reader, decode a sample of the images (and compress it, with
+    `compression`) for about 0.3 s, or an eighth of all images if that takes less. Nothing is written.
     """
     used, end = 0, time.perf_counter() + _SAMPLE_SECONDS
     step = plan.rows // max(1, len(sampled_rows(*statistics_range(plan, plan.row_order))))
@@ -79,7 +79,7 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
             )
 
     samples = list(run(executor, _time_sample, tasks(), 2 * num_workers, _describe))
-    # The first task of a worker includes what is done once, such as imports.
+    # Leave out each worker's first task, which includes one-time work such as imports.
     timed = [seconds for is_first, seconds in samples if not is_first] or [seconds for _, seconds in samples]
     written = _WRITE_SECONDS_PER_ROW + _WRITE_SECONDS_PER_BYTE * plan.row_bytes
     in_workers = (float(np.mean(timed)) + written) / num_workers
@@ -93,14 +93,15 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
 
 
 def table_seconds(rows: int) -> float:
-    """Return an estimate of the seconds for the tables of a pack and its last flush."""
+    """Return an estimate of the seconds for writing the tables of a pack and flushing it."""
     return _TABLE_SECONDS_PER_ROW * rows + _FLUSH_SECONDS
 
 
 def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     """Yield the catalog indices of the images of each task, in random order.
 
-    A task has whole chunk groups of the source, because reading one of its images costs as much as reading all.
+    If the source has groups, a task has one of them (at most 256 images), because reading one image of a group costs as
+    much as reading all.
     """
     origins = plan.row_order.origins
     groups = plan.catalog.reader.groups(origins)

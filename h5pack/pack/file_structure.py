@@ -2,11 +2,11 @@
 
 The datasets beside the images (labels, fields, file names, splits, checksums, statistics, rejects) are called tables.
 
-The structure is written twice, each time to a sparse file whose bytes outside the chunks are then moved into the
+The structure is written twice, each time to a sparse file whose bytes outside the chunks are then copied into the
 output. HDF5 never opens the output for writing, because a kill while it is open would leave a file that HDF5 refuses to
 open. The first time, the structure is written for the planned rows, which determines the address of every chunk. The
 second time, it is written for the rows that were packed, with all tables after the chunks, and completes the output.
-Chunks are allocated in order, so these chunks have the same addresses as the first chunks of the first time.
+HDF5 allocates chunks in order, so the chunks that remain have the same addresses in both structures.
 
 A compressed pack is a separate file. Each of its chunks gets its address when its compressed size is known.
 """
@@ -44,13 +44,13 @@ _TABLE_CHUNK_BYTES = 262_144
 _MAX_COMPACT_BYTES = 32_768
 """Maximum size of a table in the compact layout; HDF5's limit is 64 KiB with the rest of the object header."""
 _MIB = 1 << 20
-_MASK_FILES = 256  # that are copied together
-_HEAP_BYTES = 4_096
+_MASK_FILES = 256  # masks that are copied at a time
+_HEAP_BYTES = 4_096  # the block that HDF5 allocates for axis labels
 
 
 @dataclass(frozen=True)
 class PixelRows:
-    """A field whose rows are pixels. Its dataset is chunked like the images, with as many rows per chunk."""
+    """A field whose rows are pixels; its dataset has as many rows per chunk as the images."""
 
     name: str
     kind: str  # value of the attribute `kind`
@@ -70,7 +70,7 @@ class PixelRows:
 
 @dataclass(frozen=True)
 class EncodedMasks:
-    """A field of masks that are PNG files, which are in temporary files before they are stored."""
+    """A field of masks that are stored as PNG files, and where these are before they are copied into the pack."""
 
     name: str
     dtype: str  # of the pixels: "|u1" or "<i4"
@@ -78,7 +78,7 @@ class EncodedMasks:
 
     @property
     def offsets(self) -> npt.NDArray[np.int64]:
-        """Byte at which each row begins in the data, and the end of the last, (N + 1,)."""
+        """Byte at which each row begins in the stored data, and the end of the last, (N + 1,)."""
         return np.cumsum([0, *(size for _, size in self.files)], dtype=np.int64)
 
 
@@ -86,16 +86,16 @@ class EncodedMasks:
 class FileStructure:
     """The shape, chunks and attributes of the images dataset and its file.
 
-    The images dataset of a pack that keeps JPEG files is `/encoded/data`, each of whose rows is one byte.
+    If the pack keeps JPEG files, the images dataset is `/encoded/data`, in which each row is one byte.
     """
 
-    row_shape: tuple[int, ...]  # (H, W, C) or (C, H, W); () of encoded images
+    row_shape: tuple[int, ...]  # (H, W, C) or (C, H, W); () for encoded images
     chunk_rows: int
     layout: str  # nhwc or nchw
     compat: bool  # write a file that HDF5 1.8 can read
     attributes: dict[str, str]  # text attributes of the root group, known before the first pixel is written
     compression: Compression | None = None  # of the chunks; only used by `write_compressed`
-    metadata_bytes: int = 0  # upper bound, the same in both writings; see `plan_metadata`
+    metadata_bytes: int = 0  # upper bound for both structures; see `plan_metadata`
     fields: tuple[PixelRows, ...] = ()
 
     @property
@@ -128,8 +128,8 @@ class FileStructure:
 def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datasets: int) -> int:
     """Return an upper bound of the bytes of metadata of a file, which is written in one block at its start.
 
-    `names_bytes` is the size of the names of classes and splits, and `datasets` the number of labels and fields, of
-    which a ragged field counts twice. Per chunk, HDF5 2.0 needs 8.2 bytes in an extensible array, 16.5 if chunks are
+    `names_bytes` is the size of the names of classes and splits. `datasets` is the number of datasets of labels and
+    fields; a ragged field has two. Per chunk, HDF5 2.0 needs 8.2 bytes in an extensible array, 16.5 if chunks are
     filtered, and 65 in the B-tree of `compat`.
     """
     per_chunk = 67 if structure.compat else 20 if structure.compression else 9
@@ -172,13 +172,13 @@ def write_structure(
 ) -> Addresses:
     """Write a file without pixels, and return the byte offset of each chunk.
 
-    Without `tables`, the file is marked as incomplete. If there are fields, `planned_rows` are the rows of the first
-    writing: as many are allocated before the datasets are shortened, because the chunks of a dataset follow those of
-    the one before. Raises OSError if the file cannot be written, with ENOSPC if the disk is full.
+    Without `tables`, the file is marked as incomplete. `planned_rows` is the number of rows of the first structure: if
+    there are fields, all of them are allocated before the datasets are shortened to `rows`, because each dataset's
+    chunks follow those of the one before. Raises OSError if the file cannot be written (ENOSPC if the disk is full).
     """
     path.unlink(missing_ok=True)
     with system_errors(), create_file(path, structure) as file:
-        # HDF5 2.0.0 may crash if it cannot write metadata when it closes a file. So make sure of the space before.
+        # HDF5 2.0.0 may crash if it cannot write metadata when it closes a file, so allocate the disk space first.
         _reserve(path, 0, structure.metadata_bytes)
         # Create the images first, because anything allocated before them would shift their chunks.
         planned = max(rows, planned_rows) if structure.fields else rows
@@ -200,7 +200,7 @@ _KEEP_SIZE = 1
 
 
 def _reserve(path: Path, start: int, count: int) -> None:
-    """Allocate disk space for bytes of a file, without changing its size, if the system can."""
+    """Allocate disk space for `count` bytes of a file, without changing its size, if the system can."""
     if count and _fallocate is not None:
         with path.open("r+b") as file:
             if _fallocate(file.fileno(), _KEEP_SIZE, start, count) and ctypes.get_errno() in NO_SPACE:
@@ -218,7 +218,7 @@ def _table_bytes(tables: PackTables) -> int:
 
 
 def copy_structure(path: Path, target: int, addresses: Addresses, structure: FileStructure) -> None:
-    """Move a file of `write_structure` into the file `target`: its size, and bytes outside the chunks that differ."""
+    """Move a file of `write_structure`, except its chunks, into the open file `target`, which gets the same size."""
     source = os.open(path, os.O_RDONLY)
     sizes = np.repeat(structure.all_chunk_bytes, [len(some) for some in addresses])
     starts = np.concatenate(addresses)
@@ -238,7 +238,7 @@ def copy_structure(path: Path, target: int, addresses: Addresses, structure: Fil
 def write_compressed(
     path: Path, structure: FileStructure, rows: int, tables: PackTables, chunks: Iterable[bytes]
 ) -> None:
-    """Write a compressed pack from its compressed chunks in file order; raises OSError as `write_structure` does."""
+    """Write a compressed pack from the chunks of each dataset in turn; raises OSError as `write_structure` does."""
     with system_errors(), create_file(path, structure) as file:
         _reserve(path, 0, structure.metadata_bytes)
         datasets = [_create_images(file, structure, rows, structure.compression)]
@@ -329,7 +329,7 @@ def _create_field(
 def _create_chunked(
     file: h5py.File, name: str, chunks: tuple[int, ...], dtype: str, compression: Compression | None
 ) -> h5py.Dataset:
-    """Create a dataset of no rows, whose chunks are allocated as soon as it has rows unless they are compressed."""
+    """Create a dataset of no rows. Unless compressed, its chunks are allocated as soon as it has rows."""
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_chunk(chunks)
     create.set_obj_track_times(False)
@@ -339,7 +339,7 @@ def _create_chunked(
         create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     else:
         add_filter(create, compression)
-    # No cache: while there are no filters, nothing is read or written here.
+    # No chunk cache, because no chunk is read or written through it.
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
     access.set_chunk_cache(1, 0, 0.0)
     # The dataset is extendable, because HDF5 stores a fixed-size dataset's chunks back to back, not page-aligned.
@@ -349,7 +349,7 @@ def _create_chunked(
 
 
 def _allocated(dataset: h5py.Dataset, rows: int) -> h5py.Dataset:
-    """Give a dataset its rows, and attributes that recommend a chunk cache."""
+    """Set the number of rows of a dataset, and write attributes that recommend a chunk cache; return the dataset."""
     filtered = dataset.id.get_create_plist().get_nfilters() > 0
     cache = plan_cache((rows, *dataset.shape[1:]), dataset.chunks, dataset.dtype.itemsize, filtered=filtered)
     dataset.attrs[schema.RDCC_NBYTES] = np.int64(cache.nbytes)
@@ -361,7 +361,7 @@ def _allocated(dataset: h5py.Dataset, rows: int) -> h5py.Dataset:
 
 
 def describe_dataset(dataset: h5py.Dataset, structure: FileStructure) -> None:
-    """Write the attributes that say what the pixels of the images or of a field are."""
+    """Write the attributes that say how to interpret the pixels of the images or of a field."""
     for one in structure.fields:
         if dataset.name == f"/{one.dataset}":
             dataset.attrs[schema.KIND] = np.bytes_(one.kind)
@@ -454,7 +454,7 @@ def _write_fields(file: h5py.File, fields: dict[str, FieldValues]) -> None:
 
 
 def _write_masks(file: h5py.File, masks: EncodedMasks) -> None:
-    """Write a field of PNG files."""
+    """Write a field of masks as PNG files."""
     group = file.require_group(schema.FIELDS).create_group(masks.name)
     group.attrs[schema.KIND] = np.bytes_(schema.MASK)
     group.attrs[schema.DTYPE] = np.bytes_(np.dtype(masks.dtype).name)
@@ -488,7 +488,7 @@ def _create_names(file: h5py.File, path: str, names: Sequence[str] | NameTable) 
     rows = max(1, min(len(names), _TABLE_CHUNK_BYTES // width))
     kind = h5py.string_dtype("utf-8", width)
     table = file.create_dataset(path, (len(names),), kind, chunks=(rows,), compression="gzip", compression_opts=6)
-    # Write chunk by chunk to save memory, because one long name makes every string of the array as long.
+    # Write chunk by chunk to save memory, because one long name makes every string of an array as long.
     for start in range(0, len(names), rows):
         stop = min(start + rows, len(names))
         table[start:stop] = utf8([names[index] for index in range(start, stop)], minimum=width)

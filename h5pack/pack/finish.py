@@ -1,6 +1,6 @@
 """The steps after the last row is written: close gaps between rows, add the tables, rename the file.
 
-The tables are all datasets but the images. Each step can be repeated after a kill.
+Each step can be repeated after a kill.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _COPY_BYTES = 8 * 1024 * 1024
 
 
 def require_images(pack: UnfinishedPack, written: RowRecord) -> None:
-    """Raise NoImagesError, and remove the unfinished file, if no image could be decoded."""
+    """Raise NoImagesError, and remove the unfinished file and its journal, if no image could be decoded."""
     if written.packed.any():
         return
     pack.output.remove_leftovers()
@@ -59,7 +59,7 @@ def require_images(pack: UnfinishedPack, written: RowRecord) -> None:
 
 
 def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """Return runs of consecutive rows that move together as (target, origin, number of rows), targets ascending."""
+    """Return the moves as (target, origin, number of consecutive rows), targets ascending; see `move_rows`."""
     targets = np.flatnonzero(origins != np.arange(len(origins)))
     edges = consecutive_runs(targets, origins[targets])
     firsts = edges[:-1]
@@ -97,8 +97,8 @@ def _move_runs(descriptor: int, row_offsets: RowOffsets, runs: list[tuple[int, i
 def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[np.int64], wrong: Sequence[int]) -> None:
     """Redo the moves of rows (see `move_rows`) that an interrupted run did not complete.
 
-    `wrong` are the final rows, ascending, whose bytes do not match their checksums; all rows before the first of them
-    are correct. A row whose bytes no longer exist in the file (for example after a power cut) is decoded again.
+    `wrong` are the final rows, ascending, whose bytes do not match their checksums. A row whose bytes no longer exist
+    in the file (for example after a power cut) is decoded again, or its kept file is read again.
     """
     plan, descriptor = pack.plan, pack.lock.descriptor
     decoder = SampleDecoder(plan.pixels, plan.pixel_rows)
@@ -127,7 +127,7 @@ def _decoded(plan: ConvertPlan, decoder: SampleDecoder, row: int) -> list[bytes]
 
 
 def _kept(pack: UnfinishedPack, row: int, size: int) -> bytes:
-    """Return the bytes of the image of a planned row again."""
+    """Read the kept file of a planned row again."""
     plan, index = pack.plan, int(pack.plan.row_order.origins[row])
     (encoded,) = plan.encoded_files(np.array([index]))
     return kept_bytes(plan.catalog.reader, index, plan.name(row), size, encoded)
@@ -153,7 +153,7 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
 
 
 class RowCounts(Protocol):
-    """How many rows a file was allocated for, and how long its datasets are for some of them."""
+    """The number of rows that a file was allocated for, and how long its images dataset is for fewer rows."""
 
     @property
     def rows(self) -> int: ...
@@ -163,7 +163,7 @@ class RowCounts(Protocol):
 
 
 class Unfinished(Protocol):
-    """A file whose rows are written and that is to be completed: that of a conversion, or one made of other packs."""
+    """A file whose rows are written and that is to be completed, by a conversion or by combining packs."""
 
     @property
     def plan(self) -> RowCounts: ...
@@ -211,8 +211,8 @@ def compress(
 ) -> None:
     """Write a compressed copy of ``OUT.partial`` with all tables, flush it to the disk, and replace the file by it.
 
-    The executor's workers compress; at most `max_in_flight` chunks are being compressed or wait to be stored. `advance`
-    is called with the number of rows after each chunk.
+    The executor's workers compress; at most `max_in_flight` chunks are being compressed or wait to be stored. After
+    each chunk, `advance` is called with its number of rows.
     """
     structure, step = pack.structure, pack.structure.chunk_rows
     compression, partial = structure.compression, str(pack.output.partial)
@@ -236,7 +236,7 @@ def compress(
 
 
 def complete_compressed(pack: Unfinished, tables: PackTables, chunks: Iterable[bytes], executor: Executor) -> None:
-    """Write a compressed file from its chunks in file order, flush it, and replace ``OUT.partial`` by it."""
+    """Write a compressed file from its chunks (see `write_compressed`), flush it, and replace ``OUT.partial`` by it."""
     path = pack.output.compressed
     # Start with a new file, because HDF5 refuses to reopen one that it failed to close, for example on a full disk.
     path.unlink(missing_ok=True)
@@ -263,12 +263,12 @@ def _clear(descriptor: int, start: int, stop: int) -> None:
 Expected = tuple[str, tuple[int, ...], dict[tuple[int, int], int]]
 """The path and shape of a dataset, and the checksums of its first, a middle and its last row.
 
-The checksums are by the (start, stop) of the row along axis 0 of the dataset.
+The key of a checksum is the (start, stop) of that row along axis 0 of the dataset.
 """
 
 
 def _expected(pack: Unfinished, tables: PackTables) -> list[Expected]:
-    """Return what the images, and each field that is chunked like them, are expected to be."""
+    """Return what the datasets of the images, and of each field that is chunked like them, must contain."""
     rows, plan, structure = len(tables.checksums), pack.plan, pack.structure
     some = [(row, plan.stored_rows(row), plan.stored_rows(row + 1)) for row in sorted({0, rows // 2, rows - 1})]
     return [
@@ -295,7 +295,7 @@ def is_sound(
 ) -> bool:
     """Return whether a pack, opened as a reader would, is complete and has the `expected` datasets.
 
-    `addresses` are the expected byte offsets of their chunks, None if HDF5 was free to choose them.
+    `addresses` are the expected byte offsets of their chunks; None accepts any. `compression` is the filter to load.
     """
     if compression is not None:
         require_filter(compression)
@@ -320,10 +320,8 @@ def _is_sound_dataset(file: h5py.File, expected: Expected, addresses: npt.NDArra
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether the unfinished file at `path` is marked as complete.
+    """Return whether the ``OUT.partial`` at `path` is marked as complete, so that it only has to be renamed."""
 
-    With `compression`, that is its compressed copy; with `shard_bytes`, the virtual file over all shards.
-    """
     try:
         with h5py.File(path, "r", locking=False) as file:
             return int(file.attrs[schema.COMPLETE]) == 1
@@ -335,8 +333,8 @@ def is_complete(path: Path) -> bool:
 def publish(output: Output, lock: OutputLock, overwrite: bool, rejects: Sequence[Reject]) -> None:
     """Write ``OUT.rejects.csv``, rename ``OUT.partial`` to the output, and remove the journal.
 
-    Without rejects, ``OUT.rejects.csv`` is removed. Raises OutputExistsError if another program has created the output
-    meanwhile, unless `overwrite`.
+    Without rejects, an existing ``OUT.rejects.csv`` is removed. Unless `overwrite`, raises OutputExistsError if another
+    program has created the output meanwhile.
     """
     if rejects:
         stream = io.StringIO(newline="")

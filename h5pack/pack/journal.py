@@ -4,7 +4,7 @@ The folder ``OUT.partial.journal/`` contains
 
 - ``plan.json``: the options and properties that must be equal in a resumed run (see `h5pack.pack.resume`);
 - ``prints.bin``: fingerprints of the source's images, by which a resumed run notices changes;
-- ``rows-*.log``, one file per worker, to which it appends a record after rows are written. A record consists of a magic
+- ``rows-*.log``, one file per worker, which appends a record to it after rows are written. A record consists of a magic
   number, a length, a CRC-32 and a payload. A kill can truncate the last record; a resumed run ignores it and writes its
   rows again;
 - ``encoded-*.bin`` and ``encoded-*.log``, if images are encoded before rows are written (see `h5pack.pack.encode`);
@@ -17,9 +17,9 @@ list rows that are not in the file. So a resumed run reads every listed row and 
 Before there is a plan, `SurveyJournal` keeps the results of a long survey in the file ``OUT.partial.survey``.
 
 **On several machines**, writers are durable: rows are flushed before their record is written, and the record is flushed
-before a task ends. Locks may not reach other machines, so a writer marks in its file that it begins a task, and again
-that it has ended it (see `Journal.late_writers`). A writer whose last mark is a beginning may still write, however long
-ago it was given up. Its rows are written again elsewhere, at the same offsets with the same bytes, so it does no
+before a task ends. Locks may not reach other machines, so a writer marks the beginning and the end of each task in its
+file (see `Journal.late_writers`). A writer whose last mark is a beginning may still write, however long ago it was
+given up. Another writer has written its rows by then, at the same offsets with the same bytes, so late writes do no
 harm as long as no row has moved.
 """
 
@@ -44,11 +44,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import OutputBusyError, ResumeError
+from h5pack.errors import DamagedRowsError, OutputBusyError, ResumeError
 from h5pack.system.files import is_locked, lock, open_locked, read_all, sync_path, write_atomically
 
 _MAGIC = 0x4B503548
-# Of a record that says that a task begins or has ended, whose payload is one of the following.
+# Magic number of a record that marks the beginning or the end of a task; its payload is one of the following.
 _MARK = 0x4B50354D
 _BEGUN, _ENDED = b"begun", b"ended"
 _PREFIX = struct.Struct("<III")
@@ -106,24 +106,38 @@ class RowRecord:
 
 
 class EncodedFile(NamedTuple):
-    """The bytes of an image in a temporary file; see `h5pack.pack.encode`."""
+    """Where an encoded image or mask is: in a temporary file of `h5pack.pack.encode`, or in a pack to combine."""
 
     path: str
     offset: int
     checksum: int
+    dataset: str | None = None  # of the pack; None for a temporary file
+    row: int = 0  # of that dataset
 
 
 def read_encoded(encoded: EncodedFile, size: int) -> bytes:
-    """Return the bytes of an image that was encoded; raise ResumeError if they are lost."""
-    with open(encoded.path, "rb") as stream:
+    """Return the bytes of an encoded image or mask.
+
+    If they do not match their checksum, raises DamagedRowsError for a pack, ResumeError for a temporary file.
+    """
+    path, dataset, row = encoded.path, encoded.dataset, encoded.row
+    with open(path, "rb") as stream:
         found = read_all(stream.fileno(), size, encoded.offset)
-    if len(found) != size or zlib.crc32(found) != encoded.checksum:
-        raise ResumeError(
-            f"{encoded.path}: does not contain what was written to it; check the disk, then run again with resume=True",
-            path=encoded.path,
-            parameters=("resume=True",),
+    if len(found) == size and zlib.crc32(found) == encoded.checksum:
+        return found
+    if dataset is not None:
+        raise DamagedRowsError(
+            f"{path}: {dataset!r} row {row} differs from the stored checksum; run 'h5pack verify' on it, then restore "
+            "the file or convert again",
+            path=path,
+            dataset=dataset,
+            rows=[row],
         )
-    return found
+    raise ResumeError(
+        f"{path}: does not contain what was written to it; check the disk, then run again with resume=True",
+        path=path,
+        parameters=("resume=True",),
+    )
 
 
 class RowResults:
@@ -163,7 +177,7 @@ class RowResults:
 
 
 class Record(Protocol):
-    """What a journal holds."""
+    """A result that can be appended to a journal."""
 
     def encode(self) -> bytes:
         """Return the record as bytes."""
@@ -173,11 +187,12 @@ class JournalWriter:
     """A writer that appends records to a new file in the journal `folder`, and keeps that file locked until closed.
 
     `prefix` says what kind of records they are: those of rows, or those of `h5pack.pack.encode`. A `durable` writer,
-    for several machines, is not locked but calls `begin` and `end`; `path` is its file of an earlier task.
+    for several machines, marks tasks with `begin` and `end` instead of locking its file. If `path` is given, it appends
+    to that file, in which it recorded an earlier task.
     """
 
     def __init__(self, folder: str, prefix: str = _ROWS, *, durable: bool = False, path: str | None = None) -> None:
-        # Host names may differ from machine to machine where process ids do not.
+        # The host name, because two machines may use the same process id.
         name = f"{prefix}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.log"
         self.path = path or os.path.join(folder, name)
         create = 0 if path else os.O_CREAT | os.O_EXCL
@@ -196,7 +211,7 @@ class JournalWriter:
         os.fsync(self._descriptor)
 
     def end(self) -> None:
-        """Record durably that no more rows will be written before the next `begin`, and all records before it."""
+        """Record durably that no rows will be written until the next `begin`; this flushes all earlier records."""
         self._append(_MARK, _ENDED)
         os.fsync(self._descriptor)
 
@@ -257,11 +272,11 @@ class Journal:
         return np.frombuffer((self.folder / "prints.bin").read_bytes(), np.uint64)
 
     def records(self) -> Iterator[RowRecord]:
-        """Yield the intact records of rows; raises OutputBusyError if an earlier run still writes."""
+        """Yield the intact records of rows; raises OutputBusyError if a worker of an earlier run is still writing."""
         return (RowRecord.decode(payload) for _, payload in self.payloads(_ROWS))
 
     def payloads(self, prefix: str) -> Iterator[tuple[Path, bytes]]:
-        """Yield the intact records of the writers with this `prefix`, and the file that each one is in."""
+        """Yield the file and the payload of each intact record of the writers with this `prefix`, without marks."""
         for path in sorted(self.folder.glob(f"{prefix}-*.log")):
             _wait_for_writer(path)
             for magic, payload in _intact(path):
@@ -269,10 +284,10 @@ class Journal:
                     yield path, payload
 
     def late_writers(self) -> list[Path]:
-        """Return the files of durable writers that may still write rows: their last task has not ended.
+        """Return the files of durable writers that may still write rows, because their last task has not ended.
 
-        Such a writer was killed, or it hangs and may go on at any time, or it runs a task that was given to another
-        writer, too.
+        Such a writer was killed, or it hangs and may go on at any time, or another writer has completed its task while
+        it was still running.
         """
         late = []
         for path in sorted(self.folder.glob(f"{_ROWS}-*.log")):
@@ -302,13 +317,13 @@ class Journal:
 class SurveyJournal:
     """``OUT.partial.survey``: the results of a survey, from which a resumed run continues it. A context manager.
 
-    The first record is `identity`, which says what the results belong to. A new file is created only when the survey
-    has taken `_SURVEY_SECONDS`, with all results until then. It is removed when the journal of rows begins, or when an
-    error ends the run, but not after an interruption, or an error that advises to resume. Without `resume`, an earlier
-    file is removed at the start.
+    The first record is `identity`, which says what the results belong to. The file is created once the survey has taken
+    10 seconds, with all results until then. It is removed when the journal of rows begins, or when an error ends the
+    run, unless the run was interrupted or the error recommends resuming. Without `resume`, an earlier file is removed
+    at the start.
 
-    The file saves time and nothing else. If it is damaged, only the records before the damage are used, if it belongs
-    to another survey, none; and if it cannot be written, or another conversion writes it, the survey goes on without.
+    The file only saves time. If it is damaged, the records before the damage are used; if it belongs to another survey,
+    none are. If it cannot be written, or another conversion is writing it, the survey continues without it.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any], *, resume: bool) -> None:
@@ -329,7 +344,7 @@ class SurveyJournal:
             return
         keeps = error is not None and not isinstance(error, Exception)
         if not keeps and "resume=True" not in getattr(error, "parameters", ()):
-            # By then the file of another conversion may have the name.
+            # Another conversion may have created a new file of this name meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
                     self._path.unlink()
@@ -353,7 +368,7 @@ class SurveyJournal:
             self._waiting.clear()
 
     def append(self, payload: bytes) -> None:
-        """Append one result, as soon as the survey has taken long."""
+        """Append one result; until the survey has taken 10 seconds, results are only kept in memory."""
         if self._given_up:
             return
         self._waiting.append(_framed(_MAGIC, payload))
@@ -385,7 +400,7 @@ def _framed(magic: int, payload: bytes) -> bytes:
 
 
 def _intact(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the magic number and the payload of a file's records up to the first that is incomplete."""
+    """Yield the magic number and the payload of a file's records up to the first that is incomplete or damaged."""
     with path.open("rb") as stream:
         size, position = os.fstat(stream.fileno()).st_size, 0
         while position + _PREFIX.size <= size:

@@ -1,7 +1,7 @@
 """Packs that keep JPEG files: the plan of a conversion whose rows are bytes of different lengths.
 
-Files are kept as they are, or encoded first where they are no JPEGs or too large (`h5pack.pack.encode`). Before that,
-the plan has estimates of the sizes of these.
+JPEG files are stored unchanged unless they are larger than `max_side`; all other images are encoded before rows are
+written (`h5pack.pack.encode`). Until then, the plan estimates their sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from h5pack.system.text import format_bytes
 
 _MIN_CHUNKS = 256
 _TIMED_IMAGES = 8
-# Of photos with quality 90; only used for estimates.
+# Typical of photos with quality 90; only used for estimates.
 _BYTES_PER_PIXEL, _BYTES_PER_MASK_PIXEL, _HEADER_BYTES = 0.25, 0.03, 700
 
 
@@ -42,12 +42,12 @@ ENCODED_IMAGE = np.dtype(
         ("width", "<i4"),
     ]
 )  # fmt: skip
-"""An image, or its mask, that was encoded: catalog index, number of the field (-1: the image), place in a temporary
-file, upright size (0: that of the source)."""
+"""An encoded image or mask: catalog index, number of the field of masks (-1: the image), offset and size in bytes in a
+temporary file, CRC-32, and height and width when upright (0: as in the source)."""
 
 
 class EncodedPlaces:
-    """Where the bytes of images lie that were encoded, and in `fields` those of their masks."""
+    """Where the bytes of encoded images are; `fields` has the same for the masks of each field."""
 
     def __init__(self, images: int, fields: int = 0) -> None:
         self.paths: list[str] = []
@@ -67,7 +67,7 @@ class EncodedPlaces:
             field.add(path, masks)
 
     def file(self, index: int) -> EncodedFile | None:
-        """Return where the bytes of an image are, None if it was not encoded."""
+        """Return where the bytes of an image are; None if it was not encoded."""
         owner, image = self.owners[index], self.images[index]
         return None if owner < 0 else EncodedFile(self.paths[owner], int(image["offset"]), int(image["checksum"]))
 
@@ -76,11 +76,12 @@ class EncodedPlaces:
 class KeptPlan(ConvertPlan):
     """The plan of a conversion that keeps JPEG files. `height` and `width` are 0, because sizes may differ."""
 
-    heights: npt.NDArray[np.int32]  # (M,), of each image in the pack, upright
+    heights: npt.NDArray[np.int32]  # (M,): of each image in the pack, when upright
     widths: npt.NDArray[np.int32]
     jpeg_bytes: npt.NDArray[np.int64]  # (M,): size of each image's file in the pack
-    fits: npt.NDArray[np.bool_]  # (M,): whether the file is kept as it is
-    needs_encoding: npt.NDArray[np.bool_]  # (M,): images that are encoded, or read in the order of their groups
+    fits: npt.NDArray[np.bool_]  # (M,): whether the file is stored unchanged
+    # (M,): images that are encoded, or whose files are first copied to a temporary file, group by group of the source
+    needs_encoding: npt.NDArray[np.bool_]
     places: EncodedPlaces | None = None  # None before images are encoded
 
     def between(self, start: int, stop: int) -> ConvertPlan:
@@ -93,7 +94,7 @@ class KeptPlan(ConvertPlan):
         return replace(plan, chunks=plan_data_chunks(size), needs_encoding=self.needs_encoding & mine)
 
     def shard_edges(self) -> list[int]:
-        """See `ConvertPlan`; the sizes of images that are encoded are estimates. A large image may exceed a shard."""
+        """See `ConvertPlan`; images that are encoded have estimated sizes. A shard has at least one image."""
         size = self.options.shard_bytes
         if size is None:
             return [0, self.rows]
@@ -109,9 +110,9 @@ class KeptPlan(ConvertPlan):
 
     @property
     def to_encode(self) -> npt.NDArray[np.bool_]:
-        """See `ConvertPlan`; with a source that is read by groups, also files that are kept as they are.
+        """See `ConvertPlan`; includes files that are stored unchanged if the source is read by groups.
 
-        If there are masks, these are all images.
+        If there are masks, these are all images that become rows.
         """
         if not self.catalog.pixel_fields:
             return self.needs_encoding
@@ -140,9 +141,9 @@ class KeptPlan(ConvertPlan):
         return [None if self.places is None else self.places.file(index) for index in indices.tolist()]
 
     def with_encoded(self, places: EncodedPlaces, reasons: dict[int, str]) -> KeptPlan:
-        """Return the plan with the sizes of images that were encoded, without those that could not be.
+        """Return the plan with the sizes of the encoded images, without the rejected ones.
 
-        `reasons` says why, by catalog index.
+        `reasons` says why images were rejected, by catalog index. Raises NoImagesError if no image is left.
         """
         packed = ~np.isin(self.row_order.origins, np.array([*reasons], np.int64))
         if not packed.any():
@@ -191,7 +192,7 @@ class KeptPlan(ConvertPlan):
         return DEFAULT_CHUNK_BYTES
 
     def stored_rows(self, rows: int) -> int:
-        """See `ConvertPlan`; axis 0 of `/encoded/data` is the byte."""
+        """See `ConvertPlan`; axis 0 of `/encoded/data` counts bytes."""
         return int(self.offsets[rows])
 
     def row_offsets(self, addresses: Rows) -> RowOffsets:
@@ -214,8 +215,8 @@ class KeptPlan(ConvertPlan):
     def needed_bytes(self) -> int:
         """See `ConvertPlan`; images that are encoded need space twice, and their sizes are estimates."""
         needed = super().needed_bytes + int(self.jpeg_bytes[self.needs_encoding].sum())
-        # Masks are in a temporary file, in the file with the tables, and in the pack, which counts them already.
-        return needed + 2 * self._mask_bytes
+        # The pack and the file with the tables, which have the masks, are counted already, but not the temporary file.
+        return needed + self._mask_bytes
 
     @property
     def _mask_bytes(self) -> int:
@@ -282,9 +283,9 @@ def make_kept_plan(source: str, catalog: Catalog, survey: Survey, options: Conve
 
 
 def plan_data_chunks(size: int) -> ChunkPlan:
-    """Return the chunks of `size` encoded bytes: the largest power of two of which there are at least 256.
+    """Return the chunks of `size` encoded bytes: the largest power of two that makes at least 256 of them.
 
-    So the unused rest of the last chunk is small. A chunk has at least 64 KiB, to be aligned, and at most 4 MiB.
+    Then the unused rest of the last chunk is small. A chunk has at least 64 KiB, to be aligned, and at most 4 MiB.
     """
     chunk = schema.ALIGNMENT_THRESHOLD_BYTES
     while chunk < DEFAULT_CHUNK_BYTES and 2 * chunk * _MIN_CHUNKS <= size:
@@ -293,7 +294,7 @@ def plan_data_chunks(size: int) -> ChunkPlan:
 
 
 def copy_seconds(plan: KeptPlan, num_workers: int) -> float:
-    """Return an estimate of the seconds for copying and encoding files and for the statistics, from a few images."""
+    """Estimate the seconds for copying and encoding files and for the channel statistics, by timing a few images."""
     origins = plan.row_order.origins[:: -(-plan.rows // _TIMED_IMAGES)].tolist()
     encoder = JpegEncoder(plan.options.max_side, plan.options.quality, plan.options.max_pixels)
     sampled = len(sampled_rows(*statistics_range(plan, plan.row_order), encoded=True))

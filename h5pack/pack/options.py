@@ -32,17 +32,19 @@ IO = ("auto", "direct", "buffered")
 KEEP = ("jpeg",)
 RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 
+# Options that were added after version 0.1; see `ConvertOptions.content`.
 _LATER = (
     "compression", "images", "labels", "fields", "channel_axis", "value_range", "val", "keep", "max_side", "quality",
     "mask_columns", "image_columns", "text_columns", "box_columns", "keypoint_columns", "box_format", "shard_bytes",
 )  # fmt: skip
+# Options that cannot be given with `keep`, and those that need it.
 _OF_PIXELS = ("size", "fit", "resample", "draft", "mode", "layout", "chunk_rows", "chunk_bytes", "compression")
 _OF_KEPT = ("max_side", "quality")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """The validated keywords of `h5pack.convert`; see there for their meaning."""
+    """The validated keywords of `h5pack.convert`, which documents them."""
 
     source_kind: str | None = None
     include: tuple[str, ...] = ()
@@ -163,7 +165,7 @@ class ConvertOptions:
             raise OptionsError(f"{names} cannot be used without size; give size, too", parameters=(*unused, "size"))
 
     def _check_shards(self) -> None:
-        """Raise OptionsError for options that do not fit to several packs and a virtual file over them."""
+        """Raise OptionsError for options that cannot be combined with `shard_bytes`."""
         reasons = {
             "compat": "HDF5 1.8 has no virtual datasets",
             "part": "the parts of an array job write one file",
@@ -172,10 +174,11 @@ class ConvertOptions:
         for name, reason in reasons.items():
             if getattr(self, name):
                 given = ("shard_bytes", f"{name}=True" if name != "part" else name)
-                raise OptionsError(f"{' and '.join(given)} cannot be combined: {reason}", parameters=given)
+                problem = f"{' and '.join(given)} cannot be combined, because {reason}; give only one of them"
+                raise OptionsError(problem, parameters=given)
 
     def _check_keep(self) -> None:
-        """Raise OptionsError for options of packs of pixels together with `keep`, or those of `keep` without it."""
+        """Raise OptionsError for options of pixels if `keep` is given, and for options of `keep` if it is not."""
         names = _OF_KEPT if self.keep is None else _OF_PIXELS
         given = tuple(name for name in names if getattr(self, name) != getattr(ConvertOptions, name))
         if not given:
@@ -190,7 +193,7 @@ class ConvertOptions:
 
     @property
     def continues(self) -> bool:
-        """Whether what an earlier run has written is used."""
+        """Whether this run uses what an earlier one has written."""
         return self.resume or self.finish or self.part is not None
 
     @property
@@ -229,7 +232,7 @@ class ConvertOptions:
     def content(self) -> dict[str, Any]:
         """Return the options that affect the file's contents; the pack stores them, and a resumed run compares them.
 
-        `compression` and the options of HDF5 sources are included only if they differ from their defaults.
+        Options that were added after version 0.1 are included only if they differ from their defaults.
         """
         values = dataclasses.asdict(self)
         for name in ("root", "strict", "num_workers", "start_method", "io", "overwrite", "resume", "part", "finish"):
@@ -237,8 +240,7 @@ class ConvertOptions:
         # Packs and journals of version 0.1 call this option "source".
         values = {"source": values.pop("source_kind"), **values}
         values["compression"] = NONE if self.filter is None else self.filter.name
-        # These options were added later. They are left out at their defaults, so that such packs have the same bytes as
-        # those made before the options existed.
+        # At their defaults, later options are left out, so that packs have the same bytes as before these existed.
         for name in _LATER:
             if values[name] == getattr(ConvertOptions, name):
                 del values[name]
@@ -248,18 +250,19 @@ class ConvertOptions:
 def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> None:
     """Raise OptionsError for options that the source does not allow.
 
-    These are `val` if no split can be divided, and `draft` if it has masks.
+    These are `val` if no split can be divided, `draft` if samples have masks or further images, and `keep` if they have
+    further images.
     """
     if options.draft and catalog.pixel_fields:
         raise OptionsError(
-            f"{source}: draft=True would shrink images before they are resized, which cannot be done with their masks; "
-            "leave out draft=True",
+            f"{source}: draft=True cannot be used for images with masks or further images; leave out draft=True",
             path=source,
             parameters=("draft=True",),
         )
     if options.keep is not None and any(one.kind == schema.IMAGE for one in catalog.pixel_fields):
         raise OptionsError(
-            f"{source}: keep={options.keep!r} cannot store further images of a sample; leave out image_columns",
+            f"{source}: keep={options.keep!r} cannot store further images of a sample; leave out image_columns or "
+            f"keep={options.keep!r}",
             path=source,
             parameters=(f"keep={options.keep!r}", "image_columns"),
         )
@@ -295,15 +298,15 @@ def check_fraction(name: str, value: object) -> None:
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
-    """Return one text or several as a tuple."""
+    """Return one text, or several, as a tuple; raise OptionsError if `value` is neither."""
     texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
     if (not texts and value not in ((), [])) or not all(isinstance(text, str) for text in texts):
-        raise invalid(name, value, " is neither a text nor several texts")
+        raise invalid(name, value, " is neither a text nor several texts; give a str or a list of str")
     return texts
 
 
 def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:
-    """Return height and width in pixels, from one number for a square, a pair, or "HxW"."""
+    """Return height and width in pixels, from one number for a square, a pair, or text such as "218x178"."""
     pair: tuple[object, ...]
     if isinstance(size, str):
         match = re.fullmatch(r"(\d+)(?:[xX×](\d+))?", size.strip())
@@ -353,7 +356,7 @@ def parse_bytes(size: int | str, name: str = "chunk_bytes") -> int:
 
 
 def convert_command(source: str, options: dict[str, Any]) -> tuple[str, ...]:
-    """Return the command line that converts `source` with these keywords of `convert`, as a list of arguments."""
+    """Return the arguments of the command line that converts `source` with these keywords of `convert`."""
     words = ["h5pack", "convert", source, "packed.h5"]
     for name, value in options.items():
         text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -31,15 +31,15 @@ _SILENT_SECONDS = 60.0
 class ConvertReport:
     """The result of a conversion.
 
-    `seconds` is the time of each stage: survey (including listing the source), check (of rows written by an earlier
-    run), write, compress (only with `compression`), finish (moving rows, tables, fsync, rename).
+    `seconds` is the time of each stage: survey (including listing the source), encode (only with `keep`), check (rows
+    written by an earlier run), write, compress (only with `compression`), finish (moving rows, tables, fsync, rename).
     """
 
     path: str  #: the output
     images: int  #: rows of the output
     rejects: int  #: images that were not packed; ``OUT.rejects.csv`` and the HDF5 group `/rejects` list them
     bytes: int  #: size of the output
-    num_workers: int  #: processes that decoded images
+    num_workers: int  #: processes that decoded images, or threads of a Dask cluster
     resumed_rows: int = 0  #: planned rows that an earlier, interrupted run had already written or rejected
     moved_rows: int = 0  #: rows that were moved to close gaps left by images that could not be decoded
     seconds: dict[str, float] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class ConvertReport:
 
 
 class Stages:
-    """Measures the time of each stage of a command in `seconds`, and shows its progress if `progress`."""
+    """Measures in `seconds` how long each stage of a command takes, and shows progress bars if `progress` is true."""
 
     def __init__(self, progress: bool) -> None:
         self._progress = progress
@@ -87,7 +87,7 @@ class Output:
     """Paths of a conversion's output, which exists only when it is complete, and of the temporary files beside it."""
 
     def __init__(self, final: Path, private: str = "") -> None:
-        """`private` makes the names differ of temporary files that only one of several processes uses."""
+        """If several processes write one output, `private` is the suffix of temporary files that only this one uses."""
         self.final = final
         self.partial = self._beside(".partial")  # the file under construction
         self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is locked
@@ -108,11 +108,11 @@ class Output:
     def check(self, options: ConvertOptions, count_parts: Callable[[], int] = int) -> None:
         """Raise if the conversion could not finish: the folder is not writable, or an existing file is in the way.
 
-        `count_parts` returns the number of parts of an array job that has begun, or 0. A part only continues such a
-        job.
+        `count_parts` returns the number of parts of an array job that has begun, or 0. A part may continue only such a
+        job, not another unfinished conversion.
         """
         require_writable(self.final.parent)
-        # Count the parts after looking for files, because another part may begin at this moment.
+        # Count the parts after looking for files: otherwise files of a part that begins meanwhile would be in the way.
         has_unfinished = self.partial.exists() or self.parts.exists()
         begun_parts = count_parts()
         is_complete = self.final.exists() and not self.partial.exists()
@@ -167,7 +167,7 @@ class Output:
         return status.st_dev, status.st_ino
 
     def remove_leftovers(self, *, keep_survey: bool = False) -> None:
-        """Remove the temporary files beside the output except `partial`, `owner`, and with `keep_survey` `survey`."""
+        """Remove the temporary files beside the output except `partial`, `owner` and, with `keep_survey`, `survey`."""
         if not keep_survey:
             self.survey.unlink(missing_ok=True)
         shutil.rmtree(self.journal, ignore_errors=True)
@@ -191,9 +191,9 @@ class Output:
 class OwnerFile:
     """``OUT.partial.owner``: names the process that may finish the output, where locks may not reach other machines.
 
-    Only one process can create a file exclusively, on NFS, too. The owner touches the file every 5 seconds. A file of a
-    process that has ended (on this machine), or that was not touched for a minute (on another one, by the clock of the
-    file system), is taken over; raises OutputBusyError for any other.
+    Only one process can create this file, also on NFS. The owner touches it every 5 seconds. Another process takes it
+    over if the owner has ended (a process of this machine) or has not touched it for a minute, by the clock of the file
+    system (a process of another machine). Otherwise, OutputBusyError is raised.
     """
 
     def __init__(self, output: Output) -> None:
@@ -208,7 +208,7 @@ class OwnerFile:
             except FileExistsError:
                 _require_stale(output, own)
                 os.replace(own, self.path)
-                # Of two processes that take the file over at the same time, the first one must notice the second.
+                # If two processes take the file over at the same time, wait so that the first one notices the second.
                 threading.Event().wait(0.2)
                 self.confirm()
         finally:
@@ -236,9 +236,10 @@ class OwnerFile:
 
 
 def _process_identity(pid: int) -> dict[str, Any]:
-    """Return the machine, the number and the start of a process, which together name it; the start is None if unknown.
+    """Return host name, process id and start time, which together identify a process.
 
-    In a container that was started again, another process has the number.
+    The id alone does not, because another process may get it, for example in a restarted container. The start time is
+    None if it is unknown, or if the process has ended.
     """
     try:
         start: str | None = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -256,7 +257,7 @@ def _owner_of(path: Path) -> dict[str, Any]:
 
 
 def _require_stale(output: Output, probe: Path) -> None:
-    """Raise OutputBusyError unless the owner has ended; `probe` is a new file, whose time is the file system's."""
+    """Raise OutputBusyError unless the owner has ended or is silent; `probe` is a new file, whose mtime means now."""
     owner = _owner_of(output.owner)
     try:
         silent_seconds = probe.stat().st_mtime - output.owner.stat().st_mtime
@@ -296,7 +297,7 @@ class OutputLock:
     def renew(self) -> None:
         """Replace the file by an empty one with a new inode, and lock the new file.
 
-        A hanging worker of an earlier conversion may still have the old file open; it cannot write into the new one.
+        A hanging worker of an earlier conversion may still have the old file open, but cannot write into the new one.
         """
         # The new file is locked before it gets the name, so another conversion cannot lock it first.
         self._new.unlink(missing_ok=True)
@@ -321,11 +322,11 @@ class OutputLock:
     def isolate(self) -> None:
         """Replace the file by a copy with a new inode, which no late writer can reach.
 
-        A writer on another machine may have been given up although it hangs and later goes on: its connection was lost,
-        it was suspended, or its storage stalled. What it then writes are the rows of its task, at the offsets they were
-        planned to have. They are there already, because another writer has written them, so this changes nothing. But
-        once rows have moved to close gaps, other rows are at those offsets. So before rows move, the file is copied;
-        late writes go to the old inode, which has no name any more.
+        A writer on another machine may have been given up although it only hung (its connection was lost, it was
+        suspended, or its storage stalled) and later goes on. It then writes the rows of its task at their planned
+        offsets. Another writer has written the same bytes there, so this changes nothing until rows are moved to close
+        gaps, which puts other rows at those offsets. So before rows move, the file is copied; late writes go to the old
+        inode, which no longer has a name.
         """
         self.confirm()
         self._new.unlink(missing_ok=True)

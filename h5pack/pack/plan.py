@@ -69,12 +69,12 @@ def _taken(values: Rows, positions: Rows) -> Rows:
 
 
 def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool_], keep_order: bool) -> RowOrder:
-    """Return the order of the rows that remain if rejected images are left out. `origins` are planned rows.
+    """Return the order of the rows that remain if rejected images are left out; its `origins` are planned rows.
 
-    In a sorted pack (`keep_order`), later rows move to lower row numbers. In a shuffled pack, a split's last rows fill
-    its holes in ascending order, which moves no more rows than there are holes; then the following splits move to lower
-    row numbers. No row moves to a higher number. If the moves are made in ascending order of their targets, none of
-    them overwrites a row that has yet to be moved.
+    In a sorted pack (`keep_order`), all later rows move to lower row numbers. In a shuffled pack, a split's last rows
+    fill its holes in ascending order, which moves no more rows than there are holes; then the following splits move to
+    lower row numbers. No row moves to a higher number, so if the moves are made in ascending order of their targets,
+    none of them overwrites a row that has yet to be moved.
 
     `split_starts`, int64 (S + 1,), are the planned splits; `packed`, bool (N,), says which planned rows have an image.
     """
@@ -102,7 +102,7 @@ class ConvertPlan:
     source: str  # "dataset" for a map-style dataset
     catalog: Catalog  # all M images that were found
     options: ConvertOptions
-    height: int  # of every row, in pixels
+    height: int  # of each row, in pixels
     width: int
     row_order: RowOrder  # the catalog index of each row, and the splits
     decode_paths: npt.NDArray[np.uint8]  # (M,): the `DecodePath` of each image
@@ -145,7 +145,7 @@ class ConvertPlan:
 
     @property
     def pixel_rows(self) -> tuple[PixelRows, ...]:
-        """The fields whose rows are chunked like the images."""
+        """The fields of pixels, whose datasets are chunked like the images."""
         shapes: dict[str, tuple[int, ...]] = {schema.MASK: (self.height, self.width), schema.IMAGE: self.row_shape}
         return tuple(
             PixelRows(one.name, one.kind, shapes[one.kind], dtype)
@@ -158,7 +158,7 @@ class ConvertPlan:
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of rows that are written and journaled together, at most."""
+        """Maximum bytes of the rows that are written and journaled together."""
         return self.chunks.bytes
 
     def stored_rows(self, rows: int) -> int:
@@ -170,12 +170,12 @@ class ConvertPlan:
         return RowOffsets(addresses, self.chunks.rows, self.row_bytes)
 
     def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
-        """Return where the bytes of images, int64 (n,), lie that were encoded before rows are written; else None."""
+        """Return where the encoded bytes of images (catalog indices, int64 (n,)) are; None for those not encoded."""
         return [None] * len(indices)
 
     @property
     def to_encode(self) -> npt.NDArray[np.bool_]:
-        """Which images must be encoded before rows are written, (M,)."""
+        """Which images must be encoded before rows are written, bool (M,)."""
         return np.zeros(len(self.catalog), np.bool_)
 
     def encoded_tables(self) -> dict[str, npt.NDArray[Any]]:
@@ -187,7 +187,7 @@ class ConvertPlan:
         return ()
 
     def between(self, start: int, stop: int) -> ConvertPlan:
-        """Return the plan of a pack of the rows `start` to ``stop - 1``. That of row 0 lists the rejects known so far.
+        """Return the plan of a shard with the rows `start` to ``stop - 1``; that of row 0 has the rejects known so far.
 
         Its chunks are as large as those of this plan, and it has all splits, some of them empty.
         """
@@ -200,9 +200,9 @@ class ConvertPlan:
         )
 
     def shard_edges(self) -> list[int]:
-        """Return the rows at which the packs of `shard_bytes` begin, and the end of the last; they have whole chunks.
+        """Return the rows at which the shards of `shard_bytes` begin, and the end of the last one.
 
-        Raises OptionsError if not even a chunk fits into one.
+        All shards but the last have whole chunks. Raises OptionsError if `shard_bytes` is too small for one chunk.
         """
         size, count = self.options.shard_bytes, self.chunks.count
         if size is None:
@@ -211,7 +211,7 @@ class ConvertPlan:
         chunks = (size - self.structure.metadata_block_bytes) // chunk_bytes
         if chunks < 1:
             needed = f"{self.structure.metadata_block_bytes + chunk_bytes:,} bytes"
-            raise invalid("shard_bytes", size, f" is too small; a file with one chunk takes {needed}")
+            raise invalid("shard_bytes", size, f" is too small for one chunk; give at least {needed}")
         return [*range(0, self.rows, chunks * self.chunks.rows), self.rows]
 
     def source_groups(self, rows: Rows) -> Rows | None:
@@ -241,26 +241,26 @@ class ConvertPlan:
 
     @property
     def file_bytes(self) -> int:
-        """Upper bound of the output's size in bytes: metadata, chunks and tables, as if not gzipped."""
+        """Upper bound of the output's size in bytes: metadata, chunks, and tables before their compression."""
         return self.structure.metadata_block_bytes + self._data_bytes()
 
     @property
     def needed_bytes(self) -> int:
         """Upper bound of the disk space in bytes that the conversion needs while it runs.
 
-        The tables are written twice, because they are first written to a temporary file. A compressed pack needs space
-        for the uncompressed rows, too, until it is complete.
+        The tables are counted twice, because they are first written to a temporary file. A compressed pack also needs
+        space for the uncompressed rows until it is complete.
         """
         if self.options.filter is not None:
             return self._data_bytes() + self._chunks_bytes(None) + _METADATA_BYTES
         return self._data_bytes() + self._tables_bytes()
 
     def _data_bytes(self) -> int:
-        """Upper bound of the disk space of the output, in whose metadata block most bytes are a hole."""
+        """Upper bound of the output's disk space, without its metadata block, most of which is a hole."""
         return self._chunks_bytes(self.options.filter) + self._tables_bytes()
 
     def _chunks_bytes(self, compression: Compression | None) -> int:
-        """Return an upper bound of the bytes of all chunks of images and of fields chunked like them."""
+        """Return an upper bound of the bytes of all chunks of the images and of the fields of pixels."""
         sizes = (self.chunks.bytes, *(self.chunks.rows * one.row_bytes for one in self.pixel_rows))
         stored = [size if compression is None else max_compressed_bytes(size) for size in sizes]
         return self.chunks.count * sum(size + schema.ALIGNMENT_BYTES for size in stored)
@@ -294,10 +294,10 @@ class ConvertPlan:
         """Return remarks about the source, and about the output's size if that is much larger than the image files."""
         notes = list(self.catalog.notes)
         if self.options.chunk_rows is not None and self.options.chunk_rows > self.rows:
-            text = f"chunk_rows exceeds the {self.rows:,} images: they are a chunk of {self.options.chunk_rows:,} rows"
+            text = f"chunk_rows exceeds the {self.rows:,} images, which are in one chunk of {self.chunks.rows:,} rows"
             notes.append(Note(text, ("chunk_rows",)))
         if self.source_bytes and self.file_bytes >= _MANY_TIMES * self.source_bytes:
-            text = "the file holds pixels; keep='jpeg' stores image files, a smaller size saves disk, compression less"
+            text = "rows are pixels: keep='jpeg' stores image files instead; a smaller size saves more than compression"
             notes.append(Note(text, ("keep='jpeg'", "size")))
         return tuple(notes)
 
@@ -356,7 +356,7 @@ class ConvertPlan:
             times = self.file_bytes / self.source_bytes
             file += f", {times:,.{times < 10:d}f} times the {format_bytes(self.source_bytes)} of its image files"
         if options.filter is not None:
-            file += f"; until it is complete, {format_bytes(self.needed_bytes)} of disk"
+            file += f"; needs {format_bytes(self.needed_bytes)} of disk space until it is complete"
         lines = [
             f"source   {self.source} ({self.catalog.kind}{self.catalog.about and ': ' + self.catalog.about})",
             f"images   {self._images_text()}",
@@ -393,7 +393,7 @@ class PlannedRows:
 
 
 def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> PlannedRows:
-    """Return which images become rows, their splits and their order."""
+    """Return which images become rows, their splits and order; raises NoImagesError, RejectedImageError (`strict`)."""
     rejects = [*catalog.rejects]
     rejects += [catalog.reject(index, reason) for index, reason in sorted(survey.reasons.items())]
     if options.strict and rejects:
@@ -424,7 +424,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
 
 
 def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
-    """Return the plan, which determines the size of a row, the splits, the order of rows and the chunks."""
+    """Return the plan of a conversion to pixels; raises as `plan_rows` does, or SizesDifferError without `size`."""
     rows = plan_rows(source, catalog, survey, options)
     height, width = options.size or _common_size(source, catalog, survey, rows.usable)
     return ConvertPlan(
@@ -462,7 +462,7 @@ def _plan_chunks(rows: int, row_bytes: int, options: ConvertOptions) -> ChunkPla
 
 
 def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDArray[np.int64]) -> tuple[int, int]:
-    # By size, both sides in one number: how many images have it, and the first of them.
+    # For each size (height << 32 | width): the number of images that have it, and the catalog index of the first.
     found: dict[int, tuple[int, int]] = {}
     for start in range(0, len(usable), _BLOCK):
         block = usable[start : start + _BLOCK]

@@ -1,4 +1,4 @@
-"""Resuming: check that a run continues the same conversion, open its unfinished file, recognize a complete output."""
+"""Resuming: check that a run continues the same conversion, open its unfinished file, verify a complete output."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class UnfinishedPack:
         elif plan.to_encode.any():
             self._start_journal()
         if plan.to_encode.any() and isinstance(lock, OutputLock):
-            # The journal begins before the file has a size. A file without a size would be removed as unused.
+            # The journal begins before the file has its structure. Give it a size, as an empty file would be removed.
             if not os.fstat(lock.descriptor).st_size:
                 os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
             if before is None:
@@ -102,7 +102,10 @@ class UnfinishedPack:
         require_same(self.plan, self.journal, self.journal.plan() or {})
 
     def allocate(self, plan: ConvertPlan) -> None:
-        """Give each row of the file its place. `plan` is the plan, with the sizes of images that were encoded."""
+        """Write the file's structure, and set the byte offsets of its rows.
+
+        `plan` is the conversion's plan, which has the sizes of encoded images by now.
+        """
         begun, self.plan, output = self.plan, plan, self.output
         self.structure = plan.structure
         # Resuming also computes the addresses, because a kill may have damaged the metadata of `partial`.
@@ -117,12 +120,12 @@ class UnfinishedPack:
         elif self._resumes and not begun.to_encode.any():
             output.structure.unlink()
         else:
-            # An earlier run may have ended before this if it encoded images. Chunks are left as they are.
+            # A run that encodes images may have ended before it wrote the structure. Writing it again keeps the chunks.
             copy_structure(output.structure, self.lock.descriptor, self.addresses, self.structure)
             if not begun.to_encode.any():
                 self._start_journal()
         if self.distributed:
-            # What this machine has not sent yet to the file system must not overwrite what others will write.
+            # Flush now, so that this machine does not later send pages that overwrite what others have written.
             os.fsync(self.lock.descriptor)
         self.row_offsets = plan.row_offsets(self.addresses[0])
         self.field_offsets = tuple(
@@ -142,26 +145,26 @@ class UnfinishedPack:
 
     @property
     def own_lock(self) -> OutputLock:
-        """The lock, which a part does not have."""
+        """The lock; not for a part of an array job, which has none."""
         assert isinstance(self.lock, OutputLock)
         return self.lock
 
     def begin_finish(self, rows: int) -> None:
-        """Prepare the file for the changes that only this process makes from now on; `rows` will remain."""
-        # Opening makes a network file system forget what it has cached before other machines wrote.
+        """Prepare the file for changes that only this process makes; `rows` is the number of rows that will remain."""
+        # Opening a file makes NFS drop what it cached before other machines wrote.
         os.close(os.open(self.output.partial, os.O_RDONLY | os.O_CLOEXEC))
         if rows < self.plan.rows and self.journal.late_writers():
             self.own_lock.isolate()
 
     def part_rows(self, number: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the planned rows of part `number` (from 1) of `count`: whole chunks, if rows are pixels."""
+        """Return the planned rows of part `number` (from 1) of `count`; if rows are pixels, they are whole chunks."""
         step = 1 if self.job.keep else self.plan.chunks.rows
         chunks = -(-self.plan.rows // step)
         start, stop = (part * chunks // count * step for part in (number - 1, number))
         return np.arange(start, min(stop, self.plan.rows))
 
     def require_all_parts(self, count: int, results: RowResults) -> None:
-        """Raise IncompletePackError that names the parts, of `count`, with rows that are not written."""
+        """Raise IncompletePackError if any of the `count` parts has rows that are not written."""
         missing = [part for part in range(1, count + 1) if not results.settled[self.part_rows(part, count)].all()]
         if not missing:
             return
@@ -169,8 +172,9 @@ class UnfinishedPack:
         shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
         again = f"part='{missing[0]}/{count}'"
         raise IncompletePackError(
-            f"{self.output.partial}: part {shown} of {count} has not written all its rows ({rows:,} are missing); "
-            f"run it again ({again}), or write the rest here with resume=True instead of finish=True",
+            f"{self.output.partial}: not all rows of part {shown} of {count} are written ({rows:,} are missing); "
+            f"run each of these parts again ({again} first), or write the rest here with resume=True instead of "
+            "finish=True",
             path=self.output.partial,
             parameters=(again, "resume=True", "finish=True"),
         )
@@ -184,9 +188,9 @@ class UnfinishedPack:
         check: bool,
         rows: npt.NDArray[np.int64] | None = None,
     ) -> RowResults:
-        """Return the results that the journal records and, with `check`, the file's bytes confirm.
+        """Return the results of the rows that the journal records; with `check`, only of those whose bytes are right.
 
-        Other rows are to be written again. If `rows` are given, only those are checked.
+        All other rows are to be written again. If `rows` are given, only these are checked.
         """
         results = RowResults(self.plan.rows, self.plan.options.channels, len(self.field_offsets))
         for record in self.journal.records():
@@ -205,9 +209,9 @@ class UnfinishedPack:
         rows: npt.NDArray[np.int64],
         checksums: Sequence[npt.NDArray[np.uint32]],
     ) -> list[int]:
-        """Return, ascending, those of `rows` whose bytes do not match the checksums of the images and of each field.
+        """Return, ascending, those of `rows` whose bytes in any dataset do not match their checksums.
 
-        The checksums are indexed by row.
+        `checksums` has an array, indexed by row, for the images and for each field that is chunked like them.
         """
         wrong: set[int] = set()
         path = str(self.output.partial)
@@ -223,12 +227,12 @@ class UnfinishedPack:
 
     @property
     def all_offsets(self) -> tuple[RowOffsets, ...]:
-        """Where the rows are of the images, and of each field that is chunked like them."""
+        """Byte offsets of the rows of the images, and of each field that is chunked like them."""
         return self.row_offsets, *self.field_offsets
 
 
 def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) -> None:
-    """Raise ResumeError unless `before`, which the journal of an interrupted run has saved, is what is planned now."""
+    """Raise ResumeError unless `before`, the `identity` that an interrupted run saved, is that of this plan."""
     now = identity(plan)
     if before["h5pack"] != now["h5pack"]:
         raise _refused(journal, f"was begun by h5pack {before['h5pack']}, but this is h5pack {now['h5pack']}")
@@ -246,7 +250,7 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
         raise _refused(journal, f"was begun with {counts}, but {plan.source} now has {len(prints):,}")
     changed = np.flatnonzero(prints != old_prints)
     if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
-        name = plan.catalog.shown(int(changed[0])) if len(changed) else "a label or a split"
+        name = plan.catalog.shown(int(changed[0])) if len(changed) else "a label, split or field"
         raise _refused(journal, f"{plan.source} has changed since the conversion began (first change: {name})")
 
 
@@ -277,9 +281,9 @@ def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tu
 
 
 def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
-    """Return whether the packed and rejected names are those of the source, with the same splits and labels.
+    """Return whether the packed and rejected names are those of the source, with the same splits, labels and fields.
 
-    Which images `val` has chosen follows from the names and labels.
+    Which images `val` moved to its split is not compared, because it follows from the names and labels.
     """
     packed = file[schema.FILENAMES][()].tolist()
     rejected = file[f"{schema.REJECTS}/filenames"][()].tolist() if schema.REJECTS in file else []
@@ -311,7 +315,7 @@ def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
 
 
 def _same_field(file: h5py.File, name: str, values: FieldValues, origins: npt.NDArray[np.int64]) -> bool:
-    """Return whether a pack has these values of a field; boxes and points are not compared, because they may move."""
+    """Return whether a pack has these values of a field; boxes and points are not compared, as resizing moves them."""
     path = schema.field_path(name)
     if path not in file:
         return False

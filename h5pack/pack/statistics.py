@@ -34,9 +34,9 @@ def sampled_rows(start: int, stop: int, encoded: bool = False) -> npt.NDArray[np
 def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint64]:
     """Return the exact sums of a row's values and of their squares, uint64 (2, C); the row is uint8, 3-D.
 
-    Sums down the image's columns are computed in float32, in a tenth of the time of numpy's integer sums. They are
-    exact, whatever the order of the additions, while a column's sum of squares stays below 2**24, that is for up to 258
-    lines of pixels; so at most 256 lines are summed at a time.
+    Sums down the image's columns are computed in float32, in a tenth of the time of NumPy's integer sums. They are
+    exact, in any order of additions, while a column's sum of squares stays below 2**24, that is for up to 258 lines of
+    pixels; so at most 256 lines are summed at a time.
     """
     last = layout == "nhwc"
     channels = row.shape[2 if last else 0]
@@ -70,8 +70,8 @@ def pack_statistics(
 ) -> dict[str, Any]:
     """Return the channel statistics of the finished pack, computed from a sample of the rows of one split.
 
-    The sums of some of these rows were computed when they were written (`written`); the others are read back. Encoded
-    rows that cannot be decoded are left out.
+    `written` has the sums of those rows for which they were computed when the row was written; the others are read
+    back. Encoded rows that cannot be decoded are left out.
     """
     start, stop = statistics_range(plan, final)
     encoded = plan.options.keep is not None

@@ -28,11 +28,11 @@ from h5pack.system.processes import ElasticExecutor, run, shared
 from h5pack.system.text import counted
 
 _TASK_IMAGES = 512
-# An upper bound, because distributing a task takes time.
+# Tasks are larger if there would be more of them, because distributing a task takes time.
 _MAX_TASKS = 16_384
-# Rounded coordinates may lie outside by less.
+# Boxes that reach outside of their image by less are not counted, because their coordinates may be rounded.
 _MAX_OUTSIDE_PIXELS = 0.01
-# The columns of a survey that journals hold, and what follows them with `keep`.
+# The arrays of a `Survey` that its journal stores, and those that it also stores with `keep`.
 _COLUMNS, _KEPT_COLUMNS = ("heights", "widths", "decode_paths", "fingerprints", "orientations"), ("jpeg_bytes",)
 _JPEG_HEAD, _JPEG_TAIL = b"\xff\xd8\xff", b"\xff\xd9"
 _REJECTED = SurveyedImage(ImageHeader(0, 0, DecodePath.PILLOW), 0)
@@ -48,7 +48,7 @@ class Survey:
     fingerprints: npt.NDArray[np.uint64]
     reasons: dict[int, str]  # why images are rejected, by catalog index
     labels: npt.NDArray[Any] | None = None  # None unless samples come with labels
-    unused: set[str] = field(default_factory=set)  # names of further parts of samples
+    unused: set[str] = field(default_factory=set)  # names of the parts of samples that are not packed
     file_bytes: int = 0  # size of all accepted image files together; 0 if images are not files
     # Bytes of each JPEG file, int64; 0 for other images. Only surveyed if files are kept.
     jpeg_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -57,7 +57,7 @@ class Survey:
     fields: list[dict[str, Any] | None] = field(default_factory=list)  # those of samples; empty if samples have none
 
     def add(self, start: int, part: Survey, columns: tuple[str, ...]) -> None:
-        """Add the survey of some images, of which `start` is the first."""
+        """Add a part of the survey, whose first image has the index `start`."""
         for name in columns:
             getattr(self, name)[start : start + len(part.heights)] = getattr(part, name)
         self.reasons.update(part.reasons)
@@ -66,14 +66,17 @@ class Survey:
         self.file_bytes += part.file_bytes
 
     def encode(self, start: int, columns: tuple[str, ...]) -> bytes:
-        """Return a part, of which `start` is the first image, as the payload of a record; without labels and fields."""
+        """Return this part of a survey, whose first image is `start`, as the payload of a record.
+
+        Labels and fields are left out.
+        """
         reasons = {str(index): reason for index, reason in self.reasons.items()}
         rest = [start, len(self.heights), reasons, sorted(self.unused), self.mask_dtypes, self.file_bytes]
         return b"\0".join([json.dumps(rest).encode(), b"".join(getattr(self, name).tobytes() for name in columns)])
 
     @classmethod
     def decode(cls, payload: bytes, columns: tuple[str, ...]) -> tuple[int, Survey]:
-        """Return the first image and the part from the bytes that `encode` returned."""
+        """Return the index of the first image, and the part of a survey, from the bytes that `encode` returned."""
         text, _, data = payload.partition(b"\0")
         start, count, reasons, unused, mask_dtypes, file_bytes = json.loads(text)
         part = cls.of(count)
@@ -88,9 +91,9 @@ class Survey:
 
     @classmethod
     def of(cls, count: int) -> Survey:
-        """Return the survey of `count` images that is still to be filled."""
+        """Return an empty survey of `count` images."""
         heights, widths = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        # Zeros that are not written take no memory.
+        # Zeros take no memory until they are overwritten.
         return cls(
             heights, widths, np.zeros(count, np.uint8), np.zeros(count, np.uint64), {},
             jpeg_bytes=np.zeros(count, np.int64), orientations=np.ones(count, np.uint8),
@@ -122,9 +125,10 @@ def survey(
     """Read the headers of all images of a catalog in the workers of `executor`, which share its reader.
 
     At most `max_in_flight` tasks run or wait. Images of more than `max_pixels` are rejected. `advance` is called with
-    the number of images after each task. With `keep`, the sizes of JPEG files are surveyed, and those that were cut
-    short are rejected. With `resize`, further images of a sample may have other sizes. Results that the `journal` has
-    are not read again; it holds no labels. Raises SourceError if storage fails, or if labels differ in shape.
+    the number of images after each task. With `keep`, the sizes of JPEG files are surveyed, and truncated files are
+    rejected. With `resize`, further images of a sample may have other sizes. Images whose results are in the `journal`
+    are not read again; it is not used if samples come with labels. Raises SourceError if storage fails, or if labels
+    differ in shape.
     """
     count = len(catalog)
     result = Survey.of(count)
@@ -192,10 +196,10 @@ def _require_missing(catalog: Catalog, reasons: dict[int, str], max_pixels: int)
 
 
 def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions) -> Catalog:
-    """Return the catalog with boxes and keypoints where the resizing of their images moves them, as float32.
+    """Return the catalog with boxes and keypoints moved as the resizing of their images moves them, as float32.
 
-    Boxes are clipped to their image first, which a note counts. Images of another size than their annotations are
-    added to the survey's rejects.
+    Boxes are first clipped to their image; a note counts those that reached outside. The fields that samples came with
+    are added. Images whose size differs from that of their annotations are added to the survey's rejects.
     """
     catalog = _turned(with_fields(catalog, survey.fields), survey)
     placed: dict[str, FieldValues] = {}
@@ -217,7 +221,7 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
             clipped = np.clip(rows.data, 0, np.repeat(np.tile(sizes, 2), lengths, axis=0))
             count = int((np.abs(clipped - rows.data).max(axis=1, initial=0) > _MAX_OUTSIDE_PIXELS)[known].sum())
             if count:
-                text = f"{counted(count, 'box')} of {name!r} reached outside of their images and were clipped"
+                text = f"{counted(count, 'box')} of {name!r} reached outside the image and had to be clipped"
                 notes = (*notes, Note(text))
             rows = replace(rows, data=clipped)
         placed[name] = placement.moved(rows)
@@ -225,7 +229,7 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
 
 
 def _turned(catalog: Catalog, survey: Survey) -> Catalog:
-    """Return the catalog with all boxes as those of upright images; reject images of another size than they have."""
+    """Return the catalog with the boxes of upright images; reject images whose size differs from their annotations'."""
     sizes = catalog.annotated_sizes
     if sizes is None:
         return catalog
@@ -261,7 +265,7 @@ def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey,
 
 
 def _tasks(catalog: Catalog, max_pixels: int, resize: bool, keep: bool, done: set[int]) -> Iterator[_Task]:
-    """Yield the tasks, except those whose first image is in `done`."""
+    """Yield tasks of consecutive images, except those whose first image is in `done`."""
     step = max(min(_TASK_IMAGES, max(1, len(catalog) // 16)), len(catalog) // _MAX_TASKS)
     for start in range(0, len(catalog), step):
         if start in done:
@@ -277,7 +281,7 @@ def _describe(task: _Task) -> str:
 
 
 def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
-    """Return a task's first catalog index, the survey of its images, and their labels, if the reader has any."""
+    """Return a task's first catalog index, the survey of its images, and their labels; none if the reader has none."""
     reader: SourceReader = shared()
     images: list[SurveyedImage] = []
     reasons: dict[int, str] = {}
@@ -296,7 +300,7 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
             except RejectedImageError as error:
                 reasons[index] = str(error)
                 images.append(_REJECTED)
-    # Arrays, because sending an object for each image would take as long as reading its header.
+    # Return arrays, because sending one object per image would take as long as reading its header.
     read = (image.header for image in images)
     headers = [(header.height, header.width, header.decode_path, header.orientation) for header in read]
     heights, widths, decode_paths, orientations = np.array(headers, np.int32).T
@@ -313,10 +317,10 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
 
 
 def _with_masks(reader: SourceReader, image: SurveyedImage, index: int, task: _Task) -> tuple[SurveyedImage, list[str]]:
-    """Return an image with the fingerprint of itself and its masks, and the dtypes of these.
+    """Return an image with a fingerprint that includes its masks and further images, and their dtypes.
 
-    Raise RejectedImageError if one of them does not have its size. A mask of an image that may have an orientation may
-    be sideways; that is known when both are decoded.
+    Raises RejectedImageError if one of them does not have the image's size. If the image may have an Exif orientation,
+    a mask turned by 90 degrees is accepted here; decoding checks it.
     """
     marks, dtypes = [image.fingerprint], []
     height, width, decode_path = image.header.height, image.header.width, image.header.decode_path
@@ -339,16 +343,16 @@ def _with_masks(reader: SourceReader, image: SurveyedImage, index: int, task: _T
 
 
 def _widest(dtypes: list[str], others: list[str]) -> list[str]:
-    """Return the wider of the dtypes of each field; an empty list has none yet."""
+    """Return the wider of the two dtypes of each field; one of the lists may be empty."""
     if not dtypes or not others:
         return dtypes or others
     return [max(pair, key=lambda name: np.dtype(name).itemsize) for pair in zip(dtypes, others, strict=True)]
 
 
 def _jpeg_bytes(reader: SourceReader, index: int, name: str) -> int:
-    """Return the size of a JPEG file in bytes, 0 for another image; raise RejectedImageError if it was cut short.
+    """Return the size of a JPEG file in bytes, 0 for another image; raise RejectedImageError if it was truncated.
 
-    A file with an end marker is taken to be whole. Only others are decoded, because some have bytes after the marker.
+    A file that ends with the end marker is taken to be whole. Others are decoded, because bytes may follow the marker.
     """
     try:
         head, tail, size = reader.ends(index, name)

@@ -35,7 +35,7 @@ from h5pack.system.processes import shared
 
 _TASKS_PER_WORKER = 16
 _TASK_BYTES = 32 * 1024 * 1024
-# On several machines, where each task takes the coordinator and the scheduler 2 ms.
+# For several machines, because each task costs the coordinator and the scheduler 2 ms.
 DISTRIBUTED_TASK_BYTES = 128 * 1024 * 1024
 # Rows that are not contiguous in the file are written in groups of this size while the next group is decoded.
 _SCATTERED_BYTES = 1024 * 1024
@@ -50,7 +50,7 @@ class WriteJob:
     pixels: PixelOptions
     io: str  # direct, buffered or auto; see `h5pack.pack.direct_io`
     inode: int  # of the file; a file at `path` with another inode belongs to another conversion
-    durable: bool = False  # whether other machines write, too; see `_write_durably`
+    durable: bool = False  # whether rows must be flushed because other machines write, too; see `_write_durably`
     keep: bool = False  # whether rows are the bytes of image files instead of pixels
     fields: tuple[PixelRows, ...] = ()
 
@@ -68,8 +68,8 @@ class RowGroup:
     # Of each field that is chunked like the images: byte offset of each row, int64 (n,), and name of each row's mask
     field_offsets: list[npt.NDArray[np.int64]]
     field_names: list[list[str]]
-    # Only of kept files, which are contiguous: where each one ends, in bytes after the offset of the first, and where
-    # the bytes of an image are that was encoded.
+    # Only with `keep`, where rows are contiguous: the end of each row in bytes after the offset of the first, and where
+    # the encoded bytes of each image are (None: read them from its file).
     ends: list[int]
     encoded: list[EncodedFile | None]
 
@@ -85,7 +85,7 @@ class WriteTask:
 def write_tasks(
     plan: ConvertPlan, job: WriteJob, offsets: Sequence[RowOffsets], missing: npt.NDArray[np.int64], num_workers: int
 ) -> Iterator[WriteTask]:
-    """Yield tasks that write the missing rows, int64 ascending; tasks are small enough to keep all workers busy.
+    """Yield tasks that write the `missing` rows, int64 (n,), ascending; there are enough to keep all workers busy.
 
     `offsets` are those of the images, and of each field that is chunked like them.
     """
@@ -96,7 +96,7 @@ def write_tasks(
     max_rows = max(1, -(-len(missing) // (num_workers * _TASKS_PER_WORKER)))
     task_bytes = DISTRIBUTED_TASK_BYTES if job.durable else _TASK_BYTES
     max_rows = min(max_rows, max(1, task_bytes // plan.row_bytes))
-    # Only whole chunks if two machines could write to one page otherwise: with NFS, a machine may send whole pages.
+    # Keep the rows of a chunk together if two machines could otherwise write to one page: NFS may send whole pages.
     by_chunk = job.durable and not job.keep and any(one.row_bytes % schema.ALIGNMENT_BYTES for one in offsets)
     row_groups = missing // row_offsets.chunk_rows if by_chunk else plan.source_groups(missing)
     scattered = row_groups is not None and not by_chunk
@@ -130,7 +130,7 @@ def write_tasks(
 def join_groups(
     rows: npt.NDArray[np.int64], groups: npt.NDArray[np.int64], max_rows: int
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Divide ascending rows into ascending arrays of whole groups: at most `max_rows` rows each, or one larger group.
+    """Divide ascending rows into ascending arrays of whole groups, each of at most `max_rows` rows or one larger group.
 
     `groups`, int64 (n,), is the group number of each row. Rows of one group are cheaper to read together.
     """
@@ -228,7 +228,7 @@ def _write_durably(task: WriteTask) -> list[RowRecord]:
         worker.journal.end()
     finally:
         worker.close()
-    # After an error a new file follows, because the last record of this one may be incomplete.
+    # Not after an error, because the file's last record may be incomplete; the next task then creates a new file.
     _local.durable = (job, worker.journal.path)
     return records
 
@@ -249,7 +249,7 @@ def _write_groups(worker: _Worker, task: WriteTask) -> list[RowRecord]:
                 for field, file, offsets in zip(task.job.fields, worker.field_files, group.field_offsets, strict=True):
                     current.append(file.begin_rows(offsets, field.row_bytes))
                 record = _fill(worker, group, current)
-            # The previous group was being written while this one was decoded.
+            # Journal the previous group only now, because it was being written while this one was decoded.
             if previous:
                 _journal(worker, previous, records[-1])
             previous = current
@@ -260,7 +260,7 @@ def _write_groups(worker: _Worker, task: WriteTask) -> list[RowRecord]:
 
 
 def _journal(worker: _Worker, buffers: list[RowBuffer], record: RowRecord) -> None:
-    """Journal a group's record as soon as its rows are written; a durable one waits until the task's are flushed."""
+    """Wait until a group's rows are written, and journal its record; `_write_durably` does that after flushing."""
     for buffer in buffers:
         buffer.wait()
     if not worker.job.durable:
@@ -268,7 +268,7 @@ def _journal(worker: _Worker, buffers: list[RowBuffer], record: RowRecord) -> No
 
 
 class SampleDecoder:
-    """Decodes images, their masks and further images into rows. Each worker has its own; see `Decoder`."""
+    """Decodes images, their masks and further images into rows. Each worker thread needs its own; see `Decoder`."""
 
     def __init__(self, pixels: PixelOptions, fields: Sequence[PixelRows], quiet: bool = False) -> None:
         self.image = Decoder(pixels, quiet)
@@ -279,7 +279,7 @@ class SampleDecoder:
         self._shapes = [(one.row_shape, one.dtype) for one in fields]
 
     def field_rows(self, buffers: Iterable[npt.NDArray[np.uint8]]) -> list[npt.NDArray[Any]]:
-        """Return the rows of the fields in memory of their sizes, uint8 (bytes,)."""
+        """Return the given memory, uint8 (row_bytes,) for each field, as rows with the fields' shapes and dtypes."""
         return [buffer.view(dtype).reshape(shape) for buffer, (shape, dtype) in zip(buffers, self._shapes, strict=True)]
 
     def decode(
@@ -288,7 +288,7 @@ class SampleDecoder:
     ) -> None:  # fmt: skip
         """Read an image, its masks and further images, and decode them into their rows.
 
-        Raise what `read_image` and `Decoder.decode` raise.
+        Raises what `read_image` and `Decoder.decode` raise.
         """
         self.image.decode(read_image(reader, index, name), decode_path, row)
         if not masks:
@@ -374,9 +374,9 @@ def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
 
 
 def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: EncodedFile | None) -> bytes:
-    """Return the bytes of an image's file, or those that were `encoded`.
+    """Return the bytes of an image's file, or its `encoded` bytes unless that is None.
 
-    Raises SourceError if the file does not have the size that the survey found, ResumeError if encoded bytes are lost.
+    Raises SourceError if the file no longer has `size` bytes, ResumeError if encoded bytes are damaged.
     """
     if encoded is not None:
         return read_encoded(encoded, size)
@@ -395,7 +395,7 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
 
 
 def read_image(reader: SourceReader, index: int, name: str, field: int | None = None) -> bytes | npt.NDArray[np.uint8]:
-    """Return an image as `SourceReader.read` does, or its value of a `field`; raise SourceError if storage fails."""
+    """Return `SourceReader.read`, or with the number of a `field` `read_field`; raise SourceError if storage fails."""
     try:
         source = reader.read(index, name) if field is None else reader.read_field(field, index, name)
     except OSError as error:
@@ -412,4 +412,4 @@ def read_image(reader: SourceReader, index: int, name: str, field: int | None = 
 def describe(task: WriteTask) -> str:
     """Describe a task's rows, for the error message if its worker dies."""
     first, last = task.groups[0], task.groups[-1]
-    return f"rows {first.rows[0]}-{last.rows[-1]} ({first.names[0]!r} and on)"
+    return f"rows {first.rows[0]}-{last.rows[-1]} (from {first.names[0]!r} on)"

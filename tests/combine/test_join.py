@@ -16,6 +16,7 @@ import pytest
 import h5pack
 from h5pack.combine.parts import open_part
 from h5pack.errors import (
+    DamagedRowsError,
     H5PackError,
     OptionsError,
     OutputExistsError,
@@ -102,6 +103,16 @@ def test_damaged_rows_are_not_copied(tmp_path: Path) -> None:
     with pytest.raises(H5PackError) as error:
         h5pack.join(packs, out)
     assert (error.value.path, error.value.rows) == (str(packs[1]), (5,))
+    assert not out.exists()
+
+
+def test_damaged_masks_of_kept_files_are_not_copied(tmp_path: Path) -> None:
+    packs, out = two_packs(tmp_path, "jpeg"), tmp_path / "o.h5"
+    with h5py.File(packs[1], "r+") as file:
+        file["fields/mask/data"][int(file["fields/mask/offsets"][5]) + 50] ^= 255
+    with pytest.raises(DamagedRowsError) as error:
+        h5pack.join(packs, out)
+    assert (error.value.path, error.value.dataset, error.value.rows) == (str(packs[1]), "fields/mask", (5,))
     assert not out.exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -402,6 +403,30 @@ def test_kept_masks_of_16_bits_and_those_that_do_not_fit(tmp_path: Path) -> None
     h5pack.export(tmp_path / "o.h5", tmp_path / "back", num_workers=1)
     assert np.array_equal(expected_mask(tmp_path / "back" / "masks" / "002.png"), wide)
     assert (tmp_path / "back" / "images" / "002.jpg").read_bytes() == (source / "images" / "002.jpg").read_bytes()
+
+
+def test_the_plan_counts_kept_masks_once_for_each_file_that_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, size, held, truncate = tmp_path / "in", 8 * 512 * 512, [0], os.ftruncate
+    for folder, ending in (("images", "jpg"), ("masks", "png")):
+        (source / folder).mkdir(parents=True)
+        for number in range(8):
+            noise = np.random.default_rng(number).integers(0, 256, (512, 512), np.uint8)
+            content = noise if folder == "masks" else np.full((512, 512, 3), 30 * number, np.uint8)
+            Image.fromarray(content).save(source / folder / f"{number}.{ending}")
+
+    def measuring(descriptor: int, length: int) -> None:
+        held.append(sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("o.h5*/**/*") if path.is_file()))
+        held[-1] += sum(path.stat().st_blocks * 512 for path in tmp_path.glob("o.h5*") if path.is_file())
+        truncate(descriptor, length)
+
+    monkeypatch.setattr("h5pack.pack.kept._BYTES_PER_MASK_PIXEL", 1.1)
+    monkeypatch.setattr(os, "ftruncate", measuring)
+    with Conversion(source, tmp_path / "o.h5", keep="jpeg", source_kind="pairs", num_workers=1) as conversion:
+        needed = conversion.plan().needed_bytes
+        conversion.run()
+    assert 3 * size < max(held) <= needed < 4 * size
 
 
 def test_damaged_kept_masks(tmp_path: Path) -> None:
