@@ -198,7 +198,7 @@ def check_image_size(crop: ResizedCrop, height: int, width: int) -> None:
     resized = crop.resized_size(height, width) if height and width else (0, 0)
     if not min(resized) or max(height * resized[0], width * resized[1]) > _MAX_PRODUCT:
         raise OptionsError(
-            f"images of {height} x {width} pixels cannot be resized to {resized[0]} x {resized[1]}; give another size",
+            f"crop cannot resize images of {height} x {width} to {resized[0]} x {resized[1]} pixels; give another size",
             parameters=("crop",),
         )
 

@@ -110,7 +110,7 @@ class ArchiveFile:
         return self.descriptor
 
     def close(self) -> None:
-        """Close the file; the next read opens it again. A copy stays open, because closing it may delete it."""
+        """Close the file; the next read opens it again. A decompressed copy stays open, as closing it may delete it."""
         if self.copy_path is None:
             self.descriptor = None
 

@@ -14,7 +14,7 @@ from h5pack.sources.folders import walk
 from h5pack.sources.manifest import TextTable, binary_table, integers, read_delimited, read_spaced
 
 _IMAGES = "img_align_celeba"
-# Possible folders of the images: in Kaggle's archive, beside the tables, in the university's archives. Tables likewise.
+# Where the images and the tables may be: as in Kaggle's archive, all in one folder, or as in the university's archives.
 _IMAGE_FOLDERS = (f"{_IMAGES}/{_IMAGES}", _IMAGES, f"Img/{_IMAGES}/{_IMAGES}", f"Img/{_IMAGES}")
 _TABLE_FOLDERS = ("", "Anno", "Eval", "anno", "eval")
 _PARTITIONS = ("train", "val", "test")

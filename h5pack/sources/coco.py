@@ -75,8 +75,8 @@ class _Annotations:
 def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
     """Return the catalog of a folder as COCO lays it out, or of one annotation file; images are in the files' order.
 
-    `root` is the folder in which the images, or their usual folders, are searched. Default: `path` if it is a folder,
-    else the folder of the annotation file, and the one above.
+    `root` is the folder that contains the images, or one of the usual folders of images. Default: `path` if it is a
+    folder, else the folder of the annotation file, or the one above.
     """
     files = _annotation_files(path) if path.is_dir() else {_split_of(path): [path]}
     if not files:
@@ -118,9 +118,9 @@ def _short(name: str) -> str:
 
 
 def _image_folder(file: Path, split: str, image: _Image | None, top: Path | None) -> Path:
-    """Return the folder that has `image`, the first one of a split; None: the split has no images.
+    """Return the folder of the images of a split: the first one that has `image`, the split's first image, if any.
 
-    It is searched in `top`; None: in the folder of the annotation file, and the one above.
+    Folders in `top` are searched; None: in the folder of the annotation file, and in the one above.
     """
     parents = (top,) if top is not None else (file.parent.parent, file.parent)
     inner = ((), (split,), ("images", split), (_short(split),), ("images", _short(split)), ("images",))
