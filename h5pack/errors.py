@@ -13,10 +13,10 @@
     ├── NoSpaceError (OSError)               the output does not fit on its file system
     ├── ResumeError (ValueError)             the interrupted conversion had other options or another source
     ├── WorkerError (RuntimeError)           a worker process died, or cannot be used
-    ├── PackFormatError (ValueError)         a file is not HDF5, not a pack, or lacks the requested dataset or split
+    ├── PackFormatError (ValueError)         a file is missing, damaged, not a pack, or lacks a requested dataset
     │   └── IncompletePackError              a pack's conversion did not finish
     ├── PackChangedError (RuntimeError)      the file was replaced or rewritten while it was in use
-    ├── ReadError (OSError)                  reading returned fewer bytes than the rows have
+    ├── ReadError (OSError)                  rows cannot be read: the file was truncated, or its storage failed
     ├── DamagedRowsError (ValueError)        rows do not match their checksums, or cannot be decoded
     ├── StateError (ValueError)              a saved state is damaged, or belongs to another order of rows
     └── LoaderError (RuntimeError)           a loader cannot return a batch, such as in a forked child
@@ -118,15 +118,18 @@ class ResumeError(H5PackError, ValueError):
 
 
 class WorkerError(H5PackError, RuntimeError):
-    """A worker process died or cannot start, or the source cannot be used in worker processes."""
+    """A worker process died or cannot start, the source cannot be used in one, or a cluster cannot be used."""
 
 
 class PackFormatError(H5PackError, ValueError):
-    """A file is not HDF5, not a pack, or a pack without the requested dataset or split."""
+    """A file is missing, damaged, not HDF5 or not a pack, has a newer format, or lacks a requested dataset or split.
+
+    Also raised if the decoder of a compressed dataset is not installed.
+    """
 
 
 class IncompletePackError(PackFormatError):
-    """A pack is incomplete, because its conversion did not finish."""
+    """A pack is incomplete, because its conversion, or a part of an array job, did not finish."""
 
 
 class PackChangedError(H5PackError, RuntimeError):
@@ -134,7 +137,7 @@ class PackChangedError(H5PackError, RuntimeError):
 
 
 class ReadError(H5PackError, OSError):
-    """Reading returned fewer bytes than the rows have, because the file was truncated or the disk failed."""
+    """Rows cannot be read: the file ends before them, the disk reports an error, or the file cannot be opened again."""
 
 
 class DamagedRowsError(H5PackError, ValueError):

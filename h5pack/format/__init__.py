@@ -1,1 +1,1 @@
-"""The file format: names of datasets and attributes, chunk and cache plans, checksums, byte offsets of rows."""
+"""The file format: names, values of fields, chunk and cache plans, checksums, byte offsets of rows."""

@@ -21,20 +21,20 @@ class RaggedRows:
     """Rows of different lengths: row i is ``data[offsets[i]:offsets[i + 1]]``."""
 
     kind: str  # one of `schema.RAGGED_KINDS`
-    data: npt.NDArray[Any]  # (entries, ...); uint8 (bytes,) of text
+    data: npt.NDArray[Any]  # (entries, ...); for text, its UTF-8 bytes, uint8 (bytes,)
     offsets: npt.NDArray[np.int64]  # (N + 1,), ascending, the first one 0
-    classes: tuple[str, ...] | None = None  # names of the classes that entries count, if they do
+    classes: tuple[str, ...] | None = None  # class names, if the entries are numbers of classes
 
     @classmethod
     def of(cls, kind: str, rows: Sequence[npt.NDArray[Any]], empty: npt.NDArray[Any]) -> RaggedRows:
-        """Return arrays (n_i, ...) as rows; `empty` is one without entries, which determines dtype and inner shape."""
+        """Return arrays (n_i, ...) as rows; `empty`, (0, ...), determines the dtype and the inner shape."""
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         data = np.concatenate([empty, *rows]).astype(empty.dtype, copy=False)
         return cls(kind, data, np.append(0, np.cumsum(lengths)))
 
     @classmethod
     def of_texts(cls, rows: Iterable[str | list[str]], kind: str) -> RaggedRows:
-        """Return texts, or lists of texts of kind `schema.TEXTS`, as rows; they must not contain NUL."""
+        """Return texts, or for the kind `schema.TEXTS` lists of texts, as rows. Texts must not contain NUL."""
         encoded = [
             (row if isinstance(row, str) else "".join(f"{one}\0" for one in row)).encode("utf-8") for row in rows
         ]
@@ -89,11 +89,11 @@ def field_kind(values: FieldValues) -> str:
 
 
 BOX_FORMATS = ("xyxy", "xywh", "cxcywh")
-"""Corners; left, top, width and height; centre, width and height."""
+"""The formats of a box: left, top, right, bottom; left, top, width, height; centre x, centre y, width, height."""
 
 
 class FieldValueError(ValueError):
-    """A value that does not fit its field. The text is a phrase that follows the name of the field."""
+    """The value of row `row` does not fit its field. The message continues a sentence that names the field."""
 
     def __init__(self, row: int, problem: str) -> None:
         super().__init__(problem)
@@ -101,10 +101,11 @@ class FieldValueError(ValueError):
 
 
 def parse_ragged(values: Sequence[Any], kind: str = schema.RAGGED, box_format: str = schema.XYXY) -> RaggedRows:
-    """Return lists of numbers, or arrays, as rows; None counts as an empty list.
+    """Return lists of numbers, or arrays, as rows of kind `kind`; None counts as an empty list.
 
-    Ragged integers become int64 and other numbers float64. Boxes become corners, float64, as keypoints are.
-    Raises FieldValueError if a value is no list, or if lists differ in depth or in the shape of their entries.
+    Boxes are converted from `box_format` to corners (xyxy). Boxes and keypoints become float64, and so do values of the
+    kind "ragged" unless all are integers, which become int64. Raises FieldValueError if a value is not a list, if lists
+    differ in depth or in the shape of their entries, or if a box or keypoint is not finite or has a negative size.
     """
     inner: tuple[int, ...] | None = {schema.BOXES: (4,)}.get(kind)
     arrays: list[npt.NDArray[Any] | None] = []
@@ -129,11 +130,11 @@ def parse_ragged(values: Sequence[Any], kind: str = schema.RAGGED, box_format: s
 
 
 def _numbers_of(row: int, value: Any) -> npt.NDArray[Any] | None:
-    """Return a list of numbers as an array, None if it has no entries."""
+    """Return a list of numbers as an array; None if `value` is None or has no entries."""
     if value is None:
         return None
     if not isinstance(value, (list, tuple, np.ndarray)):
-        raise FieldValueError(row, f"contains {value!r}, which is no list")
+        raise FieldValueError(row, f"contains {_short(value)}, which is not a list")
     try:
         array = np.asarray(value)
     except ValueError:
@@ -141,7 +142,7 @@ def _numbers_of(row: int, value: Any) -> npt.NDArray[Any] | None:
     if array.ndim and not len(array):
         return None
     if not array.size or array.dtype.kind not in "biuf" or (array.dtype == np.uint64 and array.max() >= 2**63):
-        raise FieldValueError(row, f"contains {_short(value)}, which are not all numbers of 64 bits")
+        raise FieldValueError(row, f"contains {_short(value)}, which has entries that are not numbers of 64 bits")
     return array
 
 
@@ -174,15 +175,16 @@ def _corners(boxes: RaggedRows, box_format: str) -> RaggedRows:
 
 
 def parse_values(values: Sequence[Any]) -> FieldValues:
-    """Return values of samples as rows: texts, lists of texts, numbers or arrays; None where there is none.
+    """Return the values of samples as rows. Each is a text, a list of texts, a number, an array, or None.
 
-    Arrays that all have one shape become an array of fixed shape, (N, ...), and others of one inner shape ragged rows;
-    both keep their dtype. Raises FieldValueError for other values, and if they do not fit together.
+    Numbers, and arrays of one shape, become an array (N, ...), in which None becomes zeros. Arrays that differ only in
+    length become ragged rows, in which None becomes a row without entries. The dtype is the common one; bool becomes
+    uint8. Raises FieldValueError for other values, and if they do not fit together.
     """
     if any(isinstance(value, str) or _is_texts(value) for value in values):
         return parse_texts(values)
     given = {row: np.asarray(value) for row, value in enumerate(values) if value is not None}
-    # An empty list says nothing about dtype and inner shape.
+    # The dtype and inner shape of an empty list are unknown.
     arrays = {row: array for row, array in given.items() if array.shape != (0,)}
     first = next(iter(arrays.values()), np.zeros(()))
     for row, array in arrays.items():
@@ -209,21 +211,21 @@ def _is_texts(value: Any) -> bool:
 
 
 def parse_texts(values: Sequence[Any]) -> RaggedRows:
-    """Return texts as rows, or lists of texts if one of the values is a list; None counts as none.
+    """Return texts as rows, or lists of texts if one of the values is a list; None becomes an empty text or list.
 
-    Raises FieldValueError for other values, and for a text that UTF-8 or the format cannot hold.
+    Raises FieldValueError for other values, and for a text with a NUL or an unpaired surrogate.
     """
     several = any(isinstance(value, (list, tuple)) for value in values)
     rows: list[Any] = []
     for row, value in enumerate(values):
         texts = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         if several and not isinstance(value, (list, tuple, type(None))):
-            raise FieldValueError(row, f"contains {_short(value)}, which is no list")
+            raise FieldValueError(row, f"contains {_short(value)}, which is not a list")
         for text in texts:
             if not isinstance(text, str):
-                raise FieldValueError(row, f"contains {_short(text)}, which is no text")
+                raise FieldValueError(row, f"contains {_short(text)}, which is not a text")
             if "\0" in text or not _is_unicode(text):
-                raise FieldValueError(row, f"contains {_short(text)}, which has a NUL or half a surrogate pair")
+                raise FieldValueError(row, f"contains {_short(text)}, which has a NUL or an unpaired surrogate")
         rows.append(list(texts) if several else (texts[0] if texts else ""))
     return RaggedRows.of_texts(rows, schema.TEXTS if several else schema.TEXT)
 

@@ -22,7 +22,7 @@ A pack has fewer chunks if they would otherwise be too small to start on page bo
 """
 
 WHOLE_PAGES_BYTES = 16 * 1024 * 1024
-"""Maximum bytes per chunk that are planned so that a chunk takes whole memory pages."""
+"""Maximum bytes to which `plan_chunks` enlarges a chunk so that it fills whole memory pages."""
 
 _MAX_NSLOTS = 4_194_304
 HDF5_MAX_CHUNK_BYTES = 2**32 - 1
@@ -63,8 +63,9 @@ def plan_chunks(
     start on a page boundary.
 
     With `whole_pages`, the number of rows is changed to a multiple with which chunks also end on a page boundary. The
-    chunks are then adjacent in the file, so that all rows are one array in a mapping of the file. This is not done if
-    `chunk_rows` is given, if it needs chunks of more than `WHOLE_PAGES_BYTES`, or if it leaves fewer than `MIN_CHUNKS`.
+    chunks are then adjacent in the file, so that all rows are one array in a mapping of the file. If that needs larger
+    chunks, they are enlarged only if `chunk_bytes` is not given, to at most `WHOLE_PAGES_BYTES`, and if `MIN_CHUNKS` of
+    them remain. `chunk_rows` is never changed.
     """
     if chunk_rows is not None:
         rows = chunk_rows

@@ -35,16 +35,16 @@ class RowOffsets:
         return self.addresses[chunks] + (rows - chunks * self.chunk_rows) * self.row_bytes
 
     def edges(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return where each of `count` rows, contiguous from row `start` on, begins and ends, int64 (count + 1,).
+        """Return where each of `count` rows from row `start` on begins and ends, int64 (count + 1,).
 
-        The values are bytes, counted from the offset of row `start`.
+        The values are bytes, counted from the offset of row `start`. The rows must be contiguous in the file.
         """
         return np.arange(count + 1, dtype=np.int64) * self.row_bytes
 
     def runs(self, rows: npt.NDArray[np.int64], max_bytes: int) -> Iterator[tuple[int, int]]:
         """Divide ascending rows into runs that are contiguous in the file; yield the first row and the number of rows.
 
-        A run has at most `max_bytes` bytes, or one row.
+        A run has at most `max_bytes` bytes, unless a single row has more.
         """
         if not len(rows):
             return

@@ -47,7 +47,7 @@ TEXT_KINDS = (TEXT, TEXTS)
 POINT_KINDS = (BOXES, KEYPOINTS)
 PIXEL_KINDS = (MASK, IMAGE)
 MOVED_KINDS = (*PIXEL_KINDS, *POINT_KINDS)
-"""Kinds of fields that belong to places in the image."""
+"""Kinds of fields that must be moved with their image when it is cropped or resized."""
 
 # Attributes of fields.
 KIND = "kind"
@@ -73,7 +73,7 @@ def field_path(name: str) -> str:
 NO_LABEL = -1
 """The label that is stored for an unlabelled image, in a pack whose other images have labels."""
 
-# Chunks of at least this many bytes start on a page boundary. So no two chunks share a page, and whole chunks can be
+# Chunks of at least this many bytes start on a page boundary, so that no two of them share a page, and each can be
 # transferred with O_DIRECT and GPUDirect Storage.
 ALIGNMENT_THRESHOLD_BYTES = 65_536
 ALIGNMENT_BYTES = 4_096
@@ -101,7 +101,8 @@ STATISTICS_SMALL_ROWS = 4_096
 def statistics_step(train_rows: int, encoded: bool = False) -> int:
     """Return the step between the rows of the train split that `/statistics` uses: 1 for a small split, else 8.
 
-    Of `encoded` rows fewer are used, because decoding takes far longer than copying: 128, or up to 1,024 of many.
+    `encoded` rows take far longer to decode than to copy. For them, the step selects at most 128 rows, or about one in
+    64 of more than 8,192 rows, but at most 1,024.
     """
     if encoded:
         return max(1, -(-train_rows // max(128, min(1024, train_rows // 64))))

@@ -1,1 +1,1 @@
-"""Encoded bytes to pixels: headers, decoding, resizing."""
+"""Images and masks: headers, decoding, resizing, encoding, and the options of crops."""

@@ -1,6 +1,6 @@
 """Options of crops: what `Normalize(crop=...)` and `H5Loader(decode=...)` cut out of each image, and to which size.
 
-They are values without behaviour on pixels.
+The classes only check the options and compute sizes; they do not touch pixels.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ _MAX_PRODUCT = 1 << 29
 
 
 class _Crop:
-    """What all crops share: `size`, which is an int or a pair when it is given, and a pair afterwards."""
+    """Base class of crops. `size` is given as an int or a pair (height, width), and stored as a pair."""
 
     size: int | Sequence[int]
 
     def __post_init__(self) -> None:
-        """Replace `size` with a tuple of two ints."""
         pair = tuple(self.size) if isinstance(self.size, Sequence) else (self.size, self.size)
         if len(pair) != 2 or not all(_is_whole(side, 1, MAX_SIZE) for side in pair):
             raise OptionsError(
@@ -151,9 +150,9 @@ class RandomResizedCrop(_Crop):
         return 0, 0
 
     def fallback(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return top, left, height and width of the window if no drawn one fits, in pixels of the image.
+        """Return top, left, height and width, in pixels of the image, of the window to use if no drawn window fits.
 
-        As in torchvision, it is the middle of the image with the nearest allowed ratio.
+        As in torchvision, it is the largest central window with the nearest allowed ratio.
         """
         window_height, window_width = height, width
         if width / height < self.ratio[0]:
@@ -199,7 +198,7 @@ def check_image_size(crop: ResizedCrop, height: int, width: int) -> None:
     resized = crop.resized_size(height, width) if height and width else (0, 0)
     if not min(resized) or max(height * resized[0], width * resized[1]) > _MAX_PRODUCT:
         raise OptionsError(
-            f"images of {height} x {width} pixels cannot be resized to {resized[0]} x {resized[1]}; give another size",
+            f"crop cannot resize images of {height} x {width} to {resized[0]} x {resized[1]} pixels; give another size",
             parameters=("crop",),
         )
 
@@ -231,4 +230,4 @@ def _is_whole(value: Any, minimum: int, maximum: int) -> bool:
 
 
 DecodeCrop = CenterCrop | RandomResizedCrop | Resize
-"""What images can be cropped and resized to while they are decoded."""
+"""The crops that can be made while images are decoded."""

@@ -80,7 +80,7 @@ class Upright(NamedTuple):
 
 
 def decoder_versions() -> dict[str, str]:
-    """Return the versions of all that pixels depend on; "not installed" for a package that is missing."""
+    """Return the versions of everything that pixels depend on; "not installed" for a package that is missing."""
     found = {"h5pack": __version__, "libjpeg-turbo": str(features.version_feature("libjpeg_turbo"))}
     for name in ("Pillow", "simplejpeg"):
         try:
@@ -94,8 +94,8 @@ def decoder_versions() -> dict[str, str]:
 def strict_pillow() -> Iterator[None]:
     """Silence Pillow's warnings, disable its limit on pixels (`refuse_bomb` has ours), and reject truncated files.
 
-    These settings belong to the process. So while several threads decode, the first one that came has changed them, and
-    the last one restores them.
+    These settings belong to the process. While several threads decode, the first one changes them, and the last one
+    restores them.
     """
     thread = threading.get_ident()
     with _strict_lock:
@@ -165,9 +165,10 @@ def _pillow_header(stream: BinaryIO) -> ImageHeader:
 
 
 class Decoder:
-    """A decoder of images into rows. Each worker has its own.
+    """A decoder of images into rows. It must not be used by several threads at a time.
 
-    `quiet`: keep messages of libtiff from standard error, which concerns the whole process while it decodes.
+    With `quiet`, messages of libtiff do not reach standard error, which is redirected for the whole process while a
+    TIFF file is decoded.
     """
 
     def __init__(self, options: PixelOptions, quiet: bool = False) -> None:
@@ -291,7 +292,10 @@ class Decoder:
 
 
 def eight_bits(image: Image.Image) -> Image.Image:
-    """Load an image and return it with 8 bits a channel, of 16 bits the high byte; reject an image of 32 bits."""
+    """Load an image and return it with 8 bits per channel; 16-bit gray keeps its high byte.
+
+    Raise RejectedImageError if it has 32-bit or floating-point pixels.
+    """
     _refuse_deep(image)
     image.load()
     if image.mode in _16_BIT or image.mode == "I":
@@ -300,10 +304,10 @@ def eight_bits(image: Image.Image) -> Image.Image:
 
 
 def pad_image(image: Image.Image, size: tuple[int, int], resample: Image.Resampling, border: int = 0) -> Image.Image:
-    """Scale an image to fit into `size`, with borders of the value `border`; its shorter side gets at least one pixel.
+    """Scale an image to fit into `size`, (width, height), and fill the borders with the value `border`.
 
-    ``ImageOps.pad`` scales a very thin image to no pixels: before Pillow 13 it raises ValueError, since then it returns
-    black.
+    Unlike ``ImageOps.pad``, a very thin image keeps at least one pixel: scaled to none, it would cause a ValueError
+    before Pillow 13, and become black since then.
     """
     width, height = size
     if round(image.width / image.height * height) == 0:
@@ -314,17 +318,17 @@ def pad_image(image: Image.Image, size: tuple[int, int], resample: Image.Resampl
 
 
 def image_of(pixels: npt.NDArray[Any]) -> Image.Image:
-    """Return pixels (h, w, c), where c = 1 is gray, as a Pillow image."""
+    """Return uint8 pixels (h, w, c) as a Pillow image, gray if c is 1."""
     return Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels))
 
 
 def _copy_pixels(image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
     """Copy the pixels of an "L" or "RGB" image into `out`, which must be contiguous.
 
-    ``np.asarray`` would call ``tobytes``, which encodes 64 KiB at a time and joins the parts. That would make a
-    conversion with Pillow 6 % slower (median of 6 interleaved pairs).
+    ``np.asarray`` would call ``tobytes``, which encodes 64 KiB at a time and joins the parts. A conversion that decodes
+    with Pillow would take 6% longer (median of 6 interleaved pairs).
     """
-    # Private API: Pillow has no public function to encode raw pixels in one step. If this fails, NumPy copies them.
+    # Private API: Pillow has no public function to return raw pixels in one step. If this fails, NumPy copies them.
     try:
         encoder = Image._getencoder(image.mode, "raw", (image.mode, 0, 1))
         encoder.setimage(image.im, (0, 0, *image.size))
@@ -396,14 +400,14 @@ def rejecting() -> Iterator[None]:
 def _libtiff_messages() -> Iterator[None]:
     """Keep libtiff, which decodes TIFF files, from writing its messages to standard error.
 
-    If decoding fails, the first message becomes the reason, as it says more than Pillow's error. Anything else that is
-    written to standard error meanwhile is written at the end.
+    If decoding fails, libtiff's first message becomes the reason, because it says more than Pillow's error. All other
+    lines that are written to standard error meanwhile are kept back, and written at the end.
     """
     error: Exception | None = None
     try:
         original, messages = os.dup(2), os.memfd_create("messages")
     except (OSError, AttributeError):
-        # A daemon may have closed its standard error, and not every system has memory files.
+        # A daemon may have closed its standard error, and not every system has memfd_create.
         yield
         return
     os.dup2(messages, 2)
@@ -439,7 +443,7 @@ def _rejected(error: Exception) -> RejectedImageError:
 def _proven_paths(channels: int) -> frozenset[DecodePath]:
     """Return the kinds of JPEG that the installed simplejpeg, if any, decodes to exactly Pillow's pixels.
 
-    simplejpeg and Pillow each bundle their own libjpeg-turbo, so every kind is tested on small images of odd sizes,
+    simplejpeg and Pillow each bundle their own libjpeg-turbo, so every kind is tested on small images of an odd size,
     baseline and progressive. The test takes about 2 ms.
     """
     try:
@@ -463,7 +467,7 @@ def _proven_paths(channels: int) -> frozenset[DecodePath]:
 
 
 def sample_jpegs(decode_path: DecodePath) -> Iterator[bytes]:
-    """Yield small JPEGs of a kind, of odd sizes, baseline and progressive, of low and high quality."""
+    """Yield small JPEGs of a kind, of an odd size, baseline and progressive, of low and high quality."""
     height, width = 37, 53
     y, x = np.mgrid[:height, :width]
     waves = np.stack([np.sin(x * y / 40 + phase) * 90 + 2 * x + y for phase in range(3)], axis=2)

@@ -1,4 +1,4 @@
-"""Encoding images of any format as JPEG, which shrinks those that are too large."""
+"""Encoding of images of any format as JPEG, after shrinking those that are too large."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def fitted_size(height: int, width: int, max_side: int | None) -> tuple[int, int
 
 
 class JpegEncoder(Decoder):
-    """Decodes images, shrinks them to `max_side` pixels if they are larger, and encodes them as JPEG of `quality`.
+    """Decodes images, shrinks their longer side to at most `max_side` pixels, and encodes them as JPEG of `quality`.
 
-    The pixels are those of `Decoder`, upright. Gray images stay gray. Chroma is subsampled (4:2:0).
+    If `max_side` is None, no image is shrunk. Images of more than `max_pixels` pixels are rejected. The pixels are
+    those of `Decoder`, upright. Gray images stay gray. Chroma is subsampled (4:2:0).
     """
 
     def __init__(self, max_side: int | None, quality: int, max_pixels: int) -> None:
@@ -48,12 +49,12 @@ class JpegEncoder(Decoder):
         image = self._image
         assert image is not None
         if decode_path == DecodePath.JPEG_GRAY and image.mode != "L":
-            # simplejpeg repeats gray in three channels, Pillow does not. The file must not depend on that.
+            # simplejpeg repeats gray in three channels, Pillow does not. The output must not depend on the decoder.
             image = image.getchannel(0)
         height, width = fitted_size(image.height, image.width, self._max_side)
         if (height, width) != (image.height, image.width):
             image = image.resize((width, height), self._resample)
-        # A comment of the source would become one of the file, but only where Pillow has read it.
+        # Pillow would write the source's comment into the JPEG, but only if Pillow and not simplejpeg has decoded it.
         image.info = {}
         stream = io.BytesIO()
         try:

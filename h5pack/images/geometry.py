@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Placement:
-    """How images are placed: the point (x, y) of image i becomes ``(x, y) * scale[i] + offset[i]``.
+    """How M images are resized or cropped: the point (x, y) of image i becomes ``(x, y) * scale[i] + offset[i]``.
 
     Coordinates are in pixels from the upper left corner; the first pixel's area is from 0 to 1. All arrays are
     float64, (M, 2), horizontal before vertical.
@@ -33,7 +33,7 @@ class Placement:
     def of(
         cls, heights: npt.NDArray[np.int32], widths: npt.NDArray[np.int32], height: int, width: int, fit: str
     ) -> Placement:
-        """Return how images of these sizes, (M,), are resized to `height` and `width` by `fit` of `convert`."""
+        """Return how images of these sizes, (M,), are resized to `height` and `width`; `fit` is that of `convert`."""
         old = np.maximum(np.stack([widths, heights], axis=1), 1).astype(np.float64)
         new = np.broadcast_to(np.array([width, height], np.float64), old.shape)
         if fit == "stretch":
@@ -54,7 +54,7 @@ class Placement:
 
     @classmethod
     def shrunk(cls, heights: npt.NDArray[np.int32], widths: npt.NDArray[np.int32], max_side: int | None) -> Placement:
-        """Return how images of these sizes, (M,), are placed if only a side of more than `max_side` is shrunk."""
+        """Return how images of these sizes, (M,), are shrunk if a side is longer than `max_side`; None: none is."""
         old = np.maximum(np.stack([widths, heights], axis=1), 1)
         new = old.copy()
         for index in np.flatnonzero(old.max(axis=1) > (max_side or np.iinfo(np.int32).max)).tolist():
@@ -62,24 +62,24 @@ class Placement:
         return cls(new / old, np.zeros(old.shape), new.astype(np.float64))
 
     def moved(self, rows: RaggedRows) -> RaggedRows:
-        """Return boxes or keypoints, float32, after the images were placed; row i is that of image i."""
+        """Return boxes or keypoints, float32, moved with their images; row i belongs to image i."""
         move = self.boxes if rows.kind == schema.BOXES else self.points
         data = move(rows.data.astype(np.float64), np.diff(rows.offsets))
         return replace(rows, data=data.astype(np.float32))
 
     def boxes(self, boxes: Floats, counts: npt.NDArray[np.int64]) -> Floats:
-        """Return corners, (n, 4), after the images were placed, clipped to them; image i has ``counts[i]`` boxes.
+        """Return corners, (n, 4), moved with their images and clipped to the results; image i has ``counts[i]`` boxes.
 
-        A box that is completely outside becomes one without area.
+        A box that is completely outside of the result becomes one without area.
         """
         parts = (np.tile(part, 2) for part in (self.scale, self.offset, self.size))
         scale, offset, size = (np.repeat(part, counts, axis=0) for part in parts)
         return np.minimum(np.maximum(boxes * scale + offset, 0), size)
 
     def points(self, points: Floats, counts: npt.NDArray[np.int64]) -> Floats:
-        """Return points, (n, 2) or with visibility (n, 3), after the images were placed; they are not clipped.
+        """Return points, (n, 2) or with visibility (n, 3), moved with their images; they are not clipped.
 
-        The visibility of a point outside of the image becomes 0.
+        Image i has ``counts[i]`` points. The visibility of a point outside of the result becomes 0.
         """
         scale, offset, size = (np.repeat(part, counts, axis=0) for part in (self.scale, self.offset, self.size))
         placed: Floats = points.copy()
@@ -90,9 +90,9 @@ class Placement:
 
 
 def turned_upright(points: Floats, orientation: int, height: int, width: int) -> Floats:
-    """Return points (n, 2) of an image as it is stored, where an Exif orientation of 5 to 8 moves them.
+    """Return where points, (n, 2), of an image as it is stored are after turning it upright.
 
-    `height` and `width` are those of the upright image.
+    `orientation` is the image's Exif orientation, 5 to 8; `height` and `width` are those of the upright image.
     """
     x, y = points[:, 1], points[:, 0]
     if orientation in (6, 7):

@@ -14,17 +14,17 @@ from typing import BinaryIO
 
 _SOF = (0xC0, 0xC1, 0xC2)
 _APP0, _APP1, _APP14, _SOS = 0xE0, 0xE1, 0xEE, 0xDA
-# Segments to skip: tables, restart intervals, comments, and applications' except APP1, which may have an orientation.
+# Segments to skip: tables, restart intervals, comments, and all APPn except APP1, which may have an orientation.
 _SKIPPED = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)} - {_APP1})
-# Segments that Pillow parses. Pillow rejects an image in which they are malformed, so it must decide.
+# APPn segments that Pillow parses. It rejects an image in which they are malformed, so images with them are left to it.
 _PILLOW_SEGMENTS = (b"MPF\0", b"Photoshop 3.0\0")
 _JFIF_BYTES, _ICC_BYTES, _ADOBE_BYTES = 14, 14, 12
 
 
 class DecodePath(IntEnum):
-    """The decoder an image needs. PILLOW accepts any image; the others are kinds of upright 8-bit JPEGs, gray or YCbCr.
+    """The decoder that an image needs: PILLOW for any image; the others for upright 8-bit JPEGs, gray or YCbCr.
 
-    The others are named after their chroma subsampling; faster decoders can be used for them.
+    The others are named after the chroma subsampling; faster decoders than ``Image.open`` can be used for them.
     """
 
     PILLOW = 0
@@ -111,7 +111,10 @@ def parse_jpeg(head: bytes) -> ImageHeader | None:
 
 
 def with_height(data: bytes, height: int) -> bytes:
-    """Return a JPEG that `parse_jpeg` parsed with another height in its header: decoders stop after that many rows."""
+    """Return a JPEG with another height in its header, so that decoders stop after that many rows.
+
+    `data` must be a JPEG that `parse_jpeg` does not leave to Pillow.
+    """
     position = 2
     while data[position + 1] not in _SOF:
         fill = data[position + 1] == 0xFF

@@ -1,7 +1,7 @@
 """Masks: images whose pixels are numbers, such as the class of each pixel of another image.
 
-A mask is decoded to the numbers that its file holds: the indices of a palette instead of its colors, gray values of 8
-or 16 bits as they are, 0 and 1 of 1 bit. It is moved exactly like its image: turned upright with it, then cropped,
+A mask is decoded to the numbers in its file: palette indices instead of colors, gray values of 8 or 16 bits, integers
+of 32 bits, or 0 and 1 from 1 bit. It goes through exactly what its image does: it is turned upright, then cropped,
 padded or stretched by the same window. Each pixel is a copy of the nearest one. Pixels of padding are 255, or -1 in
 masks of more than 8 bits.
 """
@@ -36,7 +36,7 @@ _MODES = {"1": "|u1", "L": "|u1", "P": "|u1", "I;16": "<i4", "I;16L": "<i4", "I;
 _MAX_16_BITS = 2**16 - 1
 
 PADDING = {"|u1": 255, "<i4": -1}
-"""The number of pixels outside of the image, by dtype."""
+"""The value of padding pixels, by dtype."""
 
 
 class MaskHeader(NamedTuple):
@@ -49,7 +49,10 @@ class MaskHeader(NamedTuple):
 
 @contextlib.contextmanager
 def naming_mask(name: str, kind: str = "mask") -> Iterator[None]:
-    """Let the reason of a RejectedImageError begin with the name of a mask, as it becomes that of its image."""
+    """Prefix the reason of a RejectedImageError about a mask with "its mask NAME", because its image is rejected.
+
+    `kind` replaces the word "mask".
+    """
     try:
         yield
     except RejectedImageError as error:
@@ -75,26 +78,29 @@ def _dtype(image: Image.Image) -> str:
 
 
 def mask_numbers(image: Image.Image) -> npt.NDArray[Any]:
-    """Return the numbers of an open mask, uint8 or int32 (h, w); raise RejectedImageError if it has none."""
+    """Return the numbers of an open mask, uint8 or int32 (h, w).
+
+    Raise RejectedImageError if its pixels are colors or floating-point numbers.
+    """
     dtype = _dtype(image)
     return np.asarray(image).astype(dtype, copy=False)
 
 
 class MaskDecoder:
-    """A decoder of masks into rows of `dtype`, "|u1" or "<i4", (H, W). `options` are those of the images."""
+    """A decoder of masks into rows (H, W) of `dtype`, "|u1" or "<i4". `options` are those of the images."""
 
     def __init__(self, options: PixelOptions, dtype: str) -> None:
         self._options, self._dtype = options, dtype
 
     def decode(self, source: bytes | npt.NDArray[Any], image: Upright, out: npt.NDArray[Any]) -> None:
-        """Decode a mask, moved like its `image`, into `out`, (H, W); raise RejectedImageError if that is impossible.
+        """Decode a mask into `out`, (H, W); raise RejectedImageError if it cannot be decoded or does not fit its image.
 
-        `source` is the bytes of a file, or pixels (h, w).
+        `source` is the bytes of a file, or pixels (h, w). `image` is the `Decoder.upright` of its image.
         """
         pixels = self.pixels(source, image)
         size = (self._options.width, self._options.height)
         if pixels.shape != out.shape:
-            # Images of other sizes are resized, or were rejected before.
+            # The sizes differ only with `options.resize`; without it, the image was rejected before.
             found, filling = Image.fromarray(pixels), PADDING[self._dtype]
             if self._options.fit == "crop":
                 found = ImageOps.fit(found, size, Image.Resampling.NEAREST)
@@ -106,7 +112,7 @@ class MaskDecoder:
         out[...] = pixels
 
     def pixels(self, source: bytes | npt.NDArray[Any], image: Upright) -> npt.NDArray[Any]:
-        """Return a mask of the size of its `image`, upright like that: uint8 or int32, (h, w)."""
+        """Return the mask upright and in the size of its upright `image`, not resized: uint8 or int32, (h, w)."""
         if isinstance(source, bytes):
             with rejecting(), Image.open(io.BytesIO(source)) as mask:
                 refuse_bomb(mask.height, mask.width, self._options.max_pixels)
@@ -133,7 +139,7 @@ def read_mask(data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         refuse_bomb(image.height, image.width, MAX_PIXELS)
         if _dtype(image) == "<i4" and dtype == np.uint8:
             raise RejectedImageError("it has more bits than the other masks")
-        # A copy, because tensors of memory that cannot be written cause a warning.
+        # Copy, because torch warns about tensors of read-only memory.
         return np.array(image).astype(dtype, copy=False)
 
 
@@ -145,9 +151,9 @@ def upright_of(data: bytes) -> Upright:
 
 
 def encode_mask(pixels: npt.NDArray[Any], height: int, width: int) -> bytes:
-    """Return a mask, uint8 or int32 (h, w), as a gray PNG file of 8 or 16 bits in another size.
+    """Return a mask, uint8 or int32 (h, w), resized to `height` and `width`, as a gray PNG file of 8 or 16 bits.
 
-    Each pixel is the nearest one. Raise RejectedImageError if a number does not fit into 16 bits.
+    Each pixel is a copy of the nearest one. Raise RejectedImageError if a number does not fit into 16 bits.
     """
     if pixels.shape != (height, width):
         pixels = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST))
@@ -167,9 +173,10 @@ def require_size(height: int, width: int, image_height: int, image_width: int) -
 
 
 def _moved(pixels: npt.NDArray[Any], image: Upright, *, own: bool) -> npt.NDArray[Any]:
-    """Return a mask turned like its image, unless its file has an orientation of its `own` or it is upright already.
+    """Return a mask turned upright like its image, unless its file has an orientation of its `own`.
 
-    A mask of the pixels as they are stored is turned. One of the upright image is recognized by its size.
+    A mask is taken to fit the image as it is stored, and is turned. But if the turned mask does not have the size of
+    the upright image, the mask is taken to be upright already.
     """
     if own:
         return pixels

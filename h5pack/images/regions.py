@@ -1,6 +1,6 @@
 """Decoding a window of a JPEG, with less work than decoding all of it.
 
-nvImageCodec decodes regions on the CPU; no GPU is needed. simplejpeg cannot, but it need not decode what is below the
+nvImageCodec decodes only the window, on the CPU; no GPU is needed. simplejpeg decodes all rows down to the end of the
 window. Each is used if it is installed and gives Pillow's pixels.
 """
 
@@ -26,13 +26,13 @@ Pixels = npt.NDArray[np.uint8]
 _JPEG_PATHS = tuple(path for path in DecodePath if path != DecodePath.PILLOW)
 _END = b"\xff\xd9"
 _CONTEXT_ROWS = 2
-"""Rows that decoding needs below a window, because the chroma of a row is interpolated between those around it."""
+"""Rows to decode below a window, because the chroma of a row is interpolated from the rows around it."""
 
 MAX_SHARE = 0.65
-"""Fraction of an image's pixels up to which decoding a region is faster than decoding the rows down to its last one.
+"""Fraction of an image's pixels up to which `RegionDecoder` decodes a window faster than `decode_top`.
 
-CPU time of decoding and resizing a region as a part of that by `decode_top`, 600 windows of 200 photos of 512 pixels,
-by the share of the pixels: 0.85 (0.1 to 0.2), 0.96 (0.3 to 0.5), 1.00 (0.6 to 0.7), 1.05 (0.7 to 0.8).
+CPU time of decoding and resizing with `RegionDecoder`, relative to `decode_top`, by the window's share of the pixels:
+0.85 (0.1 to 0.2), 0.96 (0.3 to 0.5), 1.00 (0.6 to 0.7), 1.05 (0.7 to 0.8); 600 windows of 200 photos of 512 pixels.
 """
 
 
@@ -51,14 +51,14 @@ class _Scratch(threading.local):
 
 
 scratch = _Scratch()
-"""Memory for the RGB pixels of an image, by its height and width. Each thread has its own.
+"""``scratch(height, width)`` returns memory for the RGB pixels of an image, uint8 (height, width, 3).
 
-It is valid until the next call. Fresh memory would cost page faults.
+The memory is reused by this thread's next call, because fresh memory would cost page faults. Each thread has its own.
 """
 
 
 class RegionDecoder:
-    """Decodes regions of upright 8-bit JPEGs, gray or YCbCr, to RGB. Each thread has its own."""
+    """A decoder of windows of upright 8-bit JPEGs, gray or YCbCr, to RGB. Each thread has its own."""
 
     def __init__(self) -> None:
         from nvidia import nvimgcodec
@@ -80,9 +80,10 @@ class RegionDecoder:
 
 
 def decode_top(data: bytes, header: ImageHeader, window: Window) -> Pixels | None:
-    """Return a window of a JPEG by decoding its rows from the first to the last of the window, in `scratch`.
+    """Return a window of a JPEG, uint8 (height, width, 3), by decoding no more rows than needed, from the first one on.
 
-    Return None if that is not possible, or nothing would be saved.
+    The result is a view of `scratch`. Return None if decoding fails, if simplejpeg cannot be used, or if all rows would
+    have to be decoded.
     """
     saves = window[0] + window[2] + _CONTEXT_ROWS < header.height
     return _decode_top(data, header, window) if saves and header.decode_path in _paths_of_tops() else None
@@ -93,7 +94,7 @@ def _decode_top(data: bytes, header: ImageHeader, window: Window) -> Pixels | No
 
     top, left, height, width = window
     whole = scratch(min(top + height + _CONTEXT_ROWS, header.height), header.width)
-    # Here bytes after the last row are no error. But if the data has no end, rows may be missing, which Pillow reports.
+    # With strict=False, simplejpeg ignores bytes after the last row, but does not notice a truncated file, either.
     if not data.endswith(_END):
         return None
     try:
@@ -114,7 +115,7 @@ _decoders = _Decoders()
 
 
 def region_decoder(decode_path: DecodePath) -> RegionDecoder | None:
-    """Return this thread's decoder, or None if whole images of this kind must be decoded."""
+    """Return this thread's decoder, or None if it cannot be used for this kind of JPEG."""
     if decode_path not in _proven_paths():
         return None
     # A forked child has none of the parent's threads, on which a decoder may depend.
@@ -134,7 +135,7 @@ def _proven_paths() -> frozenset[DecodePath]:
             decoder = RegionDecoder()
             return frozenset(path for path in _JPEG_PATHS if _is_exact(decoder.decode, path))
     except Exception:
-        # It is not installed, or does not work on this machine. Whole images give the same pixels.
+        # nvImageCodec is not installed, or does not work on this machine. Without it the pixels are the same.
         return frozenset()
 
 
@@ -144,7 +145,7 @@ def _paths_of_tops() -> frozenset[DecodePath]:
     try:
         return frozenset(path for path in _JPEG_PATHS if _is_exact(_decode_top, path))
     except Exception:
-        # It is not installed, or too old. Whole images give the same pixels.
+        # simplejpeg is not installed, or too old. Without it the pixels are the same.
         return frozenset()
 
 

@@ -198,7 +198,7 @@ def _checked(path: str, rows: _Rows, executor: Executor, in_flight: int) -> Iter
     if rows.offsets is not None:
         everything = np.arange(len(rows.checksums), dtype=np.int64)
         tasks = check_tasks(path, rows.offsets, everything, rows.checksums, _TASK_BYTES)
-        return run(executor, check_rows_counted, tasks, in_flight, describe_check)
+        return run(executor, check_rows_counted, tasks, in_flight, describe_check, resumable=False)
     if not rows.chunk_rows:
         return iter(())
     chunks = max(1, _TASK_BYTES // rows.chunk_bytes)
@@ -214,7 +214,7 @@ def _checked(path: str, rows: _Rows, executor: Executor, in_flight: int) -> Iter
         )
         for number in range(-(-len(rows.checksums) // step))
     )
-    return run(executor, _decode_counted, decode_tasks, in_flight, str)
+    return run(executor, _decode_counted, decode_tasks, in_flight, str, resumable=False)
 
 
 def _inspect(path: str) -> _Structure | None:

@@ -15,7 +15,7 @@ _OF_SPLIT = ("start", "rows")
 
 
 def _rows_text(order: dict[str, Any]) -> str:
-    """Return which rows an order is for, of which a subset only has the number."""
+    """Describe the rows of an order's identity: by their range, or for a subset only by their number."""
     start, rows = order.get("start"), order.get("rows")
     if isinstance(start, int) and isinstance(rows, int):
         return f"rows {start} to {start + rows - 1}"
@@ -29,16 +29,18 @@ class IterationState:
     epoch: int = 0
     start: int = 0  # the batch or row at which this iteration started: above 0 if it resumed from a saved state
     count: int = 0  # batches or rows delivered since `start`
-    exhausted: bool = False  # whether all have been requested
-    received: Callable[[], int | None] | None = None  # how many of them a training loop has; None: all of `count`
+    exhausted: bool = False  # whether all batches or rows of the epoch have been requested
+    # Returns how many of `count` the training loop has received. None, as the function or its result: all of `count`.
+    received: Callable[[], int | None] | None = None
 
 
 class EpochCursor:
     """The progress of a sampler or loader: the next epoch, the batch or row it starts at, and the running iteration.
 
-    Each of the `length` batches or rows of an epoch (`unit` says which) is counted when it is delivered. An iteration
-    starts the epoch that was passed to `set_epoch`, by default the epoch after the last one. After `load` the next
-    iteration continues where the state was saved. A state that was saved with another `identity` is refused.
+    An epoch has `length` batches or rows; `unit` is "batches" or "rows". Each is counted when it is delivered. An
+    iteration starts the epoch that was passed to `set_epoch`, by default the one after the last epoch. After `load` the
+    next iteration continues where the state was saved. A state that was saved with another `identity` is refused.
+
     If each rank counts its own rows, give `num_replicas`: a state then resumes on another number of ranks only if all
     streams (equal parts of the order, see `h5pack.order.window`) had delivered the same number of rows.
     """
@@ -80,9 +82,10 @@ class EpochCursor:
         return self.iteration
 
     def state(self, count: int | None = None) -> dict[str, Any]:
-        """Return the state after `count` batches or rows of the running iteration; None: after those counted so far.
+        """Return the state after `count` batches or rows of the running iteration.
 
-        If none of the counted ones is left, and the loop has ended, it is the state at the start of the next epoch.
+        None: after all received so far, or, if these are all of an exhausted epoch, at the start of the next one. If no
+        iteration is running, return the state at the start of the next iteration.
         """
         iteration = self.iteration
         if count is None and self._running:
@@ -93,7 +96,10 @@ class EpochCursor:
         return self.state_of(iteration if self._running else None, count)
 
     def state_of(self, iteration: IterationState | None, count: int | None = None) -> dict[str, Any]:
-        """Return the state after `count` batches or rows of `iteration`, or at the next iteration's start if None."""
+        """Return the state after `count` batches or rows of `iteration`; None: after all that were counted.
+
+        If `iteration` is None, return the state at the start of the next iteration.
+        """
         epoch, done = self._next_epoch, self._next_start
         if iteration is not None:
             epoch, done = iteration.epoch, iteration.start + (iteration.count if count is None else count)

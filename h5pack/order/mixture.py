@@ -1,7 +1,7 @@
 """The order of a mixture: rows of several packs in fixed proportions, each pack in a shuffled order of its own.
 
-The order of a mixture is endless, and each epoch is a part of it. A *schedule* says of which pack each row is; it
-repeats after a *period* of rows. The order of a pack is that of its own plan (`OrderPlan`), epoch after epoch.
+The order of a mixture is endless, and each epoch is a section of it. A *schedule* says which pack each row comes from;
+it repeats after a *period* of rows. Each pack has a plan of its own (`OrderPlan`), whose epochs follow each other.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from h5pack.order.window import ChunkGroup, OrderPlan
 
 _VERSION = 1
 BLOCK_ROWS = 1_024
-"""Batch size of the packs' plans, in which "full" shuffling plans the rows of a pack."""
+"""Batch size of the packs' plans, and so about the rows per chunk group, unless packs are shuffled by window."""
 
 
 @dataclass(frozen=True)
 class Mixture:
     """The endless order of a mixture for all ranks.
 
-    Step s has the rows ``s * global_batch`` to ``(s + 1) * global_batch - 1``, and an epoch `num_batches` steps.
+    Step s delivers the rows ``s * global_batch`` to ``(s + 1) * global_batch - 1`` of this order. An epoch consists of
+    `num_batches` steps.
     """
 
     plans: tuple[OrderPlan, ...]  # of the packs, each for a single rank and in batches of `BLOCK_ROWS`
@@ -52,7 +53,7 @@ class Mixture:
         return [np.flatnonzero(self.owners == number) for number in range(len(self.plans))]
 
     def draws_of(self, epoch: int, steps: Any) -> tuple[int, int, Any]:
-        """Return what crops are drawn from, as `OrderPlan.draws_of` does; a pack's rows may be repeated in an epoch."""
+        """Return the key of random crops, as `OrderPlan.draws_of` does; an epoch may repeat a row in several steps."""
         return self.plans[0].seed, epoch, steps
 
     def identity(self) -> dict[str, Any]:
@@ -69,9 +70,9 @@ class Mixture:
     def steps(self, first: int, begun: Callable[[int, int, Rows], None] | None = None) -> Iterator[Rows]:
         """Yield the dataset indices, int64 (global_batch,), of each step from step `first` on, without an end.
 
-        A function ``begun(number, start, indices)`` is called for each chunk group of pack `number`, one group ahead of
-        the steps that have its rows: `indices`, int64 (n,), are those of rows `start` to ``start + n - 1`` of the
-        pack's order, counted from the order's first epoch on.
+        ``begun(number, start, indices)`` is called for each chunk group of pack `number`, one group before its rows are
+        needed. `indices`, int64 (n,), are the dataset indices of rows `start` to ``start + n - 1`` of the pack's order,
+        counted from the beginning of its first epoch.
         """
         period = len(self.owners)
         whole, rest = divmod(first * self.global_batch, period)
@@ -91,7 +92,10 @@ class Mixture:
             first += 1
 
     def slots_of(self, number: int, start: int, count: int) -> Rows:
-        """Return the slots in their steps of `count` rows of a pack's order, from row `start` on; int64 (count,)."""
+        """Return the slots, within their steps, of rows `start` to ``start + count - 1`` of the order of pack `number`.
+
+        The result is int64, (count,).
+        """
         whole, rest = np.divmod(start + np.arange(count), self.counts[number])
         slots: Rows = (whole * len(self.owners) + self.places[number][rest]) % self.global_batch
         return slots
@@ -142,15 +146,15 @@ class _PackOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class MixturePlan(OrderPlan):
-    """The order of a mixture as a loader reads it, in which all packs are one file.
+    """The order of a mixture for a loader, to which all packs look like one file.
 
-    A chunk group is a batch. The rows of a pack's shuffle window are in many batches if the pack has a small share, so
-    to keep all of them open could take any amount of memory. Instead, a group has the rows of the windows that begin as
-    `ChunkGroup.upcoming`, which are then read into the page cache.
+    Each chunk group is one batch. If a pack has a small share, the rows of its shuffle window are spread over many
+    batches, and keeping all these batches open could take any amount of memory. Instead, the rows of each window that
+    begins are listed in `ChunkGroup.upcoming`, so that they are read into the page cache.
     """
 
     mixture: Mixture
-    file_rows: Callable[[Rows], Rows]  # the rows of the file of dataset indices
+    file_rows: Callable[[Rows], Rows]  # returns the rows of the file for dataset indices; both int64, (n,)
 
     @cached_property
     def num_batches(self) -> int:
@@ -192,7 +196,7 @@ def schedule(counts: Sequence[int]) -> Rows:
 
     Among the first n items, the number of copies of i differs from the share of i, ``n * counts[i] / sum(counts)``, by
     less than 1. Copy j (from 0) goes to one of the positions at which that share grows from j to j + 1. Of the copies
-    that may come next, the one whose positions end first is chosen. This finds a position for every copy (Baruah,
+    that may come next, the one with the earliest last position is chosen. This finds a position for every copy (Baruah,
     Cohen, Plaxton and Varvel 1996, "Proportionate progress").
     """
     whole = sum(counts)

@@ -13,7 +13,7 @@ from h5pack.system.arrays import SPLITMIX64_GAMMA, shuffled, splitmix64, splitmi
 _MASK = (1 << 64) - 1
 _ROUNDS = 8
 TABLE_ROWS = 1 << 20
-"""Permutations of up to this many items are stored as a table (8 MiB); larger ones compute each item on request."""
+"""A permutation of up to this many items is stored as a table (of up to 8 MiB); a larger one is computed on request."""
 
 
 def derive_key(*parts: int) -> int:

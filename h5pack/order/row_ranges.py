@@ -19,11 +19,11 @@ class EpochRows(Protocol):
     Chunks are numbered 0 to ``chunk_count - 1`` and rows have positions 0 to ``count - 1``, both in the file's order.
     """
 
-    count: int  # rows; a row that is drawn several times counts each time
+    count: int  # number of rows; a row that is drawn several times counts each time
     chunk_count: int  # chunks that contain at least one row of the epoch
     chunk_rows: int  # rows per chunk of the file
-    # (chunk, number of rows by which it is shorter than `chunk_rows`, possibly 0); all other chunks have `chunk_rows`
-    # rows. None: chunks may have any length, which `chunk_lengths` returns.
+    # Pairs (chunk, number of rows by which it is shorter than `chunk_rows`, possibly 0). All other chunks have
+    # `chunk_rows` rows. None: chunks may have any length; `chunk_lengths` returns the lengths.
     short_chunks: list[tuple[int, int]] | None
 
     def chunk_lengths(self) -> Rows:

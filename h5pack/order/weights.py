@@ -31,10 +31,10 @@ _BLOCK_ROWS = 1 << 16
 
 
 def balanced_weights(labels: Rows, unlabelled: int | None) -> npt.NDArray[np.float64] | None:
-    """Return weights, float64 (n,), with an equal sum for each class of `labels`, int64 (n,); None if no row has a
-    label.
+    """Return weights, float64 (n,), with an equal sum for each class of `labels`, int64 (n,).
 
-    Rows with the label `unlabelled` are in no class and get weight 0; None: there is no such label.
+    Rows with the label `unlabelled` (None: no label is special) are in no class and get weight 0. Returns None if all
+    rows are such.
     """
     classes, counts = np.unique(labels, return_counts=True)
     shares = 1 / counts
@@ -49,9 +49,9 @@ def balanced_weights(labels: Rows, unlabelled: int | None) -> npt.NDArray[np.flo
 
 
 class WeightedRows:
-    """A `RowSampler` that draws `num_samples` rows an epoch, up to `MAX_SAMPLES`, in proportion to their weights.
+    """A `RowSampler` that draws `num_samples` rows per epoch, at most `MAX_SAMPLES`, in proportion to their weights.
 
-    The weights, float64 (rows.count,), are in the file's order. All must be finite and at least 0, and at least one
+    `weights`, float64 (rows.count,), are in the file's order. All must be finite and at least 0, and at least one
     above 0. The array is not kept.
     """
 
@@ -102,10 +102,10 @@ class WeightedRows:
     def row_edges(self, chunks: Rows, offset: int) -> tuple[Rows, Rows, Rows]:
         """Return (positions, edges, counts) for the rows of `chunks`, int64 (c,).
 
-        `positions`, (n,), are the positions of these rows in `rows`. `edges`, (n,), are the numbers of draws from the
-        start of the line to the end of each row. `counts`, (c,), are the numbers of rows in each chunk. `offset` is the
-        epoch's random offset, at least 0 and below the line's length in units; the first point is at ``offset / count``
-        units.
+        `positions`, (n,), are the positions of these rows in the `RowSet`. `edges`, (n,), are the numbers of draws from
+        the start of the line to the end of each row. `counts`, (c,), are the numbers of rows in each chunk. `offset` is
+        the epoch's random offset, at least 0 and below the line's length in units; the first point is at
+        ``offset / count`` units.
         """
         starts = self.rows.chunk_starts(chunks)
         counts = self.rows.chunk_starts(chunks + 1) - starts
@@ -129,7 +129,7 @@ class WeightedRows:
 
 
 class EpochDraws:
-    """The rows that one epoch draws, as `EpochRows`. Chunks without a draw are left out of the numbering."""
+    """The rows that one epoch draws, as `EpochRows`. Only chunks with at least one draw are numbered."""
 
     short_chunks: list[tuple[int, int]] | None = None
 

@@ -68,13 +68,13 @@ class ChunkGroup:
             start += span[2]
 
     def in_slot_order(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return values, (n, ...), that are in the order of `rows`, in the order of the slots that they go to."""
+        """Return values, (n, ...), given in the order of `rows`, in the order of the slots to which the rows go."""
         ordered = np.empty_like(values)
         ordered[self.positions] = values
         return ordered
 
     def slots(self, positions: Rows) -> tuple[Rows, Rows]:
-        """Return, for each position, the index of its span and the slot in that span's batch; both int64, (n,)."""
+        """Return, for each of some `positions`, the index of its span and its slot in the batch; both int64, (n,)."""
         _, firsts, counts = np.array(self.spans).T
         ends = np.cumsum(counts)
         owners = np.searchsorted(ends, positions, "right")
@@ -153,7 +153,7 @@ class OrderPlan:
 
     @cached_property
     def rank_rows(self) -> int:
-        """Rows of this rank per epoch, including those of a last smaller batch that `drop_last` leaves out."""
+        """Rows of this rank per epoch. The rows of a smaller last batch count even if `drop_last` leaves it out."""
         return self.stream_rows * (self.streams // self.num_replicas)
 
     @cached_property
@@ -169,7 +169,7 @@ class OrderPlan:
 
     @cached_property
     def max_group_batches(self) -> int:
-        """Upper bound for the number of batches from the first batch of a chunk group to its last."""
+        """Upper bound on the number of batches from the first batch of a chunk group to its last."""
         if self.shuffle == "full":
             return 1
         rows = min(self.rows.max_rows(self.group_chunks), self.stream_rows)
@@ -186,9 +186,10 @@ class OrderPlan:
         return self.shuffle == "full"
 
     def draws_of(self, epoch: int, batches: Any) -> tuple[int, int, Any]:
-        """Return what crops are drawn from: seed, epoch, and what distinguishes copies of a row in an epoch.
+        """Return the key of random crops: seed, epoch, and `batches` if rows are drawn by weight, else 0.
 
-        `batches` is the number of a batch, or that of each row, int64 (n,).
+        `batches` is the number of a batch, or the number of each row's batch, int64 (n,). It distinguishes the copies
+        of a row that weighted draws put into several batches.
         """
         return self.seed, epoch, batches if isinstance(self.rows, WeightedRows) else 0
 
@@ -210,8 +211,8 @@ class OrderPlan:
     def chunk_groups(self, epoch: int, first: int = 0) -> Iterator[ChunkGroup]:
         """Yield the rows of the epoch, starting with batch `first`, one chunk group at a time.
 
-        The groups come in ascending order of their first batch. So as soon as a group starts at batch b, all batches
-        before b are complete.
+        The groups come in ascending order of their first batch. So when a group is yielded whose first batch is b, all
+        rows of the batches before b have been yielded.
         """
         if not self.rows.count:
             return
@@ -263,9 +264,9 @@ class OrderPlan:
 
 
 class _ChunkSequence:
-    """The line of one epoch: its chunks in permuted order, concatenated, and repeated from the beginning after the end.
+    """The line of one epoch: its chunks in permuted order, concatenated. After its end, the line repeats.
 
-    Chunks are numbered along the line, and repeated ones get new numbers. Offsets on the line count rows.
+    Chunks are numbered along the line; when they are repeated, they get new numbers. Offsets on the line count rows.
     """
 
     def __init__(self, plan: OrderPlan, epoch: int) -> None:
@@ -365,8 +366,8 @@ class _ChunkSequence:
 def merge_groups(groups: Iterable[ChunkGroup], max_rows: int, max_batches: int) -> Iterator[ChunkGroup]:
     """Merge consecutive chunk groups into larger ones; the rows keep their batches and slots.
 
-    A merged group has at most `max_rows` rows, and at most `max_batches` batches from its first to its last. A group
-    that is larger is yielded alone.
+    A merged group has at most `max_rows` rows, and at most `max_batches` batches from its first to its last. A larger
+    group is yielded unchanged.
     """
     waiting: list[ChunkGroup] = []
     rows = 0

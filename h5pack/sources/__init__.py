@@ -1,1 +1,1 @@
-"""Sources of images: folders, CelebA as distributed, manifests, HDF5 files, map-style datasets."""
+"""Sources of images: folders, archives, CelebA, COCO, manifests, HDF5 files, shards, map-style datasets."""

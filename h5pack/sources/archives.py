@@ -1,7 +1,7 @@
 """Archives as sources: images that are read by offset from tar and zip files, which are never unpacked.
 
-An archive is indexed once, by the main process. Workers get the index, a few arrays, and read with ``pread``. Nothing
-is ever written under a member's name.
+An archive is indexed once, by the main process. Workers receive the index, which is a few arrays, and read with
+``pread``. Nothing is ever written under a member's name.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _LOCAL_HEADER, _LOCAL_HEADER_BYTES = b"PK\3\4", 30
 class Storing(IntEnum):
     """How a member's bytes are stored, or why they cannot be read."""
 
-    RAW = 0  # at the offset
-    ZIP_STORED = 1  # behind a local header at the offset
-    ZIP_DEFLATED = 2
+    RAW = 0  # at the offset, uncompressed
+    ZIP_STORED = 1  # after a local header at the offset, uncompressed
+    ZIP_DEFLATED = 2  # after a local header at the offset
     ZIP_ENCRYPTED = 3
     ZIP_OTHER = 4
     LINK = 5
@@ -74,15 +74,15 @@ REASONS = {
     Storing.LONG_NAME: "its name is too long",
     Storing.REPLACED: "a later member of the archive has the same name",
 }
-"""Why a member is rejected, if it is for how it is stored."""
+"""The reason for rejecting a member, by how it is stored."""
 UNPLACED = (Storing.OUTSIDE, Storing.LONG_NAME, Storing.REPLACED)
-"""These members have no place among the others, so they are rejected before the survey."""
+"""Members whose name is invalid, or is that of a later member. They are rejected before the survey."""
 
 
 class ArchiveFile:
-    """An archive that several processes read at offsets, or its decompressed copy.
+    """An archive, or its decompressed copy, that several processes read at offsets.
 
-    Raises SourceError once the file at `path` is no longer the one that was indexed, unless there is a copy.
+    Without a copy, `read` raises SourceError if the file at `path` was replaced or rewritten since it was indexed.
     """
 
     def __init__(self, path: str) -> None:
@@ -90,14 +90,14 @@ class ArchiveFile:
         self.identity = FileIdentity.of(self.path)
         self.size = self.identity.size  # in bytes, decompressed
         self.descriptor: Descriptor | None = None
-        # The kernel's name of a copy, which has no name of its own, so that it cannot outlive the conversion.
+        # Path in /proc of the copy, which is a file without a name, so that it cannot outlive the conversion.
         self.copy_path: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "descriptor": None}
 
     def keep_copy(self, descriptor: int) -> None:
-        """Read from this file, a decompressed copy, from now on."""
+        """Read from the file `descriptor`, a decompressed copy, from now on; the caller may close it."""
         self.require_unchanged()
         self.descriptor = Descriptor(os.dup(descriptor))
         self.size = os.fstat(descriptor).st_size
@@ -110,7 +110,7 @@ class ArchiveFile:
         return self.descriptor
 
     def close(self) -> None:
-        """Close the file, which the next read opens again. A copy stays open in the process that made it."""
+        """Close the file; the next read opens it again. A decompressed copy stays open, as closing it may delete it."""
         if self.copy_path is None:
             self.descriptor = None
 
@@ -122,7 +122,7 @@ class ArchiveFile:
         return data
 
     def read_unchecked(self, count: int, offset: int) -> bytes:
-        """As `read`, but for a caller that calls `require_unchanged` afterwards."""
+        """Read as `read` does, but without checking the file; the caller must call `require_unchanged` afterwards."""
         # A damaged archive may declare more bytes than could be allocated.
         return read_all(self.open(), max(0, min(count, self.size - offset)), offset)
 
@@ -142,12 +142,12 @@ class ArchiveFile:
             )
 
     def damaged(self, problem: str) -> SourceError:
-        """Return the error for an archive whose structure is damaged."""
+        """Return the error for an archive that is damaged; `problem` follows its path in the message."""
         return SourceError(f"{self.path}: {problem}; download or make it again", path=self.path)
 
 
 class _Extent(io.RawIOBase):
-    """A part of an archive as a file."""
+    """A file object over `size` bytes at `offset` of an archive."""
 
     def __init__(self, file: ArchiveFile, offset: int, size: int) -> None:
         self._file, self._offset, self._size, self._position = file, offset, size, 0
@@ -171,23 +171,23 @@ class _Extent(io.RawIOBase):
 
 @dataclass
 class Members:
-    """The files among the members of one archive, in its order, and the folders that it names."""
+    """The members of one archive that are files, in the archive's order, and the folders that it lists."""
 
-    # The numbers are in arrays, because lists would take several times the memory.
+    # Numbers are kept in arrays, because lists would take several times the memory.
     names: list[str] = field(default_factory=list)
     offsets: array[int] = field(default_factory=lambda: array("q"))
     sizes: array[int] = field(default_factory=lambda: array("q"))  # in bytes, as declared
     stored_sizes: array[int] = field(default_factory=lambda: array("q"))  # in the archive
-    checksums: array[int] = field(default_factory=lambda: array("q"))  # CRC-32 if the format has one
+    checksums: array[int] = field(default_factory=lambda: array("q"))  # CRC-32 in zip files, else 0
     storings: array[int] = field(default_factory=lambda: array("b"))  # `Storing` of each member
     folders: set[str] = field(default_factory=set)
     notes: tuple[Note, ...] = ()
 
     def __post_init__(self) -> None:
-        self.numbers: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}  # index of the last member of each valid path
 
     def add(self, name: str, offset: int, size: int, stored: int, checksum: int, storing: int) -> None:
-        """Add a file. It replaces an earlier one of the same name, as it would if the archive were unpacked."""
+        """Add a file. It replaces an earlier one of the same name, as when the archive is unpacked."""
         path = member_path(name)
         if path is None or len(path) > _MAX_NAME_BYTES:
             storing = Storing.OUTSIDE if path is None else Storing.LONG_NAME
@@ -205,7 +205,7 @@ class Members:
         self.storings.append(storing)
 
     def add_folder(self, name: str) -> None:
-        """Add a folder that the archive names."""
+        """Add a folder that the archive lists."""
         path = member_path(name)
         if path is not None and len(path) <= _MAX_NAME_BYTES:
             self.folders.add(path)
@@ -311,9 +311,9 @@ class ArchiveReader(SourceReader):
         return file
 
     def _unzipped(self, index: int, count: int | None) -> bytes:
-        """Return the first `count` bytes of a member of a zip file; if None, all, after comparing them with their CRC.
+        """Return the first `count` bytes of a member of a zip file; None: all of them, after checking their CRC-32.
 
-        Never decompresses more than the member's declared size.
+        Decompresses at most one byte more than the declared size of the member.
         """
         size, stored = int(self.sizes[index]), int(self.stored_sizes[index])
         if size > max(_BOMB_BYTES, _BOMB_RATIO * stored):
@@ -325,7 +325,7 @@ class ArchiveReader(SourceReader):
         if self.storings[index] == Storing.ZIP_DEFLATED:
             try:
                 decoder = zlib.decompressobj(-zlib.MAX_WBITS)
-                # One byte more than declared, to notice that there are more. A limit of 0 would mean none.
+                # Request one byte more than declared, to notice excess bytes, and because a limit of 0 means no limit.
                 data = decoder.decompress(data, wanted + 1)
             except zlib.error as error:
                 raise RejectedImageError(f"cannot be decompressed: {error}") from error
@@ -338,9 +338,9 @@ class ArchiveReader(SourceReader):
         return data
 
     def _stored_bytes(self, index: int, count: int) -> bytes:
-        """Return the first stored bytes of a member of a zip file, which follow a header of variable length."""
+        """Return the first `count` stored bytes of a member of a zip file, which follow a header of variable length."""
         file, offset = self._file(index), int(self.offsets[index])
-        # The header usually takes less than this. Then one read is enough.
+        # The header's variable part is usually shorter than 256 bytes. Then one read is enough.
         data = file.read(_LOCAL_HEADER_BYTES + 256 + count, offset)
         if data[:4] != _LOCAL_HEADER or len(data) < _LOCAL_HEADER_BYTES:
             raise RejectedImageError("its header in the archive is damaged")
@@ -352,7 +352,7 @@ class ArchiveReader(SourceReader):
 
 
 def decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
-    """Let `file` read a decompressed copy in `folder`, which has no name and so disappears with this process."""
+    """Decompress `stream` into an unnamed file in `folder`, which disappears with this process, for `file` to read."""
     position = 0
     advice = "make room there, or decompress the archive yourself and pack the result"
     with stream, tempfile.TemporaryFile(dir=folder) as target, reporting_full_disk(folder, advice):
@@ -370,7 +370,7 @@ def decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
 
 
 def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kind: str) -> Catalog:
-    """Return the catalog of the members of an archive, by the rules for folders; `kind` is that of `arranged`."""
+    """Return the catalog of an archive by the rules for folders; `kind` is one of `arranged`, or "pairs"."""
     _strip_only_folder(members, kind)
     placed = {}
     rejects = []
@@ -398,7 +398,8 @@ def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kin
 def _strip_only_folder(members: Members, kind: str) -> None:
     """Make paths relative to the folder that contains all visible members, if there is one.
 
-    A folder named like a split stays, and so does one that must be a class or a split because it has no subfolders.
+    The folder is kept if it is named like a split, or if `kind` requires it as a class or split because it has no
+    subfolders.
     """
     paths = [name for name, storing in zip(members.names, members.storings, strict=True) if storing not in UNPLACED]
     visible = [path for path in paths if is_visible(path.partition("/")[0])]
@@ -434,7 +435,7 @@ def open_zip(path: Path) -> tuple[ArchiveFile, Members]:
         raise file.damaged(f"its directory of members is damaged or missing ({error})") from error
     file.require_unchanged()
     for entry in entries:
-        # The name as stored: zipfile would end it at a NUL.
+        # Take the stored name, because zipfile cuts it off at a NUL.
         name = entry.orig_filename
         if name.endswith("/"):
             members.add_folder(name)

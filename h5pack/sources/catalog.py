@@ -69,7 +69,7 @@ class NameFilter:
         return None if suffix in IMAGE_SUFFIXES else f"{suffix or 'no suffix'} files"
 
     def allows(self, relative: str) -> bool:
-        """Return whether the patterns allow the path. Its suffix is not considered."""
+        """Return whether the patterns allow the path, whatever its suffix."""
         return not _matches(relative, self.exclude) and (not self.include or _matches(relative, self.include))
 
     def excludes_below(self, folder: str) -> bool:
@@ -95,11 +95,11 @@ class NameTable:
 
     @classmethod
     def of(cls, names: Iterable[str]) -> NameTable:
-        """Return a table of `names`, in which surrogate escapes stand for undecodable bytes."""
+        """Return a table of `names`, which must not contain NUL; surrogate escapes stand for undecodable bytes."""
         blob, lengths, remaining = bytearray(), [np.zeros(1, np.int32)], iter(names)
-        # Take them in blocks, because a str takes several times as much memory as its bytes.
+        # Take the names in blocks, because a str takes several times as much memory as its bytes.
         while block := list(itertools.islice(remaining, _BLOCK_NAMES)):
-            # Names contain no NUL, so all are encoded in one call.
+            # Encode a block in one call, with NUL as the separator.
             joined = os.fsencode("\0".join([*block, ""]))
             ends = np.flatnonzero(np.frombuffer(joined, np.uint8) == 0)
             lengths.append((np.diff(ends, prepend=-1) - 1).astype(np.int32))
@@ -129,7 +129,7 @@ class NameTable:
         return (self[index] for index in range(len(self)))
 
     def take(self, indices: npt.NDArray[np.int64]) -> NameTable:
-        """Return the names at `indices`, int64 (n,), without an object for each name."""
+        """Return the names at `indices`, int64 (n,), without creating a str for each name."""
         starts, lengths = self._offsets[indices], np.diff(self._offsets)[indices]
         offsets = np.append(0, np.cumsum(lengths))
         blob, taken = np.frombuffer(self._blob, np.uint8), np.empty(int(offsets[-1]), np.uint8)
@@ -146,7 +146,7 @@ class PixelField:
 
     name: str
     kind: str  # `schema.MASK` or `schema.IMAGE`
-    files: NameTable  # (M,): the file of each image's mask or further image, relative to the source
+    files: NameTable  # (M,): for each image the file of its mask or further image, relative to the source
 
 
 class SurveyedImage(NamedTuple):
@@ -154,16 +154,16 @@ class SurveyedImage(NamedTuple):
 
     header: ImageHeader
     fingerprint: int  # a hash of 64 bits that changes if the image changes
-    label: npt.NDArray[Any] | None = None  # None unless reading a sample also yields its label
+    label: npt.NDArray[Any] | None = None  # only from readers with `has_labels`; None also for an unlabelled sample
     unused: tuple[str, ...] = ()  # names of the other parts of a sample, which are not packed
-    file_bytes: int = 0  # size of the image's file; 0 if it has none
-    fields: dict[str, Any] | None = None  # further values, if reading a sample also yields these
+    file_bytes: int = 0  # size of the image's file; 0 if it is not in a file of its own
+    fields: dict[str, Any] | None = None  # values by field name, only from readers with `has_labels`
 
 
 class SourceReader:
     """Base class of readers, which fetch the images of a source. Worker processes get a pickled or forked copy.
 
-    If `has_labels` is true, reading a sample also yields its label, and the catalog has no labels.
+    If `has_labels` is true, only the survey yields the labels and fields, and the catalog has none before.
     """
 
     has_labels = False
@@ -187,19 +187,19 @@ class SourceReader:
     def read_field(self, number: int, index: int, name: str) -> bytes | npt.NDArray[Any]:
         """Return the mask or further image `name` of image `index`, as `read` does; pixels of a mask are (h, w).
 
-        `number` is the position of its field in the catalog.
+        `number` is the index of its field in `Catalog.pixel_fields`.
         """
         return self.read(index, name)
 
     def survey_mask(self, number: int, index: int, name: str, max_pixels: int) -> tuple[MaskHeader, int]:
-        """Return the header and the fingerprint of a mask; arguments and errors are as of `read_field` and `survey`."""
+        """Return the header and the fingerprint of a mask; arguments as in `read_field`, errors as in `survey`."""
         data = self.read_field(number, index, name)
         if isinstance(data, bytes):
             return read_mask_header(lambda: io.BytesIO(data), max_pixels), fingerprint(data)
         return MaskHeader(data.shape[0], data.shape[1], data.dtype.str), fingerprint(data.tobytes())
 
     def ends(self, index: int, name: str) -> tuple[bytes, bytes, int]:
-        """Return the first 3 and the last 2 bytes of an image's file, and its size in bytes; empty if it is pixels."""
+        """Return the first 3 and the last 2 bytes of an image's file, and its size; ``(b"", b"", 0)`` for pixels."""
         data = self.read(index, name)
         return (data[:3], data[-2:], len(data)) if isinstance(data, bytes) else (b"", b"", 0)
 
@@ -212,25 +212,25 @@ class SourceReader:
         raise NotImplementedError
 
     def uniform_mask_dtypes(self) -> list[str]:
-        """Return the dtype of each field of masks, if `uniform_size` returns a size, which is that of masks, too."""
+        """Return the dtype of each of `Catalog.pixel_fields`. Call this only if `uniform_size` returns a size."""
         return []
 
     def begin(self, indices: Sequence[int]) -> None:
         """Announce the images that will be read next, in this order, so that the reader can read ahead."""
 
     def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """Return the number of the chunk group of each image, int64 (n,), or None if grouping does not speed up reads.
+        """Return a group number for each image, int64 (n,), or None if grouping does not speed up reading.
 
-        Images of the same group are cheaper to read together.
+        Images of the same group, such as a chunk or row group, are cheaper to read together.
         """
         return None
 
     def take(self, indices: npt.NDArray[np.int64]) -> SourceReader:
-        """Return a reader of only the images at `indices`, which are renumbered from 0."""
+        """Return a reader of only the images at `indices`, int64 (n,), which are renumbered from 0."""
         return self
 
     def sample_index(self, index: int) -> int | None:
-        """Return the index of an image in a map-style dataset, or None for other sources."""
+        """Return the index of image `index` in a map-style dataset, or None for other sources."""
         return None
 
 
@@ -240,7 +240,7 @@ def fingerprint(data: bytes) -> int:
 
 
 def _survey_error(name: str, error: OSError | ValueError) -> H5PackError:
-    """Return the error of a file that cannot be read: RejectedImageError, or SourceError if the storage fails."""
+    """Return the error for a file that cannot be read: RejectedImageError, or SourceError if the storage fails."""
     reason = missing_file_reason(error) if isinstance(error, OSError) else "its name cannot be opened"
     if reason is None:
         return SourceError(f"{name}: cannot be read ({error}); repair the storage, then try again", path=name)
@@ -257,7 +257,7 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class FileReader(SourceReader):
-    """Reads image files. Relative names start from the folder `root`."""
+    """Reads image files. Names are absolute, or relative to the folder `root`."""
 
     root: str
 
@@ -356,7 +356,7 @@ class Reject:
 
     @property
     def shown(self) -> str:
-        """What messages call the image: its name, or the index of a sample and the name of its file, if known."""
+        """The name of the image in messages: its name, or the index of a sample and the name of its file, if known."""
         if self.sample is None:
             return self.name
         return f"sample {self.sample}" + (f" ({self.name})" if self.name != sample_name(self.sample) else "")
@@ -373,28 +373,28 @@ class Note(NamedTuple):
 class Catalog:
     """The images of a source, in source order. M is the number of images."""
 
-    kind: str  # "flat", "classes", "splits", "pairs", "celeba", "manifest", "coco", "hdf5" or "dataset"
+    kind: str  # one of `h5pack.sources.detect.KINDS`, or "dataset"
     reader: SourceReader
     names: NameTable  # (M,), relative to the source
-    split_names: tuple[str, ...]  # at least one
+    split_names: tuple[str, ...]  # at least one; ("all",) for a source without splits
     split_ids: npt.NDArray[np.int32]  # (M,), index into `split_names`
     labels: npt.NDArray[Any] | None = None  # int64 (M,), or uint8 (M, K) with K labels per image
     label_names: tuple[str, ...] | None = None  # names of the classes, or of the K columns
     fields: dict[str, FieldValues] = field(default_factory=dict)  # by field name, (M, ...) or M rows
     pixel_fields: tuple[PixelField, ...] = ()
-    rejects: tuple[Reject, ...] = ()  # due to the source's tables, e.g. an image without a label
+    rejects: tuple[Reject, ...] = ()  # known before the survey, e.g. images without a row in a table, or without a mask
     ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files by category (`NameFilter.refusal`)
     notes: tuple[Note, ...] = ()
     # Height and width to which the boxes of each image refer, int32 (M, 2); 0: unknown. None for all unknown.
     annotated_sizes: npt.NDArray[np.int32] | None = None
-    about: str = ""  # names the datasets in use if the source is an HDF5 file, or the type of a map-style dataset
+    about: str = ""  # what the plan shows after the kind, e.g. the datasets, columns or folders in use
 
     def __len__(self) -> int:
         return len(self.names)
 
     @property
     def noun(self) -> str:
-        """What messages call the images before they are decoded: "file" or "sample"."""
+        """The noun for an image that is not decoded yet, in messages: "file" or "sample"."""
         return "sample" if self.kind == "dataset" else "file"
 
     def reject(self, index: int, reason: str) -> Reject:
@@ -402,7 +402,7 @@ class Catalog:
         return Reject(self.names[index], reason, self.reader.sample_index(index))
 
     def shown(self, index: int) -> str:
-        """Return what messages call image `index`."""
+        """Return the name by which messages refer to image `index`."""
         return self.reject(index, "").shown
 
     def tables_checksum(self) -> int:
@@ -419,7 +419,7 @@ class Catalog:
         return checksum
 
     def identity(self) -> dict[str, int]:
-        """Return what distinguishes this list of images from others, a JSON-serializable dict."""
+        """Return a JSON-serializable dict that differs if the images, their order or their tables differ."""
         return {"images": len(self), "names": self.names.checksum, "tables": self.tables_checksum()}
 
     def field_texts(self) -> list[str]:
@@ -457,14 +457,14 @@ class Catalog:
         return self if len(kept) == len(self) else replace(self.take(np.array(kept, np.int64)), ignored=dict(ignored))
 
     def limited(self, limit: int) -> Catalog:
-        """Return a catalog of at most `limit` images, evenly spaced to keep the shares of classes and splits."""
+        """Return a catalog of at most `limit` images, evenly spaced, which keeps the shares of classes and splits."""
         if len(self) <= limit:
             return self
         return self.take(np.arange(limit, dtype=np.int64) * len(self) // limit)
 
 
 def unused_note(kind: str, names: Sequence[str], advice: str, *parameters: str) -> tuple[Note, ...]:
-    """Return a note that names what a conversion leaves out, such as columns; nothing if `names` is empty."""
+    """Return a note that lists the columns or the like that a conversion leaves out; no note if `names` is empty."""
     if not names:
         return ()
     shown = ", ".join(map(repr, names[:_MAX_NAMED])) + (
@@ -495,5 +495,5 @@ def split_ids(rows: Mapping[str, RowNumbers], count: int) -> tuple[tuple[str, ..
 
 
 def sample_name(index: int) -> str:
-    """Return the name of a sample of a map-style dataset that has no file names."""
+    """Return the name to use for a sample of a map-style dataset that has no file name."""
     return f"{index:08d}"

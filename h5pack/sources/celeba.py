@@ -1,4 +1,4 @@
-"""CelebA as a source, in the form in which it is distributed: images and tables of attributes, splits, identities."""
+"""CelebA as a source, as it is distributed: a folder of images, and tables of attributes, splits and identities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from h5pack.sources.folders import walk
 from h5pack.sources.manifest import TextTable, binary_table, integers, read_delimited, read_spaced
 
 _IMAGES = "img_align_celeba"
-# Possible folders of images and tables: in Kaggle's archive, in one common folder, in the university's archives.
+# Where the images and the tables may be: as in Kaggle's archive, all in one folder, or as in the university's archives.
 _IMAGE_FOLDERS = (f"{_IMAGES}/{_IMAGES}", _IMAGES, f"Img/{_IMAGES}/{_IMAGES}", f"Img/{_IMAGES}")
 _TABLE_FOLDERS = ("", "Anno", "Eval", "anno", "eval")
 _PARTITIONS = ("train", "val", "test")
@@ -27,7 +27,7 @@ def is_celeba(root: Path) -> bool:
 
 
 def attributes_of(images: Path) -> Path | None:
-    """Return the folder of CelebA if `images` is its folder of images, given without the tables beside it."""
+    """Return the folder of CelebA, with its tables, if `images` is the folder of images in it; None otherwise."""
     parents = images.resolve().parents
     return next((one for one in parents[:3] if is_celeba(one)), None) if images.name == _IMAGES else None
 
@@ -35,8 +35,8 @@ def attributes_of(images: Path) -> Path | None:
 def celeba(root: Path, wanted: NameFilter) -> Catalog:
     """Return the catalog of CelebA: uint8 labels (N, 40), splits from the partition table, identities as a field.
 
-    The partition and identity tables are optional. Images that are missing in a table, and table rows without an image,
-    become rejects, so that every packed image has its correct label.
+    The partition and identity tables are optional. Images that are missing in a table, and rows of the attribute table
+    without an image, become rejects, so that every packed image has its correct label.
     """
     folder = _image_folder(root)
     attributes_path = _table_path(root, "list_attr_celeba")
@@ -99,7 +99,7 @@ def _join(
 ) -> tuple[list[str], list[npt.NDArray[np.int64]], list[tuple[str, str]]]:
     """Return the images that have a row in every table, their row numbers in each table, and (name, reason) of rejects.
 
-    A reject is an image without a row, or a row whose image does not exist.
+    A reject is an image without a row, or a row of the first table whose image does not exist.
     """
     keys = [table.column(table.header[0]) for table in tables]
     indexes = [{key: number for number, key in enumerate(some)} for some in keys]

@@ -33,7 +33,7 @@ def is_coco(path: str | os.PathLike[str]) -> bool:
 
 
 def _annotation_files(root: Path) -> dict[str, list[Path]]:
-    """Return the files of annotations of each split."""
+    """Return the paths of the annotation files by split, such as "train2017"; {} if there are none."""
     found: dict[str, list[Path]] = {}
     try:
         paths = sorted((root / _FOLDER).iterdir())
@@ -51,7 +51,7 @@ class _Image:
     """An image with its annotations."""
 
     name: str  # of its file, relative to the folder of its split
-    split: int
+    split: int  # index into the catalog's `split_names`
     image_id: int
     size: tuple[int, int]  # height and width; 0 if they are not given
     boxes: list[list[float]] = field(default_factory=list)
@@ -62,20 +62,21 @@ class _Image:
 
 @dataclass
 class _Annotations:
-    """What was found in the files so far."""
+    """The content of the annotation files that were read so far."""
 
     images: list[_Image] = field(default_factory=list)
     categories: dict[int, str] = field(default_factory=dict)  # names by id
     has_boxes: bool = False
     has_captions: bool = False
-    unused: set[str] = field(default_factory=set)  # names of further values of annotations
-    counts: Counter[str] = field(default_factory=Counter)  # of what was changed or left out
+    unused: set[str] = field(default_factory=set)  # keys of annotations that are not packed
+    counts: Counter[str] = field(default_factory=Counter)  # of "clipped" and "empty" boxes, and "unknown" annotations
 
 
 def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
-    """Return the catalog of a folder as COCO lays it out, or of one file of annotations, with images in its order.
+    """Return the catalog of a folder as COCO lays it out, or of one annotation file; images are in the files' order.
 
-    `root` is the folder that the names of images start from; by default it is searched for beside the annotations.
+    `root` is the folder that contains the images, or one of the usual folders of images. Default: `path` if it is a
+    folder, else the folder of the annotation file, or the one above.
     """
     files = _annotation_files(path) if path.is_dir() else {_split_of(path): [path]}
     if not files:
@@ -117,7 +118,10 @@ def _short(name: str) -> str:
 
 
 def _image_folder(file: Path, split: str, image: _Image | None, top: Path | None) -> Path:
-    """Return the folder that has the first image of a split."""
+    """Return the folder of the images of a split: the first one that has `image`, the split's first image, if any.
+
+    Folders in `top` are searched; None: in the folder of the annotation file, and in the one above.
+    """
     parents = (top,) if top is not None else (file.parent.parent, file.parent)
     inner = ((), (split,), ("images", split), (_short(split),), ("images", _short(split)), ("images",))
     for folder in (parent.joinpath(*parts) for parts in inner for parent in parents):
@@ -135,10 +139,10 @@ def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int
         entries, annotations = content["images"], content["annotations"]
         categories = content.get("categories", [])
         if not all(isinstance(part, list) for part in (entries, annotations, categories)):
-            raise TypeError("its images or annotations are no list")
+            raise TypeError("its images, annotations or categories are not a list")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        problem = f"has no {error} as COCO" if isinstance(error, KeyError) else f"is not COCO's JSON ({error})"
-        raise SourceError(f"{path}: {problem}; give a file of annotations, or another kind", path=path) from error
+        problem = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise SourceError(f"{path}: is not COCO's JSON ({problem}); give a file of annotations", path=path) from error
     except OSError as error:
         raise SourceError(f"{path}: cannot be read ({error}); make it readable", path=path) from error
     known: set[int] = set()
@@ -149,7 +153,9 @@ def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int
             raise SourceError(f"{path}: the category {category!r:.60} has no id; correct it", path=path)
         name = str(category.get("name", category["id"]))
         if found.categories.setdefault(category["id"], name) != name:
-            raise SourceError(f"{path}: category {category['id']} has another name in another file", path=path)
+            other = found.categories[category["id"]]
+            problem = f"category {category['id']} is named {name!r}, but {other!r} before; correct it"
+            raise SourceError(f"{path}: {problem}", path=path)
     for number, annotation in enumerate(annotations):
         try:
             _add(found, images, annotation)
@@ -158,14 +164,14 @@ def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int
 
 
 def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], split: int, known: set[int]) -> None:
-    """Add an image of a file, unless another file of the split has it."""
+    """Add an image, unless another file of the split had it; `known` are the ids of this file's images so far."""
     try:
         image_id, name = int(entry["id"]), entry["file_name"]
         size = int(entry.get("height") or 0), int(entry.get("width") or 0)
         if not isinstance(name, str) or not name or "\0" in name:
             raise ValueError(name)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        problem = f"image {number} has no id or file_name ({error!r}); correct it"
+        problem = f"image {number} has no valid id, file_name or size ({error!r}); correct it"
         raise SourceError(f"{path}: {problem}", path=path) from error
     if image_id in known or (image_id in images and images[image_id].name != name):
         raise SourceError(f"{path}: two images have the id {image_id}; correct it", path=path)
@@ -206,7 +212,7 @@ def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> Non
     image.crowd.append(int(bool(annotation.get("iscrowd", 0))))
 
 
-# COCO rounds to hundredths of pixels.
+# Boxes that are clipped by no more than this are not counted, because COCO rounds to hundredths of pixels.
 _MAX_OUTSIDE_PIXELS = 0.1
 
 
@@ -239,12 +245,11 @@ def _ragged(rows: Sequence[list[int]]) -> RaggedRows:
 def _notes(found: _Annotations) -> tuple[Note, ...]:
     notes = unused_note("values of annotations", sorted(found.unused), "boxes, categories and captions are packed")
     texts = {
-        "clipped": "reached outside of their images and were clipped",
-        "empty": "have no area and were left out",
-        "unknown": "belong to no image and were left out",
+        "clipped": ("box", "clipped at the edge of the image"),
+        "empty": ("box", "left out for having no area"),
+        "unknown": ("annotation", "left out for belonging to no image"),
     }
-    for kind, text in texts.items():
+    for kind, (noun, text) in texts.items():
         if found.counts[kind]:
-            noun = "annotation" if kind == "unknown" else "box"
             notes += (Note(f"{counted(found.counts[kind], noun)} {text}"),)
     return notes

@@ -1,4 +1,4 @@
-"""Opening of a source of any kind. The kind of a path is either given or detected."""
+"""Opening of a source of any kind, which is given or detected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = (
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab", *JSON_LINES)
 _FOLDER_KINDS = ("folder", "flat", "classes", "splits", "pairs")
 _SHARD_KINDS = ("webdataset", "parquet", "mds")
-# Hugging Face datasets keeps results of transformations beside a dataset.
+# Files in which Hugging Face datasets caches results of transformations, in the folder of a dataset.
 _CACHES = ("cache-*.arrow", "tmp*")
 _PARQUET_MAGIC = b"PAR1"
 _ZIP_STARTS = (b"PK\3\4", b"PK\5\6")
@@ -47,7 +47,7 @@ class SourceOptions:
     names: NameFilter = field(default_factory=NameFilter)
     columns: ManifestColumns = field(default_factory=ManifestColumns)
     datasets: HDF5Datasets = field(default_factory=HDF5Datasets)
-    limit: int | None = None  # maximum number of images, chosen evenly spaced; None for all
+    limit: int | None = None  # maximum number of images, which are evenly spaced in the source; None: all
 
 
 def open_source(
@@ -102,7 +102,7 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     if kind == "hdf5":
         return hdf5_catalog(path, options.datasets, options.names)
     if kind == "pairs":
-        # Patterns that include select images, and their masks come with them.
+        # `include` selects images only, so it must not be applied to the masks.
         return pairs(walk(str(path), NameFilter(exclude=options.names.exclude)), options.names)
     if kind == "celeba":
         return celeba(path, options.names)
@@ -120,34 +120,36 @@ def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
         raise OptionsError(f"{where}: {parameter} needs a path; leave it out", parameters=(parameter,))
     columns = options.columns
     fields = MapStyleFields(options.datasets.fields, columns.boxes, columns.keypoints, columns.box_format)
-    # Keys of samples are named by the same options.
+    # These options also name keys of samples, so they are not unused.
     others = replace(columns, boxes=(), keypoints=(), box_format=schema.XYXY)
     unused = replace(options, columns=others, datasets=replace(options.datasets, fields=()))
     _refuse_unused(where, "dataset", unused)
     return map_style_catalog(dataset, fields).filtered(options.names)
 
 
+# The parameters of `convert`, by the attributes of `HDF5Datasets` and `ManifestColumns` that hold their values.
+_DATASET_PARAMETERS = {name: name for name in ("images", "labels", "fields", "channel_axis", "value_range")}
+_COLUMN_PARAMETERS = {
+    "root": "root", "path": "path_column", "labels": "label_columns", "split": "split_column",
+    "fields": "field_columns", "masks": "mask_columns", "images": "image_columns", "texts": "text_columns",
+    "boxes": "box_columns", "keypoints": "keypoint_columns", "box_format": "box_format",
+}  # fmt: skip
+
+
 def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
     """Raise OptionsError if options are given that the kind of source does not have."""
-    columns = (
-        "root", "path_column", "label_columns", "split_column", "field_columns", "mask_columns", "image_columns",
-        "text_columns", "box_columns", "keypoint_columns", "box_format",
-    )  # fmt: skip
-    datasets = ("images", "labels", "fields", "channel_axis", "value_range")
-    given = options.columns
-    plain = ManifestColumns(root=given.root) if kind == "coco" else ManifestColumns()
-    unused_columns = kind not in ("manifest", *_SHARD_KINDS) and given != plain
-    for what, unused, names in (
-        ("an HDF5 file", kind != "hdf5" and options.datasets != HDF5Datasets(), datasets),
-        ("a manifest", unused_columns, columns),
-        ("a manifest", kind in _SHARD_KINDS and given.root is not None, ("root",)),
-        ("a manifest", kind == "webdataset" and given.path is not None, ("path_column",)),
-        ("a manifest", kind in _SHARD_KINDS and bool(given.masks), ("mask_columns",)),
-        ("a manifest", kind in _SHARD_KINDS and bool(given.images), ("image_columns",)),
+    unused = {"manifest": set(), "coco": _COLUMN_PARAMETERS.keys() - {"root"}}.get(kind, {*_COLUMN_PARAMETERS})
+    if kind in _SHARD_KINDS:
+        unused = {"root", "masks", "images", *(("path",) if kind == "webdataset" else ())}
+    columns = {name: parameter for name, parameter in _COLUMN_PARAMETERS.items() if name in unused}
+    for what, values, defaults, parameters in (
+        ("an HDF5 file", options.datasets, HDF5Datasets(), {} if kind == "hdf5" else _DATASET_PARAMETERS),
+        ("a manifest", options.columns, ManifestColumns(), columns),
     ):
-        if unused:
+        given = [parameters[name] for name in parameters if getattr(values, name) != getattr(defaults, name)]
+        if given:
             path = None if kind == "dataset" else where
-            raise OptionsError(f"{where}: not {what}; leave out {listed(names)}", path=path, parameters=names)
+            raise OptionsError(f"{where}: not {what}; leave out {listed(given)}", path=path, parameters=given)
 
 
 def _missing(path: Path) -> SourceError:
@@ -202,7 +204,7 @@ def _reporting_storage(path: Path) -> Iterator[None]:
 
 
 def _archive_format(path: Path) -> str:
-    """Return "tar", "zip" or "" by the name of a file, or else by its first bytes."""
+    """Return "tar" or "zip" by the name of a file, or else by its first bytes; "" if it is neither."""
     name = path.name.lower()
     if not path.is_file() or name.endswith((".zip", *TAR_SUFFIXES)):
         return "" if not path.is_file() else "zip" if name.endswith(".zip") else "tar"
@@ -220,7 +222,7 @@ def _start(path: Path) -> bytes:
 
 
 def _detect(path: Path, names: NameFilter) -> str:
-    """Return the kind of source, or "folder" for a folder or archive whose kind follows from the names in it."""
+    """Return one of `KINDS`, or "folder" for a folder or archive whose kind depends on the names in it."""
     if os.path.isdir(path):
         named = (("celeba", is_celeba), ("coco", is_coco), ("mds", is_mds))
         return next((kind for kind, check in named if check(path)), "") or shards_kind(path, names) or "folder"

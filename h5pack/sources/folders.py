@@ -1,7 +1,7 @@
-"""Folders of images as sources: listing of files, and catalogs for flat folders, class folders and split folders.
+"""Folders of images as sources: listing of files, and catalogs of flat, class, split and paired folders.
 
-A `Listing` comes from a folder (`walk`) or from the names of an archive's members (`list_names`); the rules that make a
-catalog of it are the same.
+A `Listing` comes from a folder (`walk`) or from the names of an archive's members (`list_names`). The same rules make a
+catalog of either.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Listing:
     """The selected files below a root, which is a folder or an archive, and the folders that contain them."""
 
     root: str  # path of the folder or archive
-    # The sorted names of each folder's files; keys are folders relative to the root ("" is the root). The names are
+    # The sorted names of each folder's selected files, by folder relative to the root ("" is the root). The names are
     # joined into one string by NUL, which no name contains, so that a million names are not a million objects.
     folders: dict[str, str] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)  # the sorted folders
     ignored: Counter[str] = field(default_factory=Counter)  # skipped files and folders by category
-    # The sorted names of the visible folders in the root ("") and in each of its folders, whatever these contain.
+    # The sorted names of the visible subfolders of the root ("") and of each folder in it, even of empty ones.
     subfolders: dict[str, list[str]] = field(default_factory=lambda: {"": []})
 
     def names(self, folder: str) -> list[str]:
@@ -97,7 +97,7 @@ def list_names(root: str, files: Iterable[str], folders: Iterable[str], names: N
     """Return the listing that `walk` would return for a folder of these files and folders, given by relative paths."""
     found = Listing(root)
     wanted: dict[str, list[str]] = {}
-    # For each folder its hidden part: the highest hidden folder among itself and those above it; None if there is none.
+    # For each folder the topmost hidden folder on its path, possibly itself; None if there is none.
     hidden: dict[str, str | None] = {"": None}
     for file in files:
         folder, _, name = file.rpartition("/")
@@ -111,7 +111,7 @@ def list_names(root: str, files: Iterable[str], folders: Iterable[str], names: N
     for folder in folders:
         _hidden_part(folder, hidden)
     found.ignored["hidden folders"] += len({part for part in hidden.values() if part is not None})
-    # A Counter keeps zeros.
+    # Remove zeros, which a Counter keeps.
     found.ignored += Counter()
     for folder in sorted(folder for folder, part in hidden.items() if part is None and folder.count("/") < 2):
         above, _, name = folder.rpartition("/")
@@ -125,7 +125,7 @@ def list_names(root: str, files: Iterable[str], folders: Iterable[str], names: N
 
 
 def _hidden_part(folder: str, known: dict[str, str | None]) -> str | None:
-    """Return the highest of a folder and the folders above it that is hidden, or None; add all of them to `known`."""
+    """Return the topmost hidden folder on the path of a folder, or None; add the path's folders to `known`."""
     if folder not in known:
         part, names = None, folder.split("/")
         for count, name in enumerate(names, 1):
@@ -137,7 +137,7 @@ def _hidden_part(folder: str, known: dict[str, str | None]) -> str | None:
 
 
 def _list_folder(path: str, folder: str, names: NameFilter, ignored: Counter[str]) -> tuple[list[str], list[str]]:
-    """Return the names of a folder's selected files, and the paths of its subfolders relative to the root."""
+    """Return the names of a folder's selected files, and the paths of its visible subfolders relative to the root."""
     wanted, below = [], []
     with os.scandir(path) as entries:
         for entry in entries:
@@ -171,7 +171,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-# Folder names that denote a split, with a number by which the splits are ordered in a pack.
+# Names that denote a split, with the rank by which splits are ordered in a pack.
 _SPLIT_RANKS = {
     "train": 0, "training": 0, "tr": 0,
     "val": 1, "valid": 1, "validation": 1, "dev": 1,
@@ -180,7 +180,7 @@ _SPLIT_RANKS = {
 
 
 def split_rank(name: str) -> int:
-    """Return what a split with this name is by convention: 0 for training, 1 validation, 2 test, 3 anything else."""
+    """Return the purpose of a split by its name: 0 for training, 1 for validation, 2 for test, 3 for anything else."""
     return _SPLIT_RANKS.get(name.lower(), 3)
 
 
@@ -190,7 +190,7 @@ def is_split_name(name: str) -> bool:
 
 
 def split_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the distinct split names in stored order: train, validation, test, then others by name."""
+    """Return the distinct split names in the order of a pack: training, validation, test, then others; ties by name."""
     return tuple(sorted(set(names), key=lambda name: (split_rank(name), name)))
 
 
@@ -221,7 +221,7 @@ def classes(found: Listing) -> Catalog:
     )
 
 
-# Names of folders, without "_" and "-", that hold images, and of folders that hold what a model is to predict for them.
+# Usual names, without "_" and "-", of folders of images, and of folders of masks for them.
 _IMAGE_FOLDERS = frozenset(("images", "image", "imgs", "img", "inputs", "input", "photos", "jpegimages", "rgb"))
 _TARGET_FOLDERS = frozenset((
     "masks", "mask", "labels", "label", "annotations", "annotation", "segmentations", "segmentation", "targets",
@@ -230,7 +230,7 @@ _TARGET_FOLDERS = frozenset((
 
 
 def refuse_pairs(found: Listing, folders: list[str]) -> None:
-    """Raise SourceError if one folder has images and another has their masks, under the same names.
+    """Raise SourceError if one of the folders seems to have images, and another their masks under the same names.
 
     `folders` are paths relative to the root.
     """
@@ -254,15 +254,15 @@ def refuse_pairs(found: Listing, folders: list[str]) -> None:
 
 
 def _plain(folder: str) -> str:
-    """Return the name of a folder as it is in `_IMAGE_FOLDERS` and `_TARGET_FOLDERS`."""
+    """Return the name of a folder in the spelling of `_IMAGE_FOLDERS` and `_TARGET_FOLDERS`."""
     return os.path.basename(folder).lower().replace("_", "").replace("-", "")
 
 
 def pairs(found: Listing, wanted: NameFilter) -> Catalog:
-    """Return a catalog of images with masks, which have the same paths, but for suffixes, in a folder beside theirs.
+    """Return a catalog of images with masks: files of the same path, except for the suffix, in another folder.
 
     The folders may be in the root, such as `images` and `masks`, or in each split, such as `train/images` and
-    `train/masks`. Several folders of masks become several fields, named like them. `wanted` selects among the images.
+    `train/masks`. Each folder of masks becomes a field of its name. `wanted` selects among the images only.
     """
     filled = [folder for folder in found.subfolders[""] if any(found.below(folder))]
     by_split = bool(filled) and all(map(is_split_name, filled))
@@ -292,7 +292,7 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
     if not names and rejects:
         raise SourceError(
             f"{found.root}: no file in {targets[0]!r} has the name of an image in {images!r}, such as "
-            f"{rejects[0].name!r}; give each mask the name of its image, but for the suffix",
+            f"{rejects[0].name!r}; give each mask the name of its image, except for the suffix",
             path=found.root,
         )
     for target in targets:
@@ -315,9 +315,9 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
 def _files_by_stem(
     found: Listing, roles: tuple[str, ...], by_split: bool, ignored: Counter[str]
 ) -> dict[str, dict[str, list[str]]]:
-    """Return the files of each role by their paths without suffix and without the folder of the role.
+    """Return the files of each role (folder of images or masks) by their paths without that folder and the suffix.
 
-    This folder is in the root, or with `by_split` in each split.
+    The folders of the roles are in the root, or with `by_split` in each split.
     """
     files: dict[str, dict[str, list[str]]] = {role: {} for role in roles}
     for name in found.below(""):
@@ -340,7 +340,7 @@ def _splits_by_name(splits: list[str]) -> tuple[tuple[str, ...], npt.NDArray[np.
 
 
 def _roles(root: str, folders: list[str]) -> tuple[str, list[str]]:
-    """Return which folder has the images, and which ones have masks; raise SourceError if their names do not tell."""
+    """Return the folder of images and the folders of masks; raise SourceError if the names do not determine them."""
     images = [folder for folder in folders if _plain(folder) in _IMAGE_FOLDERS]
     targets = [folder for folder in folders if _plain(folder) in _TARGET_FOLDERS]
     others = [folder for folder in folders if folder not in (*images, *targets)]
@@ -358,11 +358,15 @@ def _roles(root: str, folders: list[str]) -> tuple[str, list[str]]:
 
 
 def splits(found: Listing) -> Catalog:
-    """Return a catalog with one split per folder, each of class folders or of images without labels (label -1)."""
+    """Return a catalog with one split per folder. A split consists of class folders, or of images without labels.
+
+    Images without labels get the label -1 if other splits have classes; if none has, the catalog has no labels.
+    """
     root, folders = found.root, found.subfolders[""]
     split_names = split_order(folder for folder in folders if any(found.below(folder)))
     if not split_names:
-        raise NoImagesError(f"{root}: no images in its split folders ({', '.join(folders)}); check the path", path=root)
+        names = ", ".join(folders) or "there are none"
+        raise NoImagesError(f"{root}: no images in its split folders ({names}); check the path", path=root)
     if found.folders.get(""):
         raise _mixed(found.root, "split", repr(found.names("")[0]), "move them into a split, or skip them with exclude")
     labelled = [split for split in split_names if _has_classes(found, split)]

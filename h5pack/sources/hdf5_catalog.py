@@ -51,7 +51,7 @@ class HDF5Datasets:
     fields: tuple[str, ...] = ()  # further datasets with one row per image
     channel_axis: str | None = None  # one of `CHANNEL_AXES`; default: inferred by `channel_axes`
     value_range: tuple[float, float] | None = None  # the values mapped to 0 and 255; see `PixelForm`
-    own_fields: bool = True  # if `fields` is empty, include all fields of a pack; if false, only masks
+    own_fields: bool = True  # if `fields` is empty: include all fields of a pack, or only masks and further images
 
     def __post_init__(self) -> None:
         if self.channel_axis is not None and self.channel_axis not in CHANNEL_AXES:
@@ -83,7 +83,7 @@ def is_hdf5(path: Path) -> bool:
 
 
 def hdf5_catalog(path: Path, datasets: HDF5Datasets, wanted: NameFilter) -> Catalog:
-    """Return the catalog of an HDF5 file: the rows of its images dataset that `wanted` allows, in row order."""
+    """Return the catalog of an HDF5 file: the rows of its images whose names `wanted` allows, in row order."""
     with open_file(path) as file:
         try:
             catalog = _catalog(path, file, datasets)
@@ -143,12 +143,12 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
 
 
 def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, labelled: bool) -> tuple[Note, ...]:
-    """Return notes that name the datasets that are not packed, without those that every pack has."""
+    """Return notes that list the datasets that are not packed, except the tables that h5pack itself writes."""
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
     names = [name for name in dataset_names(file) if name not in used]
     names = [name for name in names if name.partition("/")[0] not in own]
     names += [name for name in own_fields(file) if own and name not in used]
-    # A dataset that is not packed may be damaged.
+    # `_has_rows` is false for a damaged dataset. That is no error here, because the dataset is not packed.
     fitting = [name for name in names if _has_rows(file, name, rows)]
     others = [name for name in names if name not in fitting]
     advice = "those of numbers can be packed with fields" + ("" if labelled else ", and one of them with labels")
@@ -186,9 +186,10 @@ def find_images(file: h5py.File) -> str:
 
 
 def detect_names(path: str | os.PathLike[str], images: str, labels: str) -> tuple[str, str]:
-    """Return the names of the datasets of images and labels to read: as given, or detected if the file has no defaults.
+    """Return the names of the datasets of images and labels to read.
 
-    Raise PackFormatError if several datasets may be the images, or none.
+    They are the given ones. But "images" and "labels", the defaults, are replaced by detected names in a file without
+    these datasets. Raise PackFormatError if none or several datasets look like images.
     """
     with open_file(path) as file:
         if images == schema.IMAGES and images not in file and schema.FORMAT not in file.attrs:
@@ -219,7 +220,7 @@ def is_image_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
 
 
 def channel_axes(row_shape: tuple[int, ...]) -> list[str]:
-    """Return the members of `CHANNEL_AXES` that the shape of a row allows; none if it is not an image."""
+    """Return the members of `CHANNEL_AXES` that fit the shape of a row; [] if it cannot be an image."""
     if len(row_shape) == 2:
         return ["none"]
     if len(row_shape) != 3:
@@ -235,13 +236,12 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
     if asked is None and stored is not None:
         asked = "first" if text(stored) == "nchw" else "last"
     if not allowed or (asked is not None and asked not in allowed) or 0 in shape:
-        advice = "or name another dataset with images=NAME"
         if allowed and 0 not in shape:
-            given = f"channel_axis={asked!r}"
+            given, advice = f"channel_axis={asked!r}", "or name another dataset with images=NAME"
             problem = f"has rows of shape {shape}, to which {given} does not fit; give {' or '.join(allowed)}, {advice}"
             raise _dataset_error(path, name, problem, given, "images=NAME")
-        problem = f"has rows of shape {shape}, not (H, W), (H, W, C) or (C, H, W) with C from 1 to 4; check, {advice}"
-        raise _dataset_error(path, name, problem, "images=NAME")
+        problem = f"has rows of shape {shape}, not (H, W), (H, W, C) or (C, H, W) with C from 1 to 4"
+        raise _dataset_error(path, name, f"{problem}; name another dataset with images=NAME", "images=NAME")
     if asked is None and len(allowed) > 1:
         problem = f"has rows of shape {shape}, whose channels may be the last or the first axis; give channel_axis"
         raise _dataset_error(path, name, problem, "channel_axis")
@@ -249,7 +249,7 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
 
 
 def find_labels(file: h5py.File, images: str, rows: int) -> str | None:
-    """Return the path of a dataset beside the images whose name and length mark it as their labels, or None."""
+    """Return the path of the dataset beside the images that is their labels by its name and length, or None."""
     if schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
         # A field of a pack may be called "label".
         return schema.LABELS if schema.LABELS in file else None
@@ -264,7 +264,7 @@ def find_labels(file: h5py.File, images: str, rows: int) -> str | None:
 
 @functools.cache
 def log_unused_labels(path: str, images: str) -> None:
-    """Log, once a process, the dataset that seems to hold the labels of images which are opened without labels."""
+    """Warn, once per process and dataset, if a file that is opened without labels seems to have labels of `images`."""
     with open_file(path) as file:
         images = images.strip("/")
         found = find_labels(file, images, len(file[images]))
@@ -283,7 +283,7 @@ def _label_names(images: str) -> Iterator[str]:
 
 
 def further_datasets(file: h5py.File, images: str) -> list[str]:
-    """Return the paths of the datasets beside images and labels that can be packed as fields."""
+    """Return the paths of the other datasets than images and labels that can be packed as fields."""
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
     rows = len(file[images])
     labels = find_labels(file, images, rows)
@@ -297,9 +297,9 @@ def further_datasets(file: h5py.File, images: str) -> list[str]:
 
 
 def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str) -> str | None:
-    """Return the kind of a field of pixels, None of other fields.
+    """Return the kind of a field of pixels, `schema.MASK` or `schema.IMAGE`; None for other fields.
 
-    Masks are integers with the height and width of the images, or PNG files in a pack.
+    Masks are integers with the height and width of the images, or PNG files in a pack of encoded images.
     """
     if form is None:
         return schema.MASK if is_mask_group(file, name) else None
@@ -406,7 +406,7 @@ def _field_names(path: Path, fields: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _byte_table(path: Path, name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Convert a label table to uint8. Its numbers are 0..255, or -1 and 1 for false and true as in CelebA."""
+    """Convert a label table to uint8. Its numbers must be 0 to 255, or -1 to 1 as in CelebA, where -1 becomes 0."""
     low, high = (values.min(), values.max()) if values.size else (0, 0)
     if low == -1 and high <= 1:
         values = values > 0
@@ -422,7 +422,7 @@ def _require_memory(path: Path, name: str, size: int) -> None:
 
 
 def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
-    """Return all values of a dataset. Numbers are read by the engine and compared with any checksums."""
+    """Return all values of a dataset. Numbers are read by `Engine`, and checked if the file has checksums of them."""
     _require_memory(path, name, math.prod(dataset.shape or ()) * dataset.dtype.itemsize)
     with _reporting(path, name):
         if dataset.dtype.kind in "biuf" and dataset.shape:
@@ -439,7 +439,7 @@ def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
 
 @contextlib.contextmanager
 def _reporting(path: Path, name: str) -> Iterator[None]:
-    """Turn any error of reading a dataset into one that says to leave it out."""
+    """Turn any error from reading a dataset into a SourceError that advises leaving it out."""
     try:
         yield
     except DamagedRowsError as error:

@@ -26,8 +26,8 @@ _BATCH_BYTES = 16 * 1024 * 1024
 class PixelForm:
     """The conversion of a row's numbers to pixels.
 
-    If `value_range` is None, that of `default_range` applies. If that is None, too, uint8 values are kept, False and
-    True become 0 and 255, and uint16 values become their high bytes.
+    If `value_range` is None, `default_range` of the dtype applies. If this is None, too, uint8 values are kept, False
+    and True become 0 and 255, and uint16 values become their high bytes.
     """
 
     channel_axis: str  # "last" (H, W, C), "first" (C, H, W) or "none" (H, W)
@@ -44,7 +44,7 @@ class PixelForm:
     def pixels(self, row: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         """Return the pixels of a row, uint8 (h, w, 1 or 3), possibly a view of it; an alpha channel is dropped.
 
-        Raise RejectedImageError if a value is outside the range.
+        Raise RejectedImageError if a value is outside the range, or NaN.
         """
         image = self._bytes(row)
         if self.channel_axis == "none":
@@ -83,7 +83,7 @@ def default_range(dtype: np.dtype[Any]) -> tuple[float, float] | None:
 
 
 def mask_dtype(dtype: np.dtype[Any]) -> str | None:
-    """Return the dtype of masks made of numbers of `dtype`, None if these may have more than 32 bits or are floats."""
+    """Return the dtype of masks whose numbers are stored as `dtype`; None if these are floats or may exceed int32."""
     if dtype.kind == "b" or dtype == np.uint8:
         return "|u1"
     return "<i4" if dtype.kind in "iu" and np.can_cast(dtype, np.int32) else None
@@ -92,8 +92,8 @@ def mask_dtype(dtype: np.dtype[Any]) -> str | None:
 class HDF5RowReader(SourceReader):
     """Reads images from the rows of the first dataset of `pack`. If `form` is None, each row is an encoded image.
 
-    `masks` are the paths of datasets of masks, which `pack` describes, too. So are those of further images, whose axes
-    are those of the first.
+    `masks` are the paths of the datasets of masks and further images; `pack` must describe them, too. `form` also
+    applies to further images.
     """
 
     def __init__(self, pack: FileDescription, form: PixelForm | None, masks: tuple[str, ...] = ()) -> None:
@@ -140,7 +140,7 @@ class HDF5RowReader(SourceReader):
         return self.form.pixels(row)
 
     def read_field(self, number: int, index: int, name: str) -> npt.NDArray[Any]:
-        """See `SourceReader`; masks of more than 8 bits are int32, and further images are (h, w, c)."""
+        """See `SourceReader`; masks are uint8 or int32, (h, w), and further images uint8, (h, w, c)."""
         dataset = self.masks[number]
         dtype = self.engine.indexes[dataset].native_dtype
         if self.engine.indexes[dataset].is_encoded:
@@ -162,7 +162,7 @@ class HDF5RowReader(SourceReader):
         return None if self.form is None else self.form.size(self.index.row_shape)
 
     def fingerprints(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Return fingerprints, uint64 (n,), of row numbers, the dataset's path, and all files' sizes and times."""
+        """See `SourceReader`; they depend on the row number, the dataset's path, and all files' sizes and times."""
         known = [self.pack.identity, *(file.identity for file in sorted(self.index.files, key=lambda file: file.path))]
         described = "\0".join([self.images, *(f"{one.size} {one.modified_ns}" for one in known)]).encode()
         base = np.uint64(fingerprint(described))
@@ -191,7 +191,7 @@ class HDF5RowReader(SourceReader):
         return indices if self.rows is None else self.rows[indices]
 
     def _load(self, index: int) -> npt.NDArray[Any]:
-        """Return the row of an image, and read ahead as many of the announced images as fit into one batch."""
+        """Return the row of an image. If it is the next announced one, read those after it in the same batch."""
         count = max(1, _BATCH_BYTES // max(1, self.index.row_bytes))
         if self.index.group_rows * self.index.row_bytes > self.engine.chunks.cache.capacity and not self.index.raw:
             # A chunk larger than the cache would be read again for each batch, so all announced rows are read at once.
@@ -203,7 +203,7 @@ class HDF5RowReader(SourceReader):
                 self._loaded = dict(zip(coming, self._read_rows(coming), strict=True))
                 return self._loaded.pop(index)
             except RejectedImageError:
-                # One of these rows is damaged. Read them one by one from now on, to find out which.
+                # One of these rows is damaged. Read all announced rows one by one from now on, to find out which.
                 self._next = len(self._coming)
         row: npt.NDArray[Any] = self._read_rows([index])[0]
         return row

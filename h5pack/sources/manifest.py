@@ -1,6 +1,6 @@
 """A manifest as a source: a table (CSV, TSV, JSON lines) of image paths, labels, splits and fields.
 
-It also reads the columns of other tables.
+The tables of other sources (Parquet, WebDataset, MDS) get their labels, splits and fields here, too.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ LABEL_COLUMNS = ("label", "class", "target", "category")
 JSON_LINES = (".jsonl", ".ndjson")
 SPLIT_COLUMNS = ("split", "partition", "subset", "set")
 _MANY = 10
-"""From this number of images on, more than half as many classes as images are worth a note."""
+"""With at least this many images, a note says so if there are more than half as many classes as images."""
 
 
 @dataclass(frozen=True)
 class ManifestColumns:
     """The roles of a manifest's columns. By default, columns are found by common names such as "path" and "label"."""
 
-    path: str | None = None  # column of image paths, absolute or relative to `root`; of images in Parquet files
+    path: str | None = None  # column of image paths, absolute or relative to `root`; in Parquet and MDS, of images
     labels: tuple[str, ...] = ()  # one column of integers or class names, or several of 0..255
     split: str | None = None  # column of split names
     fields: tuple[str, ...] = ()  # numeric columns, each of which becomes a field of the pack
     root: str | None = None  # folder that relative paths start from; default: the manifest's folder
-    texts: tuple[str, ...] = ()  # columns of text, each of which becomes a field, as do
-    boxes: tuple[str, ...] = ()  # those of lists of boxes,
-    keypoints: tuple[str, ...] = ()  # and those of lists of points
-    box_format: str = schema.XYXY  # one of `BOX_FORMATS`
-
-    masks: tuple[str, ...] = ()  # columns of paths of masks, each of which becomes a field of the pack
-    images: tuple[str, ...] = ()  # columns of paths of further images, likewise
+    # Each of the columns below becomes a field of the pack, too.
+    texts: tuple[str, ...] = ()  # columns of text
+    boxes: tuple[str, ...] = ()  # columns of lists of boxes
+    keypoints: tuple[str, ...] = ()  # columns of lists of points
+    box_format: str = schema.XYXY  # of all `boxes`: one of `h5pack.format.fields.BOX_FORMATS`
+    masks: tuple[str, ...] = ()  # columns of paths of masks
+    images: tuple[str, ...] = ()  # columns of paths of further images
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
             if "\0" in name or not (name or cells is not names):
                 raise table.error(row, f"{name!r} is not a path; correct the line")
     reader = FileReader(columns.root or str(path.parent))
-    # Rows without a mask are left out below.
+    # "-" stands for an empty cell, because a NameTable needs a name; `_complete` leaves such rows out.
     fields = (
         PixelField(name, kind, NameTable.of(cell or "-" for cell in further[name])) for name, kind in kinds.items()
     )
@@ -96,9 +96,9 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
 
 
 def _complete(catalog: Catalog, further: dict[str, list[str]]) -> Catalog:
-    """Return the catalog without images that lack a mask or a further image, and with rejects for them.
+    """Return the catalog without the images that lack a mask or a further image, and with rejects for them.
 
-    `further` has the paths of these by column.
+    `further` has the cells of each column of paths of masks or further images.
     """
     missing = {row: name for name, cells in further.items() for row, cell in enumerate(cells) if not cell}
     if not missing:
@@ -109,9 +109,10 @@ def _complete(catalog: Catalog, further: dict[str, list[str]]) -> Catalog:
 
 
 def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, used: set[str]) -> Catalog:
-    """Return a catalog with the labels, splits and fields of a table that has one row for each of its images.
+    """Return a catalog with the labels, splits and fields of a table that has one row for each image of the catalog.
 
-    `used` are the columns that were taken from the table before. Splits of the catalog stay if the table has none.
+    `used` are columns that need no note, although they are not labels, splits or fields. The catalog's splits are kept
+    if the table has none.
     """
     _require_field_names(table, columns.all_fields)
     chosen = label_columns(columns, table.header)
@@ -140,7 +141,7 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
 def _require_field_names(table: TextTable, names: tuple[str, ...]) -> None:
     for number, name in enumerate(names):
         if not is_field_name(name) or name in names[:number]:
-            problem = "as packs reserve it, or it contains '/' or begins with '.'; rename the column"
+            problem = "because packs reserve it, or it contains '/' or begins with '.'; rename the column"
             problem = "because another field has it; name each column once" if name in names[:number] else problem
             raise OptionsError(f"{table.path}: {name!r} cannot be the name of a field, {problem}", path=table.path)
 
@@ -174,18 +175,19 @@ def _is_list(value: Any) -> bool:
 
 
 def _lists(table: TextTable, name: str, values: list[Any]) -> list[Any]:
-    """Return a column's lists, which cells of text hold as JSON; None for empty cells."""
+    """Return a column's values with those that are text parsed as JSON; None for empty cells."""
     found = []
     for row, value in enumerate(values):
         try:
             found.append((json.loads(value) if value.strip() else None) if isinstance(value, str) else value)
         except (ValueError, RecursionError) as error:
-            raise table.error(row, f"column {name!r} contains {value!r}, not a list in JSON ({error})") from None
+            problem = f"column {name!r} contains {value!r:.60}, not a list in JSON ({error}); correct it"
+            raise table.error(row, problem) from None
     return found
 
 
 def _listed_texts(values: list[Any]) -> list[Any]:
-    """Return a column's texts; if every cell of text is a list of texts in JSON, as in an export, these lists."""
+    """Return a column's texts, or if every cell is a JSON list of texts, as in a manifest of an export, the lists."""
     if not values or not all(isinstance(value, str) and value.startswith("[") for value in values):
         return [cell_text(value) if isinstance(value, (bool, int, float)) else value for value in values]
     try:
@@ -203,7 +205,7 @@ def is_field_name(name: str) -> bool:
 def _many_classes_note(
     columns: Sequence[str], labels: npt.NDArray[Any] | None, names: tuple[str, ...] | None
 ) -> tuple[Note, ...]:
-    """Return a note if one column of labels has hardly fewer classes than images, so that it may hold other things."""
+    """Return a note if the only label column has so many classes that it may hold something else, such as names."""
     if labels is None or labels.ndim > 1 or len(labels) < _MANY:
         return ()
     count = len(np.unique(labels)) if names is None else len(names)
@@ -224,7 +226,7 @@ def label_columns(columns: ManifestColumns, header: tuple[str, ...]) -> tuple[st
 
 
 def _usual(header: tuple[str, ...], names: tuple[str, ...], others: Sequence[str] = ()) -> str | None:
-    """Return the column whose name, ignoring case, is the first of `names` that occurs, except `others`; or None."""
+    """Return the column with the first of `names` (in lower case) that a column has, except `others`; or None."""
     lowered = {column.lower(): column for column in reversed(header) if column not in others}
     return next((lowered[name] for name in names if name in lowered), None)
 
@@ -276,7 +278,7 @@ class TextTable:
         return SourceError(f"{self.path} line {self.lines[row]}: {message}", path=self.path, parameters=parameters)
 
     def column(self, name: str) -> list[str]:
-        """Return the cells of a column, without surrounding white space, as text; raise SourceError for a list."""
+        """Return the cells of a column as text, without surrounding white space; raise SourceError for a JSON list."""
         return [self._cell(row, name, value).strip() for row, value in enumerate(self.values(name))]
 
     def values(self, name: str) -> list[Any]:
@@ -292,17 +294,17 @@ class TextTable:
 
     def _cell(self, row: int, name: str, value: Any) -> str:
         if isinstance(value, (list, dict)):
-            problem = f"column {name!r} contains {value!r:.60}, not a number or a text; field_columns can be lists"
+            problem = f"column {name!r} contains {value!r:.60}, not a number or a text; pack lists with field_columns"
             raise self.error(row, problem, "field_columns")
         return value if isinstance(value, str) else cell_text(value)
 
 
 @dataclass(frozen=True)
 class ColumnTable(TextTable):
-    """A table of one row for each image, whose columns are read when they are needed."""
+    """A table with one row per image, whose columns are read when they are needed; `rows` and `lines` are empty."""
 
     load: Callable[[str], list[Any]]  # returns the values of a column, None for those without a value
-    row_name: Callable[[int], str]
+    row_name: Callable[[int], str]  # returns the name of a row for messages
 
     def error(self, row: int, message: str, *parameters: str) -> SourceError:
         return SourceError(f"{self.path}: {self.row_name(row)}: {message}", path=self.path, parameters=parameters)
@@ -313,7 +315,7 @@ class ColumnTable(TextTable):
 
 @dataclass(frozen=True)
 class JsonTable(TextTable):
-    """A table of JSON lines, each of which is an object; its keys are the columns."""
+    """A table of JSON lines, each of which is an object; the keys are the columns. `rows` is empty."""
 
     records: list[dict[str, Any]]
 
@@ -332,7 +334,7 @@ def read_json_lines(path: Path) -> JsonTable:
                     records.append(json.loads(line))
                     lines.append(number)
                     if not isinstance(records[-1], dict):
-                        raise ValueError("it is no object")
+                        raise ValueError("it is not an object")
     except UnicodeDecodeError as error:
         raise SourceError(f"{path}: is not UTF-8 ({error}); save it in UTF-8", path=path) from error
     except (ValueError, RecursionError) as error:
@@ -393,7 +395,7 @@ def _rectangular(path: Path, header: tuple[str, ...], lines: list[tuple[int, lis
 
 
 def cell_text(value: object) -> str:
-    """Return a value as a cell of a table of text: "" for None, 0 and 1 for false and true."""
+    """Return a value as the text of a cell: "" for None, "0" and "1" for False and True."""
     return "" if value is None else str(int(value)) if isinstance(value, bool) else str(value)
 
 
@@ -422,7 +424,7 @@ def integers(cells: Iterable[str]) -> npt.NDArray[np.int64] | None:
 
 
 def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
-    """Return a column as int64 if all cells are integers, else as float64; raise SourceError if a cell is no number."""
+    """Return a column as int64 if all cells are integers, else float64; raise SourceError for other cells."""
     cells = table.column(column)
     exact = integers(cells)
     if exact is not None:
@@ -431,14 +433,14 @@ def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64] | npt.NDArra
         return np.array([parse_number(cell, float) for cell in cells], np.float64)
     except ValueError:
         row = next(row for row, cell in enumerate(cells) if not is_number(cell))
-        problem = f"contains {cells[row]!r}, not a number; leave it out of field_columns (only labels may be names)"
-        raise table.error(row, f"column {column!r} {problem}", "field_columns") from None
+        problem = f"contains {cells[row]!r}, not a number; name it with text_columns instead of field_columns"
+        raise table.error(row, f"column {column!r} {problem}", "text_columns", "field_columns") from None
 
 
 def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> npt.NDArray[np.uint8]:
     """Return columns of integers in 0..255 as uint8 (N, K). In a column of -1, 0 and 1, as in CelebA, -1 becomes 0.
 
-    The error for another value ends with `advice`, which may name `field_columns`.
+    Raises SourceError for other values. Its message ends with `advice`, which must name `field_columns` if it is given.
     """
     result = np.empty((len(table.column(columns[0])), len(columns)), np.uint8)
     for position, column in enumerate(columns):

@@ -1,6 +1,6 @@
-"""A map-style dataset (a Python object) as a source: its samples, and what it knows about them without reading them.
+"""A map-style dataset (a Python object) as a source: its samples, and what its attributes say about them.
 
-Datasets are recognized by their attributes, because this package does not import torch.
+Types of datasets are recognized by their attributes, because this package does not import torch.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ class MapStyleFields:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names."""
+        """All keys that become fields."""
         return (*self.plain, *self.boxes, *self.keypoints)
 
 
 class Sample(NamedTuple):
-    """What is packed of one sample, and the names of its other parts."""
+    """The parts of one sample that are packed, and the names of the other parts."""
 
     pixels: npt.NDArray[np.uint8]  # (H, W, 1 or 3)
     label: npt.NDArray[Any] | None  # int64 () or uint8 (K,)
     unused: tuple[str, ...]
-    fields: dict[str, Any]  # by their names: arrays, texts or lists of texts
+    fields: dict[str, Any]  # by name: an array, a text, a list of texts, or None
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class MapStyleReader(SourceReader):
     has_labels = True
 
     def __post_init__(self) -> None:
-        # The index of the last sample, and what the dataset gave, because an image and its masks are read in turn.
+        # Keep the last sample, (index, sample), because an image and its masks are read one after the other.
         object.__setattr__(self, "_last", (-1, None))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,7 +125,8 @@ class MapStyleReader(SourceReader):
     def sample(self, index: int) -> Sample:
         """Return one sample of the dataset.
 
-        Raise RejectedImageError if the dataset raises an exception or returns unsupported values.
+        Raise RejectedImageError if the dataset raises an exception, or if the sample has unsupported values or lacks a
+        field.
         """
         image, label, others = _parts(self._given(index))
         names = self.fields.names
@@ -158,9 +159,9 @@ class MapStyleReader(SourceReader):
 
 
 def map_style_catalog(dataset: MapStyleDataset, fields: MapStyleFields | None = None) -> Catalog:
-    """Return the catalog of a map-style dataset, without labels and fields.
+    """Return the catalog of a map-style dataset, without labels and fields, which the survey adds from the samples.
 
-    The survey adds these, because getting them means reading every sample.
+    Only the first sample is read, to find out which masks the samples have.
     """
     fields = fields or MapStyleFields()
     for number, name in enumerate(fields.names):
@@ -196,32 +197,36 @@ def map_style_catalog(dataset: MapStyleDataset, fields: MapStyleFields | None = 
 
 
 def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> Catalog:
-    """Return the catalog of a dataset with the fields that the survey found in the samples; None for rejected ones."""
+    """Return the catalog of a dataset with its fields; `samples` are `Sample.fields`, or None for rejected images."""
     reader = catalog.reader
     if not isinstance(reader, MapStyleReader) or not reader.fields.names:
         return catalog
     found: dict[str, FieldValues] = {}
     for name in reader.fields.names:
         values = [None if sample is None else sample[name] for sample in samples]
+        kind, parameter = schema.ARRAY, "fields"
+        if name in reader.fields.boxes:
+            kind, parameter = schema.BOXES, "box_columns"
+        elif name in reader.fields.keypoints:
+            kind, parameter = schema.KEYPOINTS, "keypoint_columns"
         try:
-            if name in reader.fields.plain:
+            if kind == schema.ARRAY:
                 found[name] = parse_values(values)
             else:
-                kind = schema.BOXES if name in reader.fields.boxes else schema.KEYPOINTS
                 # An empty list of boxes may have any shape.
                 lists = [None if value is None or np.size(value) == 0 else value for value in values]
                 found[name] = parse_ragged(lists, kind, reader.fields.box_format)
         except FieldValueError as error:
             raise SourceError(
-                f"{catalog.shown(error.row)} of the dataset: {name!r} {error}; leave it out of fields",
+                f"{catalog.shown(error.row)} of the dataset: {name!r} {error}; leave it out of {parameter}",
                 rows=[reader.sample_index(error.row)],
-                parameters=("fields",),
+                parameters=(parameter,),
             ) from None
     return replace(catalog, fields=found)
 
 
 def _mask_keys(dataset: Any, count: int) -> tuple[str, ...]:
-    """Return which of `MASKS` the first sample has; none if it cannot be read, which is a reject later."""
+    """Return which of `MASKS` the first sample has; none if it cannot be read; the survey then rejects it."""
     try:
         others = _parts(dataset[0])[2] if count else {}
     except H5PackError:
@@ -232,9 +237,9 @@ def _mask_keys(dataset: Any, count: int) -> tuple[str, ...]:
 
 
 def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Iterable[str]) -> Catalog:
-    """Return the catalog of a dataset with what the survey found: labels, and parts of samples that are not packed.
+    """Return the catalog of a dataset with its labels, and a note about `unused` parts of samples.
 
-    Class names are left out if they do not fit the labels.
+    Class names are left out, with a note, if they do not fit the labels.
     """
     names, notes = catalog.label_names, catalog.notes
     notes += unused_note("parts of samples", sorted(unused), "keys of dicts can be packed with fields", "fields")
@@ -254,7 +259,7 @@ def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Itera
 
 @dataclass(frozen=True)
 class _Known:
-    """What a dataset knows about its samples, without reading them."""
+    """What the attributes of a dataset say about its samples."""
 
     count: int
     names: Sequence[str] | None = None  # of their files
@@ -285,7 +290,7 @@ def _attribute(dataset: Any, name: str) -> Any:
 
 
 def _known_of_subset(dataset: Any, count: int) -> _Known | None:
-    """Return what torch's ``Subset`` knows from its dataset; None if this is not one."""
+    """Return what the attributes of a ``Subset``'s dataset say about its samples; None if it is not a ``Subset``."""
     whole, indices = _attribute(dataset, "dataset"), _attribute(dataset, "indices")
     if not hasattr(whole, "__len__") or not hasattr(indices, "__len__") or len(indices) != count:
         return None
@@ -305,7 +310,7 @@ def _known_of_subset(dataset: Any, count: int) -> _Known | None:
 
 
 def _known_of_parts(dataset: Any, count: int) -> _Known | None:
-    """Return what torch's ``ConcatDataset``, or a ``ConcatPack``, knows from its datasets; None if this is neither."""
+    """Return the same for a ``ConcatDataset`` or ``ConcatPack``, joined from its datasets; None if it is neither."""
     datasets = _attribute(dataset, "datasets")
     if not isinstance(datasets, (list, tuple)) or not all(hasattr(part, "__len__") for part in datasets):
         return None
@@ -328,7 +333,7 @@ def _known_of_parts(dataset: Any, count: int) -> _Known | None:
 
 
 def _file_names(dataset: Any, count: int) -> list[str] | None:
-    """Return the names of the samples' files: ``filenames`` of `H5Dataset`, ``samples`` or ``imgs`` of torchvision."""
+    """Return the names of samples' files from ``filenames`` (`H5Dataset`), or ``samples`` or ``imgs`` (torchvision)."""
     for attribute in ("filenames", "samples", "imgs"):
         entries = _attribute(dataset, attribute)
         if not isinstance(entries, (list, tuple)) or len(entries) != count:
@@ -340,14 +345,14 @@ def _file_names(dataset: Any, count: int) -> list[str] | None:
 
 
 def _relative(names: list[str], root: Any) -> list[str]:
-    """Return paths relative to the folder `root`, or if they are not below it, to the folder that they share."""
+    """Return paths relative to the folder `root`, or if not all are below it, to their common folder."""
     if isinstance(root, (str, os.PathLike)):
         folder = os.path.join(os.fsdecode(root), "")
         if all(name.startswith(folder) for name in names):
             return [name[len(folder) :] for name in names]
     if not all(map(os.path.isabs, names)):
         return names
-    # All names sort between these two, so they share what these share.
+    # All names sort between the least and the greatest, so they have the common folder of these two.
     common = os.path.commonpath([os.path.dirname(min(names)), os.path.dirname(max(names))])
     return [name[len(common) :].lstrip("/") for name in names]
 
@@ -386,7 +391,7 @@ def _splits(dataset: Any, count: int) -> tuple[tuple[str, ...], npt.NDArray[np.i
 
 
 def _parts(sample: Any) -> tuple[Any, Any, dict[Any, Any]]:
-    """Return image and label of a sample, None without a label, and its other parts by their names."""
+    """Return the image of a sample, its label or None, and its other parts by key, or by position such as "[2]"."""
     if isinstance(sample, tuple) and IMAGE in getattr(sample, "_fields", ()):
         sample = sample._asdict()  # type: ignore[attr-defined]
     if isinstance(sample, Mapping):
@@ -415,9 +420,9 @@ def _value(value: Any) -> Any:
 
 
 def _pixels(image: Any) -> npt.NDArray[np.uint8]:
-    """Return the pixels of a Pillow image, or of a uint8 array or tensor; alpha is dropped, as from files.
+    """Return the pixels, uint8 (h, w, 1 or 3), of a Pillow image, or of a uint8 array or tensor. Alpha is dropped.
 
-    The last axis of three holds the channels if it has 1 to 4 entries, otherwise the first one does.
+    Of three axes, the last is that of the channels if it has 1 to 4 entries, otherwise the first.
     """
     if hasattr(image, "convert") and hasattr(image, "getbands"):
         image = eight_bits(image)

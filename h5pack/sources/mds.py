@@ -1,7 +1,7 @@
 """MosaicML Streaming's shards (MDS) as a source: files of samples, described by an ``index.json`` beside them.
 
-A shard begins with the number of its samples, the offset of each, and the end of the last (uint32). A sample holds the
-sizes of its columns of variable size (uint32), followed by the columns' bytes.
+A shard begins with the number of its samples, the offset of each, and the end of the last one, all uint32. A sample
+consists of the sizes of its columns of variable size, uint32, and the bytes of all its columns.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Shard:
-    """A shard: the place of each column of each sample, and the columns' encodings."""
+    """A shard: the columns' encodings, and where the columns of each sample are in the file."""
 
     file: ArchiveFile
     encodings: dict[str, str]  # by column
-    begins: Ints  # offset of each sample
+    begins: Ints  # (samples,): offset of the first column of each sample
     sizes: Ints  # (samples, columns), in bytes
 
     def extents(self, column: str) -> tuple[Ints, Ints]:
-        """Return offset and size in bytes of a column of each sample."""
+        """Return the offset and the size in bytes of a column in each sample; both int64, (samples,)."""
         number = list(self.encodings).index(column)
         return self.begins + self.sizes[:, :number].sum(1), self.sizes[:, number]
 
@@ -99,7 +99,7 @@ def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
 
 
 def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
-    """Yield the name, relative to `root`, and the content of each shard of a folder."""
+    """Yield the name, relative to `root`, and the `_Shard` of each shard of a folder."""
     path = root / folder / INDEX
     try:
         if path.stat().st_size > _MAX_INDEX_BYTES:
@@ -124,7 +124,7 @@ def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
 
 
 def _read_shard(path: Path, encodings: dict[str, str], fixed: Sequence[int], samples: int) -> _Shard:
-    """Read where samples and their columns lie. `fixed` are the sizes of the columns, 0 for those that vary."""
+    """Read the offsets of samples and columns. `fixed` are the sizes of the columns in bytes, 0 if they vary."""
     try:
         file = ArchiveFile(str(path))
     except OSError as error:
@@ -146,14 +146,14 @@ def _read_shard(path: Path, encodings: dict[str, str], fixed: Sequence[int], sam
 
 
 def _values(file: ArchiveFile, offsets: Ints, sizes: Ints) -> Iterator[bytes]:
-    """Yield the bytes at some offsets, which are small parts of a large file."""
+    """Yield ``sizes[i]`` bytes at ``offsets[i]``; raise SourceError at the end if the file has changed."""
     for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
         yield file.read_unchecked(size, offset)
     file.require_unchanged()
 
 
 def _find_images(shard: _Shard) -> str:
-    """Return the column of images: the only one with an encoding of images, or of bytes, or with a usual name."""
+    """Return the column of images: the only one encoded as jpeg or png, or else as bytes, preferring usual names."""
     for encodings in (("jpeg", "png"), ("bytes",)):
         named = [name for name, encoding in shard.encodings.items() if encoding.split(":")[0] in encodings]
         found = [name for name in named if name.lower() in IMAGE_COLUMNS] or named
@@ -174,8 +174,10 @@ def _reader(shard: _Shard, image: str) -> ArchiveReader:
     if shard.encodings.get(image, "").split(":")[0] not in _IMAGES:
         held = ", ".join(f"{name!r} {encoding}" for name, encoding in shard.encodings.items())
         raise SourceError(
-            f"{shard.file.path}: {image!r} is no column of image files, which are jpeg, png or bytes (found: {held})",
+            f"{shard.file.path}: {image!r} is not a column of image files (found: {held}); name one of jpeg, png or "
+            "bytes with path_column",
             path=shard.file.path,
+            parameters=("path_column",),
         )
     offsets, sizes = shard.extents(image)
     none = array("q", bytes(8 * len(offsets)))
@@ -185,12 +187,13 @@ def _reader(shard: _Shard, image: str) -> ArchiveReader:
 
 
 def _cells(shard: _Shard, column: str) -> list[str]:
-    """Return the cells of a column of numbers or text."""
+    """Return the cells of a column as text; raise SourceError if it does not hold numbers or text."""
     encoding = shard.encodings[column]
     kind = _NUMBERS.get(encoding)
     if kind is None and encoding not in _TEXTS:
         raise SourceError(
-            f"{shard.file.path}: column {column!r} holds {encoding}, neither numbers nor text", path=shard.file.path
+            f"{shard.file.path}: column {column!r} holds {encoding}, neither numbers nor text; leave it out",
+            path=shard.file.path,
         )
     offsets, sizes = shard.extents(column)
     if kind is not None and (sizes != kind.itemsize).any():

@@ -1,4 +1,4 @@
-"""Sources of several files: which files they are, in which order, and which splits their names mean."""
+"""Sources of several files (shards): which files they are, their order, and the splits that their names denote."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _MAX_FILES = 1_000_000
 
 @dataclass(frozen=True)
 class Shards:
-    """The files of a source, sorted within a folder, or in the order of a pattern."""
+    """The files of a source: those of a folder, sorted, or those of a pattern, in its order."""
 
-    root: Path  # the folder that contains them
-    names: list[str]  # relative to `root`
-    wanted: NameFilter  # selects their samples
+    root: Path  # the folder that contains the files
+    names: list[str]  # of the files, relative to `root`
+    wanted: NameFilter  # selects samples in the files
 
     @property
     def paths(self) -> list[Path]:
@@ -38,17 +38,17 @@ class Shards:
 
     @property
     def prefixes(self) -> list[str]:
-        """What the names of each file's samples begin with: its name without the suffix; "" if it is the only file."""
+        """For each file the prefix of its samples' names: its name without the suffix and "/"; "" for a single file."""
         if len(self.names) == 1:
             return [""]
         ending = "|".join(map(re.escape, sorted((*TAR_SUFFIXES, *TABLE_SUFFIXES), key=len, reverse=True)))
         return [re.sub(f"({ending})$", "", name, flags=re.IGNORECASE) + "/" for name in self.names]
 
     def splits(self) -> tuple[tuple[str, ...], list[int]]:
-        """Return the `split_names`, and the split of each file.
+        """Return the `split_names`, and for each file the index of its split.
 
-        A split is a folder, or a word of a file's name, that is named like one: ``train-00000-of-00002.parquet``. If a
-        file has no such name, or several, all files are in one split.
+        A file's split is the folder, or else the word in its name, that is a name of splits, such as "train" in
+        ``train-00000-of-00002.parquet``. If this is none or several for any file, all files are in one split.
         """
         found = [_split_of(name) for name in self.names]
         if None in found:
@@ -57,7 +57,7 @@ class Shards:
         return names, [names.index(str(name)) for name in found]
 
     def split_ids(self, counts: Sequence[int]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-        """Return the `split_names` and `split_ids` of a catalog with `counts` samples of each file."""
+        """Return the `split_names` and `split_ids` of a catalog with ``counts[i]`` samples of file i."""
         names, ids = self.splits()
         return names, np.repeat(np.array(ids, np.int32), counts)
 
@@ -70,9 +70,10 @@ def _split_of(name: str) -> str | None:
 
 
 def shards_kind(path: Path, wanted: NameFilter) -> str:
-    """Return "webdataset" or "parquet" if all selected files of a folder, or of a pattern, are of that kind, else "".
+    """Return "webdataset" or "parquet" if all shards of a folder, or of a brace pattern, are of that kind, else "".
 
-    If `wanted` selects no file of a folder, as without `include`, all of its files count.
+    Of a folder, only the shards that `include` allows count, or all of them if it allows none. If `wanted` selects
+    another file, such as an image, or if there are links to folders, the result is "".
     """
     if not os.path.isdir(path):
         return _kind_of(itertools.islice(expand_braces(str(path)), _MAX_FILES))
@@ -80,7 +81,7 @@ def shards_kind(path: Path, wanted: NameFilter) -> str:
     for folder, below, files in os.walk(path):
         below[:] = filter(is_visible, below)
         if any(os.path.islink(os.path.join(folder, name)) for name in below):
-            # There may be images behind links, and loops of links.
+            # os.walk does not follow links, so there may be images below them.
             return ""
         relative = os.path.relpath(folder, path)
         for name in files:
@@ -97,11 +98,11 @@ def _kind_of(names: Iterable[str]) -> str:
 
 
 def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shards:
-    """Return the files of a source: one file, those that a pattern such as ``shard-{000..010}.tar`` names, or a folder.
+    """Return the files of a source: a file, a brace pattern such as ``shard-{000..010}.tar``, or a folder.
 
-    Of a folder, all files with one of the suffixes; patterns of `include` that match one of them select only those,
-    and apply to files instead of samples. There may be none. Raises SourceError if a file that a pattern names is
-    missing.
+    Of a folder, these are all files with one of the `suffixes`, possibly none. Patterns of `include` that match one or
+    more of these select among the files, and the other patterns among the samples. Raises SourceError if a file of a
+    brace pattern is missing.
     """
     if os.path.isdir(path):
         names = list(walk(str(path), NameFilter(tuple(f"*{suffix}" for suffix in suffixes), wanted.exclude)).below(""))
@@ -123,7 +124,7 @@ def _selects(pattern: str, name: str) -> bool:
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
-    """Yield the names that a shell's brace pattern means: ``{000..010}`` and ``{a,b}``."""
+    """Yield the names to which a shell would expand a pattern with braces, such as ``{000..010}`` and ``{a,b}``."""
     match = _BRACES.search(pattern)
     if match is None:
         yield pattern
@@ -132,7 +133,7 @@ def expand_braces(pattern: str) -> Iterator[str]:
     choices: Iterable[str] = match[1].split(",")
     if bounds is not None:
         first, last = int(bounds[1]), int(bounds[2])
-        # As in a shell, numbers are padded if one of the bounds is.
+        # As in a shell, numbers are padded with zeros if one of the bounds is.
         padded = any(bound.startswith("0") and len(bound) > 1 for bound in bounds.groups())
         width = max(map(len, bounds.groups())) if padded else 0
         step = 1 if first <= last else -1

@@ -1,6 +1,6 @@
 """Parquet and Arrow files as sources: a column of encoded images, beside columns of labels and numbers.
 
-Parquet can only be read in whole row groups, so images of one row group are read together.
+A column of a Parquet file can only be read in whole row groups, so images of one row group are read together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from h5pack.system.machine import available_memory
 from h5pack.system.text import format_bytes
 
 _TASK_ROWS = 1_024
-"""Images of larger row groups are shared by several workers, each of which reads the row group."""
+"""The images of larger row groups are divided among several workers, each of which reads the whole row group."""
 
 
 @dataclass
@@ -35,8 +35,8 @@ class TableReader(SourceReader):
     files: tuple[ArchiveFile, ...]
     column: str
     file_ids: npt.NDArray[np.int32]  # index into `files`
-    row_groups: npt.NDArray[np.int32]  # of the file; an Arrow file counts as one
-    rows: npt.NDArray[np.int64]  # of the row group
+    row_groups: npt.NDArray[np.int32]  # index of the row group in the file; an Arrow file counts as one
+    rows: npt.NDArray[np.int64]  # index of the row in the row group
 
     def __post_init__(self) -> None:
         self._loaded: dict[tuple[int, int], Any] = {}
@@ -105,7 +105,7 @@ class TableReader(SourceReader):
 
 
 class _Table:
-    """One Parquet or Arrow file. Nothing is read in threads, so that workers can be forked."""
+    """One Parquet or Arrow file. It is read without threads, so that workers can be forked."""
 
     def __init__(self, file: ArchiveFile) -> None:
         pyarrow = _pyarrow(file.path)
@@ -129,7 +129,7 @@ class _Table:
         return self._parquet.read_row_group(row_group, columns=[name], use_threads=False).column(name)
 
     def largest_group_bytes(self, name: str) -> int:
-        """Return how many bytes a row group of a column takes at most."""
+        """Return the uncompressed size in bytes of a column in its largest row group; 0 for a (mapped) Arrow file."""
         if self._parquet is None:
             return 0
         metadata = self._parquet.metadata
@@ -143,7 +143,7 @@ class _Table:
 
 
 def _memory_mapped(pyarrow: Any, path: str) -> Any:
-    """Return the table of an Arrow file: of the stream format, which Hugging Face datasets uses, or the file format."""
+    """Return the table of an Arrow file in the stream format, which Hugging Face datasets uses, or the file format."""
     source = pyarrow.memory_map(path)
     try:
         return pyarrow.ipc.open_stream(source).read_all()
@@ -208,7 +208,7 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
 
 
 def _features(schema: Any) -> dict[str, dict[str, Any]]:
-    """Return what Hugging Face datasets stored about columns, by name."""
+    """Return the features that Hugging Face datasets stored in a schema, by column; {} if there are none."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {name: one for name, one in features.items() if isinstance(one, dict)}
@@ -217,7 +217,7 @@ def _features(schema: Any) -> dict[str, dict[str, Any]]:
 
 
 def _find_images(file: ArchiveFile, schema: Any) -> str:
-    """Return the column of images: by Hugging Face's description, or by the types and names of columns."""
+    """Return the column of images: by the features of Hugging Face, or by the types and names of columns."""
     features = _features(schema)
     binary = [name for name in schema.names if _is_images(schema.field(name).type)]
     found = [name for name in binary if features.get(name, {}).get("_type") == "Image"]
@@ -242,11 +242,13 @@ def _is_images(kind: Any) -> bool:
 
 
 def _require_columns(file: ArchiveFile, table: _Table, schema: Any, image: str) -> None:
-    """Raise SourceError unless a file has the columns of the first one, and one of images that fits into memory."""
+    """Raise SourceError unless a file has the columns of the first one, and row groups that fit into memory."""
     if image not in table.schema.names or not _is_images(table.schema.field(image).type):
         raise SourceError(
-            f"{file.path}: has no column {image!r} of images; its columns are {', '.join(table.schema.names)}",
+            f"{file.path}: has no column {image!r} of images (its columns are {', '.join(table.schema.names)}); name "
+            "another with path_column",
             path=file.path,
+            parameters=("path_column",),
         )
     if table.schema.names != schema.names:
         raise SourceError(f"{file.path}: has other columns than the first file; pack them one by one", path=file.path)
@@ -277,7 +279,7 @@ def _values(file: ArchiveFile, name: str) -> list[Any]:
         types.is_null,
     )
     if not any(check(value) for check in plain):
-        problem = "neither numbers, text nor lists of these"
+        problem = "neither numbers, text nor lists of these; leave it out"
         raise SourceError(f"{file.path}: column {name!r} holds {kind}, {problem}", path=file.path)
     try:
         values = table.column(name).to_pylist()

@@ -1,6 +1,6 @@
 """The index of a tar file: the names, offsets and sizes of its members.
 
-`tarfile` parses the headers. It ends silently at a damaged one, so the loop over members is here.
+`tarfile` parses the headers. Its own loop over members ends silently at a damaged header, so it is not used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd
 
 
 class _Headers:
-    """The file that `tarfile` reads headers from. Refuses extended headers whose size would take too much memory."""
+    """The file object from which `tarfile` reads headers. Refuses extended headers of more than 1 MiB."""
 
     def __init__(self, file: ArchiveFile) -> None:
         self._file, self._position = file, 0
@@ -121,8 +121,8 @@ def _plain_header(block: bytes) -> tuple[str, int] | None:
         size, checksum = (int(block[start:stop].strip(b" \0"), 8) for start, stop in ((124, 136), (148, 156)))
     except ValueError:
         return None
-    # The checksum is the sum of all bytes, with spaces in its own field. Adler-32 ends with this sum plus 1, modulo
-    # 65,521, and is computed 20 times as fast.
+    # The checksum is the sum of all bytes, with spaces in its own field. The lower half of Adler-32 is this sum plus 1,
+    # modulo 65,521, and is computed 20 times as fast.
     blank = block[:148] + b"        " + block[156:]
     if size < 0 or zlib.adler32(blank) & 0xFFFF != (checksum + 1) % 65_521:
         return None
@@ -130,7 +130,7 @@ def _plain_header(block: bytes) -> tuple[str, int] | None:
 
 
 def _add(members: Members, member: tarfile.TarInfo) -> str | None:
-    """Add a member; return the path that a symbolic link leads to, which may follow in the archive."""
+    """Add a member. If it is a symbolic link, return the path of its target, which may come later in the archive."""
     if member.issparse():
         members.add(member.name, 0, 0, 0, 0, Storing.SPARSE)
     elif member.isreg():
@@ -151,7 +151,7 @@ def _add(members: Members, member: tarfile.TarInfo) -> str | None:
 
 
 def _resolve(members: Members, links: list[tuple[int, str]]) -> None:
-    """Let symbolic links have the bytes of the members that they lead to, also through other links."""
+    """Give symbolic links, (index, target) in `links`, the offsets of their targets, also through other links."""
     for _ in range(_MAX_LINKS):
         for link, target in links:
             number = members.numbers.get(target, link)

@@ -1,4 +1,4 @@
-"""The split for validation: some of the images for training, chosen by a hash."""
+"""Dividing off a split for validation: a fraction of the images for training, chosen by a hash."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ def training_split(source: str, catalog: Catalog, val: float) -> int:
 
 
 def divided_names(names: tuple[str, ...], training: int) -> tuple[str, ...]:
-    """Return the names of the splits after the split with the index `training` was divided."""
+    """Return the names of the splits after dividing the split with the index `training`."""
     first = "train" if names == one_split(0)[0] else names[training]
     return (*names[:training], first, _NAME, *names[training + 1 :])
 
 
 def divide(catalog: Catalog, training: int, usable: npt.NDArray[np.int64], val: float, seed: int) -> Catalog:
-    """Return the catalog with the split for validation, after the split with the index `training`.
+    """Return the catalog with a split for validation, inserted after the split with the index `training`.
 
-    It gets the fraction `val` of the `usable` images of that split, catalog indices.
+    The new split takes the fraction `val` of the images of that split that are among `usable`, catalog indices, int64
+    (n,). Raises OptionsError if that is none or all of them.
     """
     images = usable[catalog.split_ids[usable] == training]
     labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None
@@ -74,7 +75,7 @@ def choose_val(labels: npt.NDArray[np.int64] | None, count: int, val: float, see
     """
     ids = np.zeros(count, np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
     sizes = np.bincount(ids)
-    # Rounding makes remainders equal that are equal but for the precision of floats.
+    # Round, so that remainders which differ only by floating-point errors are equal.
     shares = np.round(sizes * val, 9)
     quotas = np.floor(shares).astype(np.int64)
     by_remainder = np.lexsort((shuffled_split(len(sizes), seed, _HASH + 1), quotas - shares))

@@ -16,6 +16,7 @@ from h5pack.sources.catalog import IMAGE_SUFFIXES, Catalog, NameTable, Note, Rej
 from h5pack.sources.folders import is_visible
 from h5pack.sources.manifest import LABEL_COLUMNS, SPLIT_COLUMNS, ColumnTable, ManifestColumns, with_columns
 from h5pack.sources.shards import Shards
+from h5pack.system.text import counted
 
 _CLASS, _JSON, _TEXT = "cls", "json", "txt"
 _TABLES = (_CLASS, _JSON, _TEXT)
@@ -25,14 +26,14 @@ _MAX_TABLE_BYTES = 1024 * 1024
 
 @dataclass
 class _Samples:
-    """What was found in the shards so far."""
+    """The content of the shards that were read so far."""
 
-    kept: frozenset[str]  # keys of ``.json`` members whose values are read, in lower case
+    kept: frozenset[str]  # keys of ``.json`` members whose values are kept, in lower case
     names: list[str] = field(default_factory=list)  # of the images
     counts: list[int] = field(default_factory=list)  # images of each shard
     readers: list[ArchiveReader] = field(default_factory=list)
-    cells: list[dict[str, Any]] = field(default_factory=list)  # the values of each image's sample
-    header: dict[str, None] = field(default_factory=dict)  # all keys, in the order in which they were found
+    cells: list[dict[str, Any]] = field(default_factory=list)  # the kept values of each image's sample, by key
+    header: dict[str, None] = field(default_factory=dict)  # all keys, kept or not, in the order of their appearance
     others: Counter[str] = field(default_factory=Counter)  # endings of the members that are not read
     ignored: Counter[str] = field(default_factory=Counter)
     rejects: list[Reject] = field(default_factory=list)
@@ -40,7 +41,10 @@ class _Samples:
 
 
 def is_webdataset(members: Members) -> bool:
-    """Return whether a tar file is a shard: an image has a ``.cls``, or a ``.json`` or ``.txt`` without folders."""
+    """Return whether a tar file is a shard.
+
+    It is one if an image has a ``.cls`` member, or a ``.json`` or ``.txt`` member while no member is in a folder.
+    """
     if not any(name.endswith(_TABLE_ENDINGS) for name in members.names):
         return False
     keys: dict[str, set[str]] = {}
@@ -53,10 +57,10 @@ def is_webdataset(members: Members) -> bool:
 
 
 def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], columns: ManifestColumns) -> Catalog:
-    """Return the catalog of WebDataset shards, with the samples in their order. `opened` are the shards with indexes.
+    """Return the catalog of WebDataset shards, with the samples in their order. `opened` are the shards, with indexes.
 
-    The label is the ``.cls`` member, or else a key of the ``.json`` member, whose keys are like columns of a manifest.
-    A ``.txt`` member is like a column "txt".
+    The label is the ``.cls`` member, or else a value of the ``.json`` member. The keys of ``.json`` members are treated
+    like columns of a manifest, and a ``.txt`` member like a column "txt".
     """
     named = [*columns.labels, *columns.all_fields, *([columns.split] if columns.split else [])]
     kept = [*named, *LABEL_COLUMNS, *SPLIT_COLUMNS]
@@ -87,14 +91,14 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
     notes = unused_note("members", others, "a .txt can be packed with text_columns", "text_columns")
     unlabelled = sum(_CLASS not in cells for cells in samples.cells) if columns.labels == (_CLASS,) else 0
     if unlabelled:
-        notes += (Note(f"{unlabelled:,} samples have no .cls: their label is -1"),)
+        notes += (Note(f"{counted(unlabelled, 'sample')} without a .cls: the label is -1"),)
     return replace(catalog, notes=catalog.notes + notes)
 
 
 def _add_shard(
     samples: _Samples, file: ArchiveFile, members: Members, prefix: str, shards: Shards, wanted: tuple[str, ...]
 ) -> None:
-    """Add the samples of a shard; `wanted` are the endings of the members that hold columns which were named."""
+    """Add the samples of a shard; `wanted` are the endings of members that are read because their column was named."""
     reader = ArchiveReader.of(file, members)
     images: list[int] = []
     for key, parts in _grouped(file, members, samples, prefix):
@@ -132,7 +136,7 @@ def _add_shard(
 def _grouped(
     file: ArchiveFile, members: Members, samples: _Samples, prefix: str
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield the key of each sample, and the number of each of its members by the ending of its name."""
+    """Yield the key of each sample, and the indices of its members by the endings of their names."""
     grouped: dict[str, dict[str, int]] = {}
     for number, (name, storing) in enumerate(zip(members.names, members.storings, strict=True)):
         if storing in UNPLACED and storing != Storing.REPLACED:

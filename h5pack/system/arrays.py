@@ -69,7 +69,7 @@ def splitmix64(value: int) -> int:
 
 def splitmix64_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Apply `splitmix64` to every element of a one-dimensional array in place, and return `values`."""
-    # In blocks, so that the shifted copies are small: of ten million elements each would take 80 MB.
+    # Work in blocks to keep the shifted copies small: for ten million elements, each would take 80 MB.
     for start in range(0, len(values), _BLOCK):
         block = values[start : start + _BLOCK]
         block ^= block >> np.uint64(30)
@@ -89,7 +89,7 @@ def hash_sequence(count: int, key: int) -> npt.NDArray[np.uint64]:
 
 
 def shuffled(count: int, key: int) -> npt.NDArray[np.int64]:
-    """Return a permutation of 0..count-1, int64, that the 64-bit seed `key` determines, for all versions of NumPy.
+    """Return a permutation of 0..count-1, int64 (count,), that depends only on the 64-bit seed `key`.
 
     NumPy may change the results of ``Generator.permutation`` between releases. Therefore each number is stored in the
     low bits of a uint64 with 64 - log2(count) hashed bits above it, and these values are sorted.
@@ -105,25 +105,25 @@ def shuffled(count: int, key: int) -> npt.NDArray[np.int64]:
 
 
 def shuffled_split(count: int, seed: int, split: int) -> npt.NDArray[np.int64]:
-    """Return the permutation, int64 (count,), by which a pack orders the rows of its split number `split`.
+    """Return the permutation, int64 (count,), by which a pack shuffles the rows of its split number `split`.
 
-    The positions are sorted by a hash of their number, so the permutation is the same in every release.
+    It is 0..count-1 sorted by a hash of each number, so it is the same in every release of h5pack and NumPy.
     """
     key = splitmix64((seed * SPLITMIX64_GAMMA + (split + 1) * 0xD1B54A32D192ED03) % 2**64)
-    # Sorting the hashes in place, with the positions in their low bits, takes half the memory of sorting positions.
-    positions = np.uint64((1 << max(count - 1, 0).bit_length()) - 1)
+    # Sorting the hashes in place, with the numbers in their low bits, takes half the memory of np.argsort.
+    low_bits = np.uint64((1 << max(count - 1, 0).bit_length()) - 1)
     keys = hash_sequence(count, key)
-    keys &= ~positions
+    keys &= ~low_bits
     for start in range(0, count, _BLOCK):
         keys[start : start + _BLOCK] |= np.arange(start, min(start + _BLOCK, count), dtype=np.uint64)
     keys.sort()
-    # A few hashes differ only in the low bits, so these positions are sorted again, by all bits.
+    # A few hashes differ only in the low bits that were overwritten, so their numbers are sorted again, by all bits.
     tied = np.zeros(0, np.int64)
     for start in range(0, count, _BLOCK):
         block = keys[start : start + _BLOCK + 1]
-        equal = start + np.flatnonzero((block[1:] ^ block[:-1]) <= positions)
+        equal = start + np.flatnonzero((block[1:] ^ block[:-1]) <= low_bits)
         tied = np.union1d(tied, np.concatenate([equal, equal + 1]))
-    keys &= positions
+    keys &= low_bits
     members = keys[tied]
     states = (members + np.uint64(1)) * np.uint64(SPLITMIX64_GAMMA) + np.uint64(key)
     keys[tied] = members[np.argsort(splitmix64_array(states), kind="stable")]
@@ -132,6 +132,6 @@ def shuffled_split(count: int, seed: int, split: int) -> npt.NDArray[np.int64]:
 
 
 def range_indices(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the integers of several ranges one after the other: ``starts[i]`` to ``starts[i] + lengths[i] - 1``."""
+    """Return the concatenated integers of several ranges, int64: ``starts[i]`` to ``starts[i] + lengths[i] - 1``."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))

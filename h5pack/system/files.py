@@ -20,7 +20,7 @@ from h5pack.system.libc import libc_function, raise_errno
 # The workers of a killed process keep its lock for milliseconds. A lock held longer belongs to a running conversion.
 _LOCK_WAIT_SECONDS = 3.0
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The errors of a full disk, an exhausted quota and a limit on the size of files."""
+"""The errno values of a full disk, an exhausted quota and a limit on the size of files."""
 
 _COPY_BYTES = 4 * 1024 * 1024
 
@@ -46,7 +46,10 @@ def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
 
 
 def copy_changed(source: int, target: int, start: int, stop: int) -> None:
-    """Copy bytes `start` to `stop` of the file `source` to `target`, but write only pages that differ."""
+    """Copy bytes `start` to ``stop - 1`` of one open file to the same offsets of another; write only pages that differ.
+
+    `source` and `target` are file descriptors.
+    """
     for offset in range(start, stop, _COPY_BYTES):
         count = min(_COPY_BYTES, stop - offset)
         # Treat bytes beyond the end of a file as zeros.
@@ -62,10 +65,11 @@ _FICLONERANGE = 0x4020940D
 
 
 def clone_range(source: int, target: int, start: int, count: int, offset: int) -> bool:
-    """Let bytes `start` to ``start + count - 1`` of the file `source` be those of `target` at `offset`, without a copy.
+    """Put `count` bytes at `start` of one open file at `offset` of another, by sharing their blocks instead of copying.
 
-    The files then share the blocks until one of them is written. Returns False if the file system cannot share blocks
-    (XFS, Btrfs and others can), or if an argument is not a multiple of its block size.
+    The blocks are shared until one of the files is written there. `source` and `target` are file descriptors. Returns
+    False if the file system cannot share blocks (XFS, Btrfs and others can), or if an argument is not a multiple of its
+    block size. Raises OSError if the disk is full.
     """
     try:
         import fcntl
@@ -95,7 +99,10 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def reporting_full_disk(path: Path, advice: str, *parameters: str) -> Iterator[None]:
-    """Turn an OSError for a full disk or an exhausted quota into a NoSpaceError that ends with `advice`."""
+    """Turn an OSError with one of the `NO_SPACE` errors into a NoSpaceError about `path` that ends with `advice`.
+
+    `parameters` are those that `advice` names.
+    """
     try:
         yield
     except OSError as error:
@@ -200,7 +207,10 @@ def open_locked(path: Path, busy: str) -> int:
 
 
 def cached_pages(path: Path) -> int:
-    """Return how many pages of a file are in the page cache. This uses mincore(2), so it does not read the file."""
+    """Return how many pages of a file are in the page cache, without reading the file.
+
+    Raises OSError if the system has no mincore(2).
+    """
     mincore = libc_function("mincore", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     if mincore is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), os.fspath(path))
@@ -217,7 +227,7 @@ def cached_pages(path: Path) -> int:
 
 
 def drop_cache(path: Path) -> int:
-    """Drop a file's pages from the page cache, and return how many remain; 0 if none of the file is cached.
+    """Drop a file's pages from the page cache, and return how many remain in it; at least 1 without posix_fadvise.
 
     If this machine is virtual, its host may still have the pages in a cache of its own.
     """

@@ -1,4 +1,4 @@
-"""Functions of the C library that Python does not provide, or that it calls without releasing the GIL."""
+"""Functions of the C library that Python does not provide, or for which it does not release the GIL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def libc_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]
 
 
 def raise_errno(path: str | os.PathLike[str] | None = None) -> None:
-    """Raise an OSError with the errno of this thread's last call of a C function."""
+    """Raise an OSError about `path` with the errno of this thread's last call of a `libc_function`."""
     number = ctypes.get_errno()
     raise OSError(number, os.strerror(number), None if path is None else os.fspath(path))
 

@@ -76,9 +76,9 @@ _trim = libc_function("malloc_trim", ctypes.c_int, ctypes.c_size_t)
 
 
 def release_free_memory() -> None:
-    """Give memory that was freed in small pieces back to the system, which glibc keeps otherwise.
+    """Return freed memory to the system, because glibc keeps what was freed in small pieces.
 
-    Of the listing of ten million files 175 MB of 650 were kept.
+    After ten million files had been listed, it kept 175 of 650 MB.
     """
     if _trim is not None:
         _trim(0)

@@ -33,7 +33,7 @@ _MAX_DEPTH = 6
 _ONE_WORKER = "num_workers=1"
 _OR_ONE_WORKER = f", or give {_ONE_WORKER}, which needs no other process"
 
-# Per thread, because each thread may use a SerialExecutor of its own.
+# The shared object is kept per thread, because several threads may each use a SerialExecutor.
 _local = threading.local()
 
 
@@ -56,12 +56,12 @@ class ElasticExecutor(concurrent.futures.Executor):
     """An executor whose number of workers may change."""
 
     def in_flight(self) -> int:
-        """Return how many tasks should be submitted whose results are not known yet; `run` asks this repeatedly."""
+        """Return how many tasks `run` may have submitted and not yet yielded; `run` asks again after each wait."""
         raise NotImplementedError
 
 
 class LostTaskError(BrokenProcessPool):
-    """One task cannot be completed, because each worker that ran it died."""
+    """A task cannot be completed, because every worker that tried it died."""
 
 
 class SerialExecutor(concurrent.futures.Executor):
@@ -84,7 +84,8 @@ def open_executor(
 
     If `start_method` is None, `choose_start_method` decides. Inside tasks `shared()` returns `shared_object`. Forked
     workers inherit this object; for others it is pickled once per worker. Raises WorkerError if the object cannot be
-    used in a worker, or if workers cannot start; unless `isolated`, the error recommends one worker.
+    used in a worker, or if workers cannot start. The error recommends ``num_workers=1``, unless the caller needs a
+    separate process and sets `isolated`.
     """
     if num_workers == 1:
         with using_shared(shared_object):
@@ -128,13 +129,14 @@ def run(
     describe: Callable[[Task], str],
     *,
     ordered: bool = False,
+    resumable: bool = True,
 ) -> Iterator[Result]:
     """Run `function` for each task, and yield the results as they become available, or in order if `ordered`.
 
-    At most `in_flight` tasks are submitted whose results have not been yielded, or what an `ElasticExecutor` says. A
+    At most `in_flight` tasks are submitted and not yet yielded; an `ElasticExecutor` determines this number itself. A
     task is taken from the iterable only when it can be submitted, so memory does not grow with the number of tasks.
-    `function` must be picklable. If a worker process dies, raises a WorkerError whose message has `describe` of some
-    unfinished tasks, the one first that could not be completed.
+    `function` must be picklable. If a worker process dies, raises a WorkerError that names up to four unfinished tasks
+    by `describe`, and recommends ``resume=True`` if `resumable`.
     """
     pending: dict[concurrent.futures.Future[Result], Task] = {}
     source = iter(tasks)
@@ -155,33 +157,34 @@ def run(
             if not pending:
                 return
             awaited = [next(iter(pending))] if ordered else list(pending)
-            # A signal that arrives just before a thread begins to wait is handled only when the wait ends.
+            # Wait with a timeout, because a signal that arrives just before the wait is handled only after it.
             done, _ = concurrent.futures.wait(awaited, _WAIT_SECONDS, concurrent.futures.FIRST_COMPLETED)
             for future in done:
                 try:
                     result = future.result()
                 except LostTaskError:
-                    # Workers may have died of others that they ran or held at the same time.
+                    # Name this task first, but not alone: other tasks of these workers may have killed them.
                     pending = {future: pending[future], **pending}
                     raise
                 del pending[future]
                 yield result
     except BrokenProcessPool as error:
         busy = "; ".join(describe(task) for task in list(pending.values())[:4])
+        again = "continue with resume=True" if resumable else "try again"
         raise WorkerError(
             f"a worker process died near {busy}: out of memory, or a decoder crashed. See 'dmesg', lower num_workers, "
-            "and continue with resume=True",
-            parameters=("num_workers", "resume=True"),
+            f"and {again}",
+            parameters=("num_workers", "resume=True") if resumable else ("num_workers",),
         ) from error
 
 
 def _require_no_open_file(value: Any) -> None:
-    """Raise WorkerError if an open file can be reached from `value`, which forked workers would inherit.
+    """Raise WorkerError if `value` refers, directly or not, to an open file, which forked workers would inherit.
 
     Processes share the position of an inherited file: with two workers that called seek and read, up to 10 of 400 rows
     were wrong.
     """
-    # Loggers lead to these.
+    # Loggers refer to these streams.
     seen = {id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)}
     rest = [value]
     while rest:
@@ -191,12 +194,12 @@ def _require_no_open_file(value: Any) -> None:
         seen.add(id(item))
         if isinstance(item, io.IOBase) and _is_shared_file(item):
             raise WorkerError(
-                f"the source holds the file {getattr(item, 'name', item)!r} open, and worker processes would move its "
-                f"position for each other; open it in each call{_OR_ONE_WORKER}",
+                f"the source holds the file {getattr(item, 'name', item)!r} open, and worker processes would share its "
+                f"position; open it in each call{_OR_ONE_WORKER}",
                 parameters=(_ONE_WORKER,),
             )
         if isinstance(item, types.FunctionType):
-            # Not the globals, from which every imported module can be reached.
+            # Skip the globals, because they refer to every imported module.
             rest += [item.__closure__, item.__defaults__, item.__kwdefaults__]
         elif not isinstance(item, (type, types.ModuleType, types.FrameType, types.TracebackType, types.GeneratorType)):
             rest += gc.get_referents(item)
@@ -235,7 +238,7 @@ def _require_importable_main(advice: str) -> None:
 
 
 def _unguarded_line(main: types.ModuleType, path: str) -> int | None:
-    """Return the line of the main script that is being executed, or None if it is under a condition or unknown."""
+    """Return the line of the main script that is being executed; None if it is under an ``if``, or unknown."""
     line, frame = None, inspect.currentframe()
     while frame is not None:
         if frame.f_globals is vars(main) and frame.f_code.co_name == "<module>":
@@ -314,8 +317,8 @@ def _require_start(executor: concurrent.futures.Executor, num_workers: int, advi
 def _raise_failure() -> None:
     if _local.failure:
         raise WorkerError(
-            f"worker processes cannot load the source ({_local.failure}): its classes must be in modules that can be "
-            f"imported (not in a notebook), and unpickle; move them there{_OR_ONE_WORKER}",
+            f"worker processes cannot load the source ({_local.failure}): its classes must be picklable, and in "
+            f"modules that can be imported (not in a notebook); move them there{_OR_ONE_WORKER}",
             parameters=(_ONE_WORKER,),
         )
 

@@ -148,8 +148,10 @@ def test_unreadable_rows_are_damaged(pack: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_worker_that_dies_is_no_damage(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5pack.format.row_offsets.read_all", lambda *_: os.kill(os.getpid(), 9))
-    with pytest.raises(WorkerError):
+    with pytest.raises(WorkerError) as caught:
         h5pack.verify(pack, start_method="fork")
+    # verify has no resume=True to recommend.
+    assert caught.value.parameters == ("num_workers",)
 
 
 def test_a_crash_of_the_hdf5_library_is_damage(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,5 +209,7 @@ def test_a_folder_without_annotations_is_no_coco(tmp_path: Path) -> None:
         open_source(tmp_path, SourceOptions(kind="coco"))
     laid_out(tmp_path)
     assert open_source(tmp_path, SourceOptions()).kind == "coco"
-    with pytest.raises(OptionsError):
-        open_source(tmp_path, SourceOptions(columns=ManifestColumns(boxes=("a",))))
+    with pytest.raises(OptionsError) as caught:
+        open_source(tmp_path, SourceOptions(columns=ManifestColumns(root=str(tmp_path), boxes=("a",))))
+    # COCO uses root, so it is not to be left out.
+    assert caught.value.parameters == ("box_columns",)

@@ -244,7 +244,7 @@ def test_invalid_options_and_options_of_other_kinds_of_sources_are_refused(tmp_p
     root = split_folders(tmp_path / "source", {"train": {"a": 1}})
     path = write(tmp_path / "f.h5", x=IMAGES)
     for source, options, parameter in (
-        (root, SourceOptions(datasets=HDF5Datasets("x")), "channel_axis"),
+        (root, SourceOptions(datasets=HDF5Datasets("x")), "images"),
         (path, SourceOptions(columns=ManifestColumns("x")), "path_column"),
         (path, SourceOptions("flat"), "source_kind='flat'"),
         (root, SourceOptions("hdf5"), "source_kind='hdf5'"),

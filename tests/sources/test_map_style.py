@@ -334,7 +334,7 @@ def test_fields_of_samples_that_do_not_fit_are_errors_or_rejects(tmp_path: Path)
     for key in ("vector", "weight", "caption"):
         with pytest.raises(SourceError) as caught:
             h5pack.convert(Described(), tmp_path / "o.h5", **quick(box_columns=key))
-        assert (caught.value.rows, caught.value.parameters) == ((0,), ("fields",))
+        assert (caught.value.rows, caught.value.parameters) == ((0,), ("box_columns",))
     for settings in ({"fields": ("a/b",)}, {"fields": ("box",), "box_columns": "box"}, {"text_columns": "caption"}):
         with pytest.raises(OptionsError):
             h5pack.convert(Described(), tmp_path / "o.h5", **quick(**settings))

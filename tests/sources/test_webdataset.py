@@ -153,9 +153,13 @@ def test_fields_and_splits_come_from_json_and_file_names(tmp_path: Path) -> None
         ("text", ["a cat\n", ""]),
         ("boxes", [[], [[1, 2, 3, 4]]]),
     ]
-    for columns in (ManifestColumns(root="x"), ManifestColumns(path="x")):
-        with pytest.raises(OptionsError):
+    for columns, unused in (
+        (ManifestColumns(root="x", labels=("a",)), ("root",)),
+        (ManifestColumns("x", images=("a",)), ("path_column", "image_columns")),
+    ):
+        with pytest.raises(OptionsError) as caught:
             opened(tmp_path, columns=columns)
+        assert caught.value.parameters == unused
 
 
 def test_what_is_not_packed_is_noted(tmp_path: Path) -> None:
