@@ -33,6 +33,10 @@ _OF_FILES = ("size", "chunk_rows", "chunk_bytes", "compat", "shard_bytes")
 """Further options that `append` does not accept, because the pack determines them."""
 
 
+_OF_SEVERAL = ("part", "finish", "client")
+"""Options of a conversion by several processes or machines, which `append` is not."""
+
+
 def append(
     pack: str | os.PathLike[str],
     source: str | os.PathLike[str] | MapStyleDataset,
@@ -126,6 +130,14 @@ def _require_options(old: Part, options: dict[str, Any]) -> None:
             f"{old.path}: {given[0]} cannot be given, because appended images get that of the pack; leave it out",
             path=old.path,
             parameters=(given[0],),
+        )
+    several = [name for name in _OF_SEVERAL if name in options]
+    if several:
+        raise OptionsError(
+            f"{old.path}: {several[0]} cannot be given, because append runs on one machine; convert the new images into "
+            "a pack of their own, and join both",
+            path=old.path,
+            parameters=(several[0],),
         )
 
 

@@ -122,6 +122,8 @@ def test_images_that_do_not_fit(tmp_path: Path) -> None:
         (tmp_path / "none", SourceError, {}),
         (tmp_path / "large", OptionsError, {"size": 30}),
         (tmp_path / "large", OptionsError, {"chunk_rows": 3}),
+        (tmp_path / "large", OptionsError, {"part": (1, 2)}),
+        (tmp_path / "large", OptionsError, {"finish": True}),
     ):
         with pytest.raises(kind):
             h5pack.append(tmp_path / "o.h5", other, **quick(**settings))
