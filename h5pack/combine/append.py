@@ -134,8 +134,8 @@ def _require_options(old: Part, options: dict[str, Any]) -> None:
     several = [name for name in _OF_SEVERAL if name in options]
     if several:
         raise OptionsError(
-            f"{old.path}: {several[0]} cannot be given, because append runs on one machine; convert the new images into "
-            "a pack of their own, and join both",
+            f"{old.path}: {several[0]} cannot be given, because append runs on one machine; convert the new images "
+            "into a pack of their own, and join both",
             path=old.path,
             parameters=(several[0],),
         )

@@ -12,6 +12,7 @@ from h5pack.errors import OptionsError, StateError
 # Parameters whose names differ from their keys in saved states.
 _PARAMETERS = {"samples": "num_samples", "trim": "drop_last"}
 _OF_SPLIT = ("start", "rows")
+_GLOBAL_BATCH = "batch_size times num_replicas"
 
 
 def _rows_text(order: dict[str, Any]) -> str:
@@ -125,7 +126,8 @@ class EpochCursor:
                     saved, ours = _rows_text(order), _rows_text(self.identity)
                     problem = f"for {saved} of its file, but this order is for {ours}; resume with the same split"
                 else:
-                    problem = f"with {parameter} {order.get(name)!r}, but this order has {self.identity.get(name)!r}"
+                    what = _GLOBAL_BATCH if name == "global_batch" else parameter
+                    problem = f"with {what} {order.get(name)!r}, but this order has {self.identity.get(name)!r}"
                     problem += "; resume with the same " + ("indices" if name == "rows_digest" else "value")
                 raise StateError(f"the state was saved {problem}{hint}", parameters=(parameter,))
         if self._num_replicas is not None and saved_ranks is not None and saved_ranks != self._num_replicas:
