@@ -112,7 +112,7 @@ class CachedRows:
 
     def gather(self, found: RowLocations, out: npt.NDArray[Any]) -> None:
         """Copy located rows to `out`, (n, ...), C-contiguous. `ready` must have returned True for them recently."""
-        self.mapped.mapping.require_unchanged(found.files)
+        self.mapped.mapping.require_whole(found.files)
         flat = out.reshape(-1).view(np.uint8).reshape(len(found.positions), self.mapped.index.row_bytes)
         if self.mapped.array is not None:
             np.take(self.mapped.array, found.positions, axis=0, out=flat, mode="clip")
