@@ -163,7 +163,7 @@ def _is_exact(decode: Callable[[bytes, ImageHeader, Window], Pixels | None], pat
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Drop what is written to standard error meanwhile: nvImageCodec reports each GPU library that is not installed."""
+    """Discard standard error inside the context, because nvImageCodec reports each GPU library that is missing."""
     try:
         original, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     except OSError:

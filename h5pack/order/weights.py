@@ -96,7 +96,7 @@ class WeightedRows:
         return {**self.rows.identity(), "samples": self.count, "weights_digest": self._digest}
 
     def chunk_edges(self, offset: int) -> Rows:
-        """Return the number of draws before each chunk, followed by that of all draws; int64, (chunk_count + 1,)."""
+        """Return the number of draws before each chunk, and at the end that of all draws; int64, (chunk_count + 1,)."""
         return self._draws_before(self._sums, offset)
 
     def row_edges(self, chunks: Rows, offset: int) -> tuple[Rows, Rows, Rows]:

@@ -42,7 +42,7 @@ _HEAD_BYTES = 2_048
 _COPY_BYTES = 1024 * 1024
 _MAX_OPEN_FILES = 64
 _MAX_NAME_BYTES = 4_096
-# Deflate shrinks photographs hardly at all, and blank bitmaps up to 1,032 times.
+# Deflate hardly shrinks photographs, but it shrinks blank bitmaps up to 1,032 times.
 _BOMB_BYTES, _BOMB_RATIO = 64 * 1024 * 1024, 100
 _COLUMNS = ("offsets", "sizes", "stored_sizes", "checksums", "storings")
 _LOCAL_HEADER, _LOCAL_HEADER_BYTES = b"PK\3\4", 30

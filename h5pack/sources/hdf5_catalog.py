@@ -249,7 +249,7 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
 
 
 def find_labels(file: h5py.File, images: str, rows: int) -> str | None:
-    """Return the path of the dataset beside the images that is their labels by its name and length, or None."""
+    """Return the path of the dataset beside the images that has a name of labels and `rows` rows, or None."""
     if schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
         # A field of a pack may be called "label".
         return schema.LABELS if schema.LABELS in file else None

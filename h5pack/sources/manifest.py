@@ -342,9 +342,13 @@ def read_json_lines(path: Path) -> JsonTable:
             f"{path} line {number}: cannot be read as JSON ({error}); each line must be an object", path=path
         ) from error
     except OSError as error:
-        raise SourceError(f"{path}: cannot be read ({error}); make it readable", path=path) from error
+        raise _unreadable(path, error) from error
     header = tuple(dict.fromkeys(key for record in records for key in record))
     return JsonTable(path, header, [], lines, records)
+
+
+def _unreadable(path: Path, error: OSError) -> SourceError:
+    return SourceError(f"{path}: cannot be read ({error}); make it readable", path=path)
 
 
 def read_delimited(path: Path) -> TextTable:
@@ -354,10 +358,10 @@ def read_delimited(path: Path) -> TextTable:
         with path.open(newline="", encoding="utf-8-sig") as stream:
             reader = csv.reader(stream, delimiter=delimiter)
             lines = [(reader.line_num, cells) for cells in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SourceError(
-            f"{path}: cannot be read as a table in UTF-8 ({error}); save it as CSV in UTF-8", path=path
-        ) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SourceError(f"{path}: is not a table in UTF-8 ({error}); save it as CSV in UTF-8", path=path) from error
     if not lines:
         raise SourceError(f"{path}: the file is empty; its first line must name the columns", path=path)
     header = tuple(cell.strip() for cell in lines[0][1])
@@ -372,8 +376,10 @@ def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> Te
     try:
         with path.open(encoding="utf-8-sig") as stream:
             lines = [(number, line.split()) for number, line in enumerate(stream, 1)]
-    except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path}: cannot be read as text ({error}); download it again", path=path) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path}: is not text in UTF-8 ({error}); download it again", path=path) from error
     if header is None:
         if len(lines) <= skip:
             raise SourceError(f"{path}: has no line that names the columns; download it again", path=path)

@@ -146,7 +146,7 @@ class MapStyleReader(SourceReader):
             ) from error
 
     def _given(self, index: int) -> Any:
-        """Return what the dataset gives for a sample; raise RejectedImageError if it raises an exception."""
+        """Return sample `index` of the dataset; raise RejectedImageError if the dataset raises an exception."""
         last, given = self.__dict__["_last"]
         if last != index:
             try:

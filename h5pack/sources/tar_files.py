@@ -108,7 +108,7 @@ def _index(file: ArchiveFile) -> Members:
     file.require_unchanged()
     _resolve(members, links)
     if _continues(file, position, size):
-        text = f"what follows the end mark of {os.path.basename(file.path)} at byte {position:,} is not read"
+        text = f"bytes after the end mark of {os.path.basename(file.path)}, at byte {position:,}, are not read"
         members.notes = (Note(text),)
     return members
 
