@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
+from PIL import Image
 
 import h5pack
 from h5pack.benchmark.sample import find_input
@@ -119,6 +120,20 @@ def test_the_fix_of_other_numbers_removes_the_faults(tmp_path: Path) -> None:
     assert report_of(tmp_path / "repacked.h5").faults == ()
     with h5py.File(tmp_path / "repacked.h5") as after:
         assert np.array_equal(after["images"][()], values)
+
+
+def test_masks_beside_kept_images_are_described(tmp_path: Path) -> None:
+    images = jpegs(3)
+    for number, data in enumerate(images):
+        (tmp_path / f"{number}.jpg").write_bytes(data)
+        Image.fromarray(np.zeros(decoded(data).shape[:2], np.uint8)).save(tmp_path / f"{number}.png")
+    lines = [f"{number}.jpg,{number}.png" for number in range(len(images))]
+    (tmp_path / "table.csv").write_text("\n".join(["path,shape", *lines]))
+    h5pack.convert(tmp_path / "table.csv", tmp_path / "o.h5", keep="jpeg", mask_columns="shape", num_workers=1)
+    report = h5pack.info(tmp_path / "o.h5")
+    assert report.pack is not None
+    assert report.pack["fields"] == {"shape": {"kind": "mask", "dtype": "uint8", "shape": [None, None]}}
+    assert "shape: mask, uint8" in report.to_text()
 
 
 def test_statistics_of_a_foreign_file_are_measured(tmp_path: Path) -> None:
