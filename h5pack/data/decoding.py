@@ -128,7 +128,7 @@ def crop_decoder(
     """Return a decoder of crops of the dataset `images` of the file `path`.
 
     Raise OptionsError if the images are stored as pixels, if there are `unmoved` fields (masks, boxes or keypoints that
-    cannot be cropped with the images), or if `crop` is no crop that decodes.
+    cannot be cropped with the images), or if `crop` is of another type.
     """
     problem, parameters = "", ["decode"]
     if not images.is_encoded:

@@ -124,8 +124,8 @@ class H5Loader(Closeable, Resumable):
     batch_size, shuffle, seed, window, drop_last, rank, num_replicas, streams, lanes, indices, weights, num_samples
         As for `ChunkBatchSampler`, which yields the same order for the same parameters.
     batch_sampler : MixtureSampler, optional
-        A sampler of `dataset`, which must be a `ConcatPack`. Its batches are read, and the parameters above must not be
-        given. The loader and the sampler have one state, as if the sampler were a DataLoader's.
+        A sampler of `dataset`, which must be a `ConcatPack`. Its batches are read; `batch_size` to `num_samples` must
+        not be given. The loader and the sampler have one state, as if the sampler were a DataLoader's.
     num_threads : int, optional
         Number of threads that read. None: 4, or the number of CPUs that this process may use if that is smaller.
     prefetch_factor : int, optional
