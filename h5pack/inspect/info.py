@@ -210,6 +210,8 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
                 opening_fix=_opening_fix(file, opening),
                 stats=_stats(file, (pack or {}).get("splits", {})) if stats else None,
             )
+        except PackFormatError:
+            raise
         except (KeyError, ValueError, RuntimeError, OSError) as error:
             problem = f"{os.fspath(path)}: its metadata is damaged ({error}); restore the file"
             raise PackFormatError(problem, path=path) from error
@@ -458,11 +460,8 @@ def _stats(file: h5py.File, splits: dict[str, list[list[int]]]) -> dict[str, Any
             result["split_labels"] = {name: _label_counts(labels, parts) for name, parts in splits.items()}
     if f"{schema.STATISTICS}/mean" in file:
         group = file[schema.STATISTICS]
-        result["channels"] = {
-            "mean": _finite(group["mean"][()]),
-            "std": _finite(group["std"][()]),
-            "rows": int(group.attrs["rows"]),
-        }
+        channels = {name: _finite(group[name][()]) for name in ("mean", "std")}
+        result["channels"] = {**channels, "rows": int(group.attrs["rows"])}
     elif isinstance(file[images], h5py.Dataset):
         result["channels"] = _measured_channels(reopen_tuned(file[images]))
     return result

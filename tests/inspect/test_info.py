@@ -173,6 +173,16 @@ def test_damaged_metadata_is_one_error(tmp_path: Path) -> None:
     assert "format 2 (this h5pack is too old" in h5pack.info(tmp_path / "o.h5").to_text()
 
 
+def test_a_damaged_field_is_named(tmp_path: Path) -> None:
+    class_folders(tmp_path / "in", {"a": 3}, (20, 20))
+    h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **quick())
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        file["fields/x/data"], file["fields/x/offsets"] = np.arange(4), np.array([0, 1, 9, 4])
+    with pytest.raises(PackFormatError) as caught:
+        h5pack.info(tmp_path / "o.h5")
+    assert (caught.value.dataset, tuple(caught.value.rows)) == ("fields/x/offsets", (1,))
+
+
 def test_a_pack_that_was_compressed_on_purpose_has_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info_module, "_DEFAULT_CACHE_BYTES", 2**20)
     images = np.random.default_rng(0).integers(0, 8, (9, 256, 256, 3), np.uint8)
