@@ -73,7 +73,7 @@ class BatchIterator(Closeable, Iterator[Any]):
             raise
 
     def close(self) -> None:
-        """Stop reading, and wait until the threads of this iteration have ended."""
+        """Stop reading, and wait until the threads of this iteration have stopped."""
         if not self._ended:
             self._broken = self._broken or "was closed"
         self._release()

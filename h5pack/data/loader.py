@@ -35,7 +35,7 @@ from h5pack.system.parameters import require_callable, whole_number
 
 
 class LoaderIterator(BatchIterator):
-    """Iterator over one epoch. Its threads end after the last batch, or when it is closed or garbage-collected.
+    """Iterator over one epoch. Its threads stop after the last batch, or when it is closed or garbage-collected.
 
     `cursor` says at which batch to start and counts the delivered batches; `end` is the epoch's number of batches.
     `start` starts the threads that read.
@@ -64,7 +64,7 @@ class LoaderIterator(BatchIterator):
         return len(self._ready) + (0 if self._pipeline is None else self._pipeline.waiting)
 
     def close(self) -> None:
-        """Stop reading, and wait until the threads of this iteration have ended."""
+        """Stop reading, and wait until the threads of this iteration have stopped."""
         # After the last batch no threads are left. Skip closing then, so that `next` still raises StopIteration.
         if self._pipeline is not None:
             super().close()

@@ -148,7 +148,8 @@ def export(
         Paths of the datasets of images and of labels inside the file; ``labels=""`` exports no labels.
         Default: detected.
     fields : str or sequence of str
-        Paths of further numeric datasets to include in the manifest. The fields of a pack are always included.
+        Names of fields of a pack, or paths of further numeric datasets, to include in the manifest. Default: all fields
+        of a pack.
     channel_axis : str, optional
         Position of the channel axis in a row: "last", "first" or "none". Default: as stored in a pack, else inferred
         from the shape.

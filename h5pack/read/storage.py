@@ -48,7 +48,7 @@ class FileIdentity:
     def require(self, path: str, file: str | int | None = None) -> None:
         """Raise PackChangedError unless `path`, or the descriptor `file` opened from it, has this identity."""
         try:
-            # Compare without creating a FileIdentity, because loaders check each file twice for each batch.
+            # Compare without creating a FileIdentity, because loaders check files several times per batch.
             status = os.stat(path if file is None else file)
             same = status.st_mtime_ns == self.modified_ns and status.st_size == self.size
         except OSError:
