@@ -90,7 +90,7 @@ def key_of(indices: Sequence[Any]) -> DrawKey:
 
 
 class Steps(NamedTuple):
-    """How an image becomes a crop: decode a window of it, resize that, and cut the result out."""
+    """How an image becomes a crop: decode a window of the image, resize the window, and cut the result out."""
 
     window: tuple[int, int, int, int]  # top, left, height and width, in pixels of the image
     resized: tuple[int, int]  # height and width of the resized window
