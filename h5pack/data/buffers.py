@@ -12,7 +12,7 @@ long as copying into it (measured: 14 ms and 3 ms for 30 MB). So each worker has
 memory files). The first byte of a segment's header page says whether the main process still uses it. The main process
 maps a segment for each batch, and clears that byte when the batch's last tensor is freed. A worker reuses a segment
 only when that byte is clear and the worker itself has no array in the segment. If a user's collate function changes the
-batch that h5pack's returned, the batch is sent as ordinary tensors, which torch copies.
+batch that `H5Dataset.collate` returned, the batch is sent as ordinary tensors, which torch copies.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Shape = tuple[tuple[int, ...], npt.DTypeLike]
 
 
 def lay_out(shapes: Sequence[Shape]) -> tuple[list[int], int]:
-    """Return the byte offset of each array in the memory of a batch, and the total size in bytes."""
+    """Return the byte offset of each array, of these (shape, dtype), in a batch's memory, and the total bytes."""
     offsets, size = [], 0
     for shape, dtype in shapes:
         offsets.append(size)
@@ -67,9 +67,9 @@ class BatchField:
 
 @contextlib.contextmanager
 def unfilled_memory() -> Iterator[None]:
-    """Let new tensors keep what is in their memory, for tensors that are then overwritten completely.
+    """Leave the memory of new tensors as it is, for tensors that are then overwritten completely.
 
-    ``torch.use_deterministic_algorithms`` fills every new tensor otherwise, which takes as long as copying it. The
+    Otherwise ``torch.use_deterministic_algorithms`` fills every new tensor, which takes as long as copying it. The
     setting belongs to the process, so the last of several threads restores it.
     """
     if not torch.are_deterministic_algorithms_enabled():
@@ -90,7 +90,7 @@ def unfilled_memory() -> Iterator[None]:
 
 
 class _Filling:
-    """How many threads are in `unfilled_memory`, and what the setting was before the first of them."""
+    """The number of threads in `unfilled_memory`, and the setting before the first of them entered."""
 
     def __init__(self) -> None:
         self.lock, self.users, self.before = threading.Lock(), 0, True
@@ -102,7 +102,7 @@ _filling = _Filling()
 class BatchMemory:
     """The memory of a batch that is being filled: the slots `start` to ``start + rows - 1`` of a buffer.
 
-    `address` is that of the buffer's first byte; `arrays` has an array (rows, ...) for each field.
+    `address` is the address of the buffer's first byte; `arrays` has an array (rows, ...) for each field, by name.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class BatchMemory:
         }
 
     def part(self, start: int, rows: int) -> BatchMemory:
-        """Return the memory of `rows` slots of the same buffer, from `start` on, which counts from this one's first."""
+        """Return the memory of `rows` slots of the same buffer; `start` counts from the first slot of this memory."""
         return BatchMemory(self._base, self._pinned, self._fields, rows, self._start + start)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a field as a tensor that shares this memory and keeps it allocated, as does any view of it."""
+        """Return a field as a tensor of this memory. The tensor and its views keep the memory allocated."""
         array = self.arrays[name]
         if self._pinned is None:
             return torch.from_numpy(array)
@@ -187,7 +187,8 @@ class BufferPool:
     def prepare(self, buffers: int | None = None) -> None:
         """Allocate the buffers that the pool may keep, and write to each page, so that later batches are fast.
 
-        `buffers`, if given, is how many of them to allocate. torch's allocator keeps pinned ones.
+        torch's allocator keeps pinned buffers. `buffers` is the number of pinned buffers to allocate (None: `keep`);
+        it has no effect on a pool of pageable memory.
         """
         if self._pinned:
             held = [self._new_pinned() for _ in range(self.keep if buffers is None else buffers)]
@@ -273,7 +274,7 @@ class SharedMemory:
         return SharedMemory, ()
 
     def batch(self, shapes: Sequence[Shape], *, share: bool = True) -> list[torch.Tensor]:
-        """Return new tensors to fill, in shared memory if `share` is true, this is a worker and it is supported."""
+        """Return new tensors to fill; in a worker with `share`, in shared memory if the system supports that."""
         if share and get_worker_info() is not None and can_share():
             return self.shared_batch(shapes)
         with unfilled_memory():
@@ -305,9 +306,9 @@ class SharedBatch(list[torch.Tensor]):
         self._signatures = [_signature(tensor) for tensor in self]
 
     def reduced(self, tensors: list[torch.Tensor]) -> Any:
-        """Return the function and the arguments with which the main process maps the segment: it gets the tensors.
+        """Mark the segment as sent; return the function and arguments with which the main process gets its tensors.
 
-        Return None if the tensors are no longer those in the segment, or if the segment was sent before.
+        Return None if `tensors` are no longer those in the segment, or if the segment was sent before.
         """
         if self._segment.sent or [_signature(tensor) for tensor in tensors] != self._signatures:
             return None
@@ -352,8 +353,8 @@ def _receive(process: int, descriptor: int, shapes: Sequence[Shape]) -> list[tor
     number, owner = next(_numbers), os.getpid()
 
     def release(_: object) -> None:
-        # The garbage collector may call this, so it must take no lock. In a forked child it must not mark the segment
-        # as free, because the parent still uses it.
+        # The garbage collector may call this, so take no lock. In a forked child, do not mark the segment as free,
+        # because the parent still uses it.
         if os.getpid() == owner:
             memory[0] = _FREE
         _watched.pop(number, None)

@@ -29,19 +29,20 @@ from h5pack.read.storage import CHECK_SECONDS
 from h5pack.system.arrays import consecutive_runs, equal_runs
 
 TASK_BYTES = 8 * 1024 * 1024
-"""Bytes that one task reads: enough to make the overhead of a task (about 10 us) negligible, and less than a batch."""
+"""Bytes that one task reads: enough to make the overhead of a task (about 10 us) negligible, and few enough to divide
+the work among the threads."""
 
 _MIN_CROPS, _MAX_CROPS, _CROPPED_BYTES = 8, 64, 64 * 1024 * 1024
-"""Number of encoded images of which one task decodes crops, and bytes of their pixels that it is chosen for.
+"""Bounds of the number of images that one task crops, and the bytes that the pixels of these whole images should have.
 
-64 crops of photos of 512 pixels take 40 ms. CPU time of one with two threads: 628 us in tasks of 32, 596 us in tasks
-of 64, 584 us in tasks of 128, because drawing their windows takes 0.2 to 0.5 ms a task. But larger tasks leave threads
-idle for longer at the end of an epoch.
+64 crops of photos of 512 pixels take 40 ms. CPU time of one crop with two threads: 628 us in tasks of 32, 596 us in
+tasks of 64, 584 us in tasks of 128, because drawing the windows takes 0.2 to 0.5 ms per task. But larger tasks leave
+threads idle for longer at the end of an epoch.
 """
 
 _LARGE_BYTES = 8_192
-"""Decoded rows of at least this many bytes are copied one by one. Smaller rows are copied together by NumPy's
-fancy indexing, which is a single call but copies the data twice."""
+"""Decoded rows of at least this many bytes are copied one by one. Smaller rows are copied together by NumPy's fancy
+indexing, which is a single call but copies the data twice."""
 
 ROWS = "row numbers"
 """Name of the batch field that holds the row numbers in the file. The space avoids a clash with a dataset's name."""
@@ -52,10 +53,10 @@ OnArrival = Callable[[list[Span]], None]
 
 @dataclass(frozen=True)
 class Block:
-    """A span of a batch, or several whole batches with adjacent memory, and the rows, int64 (n,), of a cached group.
+    """A span of a batch, or several whole batches with adjacent memory, and the rows in memory that go there.
 
-    `found` has their locations in each field that is in the page cache. `checked` is the monotonic time at which the
-    rows were known to be in memory.
+    `rows` is int64 (n,). `found` has their locations in each field that is in the page cache. `checked` is the
+    monotonic time at which the rows were known to be in memory.
     """
 
     spans: list[Span]
@@ -89,7 +90,7 @@ class OpenBatches:
             start += rows
 
     def arrays_of(self, block: Block) -> dict[str, npt.NDArray[Any]]:
-        """Return the memory of each field that a block's rows go to, in the order of the rows."""
+        """Return the arrays, by field, to which a block's rows are to be copied in their order."""
         batch, slot, _ = block.spans[0]
         # The memory of the other batches follows that of the first.
         return self._memory[batch].part(slot, len(block.rows)).arrays
@@ -149,9 +150,8 @@ class _Countdown:
 class GroupReader:
     """Factory of the tasks that fill batches with the rows of chunk groups.
 
-    `held` has all rows of some small fields by name. If `keep` is true, decoded chunks are cached, because the order
-    reads each chunk several times. ``draw_key(batches)`` is what crops are drawn from, see
-    `h5pack.data.samplers.draw_key`.
+    `held` has all rows of some small fields by name. If `keep` is true, decoded chunks are cached for later groups and
+    epochs. ``draw_key(batches)`` returns the key of random crops, see `h5pack.data.samplers.draw_key`.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class GroupReader:
         self._can_gather = len(held) + len(self._mapped) == len(dataset.names)
 
     def _map(self, field: BatchField) -> CachedRows | None:
-        """Return a field's rows in the page cache, or None if they cannot be copied to batches as they are stored."""
+        """Return a field's rows in the page cache, or None if the stored bytes cannot be copied to batches."""
         if field.name == ROWS or field.name in self._held:
             return None
         index = self._engine.indexes[field.name]
@@ -207,8 +207,8 @@ class GroupReader:
     def _locate(self, group: ChunkGroup) -> dict[str, RowLocations]:
         """Return the locations of a group's rows in the fields in the page cache, in the order of their slots.
 
-        They are computed here, once for many batches and for ascending rows, because locating the rows of a batch in
-        several files takes a third as long as copying them.
+        Computed once for many batches and mostly ascending rows, because locating the rows of each batch in several
+        files would take a third as long as copying them.
         """
         located = {name: rows.locate(group.rows) for name, rows in self._mapped.items()}
         return {
@@ -251,12 +251,12 @@ class GroupReader:
         assert planned.runs is not None
         for name in self._mapped:
             self._engine.count_mapped(name, *planned.runs)
-        most = max_rows // batch_rows if batch_rows else 0
+        max_batches = max_rows // batch_rows if batch_rows else 0
         parts: list[list[Span]] = []
-        whole: list[Span] = []  # the part that the next whole batch may join
+        whole: list[Span] = []  # the last part, if another whole batch may join it
         for batch, slot, count in planned.group.spans:
-            if count == batch_rows and most > 1:
-                if len(whole) in (0, most):
+            if count == batch_rows and max_batches > 1:
+                if len(whole) in (0, max_batches):
                     whole = []
                     parts.append(whole)
                 whole.append((batch, slot, count))
@@ -348,7 +348,7 @@ class GroupReader:
     def _targets(
         self, field: BatchField, group: ChunkGroup, low: int, high: int
     ) -> tuple[list[int], list[npt.NDArray[Any]]]:
-        """Return the number of the batch of each row, and the memory in it that the row goes to."""
+        """Return the number of each row's batch, and the array in the batch's memory that receives the row."""
         owners, slots = group.slots(group.positions[low:high])
         batches = [group.spans[owner][0] for owner in owners.tolist()]
         arrays = {batch: self._batches.memory(batch).arrays[field.name] for batch in set(batches)}
@@ -356,16 +356,16 @@ class GroupReader:
 
 
 def _cut_rows(rows: npt.NDArray[np.int64], max_rows: int) -> list[int]:
-    """Divide rows into ascending parts of at most `max_rows`; return the index at which each starts, and the end."""
+    """Divide rows into ascending parts of at most `max_rows`; return the start of each part, and the number of rows."""
     edges = [0, *(np.flatnonzero(np.diff(rows) < 0) + 1).tolist(), len(rows)]
     cuts = [cut for low, high in itertools.pairwise(edges) for cut in range(low, high, max_rows)]
     return [*cuts, len(rows)]
 
 
 def _cut_runs(edges: list[int], row_bytes: int) -> list[int]:
-    """Combine runs of rows into tasks of about `TASK_BYTES`, without cutting a run; `edges` are as of `run_edges`.
+    """Combine runs of rows into tasks of about `TASK_BYTES`, without cutting a run; `edges` is as `run_edges` returns.
 
-    The result is the index of the first run of each task, followed by the number of runs.
+    Return the index of the first run of each task, followed by the number of runs.
     """
     max_rows = max(1, TASK_BYTES // row_bytes)
     cuts = [0]

@@ -1,7 +1,7 @@
 """Collating a DataLoader's batches without copies: `SampleBatch`, whose samples are read on first access.
 
-torch's ``default_collate`` chooses a collate function by the type of the first sample (``default_collate_fn_map``).
-That of `Sample` returns the tensors that the rows of a `SampleBatch` were read into, instead of stacking samples.
+torch's ``default_collate`` chooses a collate function by the type of the first sample (``default_collate_fn_map``). The
+function for `Sample` returns the tensors that the rows of a `SampleBatch` were read into, instead of stacking samples.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BatchSource(Closeable, Dataset[Any]):
         raise NotImplementedError
 
     def draw_key(self, indices: Sequence[Any]) -> DrawKey:
-        """Return what the crops of samples are drawn from; `indices` are as a sampler or a user gives them."""
+        """Return the key from which the crops of samples are drawn; `indices` are those of a sampler or a user."""
         return key_of(indices) if self.is_random else NO_KEY
 
     def read_batch(self, rows: npt.NDArray[np.int64], key: DrawKey = NO_KEY) -> list[torch.Tensor]:
@@ -110,8 +110,8 @@ class SampleBatch(Sequence[Any]):
     """A sequence of samples that are read together on first access or by `collate`.
 
     `rows`, int64 (n,), are passed to ``source.read_batch``: row numbers in a file, or indices of a `ConcatPack`. If the
-    images differ in size, so that one tensor cannot hold them, the samples are read individually by `load`. Both get
-    `key`, from which random crops are drawn.
+    images differ in size, so that one tensor cannot hold them, ``load(rows, key)`` reads the samples instead. Random
+    crops are drawn from `key`.
     """
 
     def __init__(

@@ -65,12 +65,12 @@ class ConcatPack(BatchSource):
             dataset.close()
 
     def joined(self) -> H5Dataset:
-        """Return one dataset of all samples, in the same order, as `H5Loader` reads them.
+        """Return one `H5Dataset` with all samples in the same order, which `H5Loader` reads.
 
         Raises
         ------
         OptionsError
-            If a dataset has transforms, which may differ from those of another.
+            If a dataset has transforms, because the datasets may have different ones.
         PackFormatError
             If the files have different classes or other metadata.
         """
@@ -95,7 +95,7 @@ class ConcatPack(BatchSource):
         return self.datasets[owner][int(number[0] - self.offsets[owner])]
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
-        """Return the samples of many indices; samples of the same dataset are read together."""
+        """Return the samples at many indices; samples of the same dataset are read together."""
         numbers = positions_of(indices, len(self))
         key = self.draw_key(indices)
         if self._plain:
@@ -119,7 +119,7 @@ class ConcatPack(BatchSource):
         """
         batch: list[torch.Tensor] = []
         for dataset, positions, inner in self._by_dataset(indices):
-            # These rows are only a part of the batch and are copied into it, so they need no shared memory.
+            # These rows are only a part of the batch, into which they are copied, so they need no shared memory.
             parts = dataset.read_batch(dataset.file_rows(inner), key.at(positions), share=False)
             if not batch:
                 shapes = [((len(indices), *part.shape[1:]), part.numpy().dtype.str) for part in parts]
@@ -158,7 +158,7 @@ class ConcatPack(BatchSource):
         return np.searchsorted(self.offsets, indices, "right") - 1
 
     def _by_dataset(self, indices: Rows) -> Iterator[tuple[H5Dataset, Rows, Rows]]:
-        """For each dataset with samples in `indices`, yield it, their positions in `indices`, their indices in it."""
+        """Yield each dataset with samples in `indices`, their positions there, and their indices in the dataset."""
         owners = self._owners(indices)
         for owner in np.unique(owners).tolist():
             positions = np.flatnonzero(owners == owner)

@@ -54,8 +54,8 @@ class H5Dataset(BatchSource):
         Name of one of the file's splits, or names of several, whose samples follow each other in that order; None: all
         rows.
     transform : callable, optional
-        Called with each image as a Pillow image, as torchvision's ``ImageFolder`` does. Images that are not uint8, gray
-        or RGB are tensors, as in samples without `transform`.
+        Called with each image as a Pillow image, as torchvision's ``ImageFolder`` does. Images other than uint8 gray or
+        RGB are passed as tensors, like those of samples without `transform`.
     target_transform : callable, optional
         Called with each label.
     images : str
@@ -83,7 +83,7 @@ class H5Dataset(BatchSource):
     Attributes
     ----------
     splits : dict of str to range or ndarray
-        Name of each split, and its rows in the file; int64 (n,) if images were appended to it.
+        Name of each split, and its rows in the file; int64 (n,) if these are not consecutive.
     classes : tuple of str or None
         Class names: label i is of class ``classes[i]``.
     columns : tuple of str or None
@@ -99,12 +99,11 @@ class H5Dataset(BatchSource):
     kinds : dict of str to str
         Kind of each field by its name in `field_names`: array, boxes, image, keypoints, mask, ragged, text or texts.
     field_classes : dict of str to tuple of str
-        Class names of the fields whose numbers count classes, such as the labels of boxes, by their names in
-        `field_names`.
+        Class names of the fields that hold class numbers, such as the labels of boxes, by their names in `field_names`.
     rows : range or ndarray
-        Row of the file of each sample; int64 (n,) if `split` names several splits that are not adjacent in the file.
+        Row number in the file of each sample; int64 (n,) if these are not consecutive.
     group_rows : int
-        Rows per chunk; a chunk-aware sampler keeps the rows of a chunk together.
+        Number of rows of a chunk group, which is usually one chunk; samplers keep these rows together.
 
     Raises
     ------
@@ -113,14 +112,14 @@ class H5Dataset(BatchSource):
     IncompletePackError
         If the pack's conversion did not finish.
     OptionsError
-        With ``check=True``, if the file has no checksums.
+        If a parameter is invalid, or does not fit the file, such as ``check=True`` for a file without checksums.
 
     Notes
     -----
     Without `transform` an image is a uint8 tensor with the stored axes, (H, W, C) or (C, H, W). Encoded images may
-    differ in size, but without `decode`, collating images of several sizes into one batch is an error. An integer label
-    is a Python int. Any other label is a tensor of the stored dtype: of shape () for a single number, (K,) for a row of
-    a table.
+    differ in size, but without `decode`, collating images of several sizes into one batch is an error. A label is a
+    Python int or bool if it is a single integer or bool, else a tensor of the stored dtype: of shape () for a single
+    number, (K,) for a row of a table.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class H5Dataset(BatchSource):
         self.kinds, self._path_kinds = {paths[name]: kind for name, kind in kinds.items()}, kinds
         self.field_classes = {paths[name]: one.classes for name, one in self.ragged.items() if one.classes is not None}
         self._lists = tuple(paths[name] for name in self.ragged)
-        # Where each value goes that is not in a list, and where those of the lists go.
+        # Positions in `field_names` of the values of `names` and of the row number, and of the fields in `ragged`.
         places = {name: place for place, name in enumerate(given)}
         self._places = [places.pop(name) for name in self.names] + [len(given)] * bool(with_rows), [*places.values()]
         self._channels_first = pack.layout == "nchw"
@@ -255,10 +254,9 @@ class H5Dataset(BatchSource):
         return sample_type(self.field_names, self._lists)(*values)
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
-        """Return the samples of many indices, read together. torch's DataLoader calls this for each batch.
+        """Return the samples at many indices, read together. torch's DataLoader calls this for each batch.
 
-        Without transforms the result is a `SampleBatch`, which reads on first access. So `collate` can read the whole
-        batch at once, without creating individual samples.
+        Without transforms the result is a `SampleBatch`, which reads on first access or as a whole by `collate`.
         """
         return self.samples_at(self._rows(indices), self.draw_key(indices))
 
@@ -288,6 +286,8 @@ class H5Dataset(BatchSource):
             out = tensor.numpy()
             if self.is_cropped(name):
                 self.decode_rows(name, rows, list(out), key)
+                if self.check:
+                    self.check_rows(name, rows, out)
             elif out.dtype == self.engine.indexes[name].native_dtype:
                 self.read_rows(name, rows, out)
             else:
@@ -334,8 +334,8 @@ class H5Dataset(BatchSource):
     ) -> list[list[Any]]:
         """Return the values of rows of each field in `ragged`: tensors, str or lists of str.
 
-        Boxes and keypoints move with images that are cropped; random crops are drawn from `key`. `held` are the rows of
-        fields that were read before, by their paths.
+        Boxes and keypoints move with images that are cropped; random crops are drawn from `key`. `held` has the rows of
+        fields that were read before, by path.
 
         Raises
         ------
@@ -391,7 +391,7 @@ class H5Dataset(BatchSource):
     def decode_rows(
         self, name: str, rows: npt.NDArray[np.int64], outs: Sequence[npt.NDArray[Any]], key: DrawKey
     ) -> None:
-        """Decode the crops of rows of the file, int64 (n,), of encoded images or masks into `outs`, one array for each.
+        """Decode crops of encoded images or masks, in rows of the file, int64 (n,), into `outs`, one array per row.
 
         Checksums are not verified.
         """
@@ -476,7 +476,7 @@ class H5Dataset(BatchSource):
 
 
 def _split_names(split: Any) -> tuple[str, ...]:
-    """Return the names of the splits that the parameter `split` gives; none for all rows."""
+    """Return the names of the splits in the parameter `split`; none for None, which means all rows."""
     if split is None:
         return ()
     names = (split,) if isinstance(split, str) else tuple(split) if isinstance(split, Sequence) else ()

@@ -37,10 +37,10 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DrawKey:
-    """What the crops of some samples are drawn from, beside their row numbers.
+    """The key from which, together with their row numbers, the random crops of samples are drawn.
 
-    `repeat` distinguishes the copies of a row that an epoch has more than once: the number of the batch, or 0. It may
-    be an int64 tensor, (n,).
+    `repeat` distinguishes the copies of a row in an epoch: the number of the batch, or 0 if each row comes only once.
+    It may be an int64 tensor, (n,).
     """
 
     seed: int
@@ -53,7 +53,7 @@ class DrawKey:
 
     @staticmethod
     def random() -> DrawKey:
-        """Return a key from torch's random generator, from which torchvision's transforms draw, too."""
+        """Return a key drawn from torch's random generator, which torchvision's transforms use, too."""
         return DrawKey(int(torch.empty((), dtype=torch.int64).random_()), 0)
 
 
@@ -71,7 +71,7 @@ class DrawnIndex(int):
 
     @classmethod
     def of(cls, indices: Iterable[int], key: DrawKey) -> list[int]:
-        """Return indices with a key."""
+        """Return the indices, each with this key."""
         found: list[int] = []
         for index in indices:
             made = cls(index)
@@ -81,7 +81,7 @@ class DrawnIndex(int):
 
 
 def key_of(indices: Sequence[Any]) -> DrawKey:
-    """Return the key of samples whose indices come from one iteration of a sampler, or a random one."""
+    """Return the key of indices that come from one iteration of a sampler; for other indices, a random key."""
     keys = [index.key for index in indices if isinstance(index, DrawnIndex)]
     if not keys or len(keys) < len(indices):
         return DrawKey.random()
@@ -90,17 +90,17 @@ def key_of(indices: Sequence[Any]) -> DrawKey:
 
 
 class Steps(NamedTuple):
-    """How an image becomes a crop: decode a window of it, resize that, and cut the result out."""
+    """How an image becomes a crop: decode a window of the image, resize the window, and cut the result out."""
 
-    window: tuple[int, int, int, int]  # Top, left, height and width, in pixels of the image.
-    resized: tuple[int, int]  # Height and width of the resized window.
-    offset: tuple[int, int]  # First row and column of the result in it; negative if there is padding.
-    size: tuple[int, int]  # Height and width of the result.
+    window: tuple[int, int, int, int]  # top, left, height and width, in pixels of the image
+    resized: tuple[int, int]  # height and width of the resized window
+    offset: tuple[int, int]  # row and column of the resized window where the result begins; negative for padding
+    size: tuple[int, int]  # height and width of the result
 
     def move_mask(self, mask: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-        """Write the crop of an image's mask, (h, w), into `out`. Each pixel is a copy of the nearest one.
+        """Write the crop of an image's mask, (h, w), into `out`. Each pixel is a copy of the mask's nearest pixel.
 
-        It is the one under the pixel's centre, as in torch's ``interpolate(mode="nearest-exact")``. Padding is that of
+        That is the pixel under its centre, as in torch's ``interpolate(mode="nearest-exact")``. The padding is that of
         packs: 255, or -1 in int32.
         """
         found = []
@@ -116,7 +116,7 @@ class Steps(NamedTuple):
 
 
 def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
-    """Return whether a field of this kind can be decoded for crops of `images`; `is_encoded` is about the field."""
+    """Return whether a field of this kind can be cropped with `images`; `is_encoded` says whether the field is."""
     if kind in schema.PIXEL_KINDS:
         return is_encoded
     return kind not in schema.MOVED_KINDS or isinstance(images, EncodedIndex)
@@ -127,15 +127,15 @@ def crop_decoder(
 ) -> CropDecoder:
     """Return a decoder of crops of the dataset `images` of the file `path`.
 
-    Raise OptionsError if the images are stored as pixels, or if there are `unmoved` fields: masks, boxes or keypoints
-    that would have to move with a crop, but cannot.
+    Raise OptionsError if the images are stored as pixels, if there are `unmoved` fields (masks, boxes or keypoints that
+    cannot be cropped with the images), or if `crop` is of another type.
     """
     problem, parameters = "", ["decode"]
     if not images.is_encoded:
         problem = "the images are stored as pixels, so decode has no effect; give Normalize(crop=...) the crop, or "
         problem, parameters = problem + "convert with keep='jpeg'", ["decode", "keep='jpeg'"]
     elif unmoved:
-        problem = f"{', '.join(map(repr, unmoved))} cannot move with images that decode crops; leave them out of fields"
+        problem = f"{', '.join(map(repr, unmoved))} cannot be cropped with the images; leave them out of fields"
         parameters = ["decode", "fields"]
     if problem:
         raise OptionsError(f"{path}: {problem}", path=path, dataset=images.name, parameters=parameters)
@@ -170,7 +170,8 @@ class CropDecoder:
     ) -> None:
         """Decode rows of encoded bytes into `outs`, each uint8 (height, width, 3).
 
-        ``named(row)`` is a context that names a row in errors.
+        `rows` and `key` determine random crops. ``named(row)`` must return a context manager that names the row in
+        errors.
         """
         headers = []
         for row, data in zip(rows.tolist(), encoded, strict=True):
@@ -190,7 +191,10 @@ class CropDecoder:
         key: DrawKey,
         named: Callable[[int], Any],
     ) -> None:
-        """Decode rows of masks, which are PNG files, and write their crops into `outs`, each (height, width)."""
+        """Decode rows of masks, which are PNG files, and write their crops into `outs`, each (height, width).
+
+        The parameters are those of `decode`.
+        """
         masks = []
         for row, data, out in zip(rows.tolist(), encoded, outs, strict=True):
             with named(row):
@@ -200,9 +204,9 @@ class CropDecoder:
             steps.move_mask(mask, out)
 
     def placement(self, rows: Rows, sizes: npt.NDArray[np.int32], key: DrawKey) -> Placement:
-        """Return where the crops of rows place the points of their images.
+        """Return how points in the images of rows are mapped to their crops.
 
-        `sizes`, (n, 2), are the heights and widths of the images.
+        `sizes`, (n, 2), has the heights and widths of the images.
         """
         steps = [sum(one, ()) for one in self.plan(rows, sizes.tolist(), key)]
         corner, extent, resized, offset, size = np.array(steps, np.float64).reshape(-1, 5, 2)[..., ::-1].swapaxes(0, 1)
@@ -210,7 +214,7 @@ class CropDecoder:
         return Placement(scale, -corner * scale - offset, size)
 
     def plan(self, rows: Rows, sizes: Sequence[tuple[int, int]], key: DrawKey) -> Iterator[Steps]:
-        """Yield how the image of each row is cropped; `sizes` are their heights and widths in pixels."""
+        """Yield how the image of each row is cropped; `sizes` has the images' heights and widths in pixels."""
         crop, size = self.crop, self.crop.output_size
         if isinstance(crop, RandomResizedCrop):
             heights, widths = torch.tensor(sizes, dtype=torch.int64).reshape(-1, 2).T
@@ -242,7 +246,7 @@ class CropDecoder:
             pixels = found[0].permute(1, 2, 0)
         target = torch.from_numpy(out)
         if pixels.shape != target.shape:
-            # What lies outside of the resized window stays black.
+            # Pixels outside of the resized window are black.
             target.zero_()
             for axis, first in enumerate(steps.offset):
                 begin, end = max(0, first), min(pixels.shape[axis], first + target.shape[axis])
@@ -251,7 +255,7 @@ class CropDecoder:
         target.copy_(pixels)
 
     def _window(self, data: bytes, header: ImageHeader, steps: Steps) -> Pixels:
-        """Return the pixels of a window. The result may be valid until the next call in this thread."""
+        """Return the pixels of a window. The result may be valid only until the next call in this thread."""
         top, left, height, width = steps.window
         if not self.exact and (smaller := self._scaled(data, header, steps)) is not None:
             return smaller
@@ -270,22 +274,22 @@ class CropDecoder:
     def _scaled(self, data: bytes, header: ImageHeader, steps: Steps) -> Pixels | None:
         """Return a window of the image decoded at a fraction of its size.
 
-        Return None if the window would be smaller than its result.
+        Return None if the window is less than twice as large as its result, or the image cannot be decoded like that.
         """
         top, left, height, width = steps.window
         share = max(one / other for one, other in zip(steps.resized, (height, width), strict=True))
         if share > 0.5 or header.decode_path == DecodePath.PILLOW:
             return None
-        least = math.ceil(header.height * share), math.ceil(header.width * share)
+        lowest, narrowest = math.ceil(header.height * share), math.ceil(header.width * share)
         try:
             import simplejpeg
 
             small: Pixels = simplejpeg.decode_jpeg(
-                data, "RGB", fastdct=True, fastupsample=True, min_height=least[0], min_width=least[1], min_factor=2
+                data, "RGB", fastdct=True, fastupsample=True, min_height=lowest, min_width=narrowest, min_factor=2
             )
         except (ImportError, ValueError):
             with Image.open(io.BytesIO(data)) as image:
-                image.draft("RGB", least[::-1])
+                image.draft("RGB", (narrowest, lowest))
                 small = np.array(image.convert("RGB"))  # Writable, as torch wants it.
         scale = [one / other for one, other in zip(small.shape[:2], (header.height, header.width), strict=True)]
         first = round(top * scale[0]), round(left * scale[1])

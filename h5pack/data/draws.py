@@ -1,6 +1,6 @@
 """Random numbers of the samples of a batch: hashes of (seed, epoch, row, repeat, number of the draw).
 
-They are computed in 64-bit integer arithmetic, which is exact on every device. A sample therefore gets the same draws
+The hashes are computed in 64-bit integer arithmetic, exact on every device. A sample therefore gets the same draws
 on every device, for every batch size and number of ranks, and after a resume. The hash is splitmix64: a draw equals
 ``derive_key(seed, epoch, row, 64 * repeat + number)`` from `h5pack.order.permutation`. Further views of a batch and
 further streams of draws hash (seed, epoch, stream, view, row, ...) instead.
@@ -20,13 +20,13 @@ from h5pack.order.permutation import derive_key
 from h5pack.system.arrays import SPLITMIX64_FACTORS, SPLITMIX64_GAMMA
 
 DRAWS = 64
-"""How many draw numbers are reserved for each repeat of a row."""
+"""Number of draws that are reserved for each repeat of a row."""
 TRIES = 10
-"""Number of rectangles to try per image. If none fits, nothing is erased, or the fallback of the crop is taken."""
+"""Number of rectangles to try per image. If none fits, nothing is erased, or the crop's fallback is used."""
 CROP_STREAM = 1
 """The stream of draws (see `random_words`) from which resized crops are drawn."""
 STEPS = 4096
-"""How many values a table has."""
+"""Number of entries of each table that `side_tables` returns."""
 _UNIT_BITS = 20
 _UNIT = 1 << _UNIT_BITS
 _cached_tables: dict[tuple[object, ...], torch.Tensor] = {}
@@ -64,11 +64,11 @@ def random_words(key: BatchKey, seed: int, count: int, stream: int = 0) -> torch
 
 
 def key_base(key: BatchKey, seed: int, stream: int = 0) -> int | torch.Tensor:
-    """Return what all samples of a batch share of their hash, as a signed 64-bit integer.
+    """Return the part of the hash that all samples of a batch share, as a signed 64-bit integer.
 
     It is ``derive_key(seed, epoch)`` in view 0 of stream 0, else ``derive_key(seed, epoch, stream, view)``. While
-    torch.compile traces a call it is an int64 tensor (), because Dynamo makes integers symbolic that change between
-    calls, such as the epoch, and cannot multiply those to more than 64 bits.
+    torch.compile traces a call, it is an int64 tensor (): Dynamo makes integers that change between calls, such as the
+    epoch, symbolic, and their products must not exceed 64 bits.
     """
     parts = (seed, key.epoch, stream, key.view) if stream or key.view else (seed, key.epoch)
     if not torch.compiler.is_compiling():
@@ -132,9 +132,10 @@ def first_that_fits(
     width: Any,
     smallest: int,
 ) -> list[torch.Tensor]:
-    """Choose the first of each sample's ten rectangles whose sides are from `smallest` to the image's - 1 + `smallest`.
+    """Choose the first of each sample's ten rectangles that fits into the image.
 
-    Return whether one fits (bool), its height, its width, and the random words for its place (int64); each (N,).
+    It fits if its height is from `smallest` to ``height - 1 + smallest``, and its width in the same way. Return whether
+    one fits (bool), its height, its width, and the two random words for its position (int64); each (N,).
     `words` is int64, (N, 4 * TRIES). `height` and `width` are ints, or int64 tensors (N,). The sides are
     ``sqrt(area * ratio)`` and ``sqrt(area / ratio)``, as in torchvision. The square roots are fixed-point integers from
     tables, because ``exp`` rounds differently on different devices.
@@ -181,7 +182,7 @@ def side_tables(scale: tuple[float, float], ratio: tuple[float, float], device: 
 
 
 def cached_table(name: tuple[object, ...], device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return the table on a device; make it if it is not cached."""
+    """Return the table called `name` on a device, from the cache or made by ``make()``."""
     # While torch.compile traces this call, tensors are symbolic. They must not be mixed with tensors of the cache.
     if torch.compiler.is_compiling():
         return make().to(device)

@@ -22,7 +22,7 @@ times the memory of the row."""
 
 
 class HeldRows:
-    """Selected rows (ascending and distinct) of a small field, read into private memory at once."""
+    """Selected rows (ascending and distinct) of a small field, read into private memory at construction."""
 
     def __init__(self, dataset: H5Dataset, name: str, rows: range | npt.NDArray[np.int64]) -> None:
         index = dataset.engine.indexes[name]
@@ -45,9 +45,10 @@ class HeldRows:
 
 
 class HeldLists:
-    """Fields whose rows differ in length, read into private memory at once: from the first to the last of `rows`.
+    """Fields whose rows differ in length, read into private memory by `load`: from the first to the last of `rows`.
 
-    `sizes` are the bytes that each one takes, smallest first; those that do not fit are read from the file.
+    `sizes` has the bytes of each field that is held, smallest first, in total at most `max_bytes`. The other fields are
+    read from the file.
     """
 
     def __init__(self, dataset: H5Dataset, rows: range | npt.NDArray[np.int64], max_bytes: int) -> None:
@@ -84,7 +85,7 @@ class HeldLists:
 
 @dataclass(frozen=True)
 class RowLocations:
-    """Where `CachedRows` has some rows, int64 (n,), and the numbers of the files that have them."""
+    """The positions of rows in `CachedRows`, int64 (n,), and the numbers of the files that store them."""
 
     positions: npt.NDArray[np.int64]
     files: list[int]
@@ -105,7 +106,7 @@ class CachedRows:
             self._unit, self._windows = _windows(mapped)
 
     def locate(self, rows: npt.NDArray[np.int64]) -> RowLocations:
-        """Return where rows, int64 (n,), are. It is fastest for many rows at once, ascending for the most part."""
+        """Return the locations of rows, int64 (n,). This is fastest for many, mostly ascending rows at once."""
         if self.mapped.array is not None:
             return RowLocations(self.mapped.positions(rows), self.mapped.files(rows))
         return RowLocations(self.mapped.offsets(rows) // self._unit, self.mapped.files(rows))
@@ -124,7 +125,7 @@ class CachedRows:
 
 
 def _windows(mapped: MappedDataset) -> tuple[int, torch.Tensor]:
-    """Return (unit, windows); `windows` is a view of the mapping as overlapping windows of the size of a row.
+    """Return (unit, windows); `windows` is a view of the mapping as overlapping windows, each of the size of a row.
 
     ``windows[i]`` begins at byte ``i * unit``, so ``windows[offset // unit]`` is the row at an offset. The unit, up to
     16 bytes, divides the size of a row and the offset of every row.
@@ -132,7 +133,7 @@ def _windows(mapped: MappedDataset) -> tuple[int, torch.Tensor]:
     data, size = mapped.mapping.bytes, mapped.index.row_bytes
     common = int(np.gcd.reduce(np.append(mapped.starts, size)))
     unit = next(unit for unit in _DTYPES if common % unit == 0)
-    # A PyTorch tensor of memory that cannot be written causes a warning. Nothing writes through this one.
+    # PyTorch warns about tensors of read-only buffers, so pass a ctypes array. Nothing writes through this tensor.
     memory = (ctypes.c_ubyte * len(data)).from_address(data.__array_interface__["data"][0])
     memory.mapping = mapped.mapping  # type: ignore[attr-defined]
     values = torch.frombuffer(memory, dtype=torch.uint8)[: len(data) // unit * unit].view(_DTYPES[unit])

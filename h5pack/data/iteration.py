@@ -73,7 +73,7 @@ class BatchIterator(Closeable, Iterator[Any]):
             raise
 
     def close(self) -> None:
-        """Stop reading, and wait until the threads of this iteration have ended."""
+        """Stop reading, and wait until the threads of this iteration have stopped."""
         if not self._ended:
             self._broken = self._broken or "was closed"
         self._release()
@@ -90,7 +90,7 @@ class BatchIterator(Closeable, Iterator[Any]):
 
 
 class ReusableThread(threading.Thread):
-    """A daemon thread that runs one function after the other. In between it waits in `idle`."""
+    """A daemon thread that runs one function after another. In between, it waits in `idle` for the next one."""
 
     def __init__(self, idle: IdleThreads) -> None:
         super().__init__(name=IDLE, daemon=True)
@@ -99,13 +99,13 @@ class ReusableThread(threading.Thread):
         self.start()
 
     def begin(self, name: str, target: Callable[[], object]) -> threading.Event:
-        """Start to run `target`, and give the thread this name. The returned event is set when `target` ends."""
+        """Start to run `target`, and give the thread the name `name`. The returned event is set when `target` ends."""
         self.name, ended = name, threading.Event()
         self._calls.put((target, ended))
         return ended
 
     def end(self) -> None:
-        """Make the thread end after its current function, without a lock, as the garbage collector may call this."""
+        """Make the thread end after its current function. The garbage collector may call this, so it takes no lock."""
         self._calls.put(None)
 
     def run(self) -> None:
@@ -123,7 +123,7 @@ class ReusableThread(threading.Thread):
 
 
 class IdleThreads:
-    """Threads that wait for the next epoch of a loader, because to start threads takes longer than a small batch."""
+    """Threads that wait for the next epoch of a loader, because starting threads takes longer than a small batch."""
 
     def __init__(self) -> None:
         self._threads: deque[ReusableThread] = deque()
@@ -165,7 +165,7 @@ class BackgroundThreads:
     def start(self, idle: IdleThreads | None = None, **targets: Callable[[], object]) -> None:
         """Run each keyword argument in a thread: ``read_0=f`` calls `f` in a thread named "h5pack-read-0".
 
-        The threads come from `idle` and return there; None: they are new ones, and end.
+        The threads come from `idle` and return there. If it is None, new threads are started, and end afterwards.
         """
         _live.add(self)
         source = IdleThreads() if idle is None else idle
@@ -177,11 +177,14 @@ class BackgroundThreads:
             source.close()
 
     def stop(self) -> None:
-        """Make the threads end after their current task, without a lock, as the garbage collector may call this."""
+        """Make the threads end after their current task. The garbage collector may call this, so it takes no lock."""
         raise NotImplementedError
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until the threads have ended. Do nothing if called in one of them or in another process."""
+        """Wait until the functions in the threads have ended, at most `seconds` for each; None: without limit.
+
+        Do nothing if called in one of the threads or in another process.
+        """
         # The garbage collector may run this in one of the threads. Joining the others there could deadlock, because
         # they may wait for a lock that this thread holds.
         if self.process == os.getpid() and threading.current_thread() not in self.threads:
@@ -189,7 +192,7 @@ class BackgroundThreads:
                 ended.wait(seconds)
 
     def stop_with(self, owner: object) -> weakref.finalize[..., object]:
-        """Stop the threads when `owner` is garbage-collected. They must not reference `owner`, or it never is."""
+        """Stop the threads when `owner` is garbage-collected, which requires that they do not reference `owner`."""
         finalizer = weakref.finalize(owner, self.stop)
         finalizer.atexit = False
         return finalizer
@@ -230,7 +233,7 @@ class _SerialTorch(threading.local):
     _set = staticmethod(libc_function("omp_set_num_threads", None, ctypes.c_int) or (lambda _: None))
 
     def __enter__(self) -> None:
-        # torch sets the number when a thread first asks for it.
+        # On the first call in a thread, torch sets the thread's number. Make this call before setting it to 1.
         torch.get_num_threads()
         self._before = self._get()
         self._set(1)

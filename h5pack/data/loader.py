@@ -35,7 +35,7 @@ from h5pack.system.parameters import require_callable, whole_number
 
 
 class LoaderIterator(BatchIterator):
-    """Iterator over one epoch. Its threads end after the last batch, or when it is closed or garbage-collected.
+    """Iterator over one epoch. Its threads stop after the last batch, or when it is closed or garbage-collected.
 
     `cursor` says at which batch to start and counts the delivered batches; `end` is the epoch's number of batches.
     `start` starts the threads that read.
@@ -64,7 +64,7 @@ class LoaderIterator(BatchIterator):
         return len(self._ready) + (0 if self._pipeline is None else self._pipeline.waiting)
 
     def close(self) -> None:
-        """Stop reading, and wait until the threads of this iteration have ended."""
+        """Stop reading, and wait until the threads of this iteration have stopped."""
         # After the last batch no threads are left. Skip closing then, so that `next` still raises StopIteration.
         if self._pipeline is not None:
             super().close()
@@ -104,7 +104,7 @@ class LoaderIterator(BatchIterator):
 _MAX_THREADS = 4
 _MAX_SMALL_BYTES = 16 * 1024 * 1024
 _MAX_LIST_BYTES = 64 * 1024 * 1024
-"""Fields whose rows differ in length are held in memory up to this size; reading a batch of each takes over 1 ms."""
+"""Fields whose rows differ in length are held in memory up to this size: reading a batch of one takes over 1 ms."""
 _SMALL_BLOCK_BYTES = 4 * 1024 * 1024
 _LARGE_BLOCK_BYTES = 16 * 1024 * 1024
 # The first part of the random keys of transforms. Do not change it: the random numbers of a seed would change.
@@ -124,14 +124,15 @@ class H5Loader(Closeable, Resumable):
     batch_size, shuffle, seed, window, drop_last, rank, num_replicas, streams, lanes, indices, weights, num_samples
         As for `ChunkBatchSampler`, which yields the same order for the same parameters.
     batch_sampler : MixtureSampler, optional
-        Read the batches of this sampler of `dataset`, a `ConcatPack`, instead of an order of these parameters. The
-        loader and the sampler have one state, as if the sampler were a DataLoader's.
+        A sampler of `dataset`, which must be a `ConcatPack`. Its batches are read; `batch_size` to `num_samples` must
+        not be given. The loader and the sampler have one state, as if the sampler were a DataLoader's.
     num_threads : int, optional
         Number of threads that read. None: 4, or the number of CPUs that this process may use if that is smaller.
     prefetch_factor : int, optional
         Number of batches to prefetch, as far as `memory_bytes` allows. None: the batches of two shuffle windows. The
         chunks of a window are read together, so lower values are raised to the batches of one window. While rows are in
-        the page cache, and without `streams`, None means two batches, or batches of 4 MiB for each thread and one more.
+        the page cache, and without `streams` or `lanes`, None means two batches, or of small batches 4 MiB (with
+        several files 16 MiB) for each of the threads and the caller's.
     memory_bytes : int, optional
         Upper bound for the memory in bytes of the batches that each iteration prefetches. The results of transforms and
         the batches that the caller holds do not count. Rows in the system's page cache do not count either: they belong
@@ -202,7 +203,7 @@ class H5Loader(Closeable, Resumable):
         if batch_sampler is None:
             self._base, rows = select_draws(dataset, indices, weights, num_samples)
             if batch_size is None:
-                raise OptionsError("batch_size is missing; give the rows of a batch", parameters=("batch_size",))
+                raise OptionsError("batch_size is missing; give the rows per batch", parameters=("batch_size",))
             self.plan = plan_order(
                 rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes
             )
@@ -258,8 +259,8 @@ class H5Loader(Closeable, Resumable):
         hold_small = small_bytes <= min(_MAX_SMALL_BYTES, budget - needed)
         self._held_names = small if hold_small else []
         held = decoding + (small_bytes if hold_small else 0)
-        # If all decoded chunks fit into the cache, decode each only once, not once an epoch. The doctor and the monitor
-        # read `decodes_once`. `decoding` has room for the cache if a plan reads chunks again.
+        # If all decoded chunks fit into the cache, decode each only once, not once per epoch. The doctor and the
+        # monitor read `decodes_once`. If the plan reads chunks again, `decoding` includes the cache already.
         decoded, again = self._base.engine.decoded_bytes(), self.plan.reads_again
         self.decodes_once = decoded > 0 and (again or decoded <= budget - needed - small_bytes)
         self._keeps_decoded = again or self.decodes_once
@@ -291,7 +292,7 @@ class H5Loader(Closeable, Resumable):
         self._max_gathered = min(few, self.prefetch_factor)
 
     def _new_pool(self, keep: int, rows: int | None = None) -> BufferPool:
-        """Return a pool of buffers for `rows` rows; None: for a batch."""
+        """Return a pool that keeps up to `keep` buffers, each for `rows` rows; None: the rows of a batch."""
         fields = batch_fields(self._base)
         if self._with_rows or self._check or self._base.ragged:
             fields.append((ROWS, (), np.dtype(np.int64)))

@@ -83,7 +83,7 @@ class MixtureSampler(BatchOrder):
         for pack, rows in zip(dataset.datasets, packs, strict=True):
             if not rows.count:
                 raise OptionsError(f"{pack.path}: the pack has no rows; leave it out of the mixture", path=pack.path)
-        # This plan validates the parameters. Each pack gets a copy for all ranks together, with its own rows and seed.
+        # This plan validates the parameters. Each pack gets a copy with its own rows and seed, for all ranks together.
         plan = plan_order(packs[0], batch_size, shuffle, seed, window, False, ranks=(rank, num_replicas))
         whole = replace(plan, batch_size=BLOCK_ROWS, rank=0, num_replicas=1, streams=1)
         plans = tuple(replace(whole, rows=rows, seed=derive_key(plan.seed, n)) for n, rows in enumerate(packs))
@@ -113,11 +113,11 @@ class MixtureSampler(BatchOrder):
 
     @property
     def cursor(self) -> EpochCursor:
-        """The progress of this sampler, which a loader that follows it shares."""
+        """The cursor of this sampler. A loader that follows the sampler uses the same cursor."""
         return self._cursor
 
     def plan(self) -> tuple[H5Dataset, MixturePlan]:
-        """Return the dataset of all packs, and the order in which a loader reads it."""
+        """Return one dataset with the rows of all packs, and the order in which a loader reads it."""
         joined, rows = select_draws(self.dataset)
         first = self.mixture.plans[0]
         return joined, MixturePlan(

@@ -52,14 +52,14 @@ and windows of 16 chunks: 19,800 images/s without merging, 35,000 with it."""
 
 
 class EpochGroups:
-    """The chunk groups of the epochs of an order, merged to a size that is efficient to read."""
+    """The chunk groups of the epochs of an order, merged to groups that are large enough to be read efficiently."""
 
     def __init__(self, plan: OrderPlan, row_bytes: int) -> None:
         self._plan, self._max_rows = plan, max(1, _MERGED_BYTES // max(1, row_bytes))
         self._begun: tuple[int, Iterator[ChunkGroup]] | None = None
 
     def of(self, epoch: int, first: int) -> Iterator[ChunkGroup]:
-        """Yield the chunk groups of an epoch from batch `first` on. After the last, compute the next epoch's first."""
+        """Yield the chunk groups of an epoch from batch `first` on, then compute the first group of the next epoch."""
         begun, self._begun = self._begun, None
         yield from begun[1] if begun is not None and (begun[0], 0) == (epoch, first) else self._merged(epoch, first)
         following = self._merged(epoch + 1, 0)
@@ -75,10 +75,10 @@ class Pipeline(BackgroundThreads):
 
     At most `credits` batches are open or done, but not yet delivered. `finish` receives the number and the memory of
     each complete batch, and returns the batch that the consumer gets. `held` has all rows of some small fields.
-    ``draw_key(batches)`` is what crops are drawn from, see `h5pack.data.samplers.draw_key`.
-    While rows are in memory, at most `max_gathered` batches are open or done, and a task copies up to `block_rows`
-    rows. If `can_help`, the consumer's thread runs such tasks, too, while it waits; then at most `cpus` threads do.
-    The threads come from `idle`, as in `BackgroundThreads.start`.
+    ``draw_key(batches)`` returns the key of random crops, see `h5pack.data.samplers.draw_key`. While rows are in
+    memory, at most `max_gathered` batches are open or done, and a task copies up to `block_rows` rows. If `can_help` is
+    true, the consumer's thread runs such tasks, too, while it waits, and at most `cpus` threads run them. The threads
+    come from `idle`, as in `BackgroundThreads.start`.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Pipeline(BackgroundThreads):
             self._plan_slots.put(None)
         self._readers = num_threads
         try:
-            # The next epoch's first group was computed before, so copying can begin at once.
+            # After an epoch, the first group of the next one is computed already. Plan it here to begin at once.
             for group in itertools.islice(self._groups, 1):
                 self._plan_slots.get()
                 self._planned.append(self._reader.plan(group))
@@ -160,7 +160,7 @@ class Pipeline(BackgroundThreads):
         return item
 
     def _next_done(self) -> tuple[int, Any] | BaseException:
-        """Return the next item of `_done`. Until there is one, copy cached rows, too, instead of sleeping."""
+        """Return the next item of `_done`. Until there is one, help to copy cached rows instead of sleeping."""
         helping = False
         while self._can_help:
             try:
@@ -208,7 +208,7 @@ class Pipeline(BackgroundThreads):
         self._plan_slots.put(None)
         for _ in self.threads:
             self._wake.put(None)
-        self._done.put(LoaderError("the iterator was closed while its next batch was awaited"))
+        self._done.put(LoaderError("this iterator was closed during next(); begin a new one with iter(loader)"))
 
     # Methods that the pipeline's threads call.
 

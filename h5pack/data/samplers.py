@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
+from h5pack.data.concat import ConcatPack
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.decoding import DrawKey, DrawnIndex
 from h5pack.data.selection import plan_order, select_draws
@@ -43,10 +44,10 @@ def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArr
 
 
 def _received_by_loop(iteration: IterationState) -> Callable[[], int | None] | None:
-    """Return a function that returns what the loop has received, if a DataLoader with workers starts the iteration.
+    """Return a function that counts what the loop has received; None unless a DataLoader with workers iterates.
 
-    Such a DataLoader requests items ahead of the loop, and only its iterator, which is found on the stack, counts the
-    batches that it yielded. torchdata's StatefulDataLoader has other iterators, and counts by itself.
+    Such a DataLoader requests items before the loop does, and only its iterator, which is found on the stack, counts
+    the batches that it yielded. torchdata's StatefulDataLoader has other iterators, and counts by itself.
     """
     frame, loader = sys._getframe(2), None
     for _ in range(_MAX_FRAMES):
@@ -205,7 +206,7 @@ class ChunkSampler(Resumable, Sampler[int]):
             skip = 0
 
     def _with_keys(self, indices: list[int], epoch: int, first: int) -> Iterator[int]:
-        """Yield indices with the keys of their random crops; `first` is the turn of the streams of the first index."""
+        """Yield indices with the keys of their random crops. A turn is one index of each stream; `first` numbers it."""
         streams = self.plan.step_streams
         for start in range(0, len(indices), streams):
             turn = first + start // streams
@@ -217,8 +218,9 @@ class ChunkSampler(Resumable, Sampler[int]):
         Parameters
         ----------
         rows_consumed : int, optional
-            Number of rows that the training loop received since the iteration started. None: what the DataLoader's
-            iterator counted. After a loop that was left early that is lost, and rows that workers prefetched count.
+            Number of rows that the training loop received since the iteration started. None: as counted by the
+            DataLoader's iterator; once a loop has been left early, that count is lost, and rows that workers had
+            prefetched count as received.
         """
         return self._cursor.state(rows_consumed)
 
@@ -238,8 +240,9 @@ class BatchOrder(Resumable, Sampler[list[int]]):
         Parameters
         ----------
         batches_consumed : int, optional
-            Number of batches that the training loop received since the iteration started. None: what the DataLoader's
-            iterator counted. After a loop that was left early that is lost, and batches that workers prefetched count.
+            Number of batches that the training loop received since the iteration started. None: as counted by the
+            DataLoader's iterator; once a loop has been left early, that count is lost, and batches that workers had
+            prefetched count as received.
         """
         return self._cursor.state(batches_consumed)
 
@@ -314,7 +317,7 @@ class ChunkBatchSampler(BatchOrder):
 
 
 def draw_key(plan: OrderPlan, epoch: int, batches: Any) -> DrawKey:
-    """Return what the crops of rows of a batch are drawn from; `batches`: its number, or that of each row, int64 (n,).
+    """Return the key of random crops; `batches` is the number of the rows' batch, or of each row's, int64 (n,).
 
     The number matters only if an epoch may have several copies of a row, whose random crops must differ.
     """
@@ -323,6 +326,12 @@ def draw_key(plan: OrderPlan, epoch: int, batches: Any) -> DrawKey:
 
 def _require_keys(dataset: Any, base: H5Dataset) -> None:
     """Raise an OptionsError if indices cannot carry the keys of random crops to the dataset."""
+    if base.is_random and isinstance(dataset, ConcatPack):
+        raise OptionsError(
+            "this sampler does not draw random crops of a ConcatPack; give the ConcatPack to H5Loader, or give the "
+            "sampler one H5Dataset of a list of files",
+            parameters=("dataset",),
+        )
     if base.is_random and dataset is not base:
         raise OptionsError(
             "a Subset does not pass on what random crops are drawn from; give the sampler and the DataLoader the "

@@ -1,7 +1,7 @@
 """Samples and batches: named tuples ``(image, label, *fields, row)`` and ``(images, labels, *fields, rows)``.
 
-Their types are created for the fields that a dataset has, so that unpacking fails if there are fewer or more. In a
-batch, fields whose rows differ in length are lists: of tensors, of texts, or of lists of texts.
+Their types are created for the fields of a dataset, so that unpacking fails if there are fewer or more. In a batch,
+fields whose rows differ in length are lists: of tensors, of str, or of lists of str.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from h5pack.data.buffers import SharedBatch
 
 IMAGES, LABELS, ROWS = "images", "labels", "rows"
 _INLINE_BYTES = 256 * 1024
-"""Lists of tensors of up to this many bytes are sent from a worker in a pickle, larger ones in shared memory."""
+"""Lists of tensors of up to this many bytes in total are sent from a worker by pickle, larger ones in shared memory."""
 _SINGULAR = {IMAGES: "image", LABELS: "label", ROWS: "row"}
 
 
@@ -35,7 +35,7 @@ def name_fields(names: Sequence[str], label_name: str | None, with_rows: bool) -
     changed by replacing characters with "_" and by appending "_".
     """
     found: list[str] = []
-    # The last ones are attributes of tuples, and of batches that an `EchoLoader` repeats.
+    # `count` and `index` are attributes of tuples, `repeats` is one of batches that an `EchoLoader` repeats.
     taken = {*_SINGULAR, *_SINGULAR.values(), "count", "index", "repeats"}
     for number, path in enumerate(names):
         if number == 0 or path == label_name:
@@ -83,7 +83,7 @@ class Batch:
         return self._with(copy.deepcopy(value, memo) for value in self)
 
     def _with(self: Any, values: Iterable[Any]) -> Any:
-        """Return a batch of this type and with the same attributes, but for the shared memory."""
+        """Return a batch of this type with other values and the same attributes, except the shared memory."""
         made = type(self)(*values)
         made.__dict__.update({name: value for name, value in vars(self).items() if name != "_shared"})
         return made
@@ -91,7 +91,7 @@ class Batch:
 
 @functools.cache
 def sample_type(fields: tuple[str, ...], lists: tuple[str, ...] = ()) -> Any:
-    """Return the type of the samples of batches with these fields, of which `lists` become lists in a batch."""
+    """Return the type of samples with these fields, named as in a batch; those in `lists` become lists in a batch."""
     names = [_SINGULAR.get(name, name) for name in fields]
     return _named_tuple(Sample, names, {"__slots__": (), "_batch_fields": fields, "_lists": lists})
 
@@ -127,14 +127,14 @@ def _new_sample(fields: tuple[str, ...], lists: tuple[str, ...], values: Sequenc
 
 @dataclass
 class _JoinedList:
-    """A list of tensors (n_i, ...) on its way from a worker, joined: sending each by itself would take 0.1 ms."""
+    """A list of tensors (n_i, ...), joined to be sent from a worker: each alone would take 0.1 ms to send."""
 
     entries: npt.NDArray[Any] | torch.Tensor
     lengths: list[int]
 
 
 def _joined(value: Any) -> Any:
-    """Return a list of tensors that fit together in one, and any other value as it is."""
+    """Return a list of tensors as a `_JoinedList` if they can be concatenated, and any other value unchanged."""
     first = value[0] if type(value) is list and value else None
     if not isinstance(first, torch.Tensor) or first.ndim < 1:
         return value
@@ -151,7 +151,7 @@ def _joined(value: Any) -> Any:
 
 
 def split_list(entries: npt.NDArray[Any] | torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-    """Return the rows of entries as tensors that share their memory."""
+    """Split entries into rows of these lengths; return tensors that share the memory of `entries`."""
     joined = entries if isinstance(entries, torch.Tensor) else torch.from_numpy(entries)
     return list(torch.split(joined, lengths))
 

@@ -22,7 +22,7 @@ from h5pack.order.window import OrderPlan
 from h5pack.system.parameters import whole_number
 
 PLANNED_ROWS = 4_096
-"""Number of rows of each stream that are planned at once for a sampler that yields single rows."""
+"""Number of rows of each stream that a sampler of single rows plans at once."""
 
 _BLOCK_ROWS = 1 << 16
 
@@ -82,7 +82,7 @@ def _check_weights(weights: npt.ArrayLike, count: int) -> npt.NDArray[np.float64
 
 
 def _class_weights(dataset: H5Dataset, rows: RowSet, text: str) -> npt.NDArray[np.float64]:
-    """Return weights of the rows, in the file's order, that give each class of the labels the same total weight."""
+    """Return weights of the rows, in the file's order, with which all classes have the same total weight."""
 
     def error(message: str) -> OptionsError:
         return OptionsError(
@@ -197,10 +197,11 @@ def plan_order(
     streams: int | None = None,
     lanes: int = 1,
 ) -> OrderPlan:
-    """Return the plan of an order from the parameters of a sampler's or loader's constructor, which must call this.
+    """Return the plan of an order from the parameters of a sampler's or loader's constructor.
 
-    If `batch_size` is None, single rows are planned in blocks. Then `drop_last` leaves out only the rows that do not
-    divide evenly among the streams.
+    The constructor must call this directly, so that warnings name the line that calls the constructor. If `batch_size`
+    is None, single rows are planned in blocks. Then `drop_last` leaves out only the rows that do not divide evenly
+    among the streams.
     """
     rank, num_replicas = resolve_ranks(*ranks)
     own_streams = max(1, (streams or 1) // max(1, num_replicas))

@@ -57,10 +57,10 @@ class ExportReport:
     num_workers: int
     seconds: float
     resumed_files: int  #: number of images kept from an interrupted run
-    copied_files: int  #: number of rows that are encoded in the export's format already, so that bytes were copied
+    copied_files: int  #: number of rows whose stored bytes already have the export's format, and became the files
     renamed_files: int  #: number of images whose stored name could not be kept; the manifest lists stored names
     damaged: tuple[MissingRow, ...]  #: rows that could not be exported
-    again: str  #: the `h5pack convert` command that packs the exported folder
+    again: str  #: the `h5pack convert` command that packs the exported folder again
     lost: tuple[str, ...]  #: what the command in `again` would not restore, such as the order of classes
     already_complete: bool = False  #: with `resume`, whether the export was complete before this call
 
@@ -148,9 +148,11 @@ def export(
         Paths of the datasets of images and of labels inside the file; ``labels=""`` exports no labels.
         Default: detected.
     fields : str or sequence of str
-        Paths of further numeric datasets to include in the manifest. The fields of a pack are always included.
+        Names of fields of a pack, or paths of further numeric datasets, to include in the manifest. Default: all fields
+        of a pack.
     channel_axis : str, optional
-        Position of the channel axis in a row: "last", "first" or "none". Default: inferred from the shape.
+        Position of the channel axis in a row: "last", "first" or "none". Default: as stored in a pack, else inferred
+        from the shape.
     value_range : (float, float) or str, optional
         The values mapped to 0 and 255, as a pair or as a string such as "0:1".
     num_workers : int, optional
@@ -158,7 +160,8 @@ def export(
     start_method : str, optional
         "fork", "forkserver" or "spawn". Default: "fork" if that is safe, else "forkserver".
     overwrite : bool
-        Replace an earlier export once the new one is complete. An unfinished export is deleted at the start.
+        Replace an earlier export once the new one is complete. An unfinished export is deleted at the start, unless
+        `resume` is true.
     resume : bool
         Continue an interrupted export: files that already hold the pixels of their rows are kept.
     progress : bool
@@ -173,7 +176,7 @@ def export(
     Raises
     ------
     OutputExistsError, OutputBusyError
-        If the folder or an unfinished export to it already exists, or if another process is exporting to it.
+        If the folder is not empty or has an unfinished export, or if another process is exporting to it.
     DamagedRowsError
         If none of the rows can be exported.
     H5PackError
@@ -221,8 +224,8 @@ class ExportFolder:
     """The output folder of an export, and its temporary siblings.
 
     An export is written to `partial`, which is renamed to `final` when it is complete. `lock_file` exists whenever
-    `partial` does, so a `partial` without it was not made by an export. An earlier export is called `replaced` while
-    the new one takes its place. Symbolic links are resolved.
+    `partial` does, so a `partial` without a `lock_file` was not made by an export. An earlier export is renamed to
+    `replaced` while the new one takes its place. Symbolic links are resolved.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -233,7 +236,7 @@ class ExportFolder:
         self.replaced = self.final.with_name(f"{self.final.name}.replaced")
 
     def check(self, overwrite: bool, resume: bool) -> None:
-        """Raise before any work is done if the export could not be published at this path."""
+        """Raise an error if the export could not be published at this path; call this before any work is done."""
         require_writable(self.final.parent)
         if os.path.ismount(self.final):
             raise SourceError(f"{self.final}: is a mount point; name a folder inside it", path=self.final)
@@ -270,13 +273,14 @@ class ExportFolder:
         """Raise OutputExistsError if the final folder exists and is not empty."""
         if self.has_output():
             raise OutputExistsError(
-                f"{self.final}: folder is not empty; give another, or overwrite=True to replace an earlier export",
+                f"{self.final}: the folder is not empty; give another name, or overwrite=True to replace an earlier "
+                "export",
                 path=self.final,
                 parameters=("overwrite=True",),
             )
 
     def require_export(self) -> None:
-        """Raise OutputExistsError if the final folder, which would be deleted, has files that no export wrote."""
+        """Raise OutputExistsError if the final folder, which is to be replaced, has files that no export wrote."""
         if not self.has_output():
             return
         advice = "only an export can be replaced, so move the folder or name another"
@@ -304,7 +308,7 @@ class ExportFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of this output during a `with` block; raise OutputBusyError if another export holds it."""
-        busy = f"{self.final}: another export is writing this folder; wait for its end, or give another name"
+        busy = f"{self.final}: another export is writing this folder; wait until it has finished, or give another name"
         descriptor = open_locked(self.lock_file, busy)
         try:
             yield
@@ -323,7 +327,7 @@ class ExportFolder:
         (self.partial / MANIFEST).touch()
 
     def make_folders(self, names: ExportNames) -> None:
-        """Create all folders in `partial`, and delete what a run with other options left there."""
+        """Create all folders in `partial`, and delete files and folders that a run with other options left there."""
         kept_files, kept_folders = {MANIFEST, *names.paths, *itertools.chain(*names.masks)}, set(names.folders)
         for parent, below, files in os.walk(self.partial, topdown=False):
             for found, kept, remove in ((files, kept_files, os.unlink), (below, kept_folders, os.rmdir)):
@@ -347,7 +351,7 @@ class ExportFolder:
         sync_path(self.final.parent)
 
     def remove_replaced(self) -> None:
-        """Delete the earlier export that was renamed to make way for the new one."""
+        """Delete `replaced`, an earlier export whose place the new one has taken."""
         shutil.rmtree(self.replaced, ignore_errors=True)
 
 
@@ -391,7 +395,7 @@ class _Export:
             return self._report(names, manifest, results)
 
     def _process_rows(self, folder: Path, *, check_only: bool = False) -> tuple[ExportNames, Manifest, ExportResults]:
-        """Write the files of all rows into `folder`, or if `check_only` is true, only compare existing files."""
+        """Write the files of all rows into `folder`, or if `check_only`, compare the files there and write nothing."""
         max_bytes = os.pathconf(self.target.final.parent, "PC_NAME_MAX")
         # `folder` contains manifest.csv. If MANIFEST.CSV exists, too, the file system ignores case in names.
         folds_case = (folder / MANIFEST.upper()).exists()

@@ -1,4 +1,4 @@
-"""Exported image files: which rows, their pixels, encoding as PNG and JPEG, the worker function that writes files."""
+"""Exported image files: the selection of rows, their pixels, encoding as PNG and JPEG, and the workers' function."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
 @dataclass(frozen=True)
 class MissingRow:
-    """A row that could not be read."""
+    """A row that could not be exported or shown."""
 
     row: int  # row number in the file
     name: str  # the stored name; if there is none, the dataset path and row number
-    reason: str
+    reason: str  # message of the error
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,10 @@ class SourceRows:
 def open_rows(
     path: str | os.PathLike[str], datasets: HDF5Datasets, splits: str | Sequence[str] = (), limit: int | None = None
 ) -> SourceRows:
-    """Select the rows of `splits` in an HDF5 file (default: all), and at most `limit` of them, evenly spaced."""
+    """Select the rows of `splits` in an HDF5 file (default: all), and at most `limit` of these, evenly spaced.
+
+    Raises OptionsError if there is no such split, NoImagesError if no row is selected.
+    """
     splits = (splits,) if isinstance(splits, str) else splits
     catalog = hdf5_catalog(Path(path), datasets, NameFilter())
     reader = catalog.reader
@@ -102,7 +105,10 @@ class ExportForm(PixelForm):
     """A conversion of rows to the pixels of PNG files, which keeps the alpha channel and 16-bit gray values."""
 
     def pixels(self, row: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the pixels of a row, uint8 or uint16 (h, w, 1 to 4); reject values outside `value_range`."""
+        """Return the pixels of a row, uint8 or uint16 (h, w, 1 to 4).
+
+        Raises RejectedImageError if a value is outside `value_range`.
+        """
         image = row if self.keeps_16_bits(row.dtype, row.shape) else self._bytes(row)
         if self.channel_axis == "none":
             return image[:, :, None]
@@ -126,7 +132,7 @@ class ExportWork:
     """The settings that all worker processes of an export share."""
 
     reader: HDF5RowReader
-    folder: str
+    folder: str  # path of the folder in which the files are written
     format: str  # "png" or "jpeg"
     quality: int  # JPEG quality, 1 to 100
     keep: bool  # whether to keep existing files that already hold the pixels of their rows
@@ -135,11 +141,11 @@ class ExportWork:
 
 @dataclass(frozen=True)
 class ExportTask:
-    """The rows of one task: their indices in the catalog, int64 (n,), ascending, and their relative file paths."""
+    """The rows of one task. Paths are relative to the folder of the export."""
 
-    indices: npt.NDArray[np.int64]
-    paths: list[str]
-    masks: list[list[str]] = field(default_factory=list)  # for each field of masks, their relative file paths
+    indices: npt.NDArray[np.int64]  # (n,), ascending, in the catalog
+    paths: list[str]  # of each row's file
+    masks: list[list[str]] = field(default_factory=list)  # for each field of pixels, of each row's mask or image
 
     def __str__(self) -> str:
         """Describe the task's files for the error message if its worker process dies."""
@@ -152,9 +158,9 @@ class ExportResults:
 
     rows: int = 0
     bytes: int = 0  # total size of the files
-    reasons: dict[int, str] = field(default_factory=dict)  # why a row has no file, by its index in the catalog
+    reasons: dict[int, str] = field(default_factory=dict)  # why rows have no file, by their index in the catalog
     resumed: int = 0  # number of files kept from an earlier run
-    copied: int = 0  # number of rows that are encoded in the export's format, whose bytes are used unchanged
+    copied: int = 0  # number of rows whose stored bytes already have the export's format, and become the files
     differing: int = 0  # number of files that are missing or differ, if `check_only` is true
 
     def add(self, other: ExportResults) -> None:
@@ -193,7 +199,7 @@ def export_rows(task: ExportTask) -> ExportResults:
         for position, (index, name) in enumerate(zip(task.indices.tolist(), task.paths, strict=True)):
             path = f"{work.folder}/{name}"
             try:
-                # If a mask cannot be read, its image is left out, so masks come first.
+                # Export masks first, because an image whose mask cannot be read is left out.
                 for number, masks in enumerate(task.masks):
                     with naming_mask(masks[position], "mask or further image"):
                         _export_field(work, number, index, f"{work.folder}/{masks[position]}", results)
@@ -211,7 +217,7 @@ def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | N
     """Write the file of a row unless it already holds the row's pixels; raise RejectedImageError for a damaged row.
 
     If the row is an encoded image of the export's format, its bytes are copied, so that a JPEG is not compressed again.
-    This requires that they can be decoded, unless the file has a checksum of them.
+    Unless the reader has compared these bytes with a checksum, they are decoded to find damage.
     """
     data: bytes | None = None
     pixels: Any = None
@@ -244,7 +250,10 @@ def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | N
 
 
 def _export_field(work: ExportWork, number: int, index: int, path: str, results: ExportResults) -> None:
-    """Write a mask as PNG of 8 bits, or 16 if it has more, or a further image, unless the file already holds it."""
+    """Write the mask or further image of a row, unless the file already holds its pixels.
+
+    uint8 masks become PNG files of 8 bits, others of 16 bits. Further images get the export's format.
+    """
     pixels = work.reader.read_field(number, index, path)
     is_mask = pixels.ndim == 2
     if is_mask and pixels.dtype != np.uint8:
@@ -282,7 +291,7 @@ def _shows(data: bytes, pixels: npt.NDArray[Any]) -> bool:
 
 
 def _write_file(path: str, data: bytes) -> None:
-    # The whole folder has a temporary name until the export is complete, so its files do not need temporary names.
+    # The folder has a temporary name until the export is complete, so its files need no temporary names.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         write_all(descriptor, data, 0)

@@ -1,8 +1,7 @@
 """The manifest of an export: a CSV table with the split, labels and fields of each row, in stored order.
 
-Lists, such as boxes, are cells in JSON.
-
-``h5pack convert DIR/manifest.csv`` reads the table and restores splits, labels, label columns, fields and row order.
+Lists, such as boxes, are written as JSON into one cell. ``h5pack convert DIR/manifest.csv`` reads the table and
+restores splits, labels, label columns, fields and row order.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ _ESCAPES = {code: chr(code).encode("unicode_escape").decode() for code in CONTRO
 
 @dataclass(frozen=True)
 class ManifestColumn:
-    """A column of the manifest. If `words` is given, `values` are indices into it, and -1 makes an empty cell."""
+    """A column of the manifest. If `words` is given, `values` are indices into `words`; -1 stands for an empty cell."""
 
     name: str
     values: npt.NDArray[Any] | NameTable | RaggedRows  # (n,), one value per row
     words: tuple[str, ...] | None = None
 
     def cells(self, start: int, stop: int) -> list[Any]:
-        """Return the cells of rows `start` to `stop`."""
+        """Return the cells of rows `start` to `stop` - 1: str, int or float."""
         if isinstance(self.values, NameTable):
             return [printable(self.values[row]) for row in range(start, stop)]
         if isinstance(self.values, RaggedRows):
@@ -57,12 +56,12 @@ class ManifestColumn:
             return [named[value] for value in cells.tolist()]
         if cells.dtype.kind == "b":
             cells = cells.view(np.uint8)
-        # str() of a Python number parses back to exactly the same value.
+        # Python numbers, because parsing their str() gives exactly the same values.
         return cells.tolist()  # type: ignore[no-any-return]
 
     @property
     def option(self) -> str:
-        """The option of `h5pack convert` that makes a field of this column."""
+        """The option of `h5pack convert` that reads this column as a field."""
         kind = field_kind(self.values) if isinstance(self.values, RaggedRows) else schema.ARRAY
         return _OPTIONS.get(kind, "--field-columns")
 
@@ -85,7 +84,7 @@ class Manifest:
     fields: tuple[ManifestColumn, ...]
     masks: tuple[ManifestColumn, ...]  # paths of masks
     images: tuple[ManifestColumn, ...]  # paths of further images
-    others: tuple[ManifestColumn, ...]  # columns on the origin of rows, which `h5pack convert` ignores
+    others: tuple[ManifestColumn, ...]  # columns that `h5pack convert` ignores: origin of rows, class names
     lost: tuple[str, ...]  # what `h5pack convert` would not restore from the manifest
 
     def lines(self, left_out: Collection[int]) -> Iterator[list[str]]:
@@ -120,7 +119,7 @@ class Manifest:
             return False
 
     def command(self, folder: Path, source: SourceRows, names: ExportNames) -> tuple[str, tuple[str, ...]]:
-        """Return the command that packs the export in `folder` again, and descriptions of what it would not restore.
+        """Return the command that packs the export in `folder` again, and texts that say what it would not restore.
 
         The command reads the manifest. If that would lose something that the names of the folders preserve, such as
         classes without rows, the command reads the folders instead.
@@ -173,7 +172,7 @@ def plan_manifest(source: SourceRows, names: ExportNames) -> Manifest:
 
 
 def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
-    """Return the `--source` kind with which `h5pack convert` restores everything from the folders alone, or None."""
+    """Return the value of `--source` with which the folders alone restore everything; None if there is none."""
     classes = list(catalog.label_names or ())
     if catalog.fields or not names.exact_folders or [*_lost_splits(catalog)] or classes != sorted(classes):
         return None
@@ -198,7 +197,7 @@ class _ColumnNames:
 def _labels(catalog: Catalog, name: _ColumnNames, lost: list[str]) -> tuple[list[ManifestColumn], list[ManifestColumn]]:
     """Return the label columns and further columns; append to `lost` what `h5pack convert` would not restore.
 
-    The further columns hold the class names if those cannot serve as labels in a table, so that labels are numbers.
+    If class names cannot serve as labels in a table, labels are numbers, and a further column has the class names.
     """
     labels, names = catalog.labels, catalog.label_names
     if labels is None:
@@ -257,7 +256,7 @@ def _field(
 def _column_of(
     field: str, values: FieldValues, unlabelled: bool, name: _ColumnNames, lost: list[str]
 ) -> ManifestColumn:
-    """Return the column of a field; append to `lost` if it cannot have the field's name."""
+    """Return the column of a field; append to `lost` if the column cannot have the field's name."""
     # In a table without labels, `h5pack convert` would take a column for labels if its name is in LABEL_COLUMNS.
     column = name(f"field_{field}" if unlabelled and field.lower() in LABEL_COLUMNS else field)
     if column != field:
@@ -282,7 +281,7 @@ def _counted(names: list[str], one: str, many: str) -> str:
 
 
 def _is_word(name: str) -> bool:
-    """Return whether a cell with this name is read back as text, unchanged."""
+    """Return whether `h5pack convert` reads a cell with this name as text, and unchanged."""
     return bool(name) and name == printable(name).strip() and not is_number(name)
 
 

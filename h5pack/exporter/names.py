@@ -1,13 +1,14 @@
 """Names of exported files: the stored name of each row inside the folders of its split and class, safe and distinct.
 
-- A path starts with the folder of the split, then that of the class. If the stored name already begins with these
+- A path starts with the folder of the split, then the folder of the class. If the stored name already begins with these
   folders, they are not repeated. A file without splits has no split folders.
 - ``.``, ``..`` and a leading ``/`` are removed from the stored name, and control characters become ``_``. A path
   component that begins with a dot gets ``_`` in front, because readers of image folders skip hidden files.
-- An image suffix is replaced by that of the export format. After any other suffix, that of the format is appended.
+- A suffix of the export format is kept, and a suffix of another image format is replaced by it. To all other names, the
+  suffix of the export format is appended.
 - If a row has no stored name, or one that is too long for the file system, its file is named after the row number.
-- If there are masks, all images are in the folder ``images``. The masks of each field are in a folder of its name
-  beside it, with the same names.
+- If there are masks or further images, all images are in the folder ``images``. Beside it, each field has a folder of
+  its name, whose files have the same names up to the suffix.
 - A name that is already used by an earlier row or by a folder gets ``~2``, ``~3``, ... before its suffix.
 """
 
@@ -32,7 +33,7 @@ _IMAGES = "images"
 _MAX_NUMBERED_CLASSES = 1_000
 _MAX_PATH_BYTES = 2_048
 _MAX_FOLDER_BYTES = 200
-# Room for the number, such as ~2, that may be inserted before the suffix.
+# Bytes that are kept free for a number, such as ~2, that may be inserted before the suffix.
 _SPARE_BYTES = 12
 _NUMBER_DIGITS = 6
 CONTROL_CHARACTERS = (*range(32), *range(127, 160))
@@ -48,7 +49,7 @@ class NameRules:
     max_name_bytes: int = 255  # maximum length of a file or folder name
 
     def fold(self, name: str) -> str:
-        """Return a string that is equal for two names exactly if the file system treats them as the same name."""
+        """Return a string that is the same for two names exactly if the file system treats them as the same name."""
         if not self.fold_case:
             return name
         return unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
@@ -60,9 +61,9 @@ class ExportNames:
 
     paths: NameTable  # (n,), the distinct path of each row's file
     folders: tuple[str, ...]  # parents before their subfolders; also folders of classes without rows
-    renamed: int  # stored names that had to change by more than their suffix and leading folders
+    renamed: int  # number of stored names that had to change by more than their suffix and leading folders
     exact_folders: bool = False  # whether each split and class has a folder with exactly its name
-    # (n,) for each field of pixels: the path of each row's mask, a PNG file, or further image
+    # For each field of pixels, (n,): the path of each row's mask (a PNG file) or further image.
     masks: tuple[NameTable, ...] = ()
 
 

@@ -20,7 +20,7 @@ from h5pack.errors import PackFormatError, ReadError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
 from h5pack.pack.options import convert_command
-from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded
+from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded, is_mask_group
 from h5pack.read.hdf5 import (
     attribute_names,
     chunk_grid,
@@ -55,14 +55,14 @@ class DatasetReport:
     """
 
     name: str
-    dtype: str  #: for rows of variable length, a text such as "variable-length uint8"
+    dtype: str  #: such as "uint8"; for rows of variable length, such as "variable-length uint8"
     shape: tuple[int, ...]
     layout: str  #: "chunked", "contiguous", "compact" or "virtual"
     chunks: tuple[int, ...] | None  #: shape of a chunk; None if the dataset has no chunks
     index: str | None  #: kind of chunk index, such as "B-tree v1"; None if the dataset has no chunks
     filters: tuple[str, ...]
     bytes: int  #: size of the uncompressed array
-    stored_bytes: int  #: size of the dataset in the file
+    stored_bytes: int  #: size of the dataset's stored data in the file
     cache: CachePlan | None  #: recommended chunk cache for reading rows in any order through the HDF5 library
     faults: tuple[str, ...] = ()  #: properties of the storage that make reading single rows slow
     fix: tuple[str, ...] | None = None  #: command that writes a copy without the faults, as a list of arguments
@@ -87,8 +87,7 @@ class DatasetReport:
         if self.chunks is not None:
             filters = ", ".join(self.filters) or "no filter"
             lines.append(f"  chunks {_shape_text(self.chunks)}, {self.index}, {filters}")
-        if self.cache is not None:
-            cache = self.cache
+        if (cache := self.cache) is not None:
             lines.append(f"  rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0} ({cache.reason})")
         lines += [f"  fault: {fault}" for fault in self.faults]
         if self.fix is not None:
@@ -105,8 +104,8 @@ class FileReport:
     bytes: int  #: size of the file
     pack: dict[str, Any] | None  #: metadata of a pack; None for other files
     datasets: tuple[DatasetReport, ...]
-    #: (start, stop) bytes of the file that a program reads to open it and look up every chunk, where gaps of up to
-    #: 1 MiB are read, too: over a network each range is a request.
+    #: (start, stop) ranges of bytes that a program reads to open the file and look up every chunk. Each range is a
+    #: request if the file is read over a network. Gaps of up to 1 MiB between two reads belong to the range.
     opening: tuple[tuple[int, int], ...]
     opening_fix: tuple[str, ...] | None = None  #: command that writes a copy that opens with one range
     stats: dict[str, Any] | None = None  #: class counts and channel statistics, if requested
@@ -146,10 +145,8 @@ class FileReport:
         newer = " (this h5pack is too old for it)" if pack["format"] > schema.FORMAT_VERSION else ""
         counts = {name: sum(stop - start for start, stop in parts) for name, parts in pack["splits"].items()}
         splits = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-        lines = [
-            f"a pack, format {pack['format']}{newer}, written by h5pack {pack['version']}",
-            f"splits   {splits}",
-        ]
+        written = f"a pack, format {pack['format']}{newer}, written by h5pack {pack['version']}"
+        lines = [written, f"splits   {splits}"]
         for kind in ("classes", "columns"):
             if kind in pack:
                 names = ", ".join(pack[kind][:_MAX_NAMES]) + (", ..." if len(pack[kind]) > _MAX_NAMES else "")
@@ -159,6 +156,8 @@ class FileReport:
                 mean = found["entries"] / max(1, sum(counts.values()))
                 unit = "bytes" if found["kind"] in schema.TEXT_KINDS else "entries"
                 held = f"{found['dtype']}, {mean:,.1f} {unit} per row"
+            elif None in found["shape"]:
+                held = f"{found['dtype']}, in the sizes of the images"
             else:
                 held = f"{found['dtype']} {_shape_text(tuple(found['shape'])) or 'number'}"
             lines.append(f"field    {name}: {found['kind']}, {held}")
@@ -186,8 +185,8 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
     ----------
     path : path
     stats : bool
-        Also count the rows of each class, and report channel statistics. A pack stores its channel statistics; those of
-        other files are measured on up to 1,024 rows.
+        Also count the rows of each class, and report channel statistics. These are stored in a pack; for other files
+        they are measured on up to 1,024 rows.
 
     Returns
     -------
@@ -211,13 +210,15 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
                 opening_fix=_opening_fix(file, opening),
                 stats=_stats(file, (pack or {}).get("splits", {})) if stats else None,
             )
+        except PackFormatError:
+            raise
         except (KeyError, ValueError, RuntimeError, OSError) as error:
             problem = f"{os.fspath(path)}: its metadata is damaged ({error}); restore the file"
             raise PackFormatError(problem, path=path) from error
 
 
 class _LoggedFile(io.FileIO):
-    """A file that notes which bytes are read."""
+    """A file that records in `ranges` which bytes, (start, stop), are read."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "rb")
@@ -231,7 +232,7 @@ class _LoggedFile(io.FileIO):
 
 
 def opening_ranges(path: str | os.PathLike[str]) -> tuple[tuple[int, int], ...]:
-    """Return the (start, stop) bytes of an HDF5 file that a program reads to open it, as `FileReport.opening`."""
+    """Return the ranges of bytes that a program reads to open an HDF5 file, see `FileReport.opening`."""
     with _LoggedFile(path) as log:
         with h5py.File(log, "r") as file:
             for name in ("/", *dataset_names(file)):
@@ -253,18 +254,18 @@ def opening_ranges(path: str | os.PathLike[str]) -> tuple[tuple[int, int], ...]:
 
 
 def _opening_fix(file: h5py.File, opening: tuple[tuple[int, int], ...]) -> tuple[str, ...] | None:
-    """Return a command that writes a copy with all metadata in one block, if this file's is not."""
+    """Return a command that writes a copy with all metadata in one block; None if this file opens with one range."""
     if len(opening) < 2:
         return None
     if schema.FORMAT in file.attrs:
         return ("h5pack", "convert", file.filename, "packed.h5")
-    total = sum(stop - start for start, stop in opening)  # What the block has no room for comes after it.
+    total = sum(stop - start for start, stop in opening)  # Metadata for which the block has no room comes after it.
     block = -(-min(2 * total, total + _OPENING_GAP_BYTES // 2) // 2**16) * 2**16
     return ("h5repack", "-M", str(block), file.filename, "repacked.h5")
 
 
 def faults_of(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
-    """Return what makes reading single rows of a dataset slow; nothing if `name` is no dataset, as in kept images."""
+    """Return what makes reading single rows of a dataset slow; nothing if `name` is a group, like `/encoded`."""
     with open_file(path) as file:
         found = file.get(name)
         return describe_dataset(found).faults if isinstance(found, h5py.Dataset) else ()
@@ -303,8 +304,7 @@ def _index_kind(dataset: h5py.Dataset, filters: tuple[str, ...]) -> str | None:
         return None
     if dataset.file.id.get_create_plist().get_version()[0] < 3:
         return "B-tree v1"
-    unlimited = sum(size is None for size in dataset.maxshape)
-    if unlimited:
+    if unlimited := sum(size is None for size in dataset.maxshape):
         return "extensible array" if unlimited == 1 else "B-tree v2"
     if math.prod(chunk_grid(dataset)) <= 1:
         return "single chunk"
@@ -313,7 +313,7 @@ def _index_kind(dataset: h5py.Dataset, filters: tuple[str, ...]) -> str | None:
 
 
 def _faults(dataset: h5py.Dataset, filters: tuple[str, ...]) -> tuple[str, ...]:
-    """Return descriptions of what makes reading single rows of images or features slow."""
+    """Return descriptions of what makes reading single rows slow, for datasets of images or large arrays."""
     if is_encoded(dataset):
         try:
             rows = index_encoded(dataset.file, dataset, dataset.name.lstrip("/")).rows
@@ -370,7 +370,7 @@ def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
 
 
 def packing_options(file: h5py.File, name: str) -> dict[str, Any]:
-    """Return keywords of `convert` with which the images `name` keep their axes, labels and all numbers of each row."""
+    """Return keywords of `convert` that keep the axes of the images `name`, their labels, and fields of each row."""
     images = file[name]
     found: dict[str, Any] = {}
     if schema.FORMAT not in file.attrs:  # A pack keeps its labels and fields anyway.
@@ -386,7 +386,7 @@ def packing_options(file: h5py.File, name: str) -> dict[str, Any]:
 
 
 def _options(stored: str) -> Any:
-    """Return the options of a conversion, which are stored as JSON; the text itself if it is damaged."""
+    """Parse the stored options of a conversion, which are JSON; return the text itself if it is damaged."""
     with contextlib.suppress(ValueError):
         return json.loads(stored)
     return stored
@@ -418,7 +418,9 @@ def _describe_pack(file: h5py.File) -> dict[str, Any]:
 
 
 def _describe_field(file: h5py.File, name: str) -> dict[str, Any]:
-    """Return the kind, the dtype and the shape of the values of a field; the first axis of ragged values is None."""
+    """Return the kind, dtype and shape of a field's values; axes whose lengths differ between rows are None."""
+    if is_mask_group(file, name):
+        return {"kind": schema.MASK, "dtype": str(index_kept(file, name).dtype), "shape": [None, None]}
     if is_ragged(file, name):
         index = index_ragged(file, name)
         described = {"kind": index.kind, "dtype": str(index.data.dtype), "shape": [None, *index.data.row_shape]}
@@ -429,7 +431,7 @@ def _describe_field(file: h5py.File, name: str) -> dict[str, Any]:
 
 
 def _describe_encoded(file: h5py.File) -> dict[str, Any]:
-    """Return the number, the bytes and the range of the longer sides of a pack's encoded images."""
+    """Return the number of a pack's encoded images, their total bytes, and the range of their longer sides."""
     index = index_kept(file)
     sides = file[schema.ENCODED_SIZE][()].max(axis=1, initial=0)
     return {
@@ -458,11 +460,8 @@ def _stats(file: h5py.File, splits: dict[str, list[list[int]]]) -> dict[str, Any
             result["split_labels"] = {name: _label_counts(labels, parts) for name, parts in splits.items()}
     if f"{schema.STATISTICS}/mean" in file:
         group = file[schema.STATISTICS]
-        result["channels"] = {
-            "mean": _finite(group["mean"][()]),
-            "std": _finite(group["std"][()]),
-            "rows": int(group.attrs["rows"]),
-        }
+        channels = {name: _finite(group[name][()]) for name in ("mean", "std")}
+        result["channels"] = {**channels, "rows": int(group.attrs["rows"])}
     elif isinstance(file[images], h5py.Dataset):
         result["channels"] = _measured_channels(reopen_tuned(file[images]))
     return result

@@ -55,8 +55,8 @@ class ShownSplit:
     name: str
     rows: int  # number of rows in the split
     classes: list[ShownClass]
-    named: int  # number of classes in the split, also of those not on the sheet; "no label" is none
-    left_out: int  # number of classes that are not on the sheet
+    named: int  # number of classes in the split, on the sheet or not; "no label" does not count
+    left_out: int  # number of these classes that are not on the sheet
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PreviewReport:
     images: int  #: number of images on the sheet
     splits: list[ShownSplit]
     damaged: tuple[MissingRow, ...]  #: selected rows that could not be shown
-    sheet: Image.Image = field(repr=False, compare=False)  #: the drawn sheet, RGB; not in `to_json`
+    sheet: Image.Image = field(repr=False, compare=False)  #: the drawn sheet, RGB; not in the result of `to_json`
 
     @property
     def ok(self) -> bool:
@@ -114,14 +114,15 @@ def preview(
 ) -> PreviewReport:
     """Draw a contact sheet: some images of each class in each split, with names, counts and row numbers.
 
-    Masks of a pack are drawn beside their images, with a color for each number. Only what is shown is read.
+    Masks of a pack are drawn beside their images, with a color for each number, and so are a pack's further images.
+    Only the images that are shown are read.
 
     Parameters
     ----------
     path : path
         A pack, or any HDF5 file with a dataset of images.
     out : path, optional
-        The picture to write (.png, .jpg or .webp); an existing file is replaced. Default: write no file.
+        The picture to write (.png, .jpg, .jpeg or .webp); an existing file is replaced. Default: write no file.
     splits : str or sequence of str
         Show only these splits. Default: all.
     per_class : int, optional
@@ -131,7 +132,7 @@ def preview(
     tile : int
         Length of the longer side of an image on the sheet in pixels, 16 to 4096.
     seed : int, optional
-        Select rows at random with this seed. Default: evenly spaced in stored order.
+        Select rows at random with this seed. Default: select evenly spaced rows in stored order.
     images, labels, channel_axis, value_range
         How to interpret an HDF5 file; see `h5pack.convert`.
 
@@ -148,7 +149,7 @@ def preview(
     H5PackError
         The base class of all errors; see `h5pack.errors` for the others.
     """
-    # Do not load the fields of a pack but masks, of which only those that are shown are read.
+    # `own_fields=False` loads no fields of a pack. Masks and further images are read only for the rows that are shown.
     bounds = None if value_range is None else parse_range(value_range)
     datasets = HDF5Datasets(images, labels, (), channel_axis, bounds, own_fields=False)
     check_integer("tile", tile, 16, 4_096)
@@ -285,7 +286,7 @@ def scaled(pixels: npt.NDArray[np.uint8], tile: int) -> Image.Image:
 
 
 def _beside(picture: Image.Image, masks: Sequence[npt.NDArray[Any]]) -> Image.Image:
-    """Return a picture with its masks, with a color for each number, and further images on its right."""
+    """Return a picture with its masks (a color for each number) and further images on its right."""
     joined = Image.new("RGB", (picture.width * (1 + len(masks)), picture.height))
     joined.paste(picture)
     for number, mask in enumerate(masks, 1):
@@ -308,7 +309,7 @@ _COLORS = _mask_colors()
 
 
 class _Line(NamedTuple):
-    """A line of text on the sheet, or images side by side, which wrap if necessary."""
+    """A line of text on the sheet, or the images of `rows` side by side, wrapped if necessary."""
 
     text: str = ""
     size: int = _PLAIN

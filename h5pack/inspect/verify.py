@@ -51,7 +51,7 @@ class VerifyReport:
     rows: int  #: number of rows of the pack; 0 if it could not be opened
     problems: tuple[str, ...] = ()  #: structural defects, such as missing datasets
     damaged: dict[str, list[int]] = field(default_factory=dict)  #: rows of each dataset that fail the check
-    filenames: dict[int, str] = field(default_factory=dict)  #: by row number, for up to 1,000 damaged rows
+    filenames: dict[int, str] = field(default_factory=dict)  #: stored names of the first 1,000 damaged rows, by row
 
     @property
     def ok(self) -> bool:
@@ -83,11 +83,12 @@ class VerifyReport:
 class _Rows:
     """The rows of a large dataset, which several workers check.
 
-    `offsets` is None if the rows cannot be read without the HDF5 library, because they are compressed or were repacked
-    by another program. Only then, `chunk_rows` and `chunk_bytes` are the size of a chunk; otherwise they are 0.
+    `offsets` is None if the rows are read through the HDF5 library, because they are compressed, virtual, or were
+    repacked by another program. Only then, `chunk_rows` and `chunk_bytes` are the size of a chunk, or of a chunk group
+    of a virtual dataset; otherwise they are 0.
     """
 
-    name: str  # of the dataset; the group of encoded images
+    name: str  # path of the dataset, or of a group of encoded images or masks
     checksums: npt.NDArray[np.uint32]
     offsets: RowOffsets | None = None
     chunk_rows: int = 0
@@ -99,7 +100,7 @@ class _Rows:
 class _Structure:
     """The results of the structural check, which a worker process carries out with the HDF5 library.
 
-    `large` are the images, and the fields that are chunked like them.
+    `large` are the images, and the fields that are stored like the images.
     """
 
     rows: int
@@ -118,7 +119,7 @@ class _DecodeTask:
     start: int
     chunk_rows: int
     checksums: npt.NDArray[np.uint32]
-    stored_checksums: npt.NDArray[np.uint32] | None  # of these chunks
+    stored_checksums: npt.NDArray[np.uint32] | None  # of these chunks as they are stored, if known
 
     def __str__(self) -> str:
         """Describe the rows for the error message if a worker process dies."""
@@ -134,8 +135,8 @@ def verify(
 ) -> VerifyReport:
     """Check a pack's structure and the checksum of every row.
 
-    The HDF5 library runs only in worker processes, because a damaged file may crash it. Uncompressed rows are read in
-    parallel without the library, compressed rows through it.
+    The HDF5 library runs only in worker processes, because a damaged file may crash it. Uncompressed rows are read
+    without the library, compressed and virtual rows through it.
 
     Parameters
     ----------
@@ -248,7 +249,7 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
 
 
 def _large_fields(file: h5py.File) -> Iterator[str]:
-    """Yield the paths of the fields that are chunked like the images."""
+    """Yield the paths of the fields that are stored like the images: chunked or virtual, with more than one axis."""
     group = file.get(schema.FIELDS)
     for name, item in group.items() if isinstance(group, h5py.Group) else ():
         if isinstance(item, h5py.Dataset) and (item.chunks or item.is_virtual) and item.ndim > 1:
@@ -297,7 +298,7 @@ def _inspect_kept(file: h5py.File) -> _Structure:
 
 
 def _add_kept(file: h5py.File, index: EncodedIndex, found: _Structure) -> None:
-    """Add encoded images or masks to `large`, or their damaged rows if another program moved them."""
+    """Add encoded images or masks to `large`; if another program moved them, check them here instead."""
     if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
         found.problems.append(f"{index.name}/offsets: the rows do not cover all bytes of {index.data.name}")
     checksums = _checksums(file, index.name, found)
@@ -311,7 +312,7 @@ def _add_kept(file: h5py.File, index: EncodedIndex, found: _Structure) -> None:
 
 
 def _damaged_kept(file: h5py.File, index: EncodedIndex, checksums: npt.NDArray[np.uint32]) -> list[int]:
-    """Return the rows that differ from their checksums, read through the HDF5 library: another program moved them."""
+    """Return the encoded rows that differ from their checksums, or cannot be read, through the HDF5 library."""
     data, wrong = file[index.data.name], []
     require_filters(data)
     for row, (start, stop) in enumerate(itertools.pairwise(index.offsets.tolist())):
@@ -325,7 +326,7 @@ def _damaged_kept(file: h5py.File, index: EncodedIndex, checksums: npt.NDArray[n
 
 
 def _checksums(file: h5py.File, name: str, found: _Structure) -> npt.NDArray[np.uint32] | None:
-    """Return the checksums of a large dataset; None, and a problem, if there is not one for each row."""
+    """Return the checksums of a large dataset; if not every row has one, add a problem and return None."""
     found.seen.add(name)
     checksums = file.get(f"{schema.CHECKSUMS}/{name}")
     if not isinstance(checksums, h5py.Dataset) or checksums.shape != (found.rows,):
@@ -337,7 +338,7 @@ def _checksums(file: h5py.File, name: str, found: _Structure) -> npt.NDArray[np.
 
 
 def _check_other_rows(file: h5py.File, found: _Structure) -> None:
-    """Compare the rows of all but the large datasets with their checksums."""
+    """Compare the rows of all datasets other than the large ones with their checksums."""
     small = sorted(set(own_fields(file)) - found.seen)
     for name in (*(schema.LABELS,) * (schema.LABELS in file), *small):
         if f"{schema.CHECKSUMS}/{name}" not in file:
@@ -404,7 +405,7 @@ def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
         for number, first in enumerate(range(0, len(task.checksums), task.chunk_rows)):
             start, expected = task.start + first, task.checksums[first : first + task.chunk_rows]
             try:
-                # A filter may crash on damaged data, so do not let HDF5 decode it.
+                # A filter may crash on damaged data, so check the stored bytes before HDF5 decodes them.
                 if task.stored_checksums is not None and not _is_stored(images, start, task.stored_checksums[number]):
                     raise OSError("the chunk is damaged")
                 differs = row_checksums(images[start : start + len(expected)]) != expected
@@ -415,7 +416,7 @@ def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
 
 
 def _is_stored(images: h5py.Dataset, first: int, checksum: int) -> bool:
-    """Return whether the chunk that starts at row `first` has this checksum, as it is stored."""
+    """Return whether the stored bytes of the chunk that starts at row `first` have this checksum."""
     _, data = images.id.read_direct_chunk((first, *[0] * (images.ndim - 1)))
     return crc32(data) == int(checksum)
 

@@ -1,4 +1,4 @@
-"""Reading of chunks that are filtered (compressed) or hold only parts of rows: read, decode, assemble, and cache them.
+"""Reads, decodes and caches chunks that are filtered (compressed), and joins chunks that hold only parts of rows.
 
 A decoded chunk is cached because later batches of the same shuffle window need its other rows. Chunks are read from the
 engine's own file or from the source files of its virtual datasets.
@@ -29,7 +29,7 @@ from h5pack.system.arrays import equal_runs
 DECODED_BYTES = 192 * 1024 * 1024
 """Default capacity of the cache: 48 chunks of 4 MiB, which are three shuffle windows of the default 16 chunks."""
 _SPARSE_FACTOR = 4
-"""If less than one row in this many of a chunk is requested, it is cheaper to read only the bytes of these rows."""
+"""If fewer than one in this many rows of an unfiltered chunk are requested, reading only these rows is cheaper."""
 _MAX_FILES = 256
 """Maximum number of source files kept open. Each may use two descriptors, one of them inside the HDF5 library."""
 
@@ -103,10 +103,10 @@ class DecodedChunks:
 class ChunkRows(NamedTuple):
     """Rows of one chunk, as bytes. `size` and `calls` are 0 if the chunk was cached."""
 
-    values: npt.NDArray[np.uint8]  # 1-D: the bytes of rows, one after the other; may be read-only
-    positions: npt.NDArray[np.int64]  # the index of each requested row among these rows
+    values: npt.NDArray[np.uint8]  # 1-D: the bytes of whole rows, one after the other; may be read-only
+    positions: npt.NDArray[np.int64]  # the index of each requested row among the rows in `values`
     size: int  # bytes read from the file
-    calls: int  # number of system calls or HDF5 library calls
+    calls: int  # number of system calls or HDF5 library calls; chunks that are joined count as one
 
 
 class ChunkDecoder:
@@ -118,9 +118,9 @@ class ChunkDecoder:
         self._key = () if cache is None else (storage.path,)
 
     def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
-        """Return the bytes of the rows numbered `rows`, int64 (n,). If `keep`, cache the decoded chunk.
+        """Return the decoded chunk that contains `rows`, int64 (n,), or these rows alone if that is cheaper.
 
-        All of the rows must be in the same chunk, and the dataset must have a codec.
+        All of the rows must be in the same chunk, and the dataset must have a codec. If `keep`, the chunk is cached.
         """
         assert index.codec is not None
         chunk = int(rows[0]) // index.chunk_rows
@@ -186,7 +186,7 @@ class ChunkDecoder:
         buffer = np.array([[encoded.address, size]], np.uint64)
         self.storage.scatter(buffer, (0, 1), (offset,), lambda _: where)
         try:
-            # Decoders of damaged data may write beyond their buffers, so compare the data with its checksum before.
+            # A decoder may write beyond its buffer if the data is damaged, so check the data before decoding it.
             if index.stored_checksums is not None and crc32(encoded.array()) != index.stored_checksums[chunk]:
                 raise ValueError("its bytes differ from the stored checksum")
             return index.codec.decode(encoded, mask)
@@ -211,18 +211,24 @@ class ChunkDecoder:
 
 
 class SourceFiles:
-    """Opens source files on their first read in a process. At most `max_open` stay open; the oldest is closed first."""
+    """The source files of virtual datasets, each opened on its first read in a process.
+
+    At most `max_open` stay open; the one that was opened first is closed first.
+    """
 
     def __init__(self, own: ChunkDecoder) -> None:
         self.own = own
-        # At most an eighth of the descriptors that this process may have; -1 means that there is no limit.
+        # Use at most an eighth of the descriptors that this process may have; sysconf returns -1 if there is no limit.
         descriptors = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
         self.max_open = _MAX_FILES if descriptors < 0 else max(1, min(_MAX_FILES, descriptors // 8))
         self._opened: dict[SourceFile, ChunkDecoder] = {}
         self._checked: dict[str, float] = {}
 
     def close(self) -> None:
-        """Close all files in this process once reads in progress have ended. The next read opens them again."""
+        """Empty the cache, and close all files in this process once reads in progress have ended.
+
+        The next read opens them again.
+        """
         self.own.storage.close()
         self.own.reader.close()
         self.own.cache.clear()
@@ -262,7 +268,7 @@ class SourceFiles:
             self._checked[index.name] = time.monotonic()
 
     def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
-        """Return the bytes of rows of one chunk, like `ChunkDecoder.rows_in_chunk`.
+        """Return rows of one chunk, like `ChunkDecoder.rows_in_chunk`, but of any dataset.
 
         In a virtual dataset, the rows must belong to one range (consecutive rows in one chunk of one source).
         """
@@ -273,14 +279,15 @@ class SourceFiles:
         if source.library_reason is not None:
             return decoder.read_through_library(source, there)
         if source.is_empty:
-            # All sources without storage and with the same fill value share one index, so row numbers mean nothing.
+            # One index stands for all sources without storage that have the same fill value. Its row numbers mean
+            # nothing.
             return ChunkRows(np.frombuffer(source.fill, np.uint8), np.zeros(len(rows), np.int64), 0, 0)
         values = np.empty((len(rows), index.row_bytes), np.uint8)
         _, size, calls = plan_reads(source, there).execute(values, lambda _: decoder.storage)
         return ChunkRows(values.reshape(-1), np.arange(len(rows)), size, calls)
 
     def prefetch(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> None:
-        """Start reading the chunks of these rows into the page cache, without waiting."""
+        """Start reading the chunks of rows, int64 (n,), into the page cache, without waiting."""
         for file, source, there in index.split_by_source(rows):
             if source.codec is not None:
                 numbers = source.chunks_of(there)

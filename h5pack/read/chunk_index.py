@@ -1,4 +1,4 @@
-"""The chunk index of a dataset: the byte offset of every chunk, with which rows are read without the HDF5 library.
+"""The chunk index of a dataset: the byte offset of every chunk, so that rows can be read without the HDF5 library.
 
 A chunk to which nothing was written may have no storage allocated in the file. Its rows are the fill value.
 """
@@ -27,8 +27,8 @@ _MAX_GROUP_ROWS = 4_096
 """Maximum number of rows in a chunk group of a contiguous dataset, so that a shuffle window of groups stays small."""
 _LISTS_CHUNKS = hasattr(h5py.h5d.DatasetID, "chunk_iter")
 _COUNTS_USER_BLOCK = (1, 14, 4)
-"""First HDF5 version that reports chunk offsets from the start of the file. Up to 1.14.2, the size of the file's user
-block, an optional prefix before the HDF5 data, is missing from them."""
+"""First HDF5 version whose chunk offsets count from the start of the file. In earlier versions they count from the end
+of the user block, an optional prefix before the HDF5 data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class ChunkIndex:
         return None if start < 0 else start + (row - chunk * self.chunk_rows) * self.row_bytes
 
     def source_ids_of(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """Return the index of each chunk's source, int64 (n,); None if all chunks are in the dataset's own file."""
+        """Return the index of each chunk's source, int64 (n,); None if the dataset is not virtual."""
         return None
 
     def source_file(self, source_id: int | None) -> SourceFile | None:
@@ -157,9 +157,9 @@ class ChunkIndex:
     def split_by_source(
         self, rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[SourceFile | None, ChunkIndex, npt.NDArray[np.int64]]]:
-        """Split `rows` where their source changes; yield the source's file (None: the own file), index and row numbers.
+        """Split `rows` where their source changes; yield the file, the index and the row numbers of each source.
 
-        The yielded numbers are those of rows of the source, not of this dataset.
+        The file is None for the dataset's own file. Row numbers are yielded as they count in the source.
         """
         yield None, self, rows
 
@@ -208,8 +208,9 @@ class RowRanges:
 def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkIndex:
     """Return the index of a numeric dataset, and check that all its chunks are inside the file.
 
-    The user gave `file` and `name`. If `name` is a link, `dataset` may belong to another file. Raises
-    PackFormatError if chunks extend past the end of the file, overlap, or have coordinates that are off the chunk grid.
+    `file` and `name` are those that the user gave; if `name` is a link, `dataset` may belong to another file. Raises
+    PackFormatError if a filter's decoder is missing, or if chunks extend past the end of the file, overlap, or are off
+    the chunk grid.
     """
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     chunk_rows = dataset.chunks[0] if dataset.chunks else max(1, dataset.shape[0])
@@ -258,7 +259,7 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
 
 
 def _stored_checksums(file: h5py.File, name: str, table: ChunkTable) -> npt.NDArray[np.uint32] | None:
-    """Return the checksums of a pack's stored chunks; None without them, or if another program rewrote the chunks."""
+    """Return the checksums of a pack's stored chunks; None if there are none, or another program rewrote the chunks."""
     found = find_item(file, f"{schema.CHUNK_CHECKSUMS}/{name}")
     if not isinstance(found, h5py.Dataset) or found.shape != table.sizes.shape or found.dtype != np.uint32:
         return None
@@ -269,7 +270,7 @@ def _stored_checksums(file: h5py.File, name: str, table: ChunkTable) -> npt.NDAr
 
 
 def contiguous_group_rows(rows: int, row_bytes: int) -> int:
-    """Return the number of rows of a chunk group in a dataset without chunks, about 4 MiB."""
+    """Return the number of rows of a chunk group in a dataset without chunks: about 4 MiB, at most 4,096 rows."""
     if row_bytes >= DEFAULT_CHUNK_BYTES:
         return 1
     return min(_MAX_GROUP_ROWS, plan_chunks(max(1, rows), max(1, row_bytes)).rows)
@@ -316,14 +317,14 @@ def _read_table(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkTable
 
 def _contiguous_table(dataset: h5py.Dataset) -> ChunkTable:
     offset = dataset.id.get_offset()
-    # HDF5 adds the user block to the offset even if nothing is allocated, so the offset does not tell whether it is.
+    # HDF5 adds the user block to the offset even without allocated storage, so the offset alone does not show this.
     absent = offset is None or dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED
     size = math.prod(dataset.shape) * dataset.dtype.itemsize
     return ChunkTable(np.array([-1 if absent else offset]), np.array([size]), np.zeros(1, np.uint32))
 
 
 def _reaches_past_edge(dataset: h5py.Dataset) -> npt.NDArray[np.bool_]:
-    """Return which chunks extend past the dataset's edge, bool in the shape of the chunk grid."""
+    """Return whether each chunk extends past the dataset's edge, bool in the shape of the chunk grid."""
     partial = np.zeros(chunk_grid(dataset), np.bool_)
     for axis, (size, chunk) in enumerate(zip(dataset.shape, dataset.chunks, strict=True)):
         if size % chunk:

@@ -29,10 +29,10 @@ _free = require_libc_function("free", None, ctypes.c_void_p)
 
 
 class MallocBuffer:
-    """A buffer allocated by malloc. Filter plugins require this, because they may free or replace a buffer.
+    """A buffer allocated by malloc, which filter plugins require because they may free or replace it.
 
-    The memory is freed with the last array that uses it. If `address` is given, the object takes ownership of that
-    malloc memory; None allocates new memory.
+    The memory is freed with the last array that uses it. `address` is the address of malloc memory that this object
+    takes ownership of; None allocates new memory.
     """
 
     def __init__(self, size: int, address: int | None = None) -> None:
@@ -232,7 +232,7 @@ _MAX_DECODED_BYTES = 1 << 40
 _BITSHUFFLE_COMPRESSOR = 4
 """Index of bitshuffle's parameter that selects the compressor."""
 _BITSHUFFLE_WITH_HEADER = (2, 3)
-"""Values of that parameter for LZ4 and Zstd, whose chunks begin with a header. Other values mean no compression."""
+"""Values of this parameter for LZ4 and Zstd, whose chunks begin with a header. Other values mean no compression."""
 _HEADER_BYTES = 12
 _MAX_BLOCK_BYTES = 1 << 30
 
@@ -283,7 +283,7 @@ def decode_plugin(
     count = encoded.size
     encoded.release()
     decoded = function(_REVERSE, len(parameters), values, count, ctypes.byref(room), ctypes.byref(pointer))
-    # Even after a failure, the memory at `pointer` must be freed here: a plugin frees its input only if it replaces it.
+    # Take ownership of the memory at `pointer` even after a failure: a plugin frees its input only if it replaces it.
     failed = not 0 < decoded < _MAX_DECODED_BYTES
     result = MallocBuffer(0 if failed else decoded, pointer.value)
     if failed:
@@ -292,7 +292,7 @@ def decode_plugin(
 
 
 def _require_header(number: int, parameters: tuple[int, ...], encoded: MallocBuffer, size: int) -> None:
-    """Raise ValueError if the sizes in a chunk's header are wrong, which LZ4's and bitshuffle's plugins do not check.
+    """Raise ValueError if a chunk's header has wrong sizes, because the plugins of LZ4 and bitshuffle rely on them.
 
     The header has two big-endian integers: the decoded size (8 bytes) and the size of the blocks (4 bytes).
     """
@@ -306,12 +306,13 @@ def _require_header(number: int, parameters: tuple[int, ...], encoded: MallocBuf
     header = encoded.array()[:_HEADER_BYTES].tobytes()
     promised, block = int.from_bytes(header[:8], "big"), int.from_bytes(header[8:], "big")
     if len(header) < _HEADER_BYTES or promised != size or not 0 < block <= max(size, _MAX_BLOCK_BYTES):
-        raise ValueError(f"the chunk's header is damaged: it says {promised:,} bytes instead of {size:,}")
+        found = f"{promised:,} bytes in blocks of {block:,}"
+        raise ValueError(f"the chunk's header is damaged: it says {found}, but the chunk has {size:,} bytes")
 
 
 @functools.cache
 def _plugin_function(number: int) -> ctypes._FuncPointer | None:
-    """Return the C function of a filter plugin, or None if the plugin is not installed."""
+    """Return the C function of a filter plugin; None if hdf5plugin is not installed or has no such plugin."""
     try:
         # Importing hdf5plugin also loads the symbols of HDF5, which the plugins need.
         module = importlib.import_module("hdf5plugin")

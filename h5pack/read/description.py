@@ -37,14 +37,14 @@ from h5pack.system.parameters import require_local
 class FileDescription:
     """The contents of an HDF5 file, as needed to read it as a dataset of images.
 
-    `indexes` maps each dataset's path in the file to its chunk index: first the images, then labels and fields, each
-    followed by the dataset of its checksums if there is one, then the data of ragged fields.
+    `indexes` maps each dataset's path in the file to its chunk index: first the images, then labels and fields, then
+    the data of ragged fields. Each is followed by the dataset of its checksums, if there is one.
     """
 
     path: str  # absolute
     identity: FileIdentity  # of the file as it was described; it may be replaced later
     indexes: dict[str, ChunkIndex]
-    layout: str | None  # "nhwc" (also for encoded images) or "nchw"; None if the file does not tell
+    layout: str | None  # "nhwc" (also for encoded images) or "nchw"; None if not stored
     labels: str | None  # path of the label dataset; None without labels
     fields: tuple[str, ...]  # paths of further datasets with one row per image
     classes: tuple[str, ...] | None  # class names of integer labels; None if the file has none
@@ -52,9 +52,9 @@ class FileDescription:
     splits: dict[str, RowNumbers]  # the rows of each split
     mean: npt.NDArray[np.float64] | None  # (C,), of pixels scaled to 0..1; None if not stored
     std: npt.NDArray[np.float64] | None  # standard deviation, like `mean`
-    # The fields whose rows differ in length. `indexes` has the index of the data of each one.
+    # The fields whose rows differ in length, by path. `indexes` has the index of their data.
     ragged: dict[str, RaggedIndex] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)  # of the fields that state one, by path
+    kinds: dict[str, str] = field(default_factory=dict)  # by path, of the fields that have the attribute "kind"
     statistics_rows: int = 0  # number of rows that `mean` and `std` were computed from
     files: tuple[tuple[str, int], ...] = ()  # path and first row of each file, several if they are read as one
 
@@ -69,11 +69,12 @@ def describe_file(
 ) -> FileDescription:
     """Describe a pack, or any HDF5 file with a dataset whose rows are images, as numbers or encoded.
 
-    `images`, `labels` and `fields` are paths in the file; those of a pack's fields may be their names. If the default
-    images do not exist, the images are those that the pack keeps as JPEG bytes in its group `/encoded`. If neither the
-    default labels nor their checksums exist, the result has no labels. Checksums without labels mean that the labels
-    were lost. If `sized` is false, the size of encoded images is not determined, which suffices for reading their
-    bytes.
+    `images`, `labels` and `fields` are paths in the file; for a pack's fields, names suffice. If the file has no
+    dataset at the default path of images, the images are the JPEG files in the group `/encoded`. If neither the default
+    labels nor their checksums exist, the result has no labels; checksums without labels mean that the labels were lost.
+    If `sized` is false, encoded images get the size 0 x 0, which suffices for reading their bytes. Raises
+    PackFormatError if the file, or one of the datasets, is missing, damaged or unusable, IncompletePackError if the
+    pack is unfinished.
     """
     require_local(path)
     absolute = os.path.abspath(path)
@@ -164,9 +165,9 @@ def _describe(
 
 
 def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], images: str) -> None:
-    """Raise PackFormatError if a file that a pack's virtual images refer to has other images than it had.
+    """Raise PackFormatError if a source file of a pack's virtual images now holds other images.
 
-    Two rows of each file are compared with their checksums, which are in the pack.
+    The first and the last row of each file are compared with their checksums, which are in the pack.
     """
     index, name = indexes[images], images
     data = index.data if isinstance(index, EncodedIndex) else index
@@ -182,8 +183,8 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
                 start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
             if crc32(np.ascontiguousarray(file[name][start:stop])) != int(file[checksums_of(images)][row]):
                 raise PackFormatError(
-                    f"{file.filename}: its row {row} is not what it was in {source.file.path}; restore that file, or "
-                    "join the packs again",
+                    f"{file.filename}: row {row} differs from its checksum, because {source.file.path} was changed; "
+                    "restore that file, or join the packs again",
                     path=source.file.path,
                     dataset=images,
                     rows=(row,),
@@ -191,7 +192,7 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
 
 
 def _single_labels(dataset: h5py.Dataset, index: ChunkIndex) -> ChunkIndex:
-    """Return the index of labels (N, 1), integers without names of columns, as one of labels (N,), which they mean."""
+    """Return the index of labels with the shape (N,) if they are integers (N, 1) without column names, else `index`."""
     whole_rows = type(index) is ChunkIndex and index.chunk_shape is None
     single = index.row_shape == (1,) and index.dtype.kind in "iu" and schema.COLUMNS not in dataset.attrs
     return replace(index, shape=index.shape[:1]) if single and whole_rows else index
@@ -204,7 +205,7 @@ def _require_length(file: h5py.File, name: str, length: int, images: str, rows: 
 
 
 def _add_checksums(file: h5py.File, indexes: dict[str, ChunkIndex], name: str) -> None:
-    """Add the index of the checksums of the rows of `name`, if the file has one for each row."""
+    """Add the index of the checksums of dataset `name` to `indexes`, if the file has one for each row."""
     checksums = find_item(file, checksums_of(name))
     if isinstance(checksums, h5py.Dataset) and checksums.shape == (indexes[name].rows,) and checksums.dtype.kind == "u":
         indexes[checksums_of(name)] = index_dataset(file, checksums, checksums_of(name))
@@ -250,7 +251,7 @@ def _splits(file: h5py.File, rows: int) -> dict[str, RowNumbers]:
         raise PackFormatError(
             f"{file.filename}: its splits do not fit its {rows:,} rows; run 'h5pack verify' on it", path=file.filename
         )
-    # A split that images were appended to is several ranges.
+    # A split to which images were appended consists of several ranges.
     found: dict[str, list[RowNumbers]] = {}
     for name, (start, stop) in zip(names, ranges, strict=True):
         found.setdefault(name, []).append(range(start, stop))

@@ -1,10 +1,10 @@
 """Encoded images: each row holds the bytes of a JPEG, PNG or other image file.
 
-They are read as if they were pixels: RGB, upright, (H, W, 3), where H and W are the size of row 0. Rows of another size
-can be read one by one, but not batched. In a pack they are the group `/encoded`, whose bytes are read directly
-(`EncodedIndex`). In files of other programs they are a dataset of variable-length uint8, whose bytes the HDF5 library
-fetches, one thread at a time. `h5pack.images.decode`, which `h5pack convert` uses too, decodes them in any number of
-threads without the GIL.
+Their dataset is read as if it held pixels: RGB, upright, (H, W, 3), where H and W are the size of row 0. Rows of
+another size can be read one by one, but not batched. A pack stores encoded images in the group `/encoded`, whose bytes
+are read directly (`EncodedIndex`). Files of other programs store them in a dataset of variable-length uint8, whose
+bytes the HDF5 library fetches, one thread at a time. `h5pack.images.decode`, which `h5pack convert` uses too, decodes
+the images in any number of threads without the GIL.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from h5pack.read.virtual import index_rows
 from h5pack.system.arrays import run_edges
 
 _READ_BYTES = 8 * 1024 * 1024
-"""Bytes of a pack's encoded rows that are read together, unless a single row is larger."""
+"""Maximum number of bytes of a pack's encoded rows that are read together, unless a single row is larger."""
 
 
 class RowDecoder(Decoder):
@@ -63,7 +63,7 @@ class RowDecoder(Decoder):
         )
 
     def header(self, data: bytes) -> ImageHeader:
-        """Return an image's header with its upright size; raise RejectedImageError if it is no image or too large."""
+        """Return an image's header with its upright size; raise RejectedImageError for no image or one too large."""
         return read_header(data, lambda: io.BytesIO(data), MAX_PIXELS)
 
     def pixels(self, data: bytes) -> npt.NDArray[np.uint8]:
@@ -96,7 +96,7 @@ _decoders = _Decoders()
 
 
 def row_decoder() -> RowDecoder:
-    """Return this thread's decoder. Threads must not share one, because it decodes into memory that it reuses."""
+    """Return this thread's decoder. Threads must not share a decoder, because it reuses its memory."""
     if _decoders.decoder is None:
         _decoders.decoder = RowDecoder()
     return _decoders.decoder
@@ -110,7 +110,7 @@ def decode_rows(
     out: npt.NDArray[Any],
     mask_dtype: np.dtype[Any] | None = None,
 ) -> None:
-    """Decode encoded rows into `out`; `path`, `name` and `rows` are used in messages only.
+    """Decode the bytes of rows into `out`; `path`, `name` and `rows` are used in messages only.
 
     `out` is either uint8 (n, H, W, 3), or an object array (n,) whose elements become uint8 arrays (h, w, 3) of
     individual sizes. If `mask_dtype` is given, rows are masks of that dtype, (n, H, W) or (h, w). Raises
@@ -135,7 +135,7 @@ def decode_rows(
 
 @contextlib.contextmanager
 def decoding_row(path: str, name: str, row: int) -> Iterator[None]:
-    """Name a row that cannot be decoded, in a DamagedRowsError."""
+    """Raise a RejectedImageError in the `with` block as a DamagedRowsError that names the row."""
     try:
         yield
     except RejectedImageError as error:
@@ -167,6 +167,7 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
     """Return an index that describes a dataset of encoded images as one of pixels, in the size of row 0.
 
     If `sized` is false, row 0 is not decoded and the size is given as 0 x 0, which suffices for reading the bytes.
+    Raises PackFormatError if row 0 cannot be decoded.
     """
     rows = len(dataset)
     height = width = 0
@@ -196,13 +197,13 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedIndex(ChunkIndex):
-    """The locations of the encoded images in a pack's group `/encoded`: row i is ``offsets[i]`` to ``offsets[i + 1]``.
+    """The locations of the encoded images in a pack's group `/encoded`.
 
-    `data` is the index of `/encoded/data`, each of whose rows is one byte. Masks, in a group in `/fields`, are stored
-    in the same way.
+    `data` is the index of `/encoded/data`, each of whose rows is one byte. Image i is its bytes ``offsets[i]`` to
+    ``offsets[i + 1] - 1``. Masks, in a group in `/fields`, are stored in the same way.
     """
 
-    offsets: npt.NDArray[np.int64]  # (N + 1,), ascending, within the data
+    offsets: npt.NDArray[np.int64]  # (N + 1,), ascending
     data: ChunkIndex
     image_sizes: npt.NDArray[np.int32]  # (N, 2), height and width of each image, in pixels, upright
     is_mask: bool = False
@@ -218,16 +219,16 @@ class EncodedIndex(ChunkIndex):
 
     @functools.cached_property
     def base(self) -> int | None:
-        """Byte offset of the data in the file if its chunks are adjacent and in order, else None."""
+        """Byte offset of the data in the dataset's own file; None if it is in others, or chunks are not adjacent."""
         if not self.data.in_own_file:
             return None
         starts = self.data.addresses
         return int(starts[0]) if len(starts) and (np.diff(starts) == self.data.chunk_rows).all() else None
 
     def reads(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[slice, int, int]]:
-        """Divide ascending rows, int64 (n,), into reads; yield the positions of a read's rows, and its range of bytes.
+        """Divide ascending rows, int64 (n,), into reads; yield the positions in `rows`, start and stop of each read.
 
-        A read may cover small gaps between rows. The range, (start, stop), counts from the start of the data.
+        A read may cover small gaps between rows. It covers the bytes `start` to `stop` - 1 of the data.
         """
         if not len(rows):
             return
@@ -240,7 +241,10 @@ class EncodedIndex(ChunkIndex):
                 low += count
 
     def extents(self, start: int, stop: int) -> Iterator[tuple[int | None, int, int]]:
-        """Yield where bytes of the data are: source (see `source_file`), byte offset in its file, and their number."""
+        """Yield the extents of the bytes `start` to `stop` - 1 of the data: source, byte offset, number of bytes.
+
+        The offset counts in the file of the source (see `source_file`).
+        """
         if self.base is not None:
             yield None, self.base + start, stop - start
             return
@@ -269,7 +273,7 @@ class EncodedIndex(ChunkIndex):
 def split_rows(
     index: EncodedIndex, rows: npt.NDArray[np.int64], start: int, data: npt.NDArray[np.uint8]
 ) -> list[bytes]:
-    """Return the bytes of rows that lie in `data`, which was read from byte `start` of the encoded data on."""
+    """Return the bytes of each row; `data` has the bytes of the encoded data from `start` on."""
     firsts, lasts = (index.offsets[rows] - start).tolist(), (index.offsets[rows + 1] - start).tolist()
     return [data[first:last].tobytes() for first, last in zip(firsts, lasts, strict=True)]
 
@@ -286,7 +290,7 @@ def is_mask_group(file: h5py.File, name: str) -> bool:
 
 
 def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = True) -> EncodedIndex:
-    """Return the index of a pack's group `/encoded`, or of masks; raise PackFormatError if offsets do not fit the data.
+    """Return the index of a pack's group `/encoded`, or of masks; raise PackFormatError if its datasets do not fit.
 
     If `sized` is false, the size of the images is given as 0 x 0, which suffices for reading the bytes.
     """
@@ -301,7 +305,7 @@ def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = Tru
         raise dataset_error(file.filename, table_name, problem)
     offsets, rows = table[()].astype(np.int64), len(table) - 1
     if sizes.shape != (rows, 2) or sizes.dtype.kind not in "iu":
-        problem = f"is {sizes.dtype} {sizes.shape}, but there are {rows:,} rows; {advice}"
+        problem = f"is {sizes.dtype} {sizes.shape}, but sizes are int32 ({rows}, 2); {advice}"
         raise dataset_error(file.filename, schema.ENCODED_SIZE, problem)
     outside = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > len(data))
     if outside.any() or not 0 <= offsets[0] <= len(data):
@@ -314,7 +318,7 @@ def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = Tru
         height, width = (int(side) for side in pixels[0])
         if min(height, width) < 1 or height * width > MAX_PIXELS:
             raise dataset_error(file.filename, schema.ENCODED_SIZE, f"row 0 is {height}x{width}; {advice}", (0,))
-        # The mean size, because row 0 may be unusually small or large.
+        # Use the mean size, because row 0 may be unusually small or large.
         pixel_bytes = int(np.clip(np.prod(np.clip(pixels, 1, 65_535), axis=1), 1, MAX_PIXELS).sum()) * 3 // rows
     bytes_index = index_rows(file, data, data_name)
     reason = bytes_index.library_text
@@ -341,5 +345,6 @@ def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = Tru
 def _mask_dtype(file: h5py.File, name: str) -> str:
     dtype = text(file[name].attrs.get(schema.DTYPE, b""))
     if dtype not in ("uint8", "int32"):
-        raise dataset_error(file.filename, name, f"has masks of the dtype {dtype!r}, which must be uint8 or int32")
+        problem = f"has masks of the dtype {dtype!r}, not uint8 or int32; use a newer h5pack, or convert again"
+        raise dataset_error(file.filename, name, problem)
     return dtype

@@ -2,9 +2,9 @@
 
 There are four paths. A caller may copy rows that are in the page cache from a mapping of the file (`Engine.mapped`).
 Directly readable rows of `SCATTER_BYTES` or more are scattered: read straight into their buffers, which may be anywhere
-in memory (`Storage`). Smaller ones are read into a staging buffer and copied from it,
-because an address per row would cost more than copying the row. All other rows are read and decoded by chunk
-(`ChunkDecoder`), or through h5py with a suitable chunk cache (`H5Reader`).
+in memory (`Storage`). Smaller directly readable rows are read into a staging buffer and copied from it, because an
+address per row would cost more than copying the row. All other rows are read and decoded by chunk (`ChunkDecoder`), or
+through h5py with a suitable chunk cache (`H5Reader`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from h5pack.system.arrays import equal_runs
 
 @dataclass
 class ReadStats:
-    """Counts of what this process has read. The main dataset is that of the images."""
+    """Counts of what this process has read. The main dataset is the first of the engine's, usually the images."""
 
     rows: int = 0  # number of rows read from the main dataset
     chunk_hits: int = 0  # rows of the main dataset that needed no chunk read of their own
     chunk_misses: int = 0  # rows of the main dataset that needed a chunk read
     bytes_wanted: int = 0  # total size of the rows that were returned, from all datasets
-    bytes_read: int = 0  # bytes read from files for all datasets; fewer than `bytes_wanted` if compressed
-    reads: int = 0  # number of system calls and HDF5 library calls
+    bytes_read: int = 0  # bytes read from files or copied from mappings of files; fewer than wanted if compressed
+    reads: int = 0  # number of system calls and HDF5 library calls; none for rows copied from mappings
 
     @property
     def amplification(self) -> float:
@@ -100,9 +100,9 @@ class Engine:
         self.files.close()
 
     def mapped(self, name: str) -> MappedDataset | None:
-        """Return a dataset's rows in a mapping of the files that store them; None if it must be read otherwise.
+        """Return a dataset's rows in a mapping of the files that store them; None if they cannot be mapped.
 
-        Before copying rows, `MappedDataset.ready` must have returned True for them.
+        Copy rows only after `MappedDataset.ready` has returned True for them.
         """
         index = self.indexes[name]
         if not MappedDataset.is_supported(index):
@@ -121,7 +121,7 @@ class Engine:
         return found
 
     def count_mapped(self, name: str, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> None:
-        """Count rows that are copied from the mapping in the statistics; arguments as of `MappedDataset.ready`."""
+        """Count rows that are copied from the mapping. `first` and `last` are as for `MappedDataset.ready`."""
         index = self.indexes[name]
         begins, ends = index.chunks_of(first), index.chunks_of(last)
         chunks = int((ends - begins + 1).sum()) - int(np.count_nonzero(begins[1:] == ends[:-1]))
@@ -135,11 +135,11 @@ class Engine:
             self.files.check_unchanged(index)
 
     def read(self, name: str, rows: Sequence[int] | npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
-        """Return rows of a dataset in the given order. Row numbers are in 0..N-1 and may repeat.
+        """Return rows of a dataset in the given order. Row numbers must be from 0 to N - 1 and may repeat.
 
         The rows are written to `out`, which is returned; by default, it is a new array. A given array must be (n, ...),
-        C-contiguous, in native byte order. Raises PackChangedError if the file was replaced or rewritten since
-        it was indexed, and ReadError, DamagedRowsError or PackFormatError if the rows cannot be read.
+        C-contiguous, in native byte order. Raises PackChangedError if the file was replaced or rewritten since it was
+        indexed, and ReadError, DamagedRowsError, SizesDifferError or PackFormatError if the rows cannot be read.
         """
         index = self.indexes[name]
         wanted = np.asarray(rows, np.int64)
@@ -168,7 +168,7 @@ class Engine:
         return out  # type: ignore[no-any-return]
 
     def read_one(self, name: str, row: int) -> npt.NDArray[Any]:
-        """Read one row, like `read`, with little overhead beyond the system call if it can be read directly."""
+        """Return one row, like `read`, with little overhead beyond the system call if it can be read directly."""
         index = self.indexes[name]
         offset = index.offset_of(row)
         if offset is None:
@@ -182,7 +182,7 @@ class Engine:
         return out
 
     def read_range(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows `start` to `stop` - 1, at least one; contiguous ones are read at once. Errors as of `read`."""
+        """Return rows `start` to `stop` - 1, at least one; in one read if all are in one chunk. Errors as in `read`."""
         index = self.indexes[name]
         offset = index.offset_of(start) if index.raw and index.in_own_file and index.complete else None
         if offset is None or start // index.chunk_rows != (stop - 1) // index.chunk_rows:
@@ -220,7 +220,7 @@ class Engine:
         return num_threads * largest + (self.chunks.cache.capacity if keep else 0)
 
     def decoded_bytes(self) -> int:
-        """Return the memory in bytes of all decoded chunks; 0 if there are none, or if they do not fit the cache."""
+        """Return how many bytes all chunks take when decoded; 0 if none need decoding, or they do not fit the cache."""
         decoded = [index for index in self.indexes.values() if index.decoding_bytes]
         total = sum(-(-index.rows // index.chunk_rows) * index.chunk_rows * index.row_bytes for index in decoded)
         return total if total <= self.chunks.cache.capacity else 0
@@ -231,8 +231,8 @@ class Engine:
         """Read and decode the chunk that contains `rows`, int64 (n,); cache it if `keep` and it fits the cache.
 
         The rows must all be in one chunk, or in one range of a virtual dataset (see `VirtualIndex`). `can_decode` must
-        be true, or false only because rows are small. Returns adjacent rows, (m, ...), in stored byte order, possibly
-        read-only, and the index of each requested row among them, int64 (n,).
+        be true, or false only because rows are small. Returns rows of the chunk, (m, ...), in stored byte order,
+        possibly read-only, and the index of each requested row among them, int64 (n,).
         """
         index = self.indexes[name]
         found = self.files.rows_in_chunk(index, rows, keep=keep)
@@ -304,7 +304,7 @@ class Engine:
     def _encoded_rows(
         self, index: EncodedIndex, rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[slice, list[bytes], int]]:
-        """Read ascending rows of encoded bytes; yield positions in `rows`, their bytes, and the number of calls."""
+        """Read the bytes of ascending rows; for each read, yield positions in `rows`, their bytes, number of calls."""
         for part, start, stop in index.reads(rows):
             data = np.empty(stop - start, np.uint8)
             if index.library_reason is None:
@@ -323,7 +323,7 @@ class Engine:
         return [found[position] for position in np.argsort(order).tolist()]
 
     def read_encoded(self, name: str, rows: npt.NDArray[np.int64]) -> list[bytes]:
-        """Return the bytes of encoded rows, as `read_bytes` does, and count them. Errors are those of `read`."""
+        """Return the bytes of encoded rows, like `read_bytes`, and count the rows as read. Errors as in `read`."""
         index = self.indexes[name]
         self.storage.open()
         self.files.check_unchanged_throttled(index)
@@ -358,7 +358,8 @@ class Engine:
     def check(self, name: str, checksums: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
         """Compare `values`, the rows that were read, with their CRC-32s in the dataset `checksums`.
 
-        Of encoded rows the bytes are compared, which are read again. Raises DamagedRowsError if a row differs.
+        For encoded rows, `values` is not used: their bytes are read again and compared. Raises DamagedRowsError if a
+        row differs.
         """
         if self.indexes[name].is_encoded:
             found = np.array([crc32(data) for data in self.read_bytes(name, rows)], np.uint32)
@@ -395,7 +396,10 @@ class Engine:
                 )
 
     def prefetch_encoded(self, name: str, rows: npt.NDArray[np.int64]) -> None:
-        """Start reading the bytes of encoded rows, int64 (n,), into the page cache, unless they are cached already."""
+        """Start reading the bytes of encoded rows, int64 (n,), into the page cache, unless they are cached already.
+
+        Do nothing for rows that are not encoded images, or are read through the HDF5 library.
+        """
         index = self.indexes[name]
         if isinstance(index, EncodedIndex) and index.library_reason is None:
             reads = [index.extents(start, stop) for _, start, stop in index.reads(np.sort(rows)) if start < stop]

@@ -1,4 +1,4 @@
-"""Functions that open HDF5 files and datasets, raise errors with advice, and set chunk caches that suit row reads."""
+"""Functions that open HDF5 files and datasets, read rows and chunk locations, and raise errors with advice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from h5pack.system.parameters import require_local
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
-    """Open an HDF5 file for reading; raise PackFormatError if it is missing, not HDF5, truncated, or being written."""
+    """Open an HDF5 file for reading; raise PackFormatError if it is missing, not HDF5, damaged, or being written."""
     require_local(path)
     name = os.fspath(path)
     try:
@@ -40,7 +40,7 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
 
 
 def _open_failure(name: str, error: Exception) -> str:
-    # HDF5 distinguishes many causes only in the text of its errors.
+    # HDF5 distinguishes many causes only in the texts of its errors.
     text = str(error)
     if isinstance(error, PermissionError):
         return "no permission to read it; change its mode, or ask its owner"
@@ -118,7 +118,7 @@ def require_complete(file: h5py.File) -> None:
 def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dataset:
     """Return the dataset `name` of `file`; if there is none, raise PackFormatError that lists the datasets.
 
-    `parameter` is what named it, such as ``labels=NAME``.
+    `parameter` is the parameter that the message recommends for naming another dataset, such as ``labels=NAME``.
     """
     item = find_item(file, name)
     if not isinstance(item, h5py.Dataset):
@@ -158,7 +158,8 @@ def dataset_names(file: h5py.File) -> list[str]:
 def reopen_tuned(dataset: h5py.Dataset, cache: CachePlan | None = None) -> h5py.Dataset:
     """Reopen a dataset with another chunk cache, by default one that suits reading rows in any order.
 
-    The cache is set through an access property list, because h5py ignores ``rdcc_nbytes=0`` for datasets.
+    `dataset` is closed, unless it has no chunks: then it is returned unchanged. The cache is set through an access
+    property list, because h5py ignores ``rdcc_nbytes=0`` for datasets.
     """
     if dataset.chunks is None:
         return dataset
@@ -196,7 +197,7 @@ def filters_of(dataset: h5py.Dataset) -> tuple[Filter, ...]:
 
 
 def load_filter(number: int) -> bool:
-    """Make a filter available to HDF5 in this process if possible; return whether it is available."""
+    """Make a filter available to HDF5 in this process if it is installed; return whether it is available."""
     if not h5py.h5z.filter_avail(number):
         with contextlib.suppress(ImportError):
             # Importing hdf5plugin registers its filters with HDF5.
@@ -277,7 +278,7 @@ def attribute_names(dataset: h5py.Dataset, attribute: str) -> tuple[str, ...] | 
 
 
 def utf8(values: Any, *, minimum: int = 1) -> npt.NDArray[np.bytes_]:
-    """Encode strings for a fixed-length UTF-8 dataset or attribute that is at least `minimum` bytes wide.
+    """Encode strings for a fixed-length UTF-8 dataset or attribute, whose strings have at least `minimum` bytes.
 
     Bytes that are not valid UTF-8, which file names on Linux may contain, become ``\\udcXX`` escapes.
     """

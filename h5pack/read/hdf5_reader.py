@@ -15,15 +15,16 @@ from h5pack.read.hdf5 import open_file, read_rows, reopen_tuned, require_dataset
 from h5pack.read.storage import FileIdentity
 
 _DECODE_ROWS = 32
-"""Number of encoded rows fetched at once, small enough that their bytes need little memory compared with the pixels."""
+"""Number of encoded rows fetched at once. It is small, so that their bytes need little memory besides the pixels."""
 
 
 class H5Reader:
     """Reads rows, int64 (n,), of the datasets of one file through the HDF5 library, in the given order.
 
-    It opens the file on first use in each process, so it can be pickled, and used in forked processes. Every method
-    that needs the file raises PackChangedError if the file was replaced since it was described, ReadError if a system
-    call fails, and PackFormatError if HDF5 cannot read the rows for another reason, such as damaged chunks.
+    It opens the file on first use in each process, so it can be pickled, and used in forked processes. A method that
+    opens the file raises PackChangedError if it was replaced since it was described. A method that reads raises
+    ReadError if a system call fails, PackFormatError if HDF5 cannot read the rows for another reason, such as damaged
+    chunks.
     """
 
     def __init__(self, path: str, identity: FileIdentity) -> None:
@@ -49,7 +50,10 @@ class H5Reader:
         return self._fetch(self._open().dataset(name), rows)[0]
 
     def read_images(self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> tuple[int, int]:
-        """Decode encoded rows into `out`, like `decode_rows`; return the numbers of encoded bytes and library calls."""
+        """Read encoded rows and decode them into `out`; return the numbers of encoded bytes and library calls.
+
+        For `out` and errors of decoding see `decode_rows`.
+        """
         dataset = self._open().dataset(name)
         size = calls = 0
         for first in range(0, len(rows), _DECODE_ROWS):

@@ -2,8 +2,8 @@
 
 Copying rows from the mapping costs one copy and no private memory. It is used only for rows whose pages are in the page
 cache and in the process's page table, because touching any other page of a mapping waits for the disk, and ends the
-process with SIGBUS if the disk fails or the file was cut short. `FileMapping.ready` makes sure of both for whole
-blocks, and checks each block again after a second.
+process with SIGBUS if the disk fails or the file was cut short. `FileMapping.ready` makes sure that whole blocks are in
+the page cache and in the page table, and checks each block again after a second.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from h5pack.system.arrays import consecutive_runs, range_indices
 from h5pack.system.libc import libc_function, raise_errno
 
 _BLOCK = 2 << 20
-"""Bytes of the file that are checked together; a multiple of the page size."""
+"""Size in bytes of the parts of the mapping that are checked as a whole; a multiple of the page size."""
 
 _MAX_CALL_BLOCKS = 64
 """Maximum number of blocks that one system call checks, which bounds the time for which it holds kernel locks."""
 
 _MAX_ABSENT = 1 / 16
-"""Maximum share of pages of a block that are loaded into the page cache while it is checked. With more of them absent,
-reading ahead and then reading with preadv is faster."""
+"""Maximum share of pages that a check may have to load into the page cache. If more of them are absent, prefetching and
+then reading with preadv is faster."""
 
 _MAX_FILES = 1_024
 """Maximum number of files that are mapped together; a process may have 65,530 mappings by default."""
 _MAX_STEP = 1 << 36
-"""Maximum distance in bytes between mapped files."""
+"""Maximum gap in bytes between mapped files that puts the rows of all files on one grid."""
 
 _MADV_POPULATE_READ = 22
 _MAP_FIXED = 16
@@ -60,7 +60,7 @@ class FileMapping:
         sizes = [storage.identity.size for storage in storages]
         self.bases = np.array(bases, np.int64)
         self._storages, self._ends = storages, self.bases + sizes
-        # Where the rows of each file begin and end. What is around them is often not in the page cache.
+        # Where the rows of each file begin and end in `bytes`. The bytes around them are often not in the page cache.
         self._begins, self._stops = self._ends.copy(), self.bases.copy()
         size = int(self._ends[-1])
         # Each mapping keeps its file, so closing the storage does not matter.
@@ -68,9 +68,9 @@ class FileMapping:
             self._map = mmap.mmap(storages[0].open(), size, mmap.MAP_SHARED, mmap.PROT_READ)
             self.bytes = np.frombuffer(self._map, np.uint8)
         else:
-            # Reserve the addresses, then map each file to its part of them. The end of this object unmaps all of them.
-            # The first one is a multiple of a block, at which the system can map many pages of a file by one entry of
-            # the page table. At other addresses, copying rows of 3 KB takes 4% longer.
+            # Reserve addresses, then map each file to a part of them. All files are unmapped together with this object.
+            # The first address is a multiple of a block, so that the system can map many pages of a file by one entry
+            # of the page table. At other addresses, copying rows of 3 KB takes 4% longer.
             self._map = mmap.mmap(-1, size + _BLOCK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0)
             reserved = np.frombuffer(self._map, np.uint8)
             self.bytes = reserved[-reserved.__array_interface__["data"][0] % _BLOCK :][:size]
@@ -78,12 +78,11 @@ class FileMapping:
         for storage, base, count in zip(storages, bases, sizes, strict=True):
             if len(storages) > 1:
                 _map_at(self._address + base, count, storage.open())
-        # The number of the file of each block, -1 in gaps.
+        # The number of the file that each block belongs to, -1 in gaps.
         numbers = np.arange(-(-size // _BLOCK)) * _BLOCK
         owners = np.searchsorted(self.bases, numbers, "right") - 1
         self._owners = np.where(numbers < self._ends[owners], owners, -1)
-        # Monotonic time of the last check of each block, -inf before the first one, and the process whose page table
-        # it is about.
+        # The process whose page table was checked, and the monotonic time of each block's last check; -inf: never.
         self._checked = (os.getpid(), np.full(len(numbers), -np.inf))
         # For files of other users that this process cannot write, mincore reports all pages as cached.
         self._sees_cache = all(
@@ -92,8 +91,8 @@ class FileMapping:
 
     @classmethod
     def open(cls, storages: Sequence[Storage], bases: Sequence[int]) -> FileMapping | None:
-        """Map the files of storages; return None where the system or a file system does not support it."""
-        # Other systems cannot load the page table without the risk of a SIGBUS.
+        """Map the files of storages, each at its index in `bytes`; return None if the system cannot map them."""
+        # Other systems have no way to load pages into the page table without the risk of a SIGBUS.
         if sys.platform != "linux" or None in (_mincore, _madvise, _mmap):
             return None
         if not all(storage.identity.size for storage in storages):
@@ -101,20 +100,19 @@ class FileMapping:
         try:
             return cls(storages, bases)
         except (OSError, ValueError, OverflowError):
-            # mmap raises ValueError if the file is shorter than it was, which is for the reads to report.
+            # mmap raises ValueError if the file is shorter than it was. The reads through preadv report that.
             return None
 
     def add_rows(self, number: int, start: int, stop: int) -> None:
-        """Announce that all rows of a dataset that are in this file lie in ``bytes[start:stop]``."""
+        """Announce that all rows of a dataset that are in file `number` lie in ``bytes[start:stop]``."""
         self._begins[number] = min(int(self._begins[number]), start // mmap.PAGESIZE * mmap.PAGESIZE)
         self._stops[number] = max(int(self._stops[number]), stop)
         self._checked[1][[start // _BLOCK, (stop - 1) // _BLOCK]] = -np.inf
 
     def ready(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
-        """Make sure that extents can be read from `bytes` without waiting; False: use preadv for them.
+        """Make sure that extents of `bytes` can be read without waiting; return False if preadv must read them.
 
-        `starts` and `stops`, int64 (n,), are the indices of their first bytes and of the bytes after them. The answer
-        holds for about a second.
+        Extent i is ``bytes[starts[i]:stops[i]]``; both arrays are int64 (n,). The answer holds for about a second.
         """
         wanted = _all_between(starts // _BLOCK, (np.minimum(stops, self._ends[-1]) - 1) // _BLOCK)
         process, checked = self._checked
@@ -161,9 +159,9 @@ class FileMapping:
             storage.identity.require(storage.path, storage.open())
 
     def _load(self, number: int, start: int, stop: int, loaded: bool) -> bool:
-        """Load bytes that are in the page cache into the page table; return False if too few of them are, or none.
+        """Load bytes of a file into the page table; return False on an error or if too few are in the page cache.
 
-        `loaded` says that this was done before. It takes seven times as long as to ask what is in the page cache.
+        If they were `loaded` before, only check that they still are in the page cache, which is seven times as fast.
         """
         share = self._cached_share(number, start, stop)
         if share < 1 - _MAX_ABSENT:
@@ -171,11 +169,11 @@ class FileMapping:
         if loaded and share == 1 and self._sees_cache:
             return True
         assert _madvise is not None
-        # On a failed read or beyond the end of the file this returns an error, where touching a page would be a SIGBUS.
+        # If a read fails or the file was cut short, madvise returns an error; touching a page would cause a SIGBUS.
         return not _madvise(self._address + start, stop - start, _MADV_POPULATE_READ)
 
     def _cached_share(self, number: int, start: int, stop: int) -> float:
-        """Return the share of the pages that are in the page cache."""
+        """Return the share, 0 to 1, of the pages of ``bytes[start:stop]`` that are in the page cache."""
         assert _mincore is not None
         if not self._sees_cache:
             storage, base = self._storages[number], int(self.bases[number])
@@ -188,7 +186,7 @@ class FileMapping:
 
 
 def _map_at(address: int, size: int, descriptor: int) -> None:
-    """Map a file to addresses that were reserved."""
+    """Map a file to reserved addresses; raise OSError if that fails."""
     assert _mmap is not None
     found = _mmap(address, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
     if found != address:
@@ -207,19 +205,19 @@ def _all_between(first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> n
 class MappedDataset:
     """The rows of a dataset in a mapping of the files that store them, in stored byte order.
 
-    All rows of a virtual dataset form one array, too, if those of each of its files do: the files are mapped at such
-    distances that all rows lie on one grid.
+    The rows of one file form an array if its chunks are adjacent. The rows of several files form an array if they lie
+    on one grid; the files are mapped at such distances that they do, if possible.
 
     Attributes
     ----------
     array : ndarray or None
-        uint8 (M, row_bytes), which has row i of the dataset at ``positions([i])``; None if chunks are not adjacent.
+        uint8 (M, row_bytes), which has row i of the dataset at ``positions([i])``; None if rows form no such array.
     """
 
     def __init__(self, index: ChunkIndex, mapping: FileMapping, files: npt.NDArray[np.int64] | None) -> None:
         self.index, self.mapping = index, mapping
-        self._files = files  # (chunks,): the number of the file of each chunk; None: all in the only file
-        # Of each chunk, or range of a virtual dataset: index in `bytes` of the first row, and number of rows.
+        self._files = files  # (chunks,): the number of each chunk's file; None if there is only one file
+        # For each chunk, or range of a virtual dataset: index in `bytes` of the first row, first row, number of rows.
         self.starts = index.addresses if files is None else index.addresses + mapping.bases[files]
         self._rows = index.starts if isinstance(index, VirtualIndex) else np.arange(len(self.starts)) * index.chunk_rows
         self._counts = np.diff(np.append(self._rows, index.rows))
@@ -237,12 +235,12 @@ class MappedDataset:
 
     @staticmethod
     def is_supported(index: ChunkIndex) -> bool:
-        """Return whether all rows of a dataset are stored unfiltered."""
+        """Return whether a dataset has rows, all of which are stored unfiltered and can be read directly."""
         return index.raw and index.complete and index.rows * index.row_bytes > 0
 
     @classmethod
     def of_sources(cls, index: VirtualIndex, storage_of: Callable[[SourceFile], Storage]) -> MappedDataset | None:
-        """Map the files that store the rows of a virtual dataset; None where that is not supported."""
+        """Map the files that store the rows of a virtual dataset; return None if they are too many, or on failure."""
         owners = [source.file for source in index.sources]
         found = list(dict.fromkeys(owners))
         files = np.array([found.index(file) for file in owners])[index.source_ids]
@@ -256,20 +254,21 @@ class MappedDataset:
         return rows if self._files is None else (self.offsets(rows) - self._first) // self.index.row_bytes
 
     def files(self, rows: npt.NDArray[np.int64]) -> list[int]:
-        """Return the numbers of the files that have these rows, int64 (n,)."""
+        """Return the numbers in `mapping` of the files that store rows, int64 (n,)."""
         if self._files is None:
             return [0]
         return list(set(self._files[self._chunks_of(rows)[0]].tolist()))
 
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Make sure that rows can be copied without waiting for about a second; False: read them with preadv.
+        """Make sure that rows can be copied without waiting; return False if preadv must read them.
 
-        `first` and `last`, int64 (n,), are the first and the last row of runs of consecutive rows.
+        `first` and `last`, int64 (n,), are the first and the last row of runs of consecutive rows. The answer holds for
+        about a second.
         """
         index = self.index
         if self.array is not None and self._files is None:
             return self.mapping.ready(self.offsets(first), self.offsets(last) + index.row_bytes)
-        # A run may go on in a chunk that is elsewhere, so check whole chunks.
+        # A run may continue in a chunk that is stored elsewhere, so check whole chunks.
         chunks = _all_between(index.chunks_of(first), index.chunks_of(last))
         return self.mapping.ready(self.starts[chunks], self.starts[chunks] + self._counts[chunks] * index.row_bytes)
 
@@ -282,9 +281,9 @@ class MappedDataset:
         return offsets
 
     def _chunks_of(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the chunk of each run of consecutive rows within a chunk, and the number of rows, both int64 (runs,).
+        """Split rows into runs of consecutive rows in one chunk; return chunk and length of each run, int64 (runs,).
 
-        To find the chunk of every row would take several times as long if rows ascend within chunks.
+        Looking up the chunk of every row would take several times as long if rows ascend within chunks.
         """
         edges = consecutive_runs(rows)
         firsts, stops = rows[edges[:-1]], rows[edges[1:] - 1] + 1
@@ -297,10 +296,10 @@ class MappedDataset:
 
 
 def _grid_bases(found: Sequence[SourceFile], files: npt.NDArray[np.int64], index: VirtualIndex) -> list[int]:
-    """Return where to map each file such that the distance of the first rows of two files is a multiple of a row.
+    """Return the index in `bytes` at which to map each file, so that the rows of all files lie on one grid.
 
-    Each base is a multiple of a block. If there is no such place, or the files would be too far apart, they follow each
-    other.
+    On a grid, the distance between the first rows of any two files is a multiple of the row size. Each index is a
+    multiple of a block. Where no grid is possible, or it would take too many addresses, the files follow each other.
     """
     step = math.lcm(_BLOCK, index.row_bytes)
     bases, end, origin = [], 0, 0

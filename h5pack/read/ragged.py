@@ -1,7 +1,8 @@
-"""Fields whose rows differ in length: boxes, keypoints, other arrays, texts. In a file each is a group of two datasets.
+"""Fields whose rows differ in length: boxes, keypoints, other arrays, texts.
 
-The offsets are held in memory. The entries of several rows are read together, directly from the file if its layout
-allows it.
+In a file, each field is a group of two datasets: the entries of all rows, and the offset of each row in them. The
+offsets are held in memory. The entries of several rows are read together, directly from the file if its layout allows
+it.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from h5pack.read.read_plan import MAX_GAP_BYTES
 from h5pack.system.arrays import run_edges
 
 _READ_BYTES = 8 * 1024 * 1024
-"""Bytes that are read together, unless a single row is larger."""
+"""About how many bytes are read together, unless a single row is larger."""
 _ADVICE = "run 'h5pack verify' on it, then restore the file or convert again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedIndex:
-    """The locations of a field's rows: row i is the entries ``offsets[i]`` to ``offsets[i + 1]`` of the data."""
+    """The locations of a field's rows: row i is the entries ``offsets[i]`` to ``offsets[i + 1] - 1`` of the data."""
 
     name: str
     kind: str  # one of `schema.RAGGED_KINDS`
-    offsets: npt.NDArray[np.int64]  # (N + 1,), ascending, within the data
-    data: ChunkIndex  # each of whose rows is one entry
+    offsets: npt.NDArray[np.int64]  # (N + 1,), ascending
+    data: ChunkIndex  # each row of this dataset is one entry
     checksums: str | None = None  # path of the dataset of checksums, if there is one
-    classes: tuple[str, ...] | None = None  # names of the classes that entries count, if the file has them
+    classes: tuple[str, ...] | None = None  # class names of entries that are class numbers, if the file has them
 
     @property
     def rows(self) -> int:
@@ -106,10 +107,10 @@ _WANTED: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
 
 
 def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64], *, check: bool = False) -> RaggedRows:
-    """Return rows of a field, int64 (n,), in the given order. They may repeat. `engine` must know the data.
+    """Return rows of a field, int64 (n,), in the given order. Rows may repeat.
 
-    If `check`, the rows are compared with their checksums, if there are any. Errors are those of `Engine.read`, and
-    DamagedRowsError.
+    `engine` must have the indexes of the field's data and checksums. If `check` is true and the field has checksums,
+    raise DamagedRowsError for rows that differ from them. Other errors are those of `Engine.read`.
     """
     starts, stops = index.offsets[rows], index.offsets[rows + 1]
     lengths = stops - starts
@@ -138,7 +139,7 @@ def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64],
 def _read_edges(
     starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], max_gap: int, max_entries: int
 ) -> list[int]:
-    """Divide rows, sorted by their start, into those that are read together; return their edges."""
+    """Divide rows, sorted by their start, into groups to be read together; return their edges, as `run_edges` does."""
     edges = run_edges(starts[1:] - np.maximum.accumulate(stops)[:-1] > max_gap).tolist()
     cuts = []
     for low, high in itertools.pairwise(edges):
@@ -154,7 +155,7 @@ def texts_of(path: str, name: str, rows: npt.NDArray[np.int64], found: RaggedRow
     if found.kind == schema.TEXTS:
         filled = np.flatnonzero(np.diff(found.offsets))
         wrong[filled] = found.data[found.offsets[filled + 1] - 1] != 0
-        problem = "has a text without an end" if wrong.any() else problem
+        problem = "has a text without its final zero byte" if wrong.any() else problem
     try:
         if not wrong.any():
             return found.values()
@@ -173,7 +174,10 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def find_field(file: h5py.File, name: str) -> str:
-    """Return the path of a field by its name: in `/fields` of a pack, else the path itself."""
+    """Return the path of the field `name` of a pack, else `name` as a path.
+
+    Raises PackFormatError if a pack has neither.
+    """
     name = name.strip("/")
     own = schema.field_path(name)
     if schema.FORMAT in file.attrs and find_item(file, own) is not None:
@@ -190,7 +194,7 @@ def find_field(file: h5py.File, name: str) -> str:
 
 
 def own_fields(file: h5py.File) -> list[str]:
-    """Return the paths of a pack's fields, by name; raise PackFormatError if `/fields` is no group."""
+    """Return the sorted paths of a pack's fields; raise PackFormatError if `/fields` is not a group."""
     group = find_item(file, schema.FIELDS)
     if group is None:
         return []

@@ -22,7 +22,7 @@ from h5pack.read.storage import Storage
 from h5pack.system.arrays import run_edges
 
 MAX_GAP_BYTES = 4_096
-"""Largest gap between two extents that one read covers. It is one page: the disk reads a whole page anyway, and reading
+"""Maximum gap between two extents that one read covers. It is one page: the disk reads whole pages anyway, and reading
 the gap is cheaper than another system call."""
 
 MAX_EXTENT_BYTES = 4 * 1024 * 1024
@@ -83,8 +83,8 @@ class ReadPlan:
     def execute(self, out: npt.NDArray[np.uint8], storage_of: Callable[[int | None], Storage]) -> tuple[int, int, int]:
         """Read the rows into `out`, uint8 (n, row_bytes), C-contiguous.
 
-        `storage_of` is called with the index of a source, or None for the dataset's own file, and returns that file's
-        storage. Returns the numbers of chunk visits (see `RowExtents`), of bytes read, and of system calls.
+        ``storage_of(source_id)`` must return the storage of a source's file, for None of the dataset's own file.
+        Returns the numbers of chunk visits (see `RowExtents`), of bytes read, and of system calls.
         """
         extents, row_bytes = self.extents, self.index.row_bytes
         row_edges = extents.edges[self.edges].tolist()
@@ -126,7 +126,7 @@ def plan_reads(
     gap_bytes = MAX_GAP_BYTES if max_gap_bytes is None else max_gap_bytes
     extents = plan_extents(index, rows)
     starts, ends = extents.offsets, extents.offsets + np.diff(extents.edges) * index.row_bytes
-    # Rows without allocated storage are not merged with their neighbours, because they are filled and not read.
+    # Extents without allocated storage are not merged with others, because their rows are filled, not read.
     apart = (starts[1:] - ends[:-1] > gap_bytes) | (starts[1:] < ends[:-1]) | (starts[:-1] < 0)
     apart |= np.diff(starts // max_extent_bytes) != 0
     if extents.source_ids is not None:
@@ -143,7 +143,11 @@ def _copy_rows(
     staging: npt.NDArray[np.uint8],
     out: npt.NDArray[np.uint8],
 ) -> None:
-    """Copy rows of `size` bytes from a staging buffer, which also contains the gaps between them, to `out`."""
+    """Copy the rows of extents, each row `size` bytes, from `staging` to `out`.
+
+    Extent i is the rows ``edges[i]`` to ``edges[i + 1] - 1`` of `out`, and begins at byte ``offsets[i]`` of `staging`,
+    which also contains the gaps between extents.
+    """
     counts = np.diff(edges)
     within = np.arange(edges[-1] - edges[0]) - np.repeat(edges[:-1] - edges[0], counts)
     positions = np.repeat(offsets, counts) + within * size
@@ -162,7 +166,7 @@ class FileExtents(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterPlan:
-    """Direct reads of rows into buffers anywhere in memory. For the lists, see `RowExtents`."""
+    """Direct reads of rows into buffers anywhere in memory. `edges` to `source_ids` are as in `RowExtents`."""
 
     index: ChunkIndex
     rows: npt.NDArray[np.int64]

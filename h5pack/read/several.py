@@ -1,4 +1,4 @@
-"""Several HDF5 files read as one: their rows follow each other in one index, without a file that joins them."""
+"""Several HDF5 files read as one: one index has the rows of all files, so that no joined file needs to be written."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from h5pack.system.arrays import RowNumbers, joined_ranges
 
 
 def list_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str | os.PathLike[str]]:
-    """Return the files that a path, a pattern such as "shards/*.h5", or a list of paths stands for, patterns sorted.
+    """Return the files that a path, a pattern such as "shards/*.h5", or a list of both stands for.
 
-    Raises OptionsError for an empty list, and PackFormatError for a pattern that matches nothing.
+    The files that match a pattern are sorted. Raises OptionsError for an empty list, and PackFormatError for a pattern
+    that matches nothing.
     """
     if not isinstance(path, (str, os.PathLike)):
         if not len(path):
@@ -42,9 +43,10 @@ def list_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 
 
 def join_descriptions(packs: Sequence[FileDescription]) -> FileDescription:
-    """Return the description of files whose rows follow each other; raise PackFormatError if they do not fit.
+    """Return one description of several files, with the rows of all of them in the given order.
 
-    Mean and standard deviation are those of all rows from which those of the files were computed.
+    Its mean and standard deviation are those of all rows from which the files' statistics were computed. Raises
+    PackFormatError if the files differ in datasets, row shapes, dtypes, classes or other metadata.
     """
     first = packs[0]
     for pack in packs[1:]:
@@ -73,19 +75,20 @@ def _rows(pack: FileDescription) -> int:
 
 
 def _require_alike(first: FileDescription, other: FileDescription) -> None:
-    for what, one, two in zip(_KINDS, _content(first), _content(other), strict=True):
+    for what, one, two in zip(_METADATA, _metadata(first), _metadata(other), strict=True):
         if one != two:
             raise PackFormatError(
-                f"{other.path}: has {what} {two}, but {first.path} has {one}; files that are read as one must not "
-                "differ in it ('h5pack join' makes one file of packs with different classes)",
+                f"{other.path}: has {what} {two}, but {first.path} has {one}; files that are read as one must have the "
+                "same ('h5pack join' makes one file of packs with different classes)",
                 path=other.path,
             )
 
 
-_KINDS = ("the datasets", "the layout", "the classes", "the columns", "the kinds of fields", "classes of fields")
+_METADATA = ("the datasets", "the layout", "the classes", "the columns", "the kinds of fields", "the classes of fields")
 
 
-def _content(pack: FileDescription) -> tuple[Any, ...]:
+def _metadata(pack: FileDescription) -> tuple[Any, ...]:
+    """Return what must be equal in files that are read as one; the elements are named in `_METADATA`."""
     datasets = [
         (name, str(index.dtype), () if isinstance(index, EncodedIndex) else index.row_shape)
         for name, index in pack.indexes.items()
@@ -95,7 +98,7 @@ def _content(pack: FileDescription) -> tuple[Any, ...]:
 
 
 def _join(packs: Sequence[FileDescription], index_of: Callable[[FileDescription], ChunkIndex]) -> ChunkIndex:
-    """Return one index of a dataset that several files have; `index_of` returns that of one file."""
+    """Return one index of a dataset that several files have; ``index_of(pack)`` returns the index of one file."""
     parts = [index_of(pack) for pack in packs]
     first, rows = parts[0], sum(part.rows for part in parts)
     encoded = [part for part in parts if isinstance(part, EncodedIndex)]
@@ -126,7 +129,7 @@ def _join(packs: Sequence[FileDescription], index_of: Callable[[FileDescription]
 
 
 def _plain(index: ChunkIndex) -> ChunkIndex:
-    """Return what `join_rows` needs to know of a dataset."""
+    """Return a `ChunkIndex` with those attributes of an index of any type that `join_rows` uses."""
     return ChunkIndex(
         name=index.name,
         dtype=index.dtype,
@@ -149,14 +152,14 @@ def _join_ragged(packs: Sequence[FileDescription], name: str) -> RaggedIndex:
 
 
 def _joined_offsets(parts: Sequence[EncodedIndex | RaggedIndex]) -> npt.NDArray[np.int64]:
-    """Return where each row begins in the joined data, and where the last one ends."""
+    """Return the offset of each row in the joined data, and the end of the last row; int64 (N + 1,)."""
     starts = np.cumsum([0, *(part.data.rows for part in parts)])
     moved = [part.offsets + start for part, start in zip(parts, starts, strict=False)]
     return np.concatenate([*(offsets[:-1] for offsets in moved), moved[-1][-1:]])
 
 
 def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]:
-    """Return mean and standard deviation over the rows of several files, None if one of them has none."""
+    """Return mean and standard deviation over the rows of several files; None if one file has no statistics."""
     total, means, squares = 0, [], []
     for pack in packs:
         if pack.mean is None or pack.std is None:
@@ -173,7 +176,7 @@ def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] |
 
 
 def read_filenames(pack: FileDescription, rows: RowNumbers) -> list[str] | None:
-    """Return the source file names of rows; None if one of the files does not store them."""
+    """Return the stored file name of each row's original; None if one of the files does not store them."""
     found = [""] * len(rows)
     numbers = np.asarray(rows, np.int64)
     starts = [start for _, start in pack.files]

@@ -27,10 +27,7 @@ MAX_BUFFERS = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
 _MAX_CALL_BYTES = 1 << 30
 _RETRY_SECONDS = (0.0, 0.05, 0.5)
 CHECK_SECONDS = 1.0
-"""How long it is relied on that a file was not replaced, or that rows are in the page cache, before checking again.
-
-Some callers check every time.
-"""
+"""Time after which most callers check again whether a file was replaced, or whether rows are in the page cache."""
 _MAX_PROBES = 4
 
 
@@ -51,7 +48,7 @@ class FileIdentity:
     def require(self, path: str, file: str | int | None = None) -> None:
         """Raise PackChangedError unless `path`, or the descriptor `file` opened from it, has this identity."""
         try:
-            # Compare without creating a FileIdentity, because loaders check each file twice for each batch.
+            # Compare without creating a FileIdentity, because loaders check files several times per batch.
             status = os.stat(path if file is None else file)
             same = status.st_mtime_ns == self.modified_ns and status.st_size == self.size
         except OSError:
@@ -89,7 +86,7 @@ def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
 
 
 class Descriptor(int):
-    """A file descriptor that is closed when its last reference is gone, so never while a thread reads from it."""
+    """A file descriptor that is closed with its last reference, and therefore never while a thread reads from it."""
 
     def __del__(self) -> None:
         os.close(self)
@@ -115,7 +112,10 @@ class Storage:
         self._opened.pop("file", None)
 
     def open(self) -> int:
-        """Return the file's descriptor; raise PackChangedError if the file was replaced (checked once per second)."""
+        """Return the file's descriptor; raise ReadError if it cannot be opened.
+
+        Raises PackChangedError if the file was replaced or rewritten, which is checked at most once per second.
+        """
         kept = self._opened.get("file")
         if kept is not None:
             if time.monotonic() - self._checked > CHECK_SECONDS:
@@ -149,9 +149,8 @@ class Storage:
 
         `buffers`, uint64 (n, 2), holds the address and size in bytes of each buffer. All sizes are equal, and the
         memory must stay alive and in place during the call. The extent at ``offsets[i]`` fills the buffers ``edges[i]``
-        to ``edges[i + 1] - 1``. Raises ReadError if a buffer's bytes cannot be read after several attempts; its message
-        names them by the result of `describe` for the buffer's number. Raises PackChangedError if the file was replaced
-        or rewritten.
+        to ``edges[i + 1] - 1``. Raises ReadError if the bytes of buffer b cannot be read after several attempts; the
+        message calls them ``describe(b)``. Raises PackChangedError if the file was replaced or rewritten.
         """
         descriptor = self.open()
         size = int(buffers[0, 1])
@@ -177,7 +176,7 @@ class Storage:
         return calls
 
     def read_into(self, out: npt.NDArray[Any], offset: int, describe: Callable[[int], str]) -> int:
-        """Fill a C-contiguous array with the bytes at `offset`. Result and errors are those of `scatter`."""
+        """Fill a C-contiguous array with the bytes at `offset`. Return value and errors are those of `scatter`."""
         descriptor, views = self.open(), cast(Any, (out,))
         try:
             got = os.preadv(descriptor, views, offset)
@@ -214,7 +213,7 @@ class Storage:
                 time.sleep(pause)
 
     def is_cached(self, offset: int, *, unknown: bool = True) -> bool:
-        """Return whether the byte at `offset` is in the page cache; `unknown` if the system cannot tell."""
+        """Return whether the byte at `offset` is in the page cache, or `unknown` if the system cannot test it."""
         if not hasattr(os, "RWF_NOWAIT"):
             return unknown
         try:
@@ -227,8 +226,8 @@ class Storage:
     def prefetch(self, offsets: Sequence[int], sizes: Iterable[int]) -> None:
         """Start reading extents of the file into the page cache, without waiting, unless they are cached already.
 
-        Only the first bytes of a few extents are tested. If all of them are cached, nothing is read. Extents with
-        negative offsets (rows without allocated storage) are skipped.
+        Only the first byte of a few extents is tested. If these are cached, nothing is read. Extents with negative
+        offsets (rows without allocated storage) are skipped.
         """
         step = max(1, len(offsets) // _MAX_PROBES)
         if all(self.is_cached(offset) for offset in offsets[::step] if offset >= 0):

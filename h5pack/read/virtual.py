@@ -1,7 +1,7 @@
-"""Virtual datasets: which source files they refer to, and where in these each row is stored.
+"""Virtual datasets: which source files they refer to, and where in these files each row is stored.
 
-If a source file is missing, HDF5 silently returns fill values; h5pack raises an error. Mappings of consecutive whole
-rows are read directly from sources that allow it. For all other mappings, the HDF5 library assembles the rows.
+If a source file is missing, HDF5 silently returns fill values, but h5pack raises an error. Mappings of consecutive
+whole rows are read directly from sources that allow it. For all other mappings, the HDF5 library assembles the rows.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from h5pack.read.virtual_index import MappedRows, join_rows
 
 _ORIGIN = "${ORIGIN}"
 _MAX_DEPTH = 8
-"""Maximum number of virtual datasets above a virtual dataset, each of which is a source of the one above it."""
+"""Maximum nesting of virtual datasets, in which each is a source of the one above it."""
 
 
 @dataclass(frozen=True)
 class _Selection:
     """The elements that a mapping selects in one dataset: all of them (`everything`), or some.
 
-    `slab` says whether they are a hyperslab, `count` is their number (None if unlimited), and `begins` and `ends`
-    (exclusive) are the corners of their bounding box, empty if nothing or everything is selected. The selection is
-    stored as Python integers, because closing a file takes 14 ms while 20,000 HDF5 dataspaces are alive.
+    `slab` is true for a hyperslab. `count` is the number of elements, None if unlimited. `begins` and `ends`
+    (exclusive) are the corners of the bounding box, empty if nothing or everything is selected, or if `count` is None.
+    The selection is stored as Python integers, because closing a file takes 14 ms while 20,000 HDF5 dataspaces are
+    alive.
     """
 
     everything: bool
@@ -69,7 +70,7 @@ class _Selection:
 
 
 class _Mapping(NamedTuple):
-    """A mapping: the selection in the virtual dataset (`here`) and that in its source (`there`)."""
+    """A mapping: the selection in the virtual dataset (`here`) and the selection in its source (`there`)."""
 
     here: _Selection
     there: _Selection
@@ -89,7 +90,8 @@ class _Visited:
 def require_sources(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int = 0) -> frozenset[SourceFile]:
     """Return the source files of a virtual dataset; raise PackFormatError if a source is missing or too small.
 
-    Sources with ``%b`` in their name are not checked, because such a name stands for any number of files.
+    Sources with ``%b`` in their name are neither checked nor returned, because such a name stands for any number of
+    files.
     """
     visited = visited or _Visited()
     key = dataset.file.filename, dataset.name
@@ -136,7 +138,7 @@ def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
 
 
 def _index_linked(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, depth: int) -> ChunkIndex:
-    """Return the index of a dataset in another file, to which a link leads."""
+    """Return the index of `dataset`, which is in another file to which a link leads; `index` is that of the link."""
     there = index_rows(dataset.file, dataset, dataset.name.lstrip("/"), visited, depth)
     file = _identify(dataset.file)
     if there.library_reason is not None or not index.rows or not index.row_bytes:
@@ -147,21 +149,22 @@ def _index_linked(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, d
 def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, depth: int) -> ChunkIndex:
     parts: list[MappedRows] = []
     files: set[SourceFile] = set()
-    text = None if index.rows and index.row_bytes else "it is virtual"
+    # Why rows are read through the HDF5 library; None as long as all mappings can be read directly.
+    reason = None if index.rows and index.row_bytes else "it is virtual"
     if any("%b" in name for source in dataset.virtual_sources() for name in source[1:3]):
-        text = "it is virtual, and its sources' names contain %b"
+        reason = "it is virtual, and its sources' names contain %b"
 
     def visit(file: h5py.File, found: h5py.Dataset, name: str, mappings: list[_Mapping]) -> None:
-        nonlocal text
+        nonlocal reason
         where = _identify(file)
         files.add(where)
         boxes = [_whole_rows(dataset, found, mapping) for mapping in mappings]
-        if text is None and None in boxes:
-            text = f"it is virtual, and a mapping is not of consecutive whole rows of {name!r} in {file.filename}"
+        if reason is None and None in boxes:
+            reason = f"it is virtual, and a mapping is not of consecutive whole rows of {name!r} in {file.filename}"
         same_type = dataset.id.get_type().equal(found.id.get_type()) and dataset.dtype == found.dtype
-        if text is None and not same_type:
-            text = f"it is virtual, and its source {name!r} in {file.filename} holds numbers of another type"
-        if text is None:
+        if reason is None and not same_type:
+            reason = f"it is virtual, and its source {name!r} in {file.filename} holds numbers of another type"
+        if reason is None:
             there = index_rows(file, found, name, visited, depth + 1)
             files.update(there.files)
             parts.extend(
@@ -172,19 +175,19 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
 
     _visit_sources(dataset, depth, visit)
     parts.sort(key=lambda part: part.first)
-    if text is None and any(one.first + one.rows > other.first for one, other in itertools.pairwise(parts)):
-        text = "it is virtual, and its mappings overlap"
-    if text is None and parts and all(part.index.library_reason is not None for part in parts):
+    if reason is None and any(one.first + one.rows > other.first for one, other in itertools.pairwise(parts)):
+        reason = "it is virtual, and its mappings overlap"
+    if reason is None and parts and all(part.index.library_reason is not None for part in parts):
         one = parts[0]
-        text = f"it is virtual, and its source {one.index.name!r} in {one.file.path}: {one.index.library_reason}"
-    if text is not None:
-        return replace(index, library_reason=text, external_files=frozenset(files))
+        reason = f"it is virtual, and its source {one.index.name!r} in {one.file.path}: {one.index.library_reason}"
+    if reason is not None:
+        return replace(index, library_reason=reason, external_files=frozenset(files))
     fill = np.full(index.row_shape, dataset.fillvalue, index.dtype).tobytes()
     return join_rows(index, _identify(dataset.file), fill, parts)
 
 
 def _whole_rows(dataset: h5py.Dataset, found: h5py.Dataset, mapping: _Mapping) -> tuple[int, int, int] | None:
-    """Return a mapping's (first row, row count, first row in the source); None if it maps other than whole rows."""
+    """Return a mapping's (first row, row count, first row in the source); None if it does not map whole rows only."""
     if mapping.here.count == 0:
         return 0, 0, 0
     here, there = mapping.here.rows(dataset.shape), mapping.there.rows(found.shape)
@@ -194,8 +197,9 @@ def _whole_rows(dataset: h5py.Dataset, found: h5py.Dataset, mapping: _Mapping) -
 
 
 def _identify(file: h5py.File) -> SourceFile:
-    """Return path and identity of an open file. The identity is that of its descriptor, as the path may be replaced."""
+    """Return path and identity of an open file."""
     path = os.path.abspath(file.filename)
+    # Identify the file by its open descriptor, because the path may lead to a replacement by now.
     return SourceFile(path, FileIdentity.of(file.id.get_vfd_handle() if file.driver == "sec2" else path))
 
 

@@ -1,4 +1,4 @@
-"""Locates the rows of a virtual dataset: each is stored in a source dataset, possibly in another file."""
+"""Locates the rows of a virtual dataset: each row is stored in a source dataset, possibly in another file."""
 
 from __future__ import annotations
 
@@ -142,7 +142,10 @@ class VirtualIndex(ChunkIndex):
 
 
 def join_rows(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[MappedRows]) -> VirtualIndex:
-    """Return an index of the rows that `parts` map, in ascending order. Rows in the gaps have the value `fill`."""
+    """Return an index like `index`, whose rows are stored as `parts` say; these must ascend and not overlap.
+
+    `file` is the file of the dataset, and `fill` the bytes of a row that no part maps.
+    """
     builder = _Builder()
     at = 0
     for part in [*parts, None]:
@@ -207,7 +210,8 @@ class _Builder:
     def _number(self, source: SourceDataset) -> int:
         known = self._known.get(id(source.index))
         if known is None:
-            # Sources without allocated storage differ only in their fill values, so equal sources share an entry.
+            # Sources without allocated storage differ only in their fill values, so those with the same one share an
+            # entry.
             what = f"\0{source.index.fill!r}" if source.index.is_empty else source.index.name
             found = self._numbers.setdefault((source.file.path, what), len(self.sources))
             if found == len(self.sources):

@@ -284,10 +284,27 @@ def test_invalid_uses_are_refused(kept: Path, tmp_path: Path) -> None:
             lambda: h5pack.ChunkSampler(Subset(h5pack.H5Dataset(kept, decode=CROP), [0])),
             "indices=subset.indices",
         ),
+        (lambda: h5pack.ChunkSampler(h5pack.ConcatPack([h5pack.H5Dataset(kept, decode=CROP)])), "dataset"),
     ):
         with pytest.raises(OptionsError) as caught:
             make()
         assert caught.value.parameters[0] == parameter
+
+
+def test_crops_are_compared_with_checksums(tmp_path: Path) -> None:
+    path = write_kept(tmp_path / "k.h5", photos())
+    with h5py.File(path, "r+") as file:
+        file["checksums/encoded"][2] ^= 1
+    dataset = h5pack.H5Dataset(path, check=True, decode=h5pack.CenterCrop(16))
+    for read in (
+        lambda: dataset[2],
+        lambda: dataset.collate(dataset.__getitems__([1, 2])),
+        lambda: list(h5pack.H5Loader(dataset, 3, shuffle=False)),
+    ):
+        with pytest.raises(DamagedRowsError) as caught:
+            read()
+        assert tuple(caught.value.rows) == (2,)
+    assert dataset[1].image.shape == (16, 16, 3)
 
 
 def test_rows_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
+from PIL import Image
 
 import h5pack
 from h5pack.benchmark.sample import find_input
@@ -121,6 +122,20 @@ def test_the_fix_of_other_numbers_removes_the_faults(tmp_path: Path) -> None:
         assert np.array_equal(after["images"][()], values)
 
 
+def test_masks_beside_kept_images_are_described(tmp_path: Path) -> None:
+    images = jpegs(3)
+    for number, data in enumerate(images):
+        (tmp_path / f"{number}.jpg").write_bytes(data)
+        Image.fromarray(np.zeros(decoded(data).shape[:2], np.uint8)).save(tmp_path / f"{number}.png")
+    lines = [f"{number}.jpg,{number}.png" for number in range(len(images))]
+    (tmp_path / "table.csv").write_text("\n".join(["path,shape", *lines]))
+    h5pack.convert(tmp_path / "table.csv", tmp_path / "o.h5", keep="jpeg", mask_columns="shape", num_workers=1)
+    report = h5pack.info(tmp_path / "o.h5")
+    assert report.pack is not None
+    assert report.pack["fields"] == {"shape": {"kind": "mask", "dtype": "uint8", "shape": [None, None]}}
+    assert "shape: mask, uint8" in report.to_text()
+
+
 def test_statistics_of_a_foreign_file_are_measured(tmp_path: Path) -> None:
     path = foreign(tmp_path / "f.h5", (40, 3, 9, 8))
     stats = h5pack.info(path, stats=True).stats
@@ -156,6 +171,16 @@ def test_damaged_metadata_is_one_error(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "o.h5", "r+") as file:
         file.attrs["h5pack_format"] = 2
     assert "format 2 (this h5pack is too old" in h5pack.info(tmp_path / "o.h5").to_text()
+
+
+def test_a_damaged_field_is_named(tmp_path: Path) -> None:
+    class_folders(tmp_path / "in", {"a": 3}, (20, 20))
+    h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **quick())
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        file["fields/x/data"], file["fields/x/offsets"] = np.arange(4), np.array([0, 1, 9, 4])
+    with pytest.raises(PackFormatError) as caught:
+        h5pack.info(tmp_path / "o.h5")
+    assert (caught.value.dataset, tuple(caught.value.rows)) == ("fields/x/offsets", (1,))
 
 
 def test_a_pack_that_was_compressed_on_purpose_has_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
