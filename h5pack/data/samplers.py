@@ -140,7 +140,7 @@ class ChunkSampler(Resumable, Sampler[int]):
         of ranks that divides `streams`, each training step has the same rows if the global batch (batch size x ranks)
         is the same. None: one stream per rank.
     indices : sequence of int, optional
-        Use only these indices of `dataset`. None: all.
+        Use only these indices of `dataset`. None: all. With ``shuffle=False`` they are read in the order of the file.
     weights : array-like or "balanced", optional
         Draw each row in proportion to its weight. Give a number of at least 0 for each index of `dataset`, or for each
         of `indices` if given. The number of copies of a row in an epoch is its share of the draws, rounded down or up.
