@@ -31,7 +31,7 @@ from h5pack.pack.options import ConvertOptions, require_suitable
 from h5pack.pack.output import ConvertReport, Output, OutputLock, PartFile, Stages
 from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject
 from h5pack.pack.resume import UnfinishedPack, verify_existing
-from h5pack.pack.survey import survey, survey_identity, with_placed_fields
+from h5pack.pack.survey import survey, survey_identity, with_placed_fields, with_size_note
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
@@ -141,7 +141,7 @@ class Conversion:
                     catalog, self._sharing("survey"), 2 * self.num_workers, options.max_pixels, advance,
                     keep=options.keep is not None, resize=options.size is not None, journal=journal,
                 )  # fmt: skip
-            catalog = with_placed_fields(catalog, surveyed, options)
+            catalog = with_size_note(with_placed_fields(catalog, surveyed, options), surveyed, options)
             plan = make_plan if options.keep is None else make_kept_plan
             self._plan = plan(_source_name(self._source), catalog, surveyed, options)
             self._seconds["survey"] = time.perf_counter() - begin

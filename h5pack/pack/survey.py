@@ -195,6 +195,20 @@ def _require_missing(catalog: Catalog, reasons: dict[int, str], max_pixels: int)
         )
 
 
+def with_size_note(catalog: Catalog, survey: Survey, options: ConvertOptions) -> Catalog:
+    """Return the catalog with a note that counts the images that are enlarged, if there are any."""
+    if options.size is None:
+        return catalog
+    low, narrow = survey.heights < options.size[0], survey.widths < options.size[1]
+    enlarged = (low & narrow if options.fit == "pad" else low | narrow) & (survey.heights > 0)
+    count = int(np.count_nonzero(enlarged))
+    if not count:
+        return catalog
+    size = "x".join(map(str, options.size))
+    note = Note(f"images smaller than {size}, which are enlarged: {count:,} of {len(catalog):,}")
+    return replace(catalog, notes=(*catalog.notes, note))
+
+
 def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions) -> Catalog:
     """Return the catalog with boxes and keypoints moved as the resizing of their images moves them, as float32.
 

@@ -82,6 +82,19 @@ def test_sizes_are_brought_to_one_by_pillows_own_functions(tmp_path: Path, fit: 
             assert np.array_equal(file["images"][row], want), name
 
 
+@pytest.mark.parametrize(("fit", "enlarged"), [("crop", 3), ("stretch", 3), ("pad", 1)])
+def test_a_note_counts_the_images_that_are_enlarged(tmp_path: Path, fit: str, enlarged: int) -> None:
+    for number, size in enumerate([(40, 40), (50, 20), (20, 50), (20, 20), (80, 80)]):
+        Image.new("RGB", size).save(tmp_path / f"{number}.png")
+    (tmp_path / "empty.png").write_bytes(b"")
+    notes = Conversion(tmp_path, tmp_path / "o.h5", **quick(size=40, fit=fit)).plan().notes()
+    assert [note.text for note in notes if "enlarged" in note.text] == [
+        f"images smaller than 40x40, which are enlarged: {enlarged} of 6"
+    ]
+    notes = Conversion(tmp_path, tmp_path / "o.h5", **quick(size=20, fit=fit)).plan().notes()
+    assert not any("enlarged" in note.text for note in notes)
+
+
 def test_every_promise_of_the_format(tmp_path: Path) -> None:
     source = split_folders(tmp_path / "in", {"val": {"x": 7, "y": 5}, "train": {"x": 30, "y": 41}}, (80, 70))
     h5pack.convert(source, tmp_path / "o.h5", **quick(chunk_rows=5))
