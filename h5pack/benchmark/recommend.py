@@ -145,9 +145,9 @@ def choose(
 ) -> Recommendation | None:
     """Choose the recommendation from the measurements of the sweep and of the run-off; None if nothing was measured.
 
-    Recommend the input file, or else the variant closest to the default, unless others are faster than it in at least
-    `MIN_TURNS` turns (see `Measurement.is_faster`). Recommend other settings than the usual ones only if they are
-    faster, too.
+    Recommend the input file if it was measured, else the variant closest to the default. Recommend another variant only
+    if it is faster in at least `MIN_TURNS` turns (see `Measurement.is_faster`), and other loader settings than the usual
+    ones only if they are faster. If no variant is near the default, recommend the nearest one that no other beats.
     """
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:

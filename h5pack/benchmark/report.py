@@ -106,7 +106,7 @@ class BenchReport:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The parameters that the text mentions, in Python syntax, such as ``seconds=60``."""
+        """The parameters of `bench` that the text may advise to give, such as ``seconds=60``."""
         if self.enough_seconds is None:
             return ("full=True",)
         return f"seconds={self.enough_seconds}", "orders='window'", "engines='direct'", "full=True"

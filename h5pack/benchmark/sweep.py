@@ -95,7 +95,10 @@ class Sweep:
             self._tick()
 
     def first_epoch(self, case: BenchCase) -> float | None:
-        """Return images/s of an epoch that decodes all chunks, the median of several; None if later ones do so, too."""
+        """Return images/s of the first epoch, which decodes all chunks: the median of several loaders.
+
+        None unless decoded chunks stay in memory for later epochs.
+        """
         speeds = []
         for _ in range(MIN_REPEATS):
             reader = open_reader(case, self._variants[case.variant], self._seed, SharedDatasets(self._sampled))

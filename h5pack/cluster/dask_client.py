@@ -53,8 +53,8 @@ class Expectations:
 
     token: str  # identifies the executor; the keys of its tasks contain it
     versions: dict[str, str]
-    source: str | None  # absolute path; None if the source is not a path
-    source_bytes: int | None  # size of a source that is one file; None if it is a folder or a pattern
+    source: str | None  # absolute path; None if the source is a dataset, or a pattern rather than a file or folder
+    source_bytes: int | None  # size of a source that is one file, else None
     probe: str  # a file beside the output that contains the token
 
     @classmethod

@@ -256,7 +256,7 @@ class H5Dataset(BatchSource):
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         """Return the samples at many indices, read together. torch's DataLoader calls this for each batch.
 
-        Without transforms the result is a `SampleBatch`, which reads on first access or as a whole by `collate`.
+        Without transforms the result is a `SampleBatch`, which reads when a sample is accessed or by `collate`.
         """
         return self.samples_at(self._rows(indices), self.draw_key(indices))
 

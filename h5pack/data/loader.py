@@ -104,7 +104,8 @@ class LoaderIterator(BatchIterator):
 _MAX_THREADS = 4
 _MAX_SMALL_BYTES = 16 * 1024 * 1024
 _MAX_LIST_BYTES = 64 * 1024 * 1024
-"""Fields whose rows differ in length are held in memory up to this size: reading a batch of one takes over 1 ms."""
+"""Maximum total size of the fields with rows of different lengths that are held in memory. Read from the file, such a
+field takes over 1 ms per batch."""
 _SMALL_BLOCK_BYTES = 4 * 1024 * 1024
 _LARGE_BLOCK_BYTES = 16 * 1024 * 1024
 # The first part of the random keys of transforms. Do not change it: the random numbers of a seed would change.

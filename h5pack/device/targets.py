@@ -2,7 +2,7 @@
 
 Coordinates are in pixels, from the upper left corner of the image: x to the right, y down. The first pixel's area is
 from 0 to 1, and its centre is at 0.5; add 0.5 to keypoints that are given as indices of pixels. All functions work on
-whole batches, on any device. Erased boxes (`erase` of `Normalize`) do not change targets.
+whole batches, on any device. Erasing (`erase` of `Normalize`) does not change targets.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -
 
 
 def _require_missing(catalog: Catalog, reasons: dict[int, str], max_pixels: int) -> None:
-    """Raise WorkerError if an image that another machine did not find can be read here."""
+    """Raise WorkerError if a file that another machine could not find or open is not rejected here likewise."""
     for index, reason in reasons.items():
         if reason not in MISSING_FILE_REASONS:
             continue

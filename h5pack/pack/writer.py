@@ -213,8 +213,8 @@ def write_rows(task: WriteTask) -> list[RowRecord]:
 def _write_durably(task: WriteTask) -> list[RowRecord]:
     """Write a task's rows, flush them to the disk, then journal them and flush the journal.
 
-    No file is open between tasks: network file systems send a file's bytes when it is closed, and a worker that waits
-    for its next task has nothing left to write.
+    No file stays open between tasks: network file systems send what is left of a file when it is closed, so a worker
+    that waits for its next task has nothing left to send.
     """
     job = task.job
     before: tuple[WriteJob, str] | None = _local.__dict__.pop("durable", None)
@@ -395,7 +395,10 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
 
 
 def read_image(reader: SourceReader, index: int, name: str, field: int | None = None) -> bytes | npt.NDArray[np.uint8]:
-    """Return `SourceReader.read`, or with the number of a `field` `read_field`; raise SourceError if storage fails."""
+    """Return an image, or its mask or further image of the field with the number `field`.
+
+    Raise SourceError if storage fails.
+    """
     try:
         source = reader.read(index, name) if field is None else reader.read_field(field, index, name)
     except OSError as error:

@@ -117,10 +117,10 @@ def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
     where = f"the {type(dataset).__name__}"
     if options.kind is not None:
         parameter = f"source_kind={options.kind!r}"
-        raise OptionsError(f"{where}: {parameter} needs a path; leave it out", parameters=(parameter,))
+        raise OptionsError(f"{where}: not a path; leave out {parameter}", parameters=(parameter,))
     columns = options.columns
     fields = MapStyleFields(options.datasets.fields, columns.boxes, columns.keypoints, columns.box_format)
-    # These options also name keys of samples, so they are not unused.
+    # These options apply to the samples of a dataset, so do not refuse them.
     others = replace(columns, boxes=(), keypoints=(), box_format=schema.XYXY)
     unused = replace(options, columns=others, datasets=replace(options.datasets, fields=()))
     _refuse_unused(where, "dataset", unused)
