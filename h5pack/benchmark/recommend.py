@@ -146,8 +146,8 @@ def choose(
     """Choose the recommendation from the measurements of the sweep and of the run-off; None if nothing was measured.
 
     Recommend the input file if it was measured, else the variant closest to the default. Recommend another variant only
-    if it is faster in at least `MIN_TURNS` turns (see `Measurement.is_faster`), and other loader settings than the usual
-    ones only if they are faster. If no variant is near the default, recommend the nearest one that no other beats.
+    if it is faster in at least `MIN_TURNS` turns (see `Measurement.is_faster`), and unusual loader settings only if
+    they are faster. If no variant is near the default, recommend the nearest one that no other beats.
     """
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
