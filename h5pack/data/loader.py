@@ -106,7 +106,7 @@ _MAX_SMALL_BYTES = 16 * 1024 * 1024
 _MAX_LIST_BYTES = 64 * 1024 * 1024
 """Maximum total size of the fields with rows of different lengths that are held in memory. Read from the file, such a
 field takes over 1 ms per batch."""
-_SMALL_BLOCK_BYTES = 4 * 1024 * 1024
+_SMALL_BLOCK_BYTES = 5 * 1024 * 1024
 _LARGE_BLOCK_BYTES = 16 * 1024 * 1024
 # The first part of the random keys of transforms. Do not change it: the random numbers of a seed would change.
 _TRANSFORM = 4
@@ -132,8 +132,8 @@ class H5Loader(Closeable, Resumable):
     prefetch_factor : int, optional
         Number of batches to prefetch, as far as `memory_bytes` allows. None: the batches of two shuffle windows. The
         chunks of a window are read together, so lower values are raised to the batches of one window. While rows are in
-        the page cache, and without `streams` or `lanes`, None means two batches, or of small batches 4 MiB (with
-        several files 16 MiB) for each of the threads and the caller's.
+        the page cache, and without `streams` or `lanes`, None means two batches, or of small batches 5 MiB for
+        each of the threads and the caller's.
     memory_bytes : int, optional
         Upper bound for the memory in bytes of the batches that each iteration prefetches. The results of transforms and
         the batches that the caller holds do not count. Rows in the system's page cache do not count either: they belong
@@ -279,14 +279,12 @@ class H5Loader(Closeable, Resumable):
         Small batches are filled several at a time, because Python code takes longer than copying one of them. The
         threads share the work on a large one, because a few buffers are more likely to stay in the CPU's cache. Rates
         of 150 KB rows in batches of 38 MB with two threads, as multiples of a memory copy: blocks of 16 MiB in 2
-        buffers 0.96, in 4 buffers 0.87; blocks of 4 MiB in 2 buffers 0.74. Rows in several files are copied in larger
-        blocks, because each of the files is checked before and after each block, which takes 2 us.
+        buffers 0.96, in 4 buffers 0.87; blocks of 4 MiB in 2 buffers 0.74. The smaller blocks are for small batches:
+        with larger ones the first batch comes later, with smaller ones the checks of several files take longer.
         """
         workers = self.num_threads + 1
         size = max(1, batch_bytes)
-        in_one_file = self._base.engine.indexes[self._base.names[0]].in_own_file
-        block_bytes = _SMALL_BLOCK_BYTES if in_one_file else _LARGE_BLOCK_BYTES
-        batches = max(1, min(block_bytes // size, self.prefetch_factor // (workers + 1)))
+        batches = max(1, min(_SMALL_BLOCK_BYTES // size, self.prefetch_factor // (workers + 1)))
         parts = -(-size // _LARGE_BLOCK_BYTES)
         self._block_rows = batches * self.batch_size if parts == 1 else -(-self.batch_size // parts)
         few = max(2, batches * -(-workers // parts)) if wanted is None else max(wanted, batches)
