@@ -62,6 +62,7 @@ class FileMapping:
         self._storages, self._ends = storages, self.bases + sizes
         # Where the rows of each file begin and end in `bytes`. The bytes around them are often not in the page cache.
         self._begins, self._stops = self._ends.copy(), self.bases.copy()
+        self._opened: tuple[float, list[tuple[Storage, int, int]]] = (-math.inf, [])
         size = int(self._ends[-1])
         # Each mapping keeps its file, so closing the storage does not matter.
         if len(storages) == 1:
@@ -139,11 +140,11 @@ class FileMapping:
         Call this before touching `bytes`, because touching bytes past the end of a file ends the process with SIGBUS.
         It takes half the time of `require_unchanged`.
         """
+        files, lseek, end = self._opened_files(), os.lseek, os.SEEK_END
         for number in numbers:
-            storage = self._storages[number]
-            descriptor = storage.open()
+            storage, descriptor, size = files[number]
             try:
-                whole = os.lseek(descriptor, 0, os.SEEK_END) >= storage.identity.size
+                whole = lseek(descriptor, 0, end) >= size
             except OSError:
                 whole = False
             if not whole:
@@ -154,9 +155,18 @@ class FileMapping:
 
         Call this after touching `bytes`, because another program may have changed the bytes meanwhile.
         """
+        files = self._opened_files()
         for number in numbers:
-            storage = self._storages[number]
-            storage.identity.require(storage.path, storage.open())
+            storage, descriptor, _ = files[number]
+            storage.identity.require(storage.path, descriptor)
+
+    def _opened_files(self) -> list[tuple[Storage, int, int]]:
+        """Return each file with its descriptor and size; once a second, check that its path still leads to it."""
+        checked, files = self._opened
+        if time.monotonic() - checked > CHECK_SECONDS:
+            files = [(storage, storage.open(), storage.identity.size) for storage in self._storages]
+            self._opened = (min(storage.checked for storage in self._storages), files)
+        return files
 
     def _load(self, number: int, start: int, stop: int, loaded: bool) -> bool:
         """Load bytes of a file into the page table; return False on an error or if too few are in the page cache.

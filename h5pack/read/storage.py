@@ -99,13 +99,13 @@ class Storage:
         self.path = path
         self.identity = identity
         self._opened: dict[str, Descriptor] = {}
-        self._checked = 0.0
+        self.checked = 0.0  # Monotonic time when the path was last checked.
 
     def __repr__(self) -> str:
         return f"Storage({self.path!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "identity": self.identity, "_opened": {}, "_checked": 0.0}
+        return {"path": self.path, "identity": self.identity, "_opened": {}, "checked": 0.0}
 
     def close(self) -> None:
         """Close the file once reads in progress have ended. The next read opens it again."""
@@ -118,7 +118,7 @@ class Storage:
         """
         kept = self._opened.get("file")
         if kept is not None:
-            if time.monotonic() - self._checked > CHECK_SECONDS:
+            if time.monotonic() - self.checked > CHECK_SECONDS:
                 self.check_unchanged()
             return kept
         self.check_unchanged()
@@ -136,7 +136,7 @@ class Storage:
     def check_unchanged(self) -> None:
         """Raise PackChangedError if the file at the path is no longer the one that was indexed."""
         self.identity.require(self.path)
-        self._checked = time.monotonic()
+        self.checked = time.monotonic()
 
     def scatter(
         self,

@@ -661,7 +661,8 @@ def test_a_file_changes_in_an_epoch(tmp_path: Path, how: str, way: str, monkeypa
     while batches.waiting < 4:
         # Copying a batch from the mapping while the file is cut would be a SIGBUS. With four, the thread waits.
         time.sleep(0.001)
-    monkeypatch.setattr("h5pack.read.storage.CHECK_SECONDS", 0)
+    for module in ("storage", "mapping"):
+        monkeypatch.setattr(f"h5pack.read.{module}.CHECK_SECONDS", 0)
     monkeypatch.setattr("h5pack.read.storage._RETRY_SECONDS", (0.0,))
     if how == "replaced":
         os.replace(packs.labelled(tmp_path / "g.h5", 601), path)
