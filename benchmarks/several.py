@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--large", type=int, default=8_000, help="rows of 150 KB")
     parser.add_argument("--small", type=int, default=160_000, help="rows of 3 KB")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--scratch", type=Path)
     parser.add_argument("--json", type=Path, default=RESULTS / "several.json")
     options = parser.parse_args(arguments)
