@@ -123,7 +123,8 @@ def pick_chunk_cache(
     if len(by_engine) == 2 and by_engine["default"].is_faster(by_engine["tuned"]):
         times = ratio_text(by_engine["default"].ratios(by_engine["tuned"]))
         return None, [f"With h5py: its default chunk cache, with which it was {times} times as fast as with {text}."]
-    return cache, [f"With h5py: {text} ({cache.reason}). H5Loader and H5Dataset need no chunk cache."]
+    what = "With h5py" if len(by_engine) == 2 else "With h5py, which was not measured"
+    return cache, [f"{what}: {text} ({cache.reason}). H5Loader and H5Dataset need no chunk cache."]
 
 
 def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:

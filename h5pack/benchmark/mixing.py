@@ -93,7 +93,7 @@ class MixingReport:
             chunks = f"{asked.chunks_per_batch:.1f} chunks"
             return f"No labels to compare: with window={window} the rows of a batch come from {chunks}."
         if enough is not None and enough <= window:
-            return f"Keep window={window}: it mixes the labels as well as a full shuffle."
+            return f"window={window} is enough: it mixes the labels as well as a full shuffle."
         if asked.bound(-_quantile(self.epochs)) <= self.allowed_distance:
             return f"Increase epochs: {self.epochs} epochs do not show whether window={window} is large enough."
         other = "convert in shuffled order"

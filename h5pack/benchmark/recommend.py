@@ -154,7 +154,7 @@ def choose(
         return None
     small = _small_sample(workload, max(one.stated.median for one in found))
     picked = _pick_variant(found, workload, compare=not small)
-    ties = [one for one in found if small or not picked.beats(one)]
+    ties = [one for one in found if not picked.beats(one)]
     variant = picked.variant
     used, settings_reasons = pick_settings(picked.stated, run_off, workload)
     case = replace(used.case, batch_size=workload.recommended_batch_size)
@@ -181,7 +181,7 @@ def choose(
         doubts=(small,) if small else (),
         reasons=(
             *measuring_reasons(variant, workload),
-            *_comparison(picked, found, ties, workload),
+            *_comparison(picked, found, ties, workload, small=bool(small)),
             *cache_reasons,
             *gain_reasons,
             _cache_reason(workload, cache),
@@ -189,7 +189,7 @@ def choose(
             workers_reason,
         ),
         command="" if variant.is_input else _command(variant, workload),
-        code=_code(variant, case, workload.split),
+        code=_code(variant, case, workload),
         is_default=workload.is_default(variant),
         busy=not small and _is_busy(picked, found, ties, workload),
         gain=gain,
@@ -202,7 +202,7 @@ def _small_sample(workload: Workload, speed: float) -> str:
     if rows < MIN_ROWS and size < MIN_BYTES:
         return f"the sample has only {counted(rows, 'row')} ({format_bytes(size)})"
     short = rows < MIN_EPOCH_SECONDS * speed
-    return f"an epoch of the sample takes only {1000 * rows / speed:.2g} ms" if short else ""
+    return f"an epoch of the sample takes under {1000 * MIN_EPOCH_SECONDS:.0f} ms" if short else ""
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
 
 
 def _comparison(
-    picked: _Compared, found: Sequence[_Compared], ties: Sequence[_Compared], workload: Workload
+    picked: _Compared, found: Sequence[_Compared], ties: Sequence[_Compared], workload: Workload, *, small: bool
 ) -> list[str]:
     """Return sentences that compare the recommended variant with the others, by their speeds in the same turns."""
     if len(found) == 1:
@@ -314,9 +314,13 @@ def _comparison(
     why = _why(picked, [*faster, *equal], workload)
     spreads = [ratios[-1] / ratios[0] for one in equal if (ratios := one.ratios(picked))]
     noise = "runs differ by more than these sizes, so " if TIE * max(spreads, default=1.0) > 1 else ""
+    turns = min((len(one.ratios(picked)) for one in faster), default=0)
+    chance = "the sample is too small to rely on that" if small else "that may be chance"
+    if turns < MIN_TURNS and not small:
+        chance = f"there was time for {counted(turns, 'turn')}, and {MIN_TURNS} are needed"
     texts, how = [], ", in multiples of its speed in the same turns"
     for begin, some, end in (
-        ("Faster than {} in every turn, but not reliably", faster, f"; that may be chance, so {why}"),
+        ("Faster than {} in every turn", faster, f"; {chance}, so {why}"),
         ("No clear difference to {}", equal, f"; {noise}{why}"),
         ("Slower than {}", slower, ""),
     ):
@@ -385,14 +389,16 @@ def _command(variant: FileVariant, workload: Workload) -> str:
     return shlex.join(convert_command(workload.source or "IMAGES", given))
 
 
-def _code(variant: FileVariant, case: BenchCase, split: str | None) -> str:
-    names = "" if split is None else f", split={split!r}"
+def _code(variant: FileVariant, case: BenchCase, workload: Workload) -> str:
+    names = "" if workload.split is None else f", split={workload.split!r}"
     if variant.is_input:
         names += "" if variant.images == schema.IMAGES else f", images={variant.images!r}"
         names += "" if variant.labels in (None, schema.LABELS) else f", labels={variant.labels!r}"
     path = variant.path if variant.is_input else "packed.h5"
+    asked = workload.asked_batch_size
+    few = f"  # {workload.num_images:,} images are too few for {asked}" if asked not in (None, case.batch_size) else ""
     return (
         f"dataset = h5pack.H5Dataset({path!r}{names})\n"
         f"loader = h5pack.H5Loader(dataset, batch_size={case.batch_size}, window={case.window}, "
-        f"num_threads={case.num_threads})"
+        f"num_threads={case.num_threads}){few}"
     )

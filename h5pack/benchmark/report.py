@@ -133,9 +133,13 @@ class BenchReport:
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is"
         if chosen.busy:
             again = "or measure again when nothing else uses the machine"
-            what = f"Repeats differ too much to tell chunk sizes apart. {what}, {again}"
+            what = f"Repeats differ too much to tell which chunk size is fastest. {what}, {again}"
         elif chosen.doubts:
-            what = f"The sample is too small to tell chunk sizes apart: {'; '.join(chosen.doubts)}. {what}"
+            rest = "with so little data it hardly matters (to measure generated images, leave the source out)"
+            if self.sample_rows < self.num_images:
+                rest = "measure more rows"
+            why = "; ".join(chosen.doubts)
+            what = f"The sample is too small to tell which chunk size is fastest: {why}; {rest}. {what}"
         elif chosen.is_default and len(chosen.ties) > 1:
             what = f"No chunk size is measurably better: keep the default of {chosen.variant}{size}"
         low, high = chosen.images_per_s_range
@@ -237,7 +241,8 @@ def measured_text(speeds: Sequence[float]) -> str:
         return "-"
     median = statistics.median(speeds)
     spread = max(max(speeds) - median, median - min(speeds)) / median
-    return speed_text(median) + (f" ±{100 * spread:.0f}%" if len(speeds) > 1 else "")
+    text = f" ±{100 * spread:.0f}%" if spread < 1 else " ±100%+"
+    return speed_text(median) + (text if len(speeds) > 1 else "")
 
 
 def printable(text: str) -> str:
@@ -316,7 +321,8 @@ def _tables(report: BenchReport) -> list[list[str]]:
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
     if blocks:
         blocks.append(_legend(report))
-    for title, found_cases in (("other settings", table.others), ("run-off", report.run_off)):
+    run_off = "run-off: medians of all repeats; the ratios above are those within turns"
+    for title, found_cases in (("other settings", table.others), (run_off, report.run_off)):
         measurements = [one for one in found_cases if one.speeds]
         if measurements:
             heads = ["", "order", "engine", "cache", "batch", "window", "threads", "workers", "images/s"]

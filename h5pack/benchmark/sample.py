@@ -241,6 +241,8 @@ def make_sample(
     num_files = len(wanted) * len(settings.compression) + settings.contiguous
     rows = _sample_rows(source, settings, scratch, row_bytes, num_files, int(speed * _PACKING_SHARE * seconds))
     chunk_rows = [count for count in wanted if count == wanted[0] or 2 * count <= rows]
+    if (settings.rows or 0) > source.num_images:
+        packer.notes.append(f"The sample has fewer than {settings.rows:,} rows: there are only {rows:,} images.")
     if len(chunk_rows) < len(wanted):
         left_out = listed([f"{count:,}" for count in wanted if count not in chunk_rows])
         packer.notes.append(f"Chunks of {left_out} rows were left out: {rows:,} rows make less than two.")

@@ -33,7 +33,9 @@ def add(commands: Any) -> None:
         help="number of rows (default: as many as time, memory and disk allow, up to 512 MiB)",
     )  # fmt: skip
     sample.add_argument(
-        "--size", metavar="HxW", help="height and width of every packed image, or one number for a square"
+        "--size",
+        metavar="HxW",
+        help="height and width of every packed image, or one number for a square (default: 224 if images differ)",
     )
     sample.add_argument(
         "--source", dest="source_kind", metavar="KIND", help="kind of SOURCE, see 'h5pack convert' (default: detected)"

@@ -37,8 +37,8 @@ STAGE_TITLES = {
     Stage.EVERYTHING: "everything together",
 }
 _SMALL_GAIN = 1.05
-_UNEVEN = 2.0  # If the fastest repeat of the step is this many times the slowest, something takes the CPUs from it.
 _FEW_BATCHES = 8  # If an epoch has fewer, its beginning, when no batch is ready, takes much of the time.
+_SHARE_NOISE = 2.0  # If two measurements of a share differ by more than this factor, neither is stated.
 _BAR, _WIDTH = 24, 110  # maximum length of a bar in the text, and of a line
 _PLAIN, _BOTTLENECK, _TOGETHER, _MUTED, _INK = "#9db4c8", "#d1495b", "#33658a", "#777777", "#222222"
 
@@ -302,16 +302,22 @@ def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> st
     stall = evidence.stall_fraction or 0.0
     names = _named(verdict.bottlenecks)
     text = f"{names[0].upper()}{names[1:]} limits the training: the step waits for data {_stall_text(evidence)}"
-    if evidence.normalize_fraction is not None and evidence.rates(Stage.NORMALIZE) is not None:
+    if evidence.normalize_fraction is not None and _agrees_alone(evidence):
         normalize = 100 * evidence.normalize_fraction
         step = 100 - normalize - 100 * stall
         text += f" of the time, normalizing takes {normalize:.0f} %, and the step itself {step:.0f} %"
     else:
         text += " of the time"
-    text += f". A faster loader would gain at most {100 * verdict.gain - 100:.0f} %."
-    alone = evidence.rates(Stage.STEP)
-    uneven = len(verdict.bottlenecks) > 1 or (alone is not None and alone.high > _UNEVEN * alone.low)
-    return text + (_threads_text(evidence) if uneven else "")
+    return f"{text}. A faster loader would gain at most {100 * verdict.gain - 100:.0f} %."
+
+
+def _agrees_alone(evidence: Evidence) -> bool:
+    """Return whether normalizing takes about the same share beside the step as its speed alone suggests."""
+    normalize, step = evidence.rates(Stage.NORMALIZE), evidence.rates(Stage.STEP)
+    if normalize is None or step is None:
+        return False
+    alone, found = step.median / (normalize.median + step.median), evidence.normalize_fraction or 0.0
+    return alone / _SHARE_NOISE <= found <= alone * _SHARE_NOISE
 
 
 def _limited_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:

@@ -450,6 +450,7 @@ class Target:
             num_workers=num_workers,
             on_gpu=self.on_gpu,
             step_threads=torch.get_num_threads(),
+            builtin_step=self._settings.model is None,
             batch_rows=min(self._settings.batch_size, rows),
             stored_row_bytes=index.row_bytes,
             loaded_row_bytes=images.nbytes // max(1, len(images)),
@@ -469,11 +470,10 @@ class Target:
 
     def describe(self) -> TargetSummary:
         """Return the target's description for the report."""
-        shape = "x".join(map(str, self.index.row_shape)) or "single"
         return TargetSummary(
             path=self.dataset.path,
             split=self._settings.split,
-            images=f"{shape} {self.index.native_dtype}",
+            images=f"{'x'.join(map(str, self.index.row_shape)) or 'single'} {self.index.native_dtype}",
             rows=len(self.dataset),
             hot_rows=self.hot_rows,
             device=f"{self.device} ({torch.cuda.get_device_name(self.device)})" if self.on_gpu else str(self.device),

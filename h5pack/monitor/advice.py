@@ -102,6 +102,11 @@ class Remedy(Enum):
         "Host synchronisation inside the step: the process waits for the GPU {times:.1f} times per step (.item(), "
         ".cpu(), printing a tensor{where}). Read losses only every few steps."
     )
+    FEWER_STEP_THREADS = (
+        "PyTorch's {step_threads} threads share the CPUs with the loader and other programs, and wait for each other "
+        "if one is delayed. Try OMP_NUM_THREADS=1 before the command, or torch.set_num_threads(1) in your module."
+    )
+    OWN_MODEL = "The step is a small built-in network. Measure yours: `model`."
     USE_IDLE_GPUS = "{others}: train with {gpus} processes, one on each GPU (torchrun)."
     NORMALIZE_ON_GPU = "Normalizing runs on the CPU. The GPU does it in one fast kernel (`device='cuda'`)."
     USE_GPU = "The step runs on the CPU: use the GPU (`device='cuda'`) or a smaller network."
@@ -282,6 +287,11 @@ class _Rules:
         if idle and evidence.world_size == 1:
             yield self.make(Remedy.USE_IDLE_GPUS, step_limits, others=counted(idle, "idle GPU"), gpus=idle + 1)
         if not (step_limits or self.limits(Bottleneck.NORMALIZE)):
+            return
+        if not evidence.on_gpu and evidence.cpus > 1 and (evidence.step_threads or 1) > 1:
+            yield self.make(Remedy.FEWER_STEP_THREADS, step_threads=evidence.step_threads)
+        if step_limits and evidence.builtin_step:
+            yield self.make(Remedy.OWN_MODEL)
             return
         if evidence.on_gpu:
             yield self.make(Remedy.FASTER_STEP)

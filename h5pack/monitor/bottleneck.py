@@ -129,6 +129,7 @@ class Evidence:
     num_workers: int | None = None
     on_gpu: bool | None = None  # whether the step runs on a GPU
     step_threads: int | None = None  # number of threads of PyTorch's operations on the CPU
+    builtin_step: bool = False  # whether the step is not the user's
     batch_rows: int | None = None  # number of images in a batch
     epoch_batches: int | None = None  # number of batches in an epoch
     # The size of an image, and whether its values are floats: stored in the file, and loaded by the loader.
@@ -324,7 +325,9 @@ class _StageRules:
             if together.median > _FASTER * rates.median:
                 return Verdict(Outcome.NOISY, stage=stage)
         # The training cannot be faster than the device alone, either, except where noise made the device slower alone.
-        gain = min(1 / max(1e-3, 1 - stall), max(1.0, demand.median / together.median))
+        gain = 1 / max(1e-3, 1 - stall)
+        if stall > MAX_STALL:
+            gain = min(gain, max(1.0, demand.median / together.median))
         known: dict[str, Any] = {"gain": gain, "first_epoch": self._first_epoch()}
         if stall <= MAX_STALL and not self.evidence.on_gpu and demand.low > _SLOWED * together.high:
             return Verdict(Outcome.SLOWED, **known)

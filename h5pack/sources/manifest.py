@@ -92,6 +92,10 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
     )
     catalog = Catalog("manifest", reader, NameTable.of(names), *one_split(len(names)), pixel_fields=tuple(fields))
     catalog = with_columns(catalog, table, columns, {path_column, *further})
+    repeated = len(names) - len(set(names))
+    if repeated:
+        note = Note(f"lines that name an image of an earlier line: {repeated:,}; each is packed")
+        catalog = replace(catalog, notes=(*catalog.notes, note))
     return _complete(catalog, further).filtered(wanted)
 
 

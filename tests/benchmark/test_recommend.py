@@ -178,7 +178,7 @@ def test_every_variant_that_may_win_needs_three_repeats() -> None:
 def test_a_sample_that_fits_into_caches_decides_nothing() -> None:
     found = [measured("2 rows", 1, 2, 3), measured("32 rows", 7, 8, 9), measured("128 rows", 50, 51, 52)]
     chosen = chosen_from(VARIANTS, *found, sample_rows=100)
-    assert (chosen.variant, len(chosen.doubts)) == ("32 rows", 1)
+    assert (chosen.variant, len(chosen.doubts), chosen.ties) == ("32 rows", 1, ("32 rows", "128 rows"))
     chosen = chosen_from(VARIANTS, *found)
     assert (chosen.variant, chosen.doubts) == ("128 rows", ())
 

@@ -101,6 +101,7 @@ def test_a_slow_step_and_too_many_threads_are_named(
     path: Path, machine: Machine, cpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(target_module, "available_cpus", lambda: cpus)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     report = diagnose(path, num_threads=4, model=step_of(machine.work, 0.01))
     assert (report.verdict.outcome, report.verdict.bottlenecks) == (Outcome.FED, (Bottleneck.STEP,))
     assert medians(report)["step"] == pytest.approx(1 / 0.01, rel=0.1)

@@ -109,7 +109,8 @@ SLOW = {"storage_hot": 900, "loader": 850, "everything": 840}
     [
         ({}, {"stall_fraction": 0.02}, ["The step limits", "2 % of the time", "gain at most 2 %"]),
         ({}, {"stall_fraction": 0.02, "stall_range": (0.011, 0.034)}, ["2 % (1 to 3) of the time"]),
-        ({"copy": None, "everything": 1_500}, {**ON_CPU, "stall_fraction": 0.04, "normalize_fraction": 0.36},
+        ({"copy": None, "everything": 1_500, "normalize": 5_000},
+         {**ON_CPU, "stall_fraction": 0.04, "normalize_fraction": 0.36},
          ["4 %", "normalizing takes 36 %", "the step itself 60 %", "gain at most 4 %"]),
         (SLOW, {"read_busy_fraction": 0.05}, ["Storage limits", "900 images/s", "95 % of the time", "3.57 times"]),
         ({"storage_cold": 700, "everything": 690}, {"fits_cache": False}, ["cold", "700 images/s", "memory"]),
@@ -132,6 +133,14 @@ def test_the_verdict_in_words(figures: dict[str, Any], known: dict[str, Any], pa
         assert part in text
     assert "  " not in text
     assert "None" not in text
+
+
+def test_a_share_of_normalizing_that_contradicts_its_speed_is_not_stated() -> None:
+    known = {**ON_CPU, "stall_fraction": 0.04, "normalize_fraction": 0.36}
+    for speed, stated in ((5_000, True), (50_000, False), (None, False)):
+        text = report_of(evidence({"copy": None, "everything": 1_500, "normalize": speed}, **known)).verdict_text
+        assert ("36 %" in text) is stated
+        assert "gain at most 4 %" in text
 
 
 def test_fewer_threads_are_advised_only_for_a_step_in_several_on_the_cpu() -> None:

@@ -239,6 +239,14 @@ def test_hardly_fewer_classes_than_images_are_worth_a_note(
     assert [note.parameters for note in notes] == [("field_columns", "label_columns")] * noted
 
 
+def test_a_note_counts_lines_that_name_an_earlier_image_again(tmp_path: Path) -> None:
+    lines = ("a.jpg,train", "b.jpg,val", "a.jpg,val", "a.jpg,val")
+    for used, count in ((lines[:2], 0), (lines, 2)):
+        found = read(tmp_path / "m.csv", "path,split", *used)
+        assert len(found) == len(used)
+        assert [f": {count}" in note.text for note in found.notes] == [True] * (count > 0)
+
+
 def test_a_usual_column_that_is_named_as_a_field_is_only_that(tmp_path: Path) -> None:
     lines = ["path,label,class,set", "1.jpg,0.5,cat,3", "2.jpg,1.5,dog,4"]
     catalog = read(tmp_path / "m.csv", *lines, fields=("label", "set"))
