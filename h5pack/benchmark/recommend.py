@@ -23,9 +23,9 @@ from h5pack.benchmark.cases import (
 from h5pack.benchmark.loader_settings import (
     Workload,
     measuring_reasons,
-    pick_chunk_cache,
     pick_settings,
     pick_workers,
+    plan_chunk_cache,
     ratio_text,
 )
 from h5pack.format import schema
@@ -155,12 +155,16 @@ def choose(
     small = _small_sample(workload, max(one.stated.median for one in found))
     picked = _pick_variant(found, workload, compare=not small)
     ties = [one for one in found if not picked.beats(one)]
+    busy = not small and _is_busy(picked, found, ties, workload)
+    if busy:
+        ties = [one for one in found if not picked.is_faster(one, MIN_REPEATS)]
     variant = picked.variant
-    used, settings_reasons = pick_settings(picked.stated, run_off, workload)
+    # Of a small sample nothing is compared, so that no chance is taken for a result.
+    used, settings_reasons = pick_settings(picked.stated, () if small else run_off, workload)
     case = replace(used.case, batch_size=workload.recommended_batch_size)
-    num_workers, workers_reason = pick_workers(picked.stated, run_off, workload)
+    num_workers, workers_reason = pick_workers(picked.stated, () if small else run_off, workload)
     gain, gain_reasons = _gain(variants, picked.stated, measurements, [one.stated for one in found])
-    chunk_cache, cache_reasons = pick_chunk_cache(variant, case.window, measurements, workload)
+    chunk_cache, cache_reasons = plan_chunk_cache(variant, case.window, workload)
     ratios = used.of_ceiling
     return Recommendation(
         variant=variant.label,
@@ -181,17 +185,17 @@ def choose(
         doubts=(small,) if small else (),
         reasons=(
             *measuring_reasons(variant, workload),
-            *_comparison(picked, found, ties, workload, small=bool(small)),
+            *([] if small else _comparison(picked, found, ties, workload)),
             *cache_reasons,
             *gain_reasons,
             _cache_reason(workload, cache),
             *settings_reasons,
-            workers_reason,
+            *([] if small else [workers_reason]),
         ),
         command="" if variant.is_input else _command(variant, workload),
         code=_code(variant, case, workload),
         is_default=workload.is_default(variant),
-        busy=not small and _is_busy(picked, found, ties, workload),
+        busy=busy,
         gain=gain,
     )
 
@@ -302,7 +306,7 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
 
 
 def _comparison(
-    picked: _Compared, found: Sequence[_Compared], ties: Sequence[_Compared], workload: Workload, *, small: bool
+    picked: _Compared, found: Sequence[_Compared], ties: Sequence[_Compared], workload: Workload
 ) -> list[str]:
     """Return sentences that compare the recommended variant with the others, by their speeds in the same turns."""
     if len(found) == 1:
@@ -315,8 +319,8 @@ def _comparison(
     spreads = [ratios[-1] / ratios[0] for one in equal if (ratios := one.ratios(picked))]
     noise = "runs differ by more than these sizes, so " if TIE * max(spreads, default=1.0) > 1 else ""
     turns = min((len(one.ratios(picked)) for one in faster), default=0)
-    chance = "the sample is too small to rely on that" if small else "that may be chance"
-    if turns < MIN_TURNS and not small:
+    chance = "that may be chance"
+    if turns < MIN_TURNS:
         chance = f"there was time for {counted(turns, 'turn')}, and {MIN_TURNS} are needed"
     texts, how = [], ", in multiples of its speed in the same turns"
     for begin, some, end in (
@@ -394,6 +398,8 @@ def _code(variant: FileVariant, case: BenchCase, workload: Workload) -> str:
     if variant.is_input:
         names += "" if variant.images == schema.IMAGES else f", images={variant.images!r}"
         names += "" if variant.labels in (None, schema.LABELS) else f", labels={variant.labels!r}"
+        fields = workload.options.get("fields")
+        names += f", fields={fields.split(',')}" if fields else ""
     path = variant.path if variant.is_input else "packed.h5"
     asked = workload.asked_batch_size
     few = f"  # {workload.num_images:,} images are too few for {asked}" if asked not in (None, case.batch_size) else ""

@@ -108,7 +108,7 @@ class BenchReport:
     def parameters(self) -> tuple[str, ...]:
         """The parameters of `bench` that the text may advise to give, such as ``seconds=60``."""
         if self.enough_seconds is None:
-            return ("full=True",)
+            return (*([self._more_rows] if self._more_rows else []), "full=True")
         return f"seconds={self.enough_seconds}", "orders='window'", "engines='direct'", "full=True"
 
     def to_text(self, full: bool = False) -> str:
@@ -130,14 +130,12 @@ class BenchReport:
         variant = next((one for one in self.variants if one.label == chosen.variant), None)
         size = "" if variant is None or variant.chunk_bytes is None else f" ({format_bytes(variant.chunk_bytes)})"
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
-        what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is"
+        what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is for H5Loader"
         if chosen.busy:
             again = "or measure again when nothing else uses the machine"
             what = f"Repeats differ too much to tell which chunk size is fastest. {what}, {again}"
         elif chosen.doubts:
-            rest = "with so little data it hardly matters (to measure generated images, leave the source out)"
-            if self.sample_rows < self.num_images:
-                rest = "measure more rows"
+            rest = f"measure more, {self._more_rows}" if self._more_rows else "with so little data it hardly matters"
             why = "; ".join(chosen.doubts)
             what = f"The sample is too small to tell which chunk size is fastest: {why}; {rest}. {what}"
         elif chosen.is_default and len(chosen.ties) > 1:
@@ -148,6 +146,12 @@ class BenchReport:
         text += f" with num_threads={chosen.num_threads}"
         ratio = _ratio_text(chosen)
         return f"{text}, {ratio}." if ratio else f"{text}."
+
+    @property
+    def _more_rows(self) -> str:
+        """The number of rows to measure if the sample is too small and there are more images."""
+        small = self.recommendation is not None and self.recommendation.doubts
+        return f"rows={self.num_images}" if small and self.sample_rows < self.num_images else ""
 
     def ceiling_of(self, cache: str) -> Ceiling | None:
         """Return the ceiling for a page-cache state, if possible the one that the recommendation is compared with.

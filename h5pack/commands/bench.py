@@ -42,7 +42,9 @@ def add(commands: Any) -> None:
     )
     sample.add_argument("--images", metavar="NAME", help="dataset of images in an HDF5 file (default: detected)")
     sample.add_argument("--labels", metavar="NAME", help="dataset of labels in an HDF5 file (default: detected)")
-    sample.add_argument("--scratch", metavar="DIR", help="folder for temporary files (default: the working directory)")
+    sample.add_argument(
+        "--scratch", metavar="DIR", help="folder for temporary files (default: the working directory if writable)"
+    )
     sample.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of shuffled reading (default 0)")
 
     mixing = bench.add_argument_group("how well the window shuffle mixes rows")
@@ -128,11 +130,12 @@ def _mixing(arguments: argparse.Namespace) -> Any:
     from h5pack.data.dataset import H5Dataset
     from h5pack.errors import OptionsError
     from h5pack.order.window import DEFAULT_WINDOW
+    from h5pack.sources.hdf5_catalog import detect_names
 
     if arguments.source is None:
         raise OptionsError("mixing needs SOURCE; give an HDF5 file", parameters=("mixing",))
-    names = {name: getattr(arguments, name) for name in ("images", "labels", "split")}
-    dataset = H5Dataset(arguments.source, **{name: value for name, value in names.items() if value is not None})
+    images, labels = detect_names(arguments.source, arguments.images or "images", arguments.labels or "labels")
+    dataset = H5Dataset(arguments.source, arguments.split, images=images, labels=labels)
     window, *others = _numbers("window", arguments.window) or (DEFAULT_WINDOW,)
     (batch_size, *_) = _numbers("batch_size", arguments.batch_size) or (256,)
     return mixing_report(

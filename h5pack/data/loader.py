@@ -327,7 +327,9 @@ class H5Loader(Closeable, Resumable):
 
     def __repr__(self) -> str:
         settings = f"batch_size={self.batch_size}, {order_text(self.plan)}, num_threads={self.num_threads}"
-        return f"H5Loader({self.dataset!r}, {settings})"
+        if self.plan.rows.unique_count != len(self._base):
+            settings = f"{self.plan.rows.unique_count:,} of them, {settings}"
+        return f"H5Loader({self._base!r}, {settings})"
 
     def __iter__(self) -> Iterator[Any]:
         """Start the next epoch. The threads start to prefetch immediately.
@@ -366,7 +368,7 @@ class H5Loader(Closeable, Resumable):
         return sum(iterator.waiting for iterator in list(self._iterators))
 
     def stats(self) -> ReadStats:
-        """Return statistics of what this process has read: rows, chunk hits and misses, bytes, amplification."""
+        """Return statistics of the loader's dataset: what this process has read of it, through any loader."""
         return self._base.stats()
 
     def use_memory_of(self, other: H5Loader) -> bool:

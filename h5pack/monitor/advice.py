@@ -291,7 +291,7 @@ class _Rules:
         if not evidence.on_gpu and evidence.cpus > 1 and (evidence.step_threads or 1) > 1:
             yield self.make(Remedy.FEWER_STEP_THREADS, step_threads=evidence.step_threads)
         if step_limits and evidence.builtin_step:
-            yield self.make(Remedy.OWN_MODEL)
+            yield self.make(Remedy.OWN_MODEL, False)
             return
         if evidence.on_gpu:
             yield self.make(Remedy.FASTER_STEP)

@@ -213,6 +213,13 @@ def test_mixing_is_reported_for_a_split(tmp_path: Path, capsys: pytest.CaptureFi
     assert [order["window"] for order in report["orders"]] == [2, 4, None, None]
     assert main(["bench", os.fspath(path), "--mixing", "--batch-size", "10"]) == 0
     assert "window=1" in capsys.readouterr().out
+    # Images and labels of other names are detected.
+    with h5py.File(path) as file, h5py.File(tmp_path / "other.h5", "w") as other:
+        for name, values in {"data/x": file["images"][()], "data/y": np.arange(200) % 3}.items():
+            other.create_dataset(name, data=values, chunks=(10, *values.shape[1:]))
+    assert main(["bench", os.fspath(tmp_path / "other.h5"), "--mixing", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], found["expected_distance"] is None) == (200, False)
 
 
 def test_ctrl_c_prints_the_results_so_far_and_cleans_up(

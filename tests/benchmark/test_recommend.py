@@ -126,15 +126,6 @@ def test_every_variant_called_slower_is_slower_in_the_same_turns() -> None:
     assert ("128 rows 0.81 (0.55 to 1.40)" in equal, "2 rows 0.81 (0.80 to 0.82)" in slower) == (True, True)
 
 
-def test_the_chunk_cache_that_was_faster_is_recommended() -> None:
-    found = [measured("32 rows", 99, 100, 101), measured("2 rows", 1, 2, 3)]
-    tuned = measured("32 rows", 20, 21, 22, engine="tuned")
-    default = measured("32 rows", 30, 31, 32, engine="default", num_threads=1)
-    assert chosen_from(VARIANTS, *found, tuned, default).chunk_cache is None
-    assert chosen_from(VARIANTS, *found, tuned, replace(default, speeds=(30, 21, 32))).chunk_cache is not None
-    assert chosen_from(VARIANTS, *found, tuned).chunk_cache is not None
-
-
 def test_the_finalists_are_the_fastest_variants_with_chunks() -> None:
     speeds = {"2 rows": 20, "32 rows": 50, "128 rows": 60, "contiguous": 90}
     found = [measured(label, speed) for label, speed in speeds.items()]
@@ -179,6 +170,10 @@ def test_a_sample_that_fits_into_caches_decides_nothing() -> None:
     found = [measured("2 rows", 1, 2, 3), measured("32 rows", 7, 8, 9), measured("128 rows", 50, 51, 52)]
     chosen = chosen_from(VARIANTS, *found, sample_rows=100)
     assert (chosen.variant, len(chosen.doubts), chosen.ties) == ("32 rows", 1, ("32 rows", "128 rows"))
+    # Only the cache that is computed, and the state of the page cache: nothing that chance may have decided.
+    assert len(chosen.reasons) == 2
+    threads = [replace(measured("32 rows", 90, 91, 92, num_threads=1)), measured("32 rows", 7, 8, 9)]
+    assert chosen_from(VARIANTS, *found, run_off=threads, sample_rows=100).num_threads == 2
     chosen = chosen_from(VARIANTS, *found)
     assert (chosen.variant, chosen.doubts) == ("128 rows", ())
 
@@ -361,6 +356,13 @@ def test_of_ten_turns_the_lowest_and_the_highest_ratio_do_not_count() -> None:
     for speeds, found in (([9, *faster, 40], True), ([9, 9, *faster], False), ([9, *faster], False)):
         assert measured("128 rows", *speeds).is_faster(usual) is found
     assert measured("128 rows", *[9, *faster, 40]).ratios(usual) == (1.5,) * 8
+
+
+def test_the_code_for_the_input_file_reads_its_fields() -> None:
+    options = {"fields": "a/b,c"}
+    code = chosen_from([INPUT, *VARIANTS], measured(INPUT.label, 9, 9, 9), options=options).code
+    assert "fields=['a/b', 'c']" in code
+    assert "fields" not in chosen_from(VARIANTS, measured("32 rows", 9, 9, 9), options=options).code
 
 
 def test_the_command_has_the_options_that_made_the_rows() -> None:

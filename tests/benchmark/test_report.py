@@ -42,8 +42,11 @@ def test_the_answer_says_what_to_type_and_every_doubt() -> None:
     assert all(line.endswith(".") or "Fault" in line for line in reasons)
     (number,) = re.findall(r"(\d+) more reasons?", text)
     assert len(reasons) + int(number) == len(chosen.reasons) + len(report.faults)
+    assert report.parameters == (f"rows={report.num_images}", "full=True")
+    assert all(parameter in text for parameter in report.parameters)
+    report.sample_rows = report.num_images
     assert report.parameters == ("full=True",)
-    assert "full=True" in text
+    assert "rows=" not in report.headline()
     assert text.startswith("interrupted")
     assert not reports.folder_report().to_text().startswith("interrupted")
 

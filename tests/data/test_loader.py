@@ -320,6 +320,8 @@ def test_lengths_and_attributes(dataset: h5pack.H5Dataset) -> None:
     next(batches)
     assert len(batches) == 3
     assert f"batch_size={BATCH}, shuffle='window', seed=7, window=3" in repr(loader)
+    for part in (loader_of(dataset, indices=range(9)), loader_of(Subset(dataset, range(9)))):
+        assert f"({dataset!r}, 9 of them, batch_size=" in repr(part)
 
 
 @pytest.mark.parametrize("wanted", [1, 9, 12, 1_000])

@@ -84,7 +84,7 @@ def remedies(found: list[Advice], *, moves: bool) -> str:
         (ON_CPU, {**NO_GPU, "step_threads": 2}, "FEWER_STEP_THREADS LESS_ARITHMETIC", ""),
         (ON_CPU, {**NO_GPU, "step_threads": 1}, "LESS_ARITHMETIC", ""),
         (FED, {"step_threads": 2}, "FASTER_STEP", ""),
-        (FED, {"builtin_step": True}, "OWN_MODEL", ""),
+        (FED, {"builtin_step": True}, "", "OWN_MODEL"),
         # More threads if CPUs are free and the loader is bound by them.
         (LOADER, {"used": BUSY}, "RAISE_PARALLELISM", ""),
         (LOADER, {"used": BUSY, "num_workers": 4}, "RAISE_PARALLELISM", ""),
