@@ -128,10 +128,12 @@ def finalists(
     The input file and the variant nearest to the default are always among them, because the others are compared with
     them.
     """
-    found = sorted(_comparable(variants, measurements, workload, cache), key=lambda one: -one.median)
+    some = _comparable(variants, measurements, workload, cache)
+    found = sorted(some, key=lambda one: -one.median)
     packed = {one.label: _effort(one, workload) for one in variants if not one.is_input}
     given = [one.label for one in variants if one.is_input]
-    nearest = min((one.case.variant for one in found if one.case.variant in packed), key=packed.__getitem__, default="")
+    # Of two that are equally near, the first one, as `choose` does.
+    nearest = min((one.case.variant for one in some if one.case.variant in packed), key=packed.__getitem__, default="")
     fast = [one for one in found[:_MAX_FINALISTS] if one.median >= HOPELESS * found[0].median]
     return [one.case for one in found if one in fast or one.case.variant in (nearest, *given)]
 

@@ -92,9 +92,9 @@ def test_without_other_cases_the_run_off_gets_the_rest_of_the_time(folder: Path,
     report = bench(folder, tmp_path, engines="direct", seconds=20.0, **settings)
     assert report.complete
     assert 0.75 * report.budget_seconds <= report.seconds["all"] <= 1.05 * report.budget_seconds
-    again = {one.case.variant: one for one in report.run_off if one.case.num_threads == 1 and not one.case.num_workers}
-    assert len(again["4 rows"].ratios(again["16 rows"])) >= MIN_TURNS
-    assert all(len(one.of_ceiling) == len(one.speeds) for one in again.values())
+    again = [one for one in report.run_off if not one.case.num_workers]
+    assert max(len(one.speeds) for one in again) >= MIN_TURNS
+    assert all(len(one.of_ceiling) == len(one.speeds) for one in again)
 
 
 def test_the_first_epoch_of_a_compressed_file_is_measured(folder: Path, tmp_path: Path) -> None:
