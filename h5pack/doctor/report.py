@@ -11,7 +11,7 @@ from typing import Any
 
 from h5pack.benchmark.plots import check_plot_file, save_figure
 from h5pack.format import schema
-from h5pack.monitor.advice import BOTTLENECK_WORDS, Advice
+from h5pack.monitor.advice import BOTTLENECK_WORDS, Advice, Remedy
 from h5pack.monitor.bottleneck import (
     INTERRUPTED,
     MIN_REPEATS,
@@ -279,12 +279,9 @@ def _more_seconds(enough_seconds: float) -> float:
 
 def _threads_text(evidence: Evidence) -> str:
     """Return advice for a step in several threads, which compete with the loader's; empty for one on a GPU."""
-    if evidence.on_gpu or evidence.cpus < 2 or evidence.step_threads == 1:
+    if not evidence.step_competes:
         return ""
-    return (
-        " A step on the CPU competes with the loader for the CPUs, which makes both uneven: torch.set_num_threads(1), "
-        "or OMP_NUM_THREADS=1 before the command, leaves the other CPUs to the loader."
-    )
+    return f" {Advice(Remedy.FEWER_STEP_THREADS, True, {'step_threads': evidence.step_threads}).text}"
 
 
 def _slowed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:

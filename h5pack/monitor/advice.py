@@ -288,7 +288,7 @@ class _Rules:
             yield self.make(Remedy.USE_IDLE_GPUS, step_limits, others=counted(idle, "idle GPU"), gpus=idle + 1)
         if not (step_limits or self.limits(Bottleneck.NORMALIZE)):
             return
-        if not evidence.on_gpu and evidence.cpus > 1 and (evidence.step_threads or 1) > 1:
+        if evidence.step_competes:
             yield self.make(Remedy.FEWER_STEP_THREADS, step_threads=evidence.step_threads)
         if step_limits and evidence.builtin_step:
             yield self.make(Remedy.OWN_MODEL, False)

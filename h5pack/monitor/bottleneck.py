@@ -166,6 +166,11 @@ class Evidence:
     stages: Mapping[Stage, StageResult] = field(default_factory=dict)  # empty if only the counters of a loop are known
 
     @property
+    def step_competes(self) -> bool:
+        """Whether the step runs in several threads on CPUs that the loader uses, too."""
+        return not self.on_gpu and self.cpus > 1 and (self.step_threads or 1) > 1
+
+    @property
     def parallel(self) -> int:
         """The number of threads or workers that read at the same time, at least 1."""
         return max(1, self.num_threads or self.num_workers or 1)
