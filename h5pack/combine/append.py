@@ -124,21 +124,13 @@ def append(
 
 
 def _require_options(old: Part, options: dict[str, Any]) -> None:
-    given = [name for name in (*_OF_ROWS, *_OF_FILES) if name in options]
-    if given:
-        raise OptionsError(
-            f"{old.path}: {given[0]} cannot be given, because appended images get that of the pack; leave it out",
-            path=old.path,
-            parameters=(given[0],),
-        )
-    several = [name for name in _OF_SEVERAL if name in options]
-    if several:
-        raise OptionsError(
-            f"{old.path}: {several[0]} cannot be given, because append runs on one machine; convert the new images "
-            "into a pack of their own, and join both",
-            path=old.path,
-            parameters=(several[0],),
-        )
+    reasons = dict.fromkeys((*_OF_ROWS, *_OF_FILES), "appended images get that of the pack; leave it out")
+    several = "append runs on one machine; convert the new images into a pack of their own, and join both"
+    reasons |= dict.fromkeys(_OF_SEVERAL, several)
+    for name, reason in reasons.items():
+        if name in options:
+            text = f"{old.path}: {name} cannot be given, because {reason}"
+            raise OptionsError(text, path=old.path, parameters=(name,))
 
 
 def _require_no_leftovers(*paths: Path) -> None:
