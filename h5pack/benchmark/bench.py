@@ -195,11 +195,8 @@ class _Comparison:
         if self.missing(cache):
             return False
         before = self._repeats()
-        cases, found = finalists(report.variants, report.measurements, workload, cache), list[Measurement]()
-        try:
-            self.sweep.measure(cases, _FINALISTS_SHARE * left, found, self.ceilings, reload_each_repeat=True)
-        finally:
-            _merge(report.run_off, found)
+        cases = finalists(report.variants, report.measurements, workload, cache)
+        self._measure_again(cases, _FINALISTS_SHARE * left, reload_each_repeat=True)
         interim = self.choose(cache)
         if interim is None:
             return False
@@ -211,11 +208,17 @@ class _Comparison:
         workers = [replace(alone, num_workers=count) for count in self.settings.num_workers or counts]
         # The usual settings are measured again beside the others.
         for others in ([*dict.fromkeys([usual, *threads, *windows])], workers):
-            found = []
             seconds = _SETTINGS_SHARE * (self.end - self.clock())
-            self.sweep.measure(others, seconds, found, self.ceilings, end=self.clock() + seconds)
-            _merge(report.run_off, found)
+            self._measure_again(others, seconds, end=self.clock() + seconds)
         return self._repeats() > before
+
+    def _measure_again(self, cases: Sequence[BenchCase], seconds: float, **options: Any) -> None:
+        """Add repeats of cases to the run-off, also if this is interrupted."""
+        found: list[Measurement] = []
+        try:
+            self.sweep.measure(cases, seconds, found, self.ceilings, **options)
+        finally:
+            _merge(self.report.run_off, found)
 
     def _repeats(self) -> int:
         return sum(len(one.speeds) for one in self.report.run_off)
@@ -223,9 +226,9 @@ class _Comparison:
     def with_first_epoch(self, cache: str) -> _Comparison:
         """Return this comparison, with the speed of the first epoch of the recommended file if later ones differ."""
         interim = self.choose(cache)
-        if interim is None or self.clock() >= self.end:
+        if interim is None:
             return self
-        speed = self.sweep.first_epoch(self.workload.case(interim.variant, cache))
+        speed = self.sweep.first_epoch(self.workload.case(interim.variant, cache), self.end)
         return replace(self, workload=replace(self.workload, first_epoch=speed))
 
     def missing(self, cache: str, not_packed: Sequence[str] = ()) -> list[str]:

@@ -55,7 +55,7 @@ class Recommendation:
     window: int  # Number of chunks that H5Loader shuffles together.
     num_threads: int  # Number of threads for H5Loader.
     num_workers: int  # Number of worker processes if a DataLoader is used instead of H5Loader.
-    # Chunk cache for reading the file in window shuffle with h5py; None if its default was measured to be faster.
+    # Chunk cache for reading the converted file in window shuffle with h5py; None if it is not converted.
     chunk_cache: CachePlan | None
     judged_by: str  # Page-cache state whose speeds decided: "hot" or "cold".
     images_per_s: float  # Speed measured with these settings.

@@ -94,13 +94,13 @@ class Sweep:
                 make_hot(Path(variant.path))
             self._tick()
 
-    def first_epoch(self, case: BenchCase) -> float | None:
+    def first_epoch(self, case: BenchCase, end: float) -> float | None:
         """Return images/s of the first epoch, which decodes all chunks: the median of several loaders.
 
-        None unless decoded chunks stay in memory for later epochs.
+        None unless decoded chunks stay in memory for later epochs, or if `end`, on the clock, is over.
         """
-        speeds = []
-        for _ in range(MIN_REPEATS):
+        speeds: list[float] = []
+        while len(speeds) < MIN_REPEATS and self._clock() < end:
             reader = open_reader(case, self._variants[case.variant], self._seed, SharedDatasets(self._sampled))
             if not isinstance(reader, LoaderReader) or not reader.decodes_once:
                 reader.close()
@@ -109,7 +109,7 @@ class Sweep:
             reader.close()
             speeds.append(timing.rows / timing.seconds)
             self._tick()
-        return statistics.median(speeds)
+        return statistics.median(speeds) if speeds else None
 
     def measure(
         self,
