@@ -30,6 +30,7 @@ from h5pack.read.several import join_descriptions, list_files, read_filenames
 from h5pack.sources.hdf5_catalog import log_unused_labels
 from h5pack.system.arrays import joined_ranges
 from h5pack.system.parameters import require_callable
+from h5pack.system.text import splits_text
 
 
 class H5Dataset(BatchSource):
@@ -176,8 +177,7 @@ class H5Dataset(BatchSource):
         self.engine = Engine(pack.path, pack.identity, pack.indexes)
         for name in chosen:
             if name not in pack.splits:
-                known = f"its splits are {', '.join(map(repr, pack.splits))}" if pack.splits else "it has no splits"
-                message = f"{pack.path}: no split {name!r}; {known}"
+                message = f"{pack.path}: no split {name!r}; {splits_text(pack.splits)}"
                 raise PackFormatError(message, path=pack.path, parameters=("split",))
         index = pack.indexes[self.names[0]]
         self.rows = joined_ranges([self.splits[name] for name in chosen] if chosen else [range(index.rows)])

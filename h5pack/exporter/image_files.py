@@ -25,6 +25,7 @@ from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
 from h5pack.sources.hdf5_rows import HDF5RowReader, PixelForm, default_range
 from h5pack.system.files import write_all
 from h5pack.system.processes import shared
+from h5pack.system.text import splits_text
 
 SUFFIXES = {"png": (".png",), "jpeg": (".jpg", ".jpeg", ".jpe", ".jfif")}
 """File name suffixes of each format. New files get the first one."""
@@ -75,8 +76,7 @@ def open_rows(
     has_names = any(name != f"{reader.images}/{row:08d}" for row, name in enumerate(catalog.names))
     unknown = [name for name in splits if name not in catalog.split_names]
     if unknown:
-        names = ", ".join(map(repr, catalog.split_names))
-        known = f"its splits are {names}" if names else "it has no splits"
+        known = splits_text(catalog.split_names)
         raise OptionsError(f"{path}: no split {unknown[0]!r}; {known}", path=path)
     if splits:
         catalog = _only_splits(catalog, splits)

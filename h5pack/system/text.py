@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from h5pack.errors import H5PackError
 
@@ -10,6 +10,12 @@ from h5pack.errors import H5PackError
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun in the singular or plural, such as "1 row", "2,000 rows" or "2 batches"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s")
+
+
+def splits_text(names: Iterable[str]) -> str:
+    """Return which splits a file has, for messages: "its splits are 'train', 'val'" or "it has no splits"."""
+    known = ", ".join(map(repr, names))
+    return f"its splits are {known}" if known else "it has no splits"
 
 
 def listed(names: Sequence[str]) -> str:
