@@ -89,7 +89,7 @@ class EncodeTask:
         return f"{self.names[0]!r} and the {len(self.names) - 1} images after it"
 
 
-class _Worker:
+class _EncodeWorker:
     """The files and the encoder that one worker process uses for one conversion."""
 
     def __init__(self, job: EncodeJob) -> None:
@@ -115,17 +115,17 @@ _local = threading.local()
 
 def release() -> None:
     """Close the files that this thread opened to encode images."""
-    worker: _Worker | None = _local.__dict__.pop("worker", None)
+    worker: _EncodeWorker | None = _local.__dict__.pop("worker", None)
     if worker is not None:
         worker.close()
 
 
 def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
     """Encode a task's images into this worker's temporary file and journal them; return its path and the record."""
-    worker: _Worker | None = getattr(_local, "worker", None)
+    worker: _EncodeWorker | None = getattr(_local, "worker", None)
     if worker is None or worker.job != task.job:
         release()
-        _local.worker = worker = _Worker(task.job)
+        _local.worker = worker = _EncodeWorker(task.job)
     reader = shared()
     reader.begin(task.indices)
     rows, reasons, parts = [], {}, []
@@ -153,7 +153,7 @@ def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
 
 
 def _encode(
-    worker: _Worker, reader: SourceReader, task: EncodeTask, position: int
+    worker: _EncodeWorker, reader: SourceReader, task: EncodeTask, position: int
 ) -> list[tuple[int, bytes, int, int]]:
     """Encode an image and its masks; return field number, bytes, height and width of each.
 

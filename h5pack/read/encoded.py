@@ -88,11 +88,11 @@ def is_encoded(dataset: h5py.Dataset) -> bool:
     return dataset.ndim == 1 and isinstance(base, np.dtype) and base in (np.uint8, np.int8)
 
 
-class _Decoders(threading.local):
+class _RowDecoders(threading.local):
     decoder: RowDecoder | None = None
 
 
-_decoders = _Decoders()
+_decoders = _RowDecoders()
 
 
 def row_decoder() -> RowDecoder:

@@ -69,7 +69,7 @@ class MapStyleFields:
         return (*self.plain, *self.boxes, *self.keypoints)
 
 
-class Sample(NamedTuple):
+class ReadSample(NamedTuple):
     """The parts of one sample that are packed, and the names of the other parts."""
 
     pixels: npt.NDArray[np.uint8]  # (H, W, 1 or 3)
@@ -122,7 +122,7 @@ class MapStyleReader(SourceReader):
     def sample_index(self, index: int) -> int:
         return index if self.indices is None else int(self.indices[index])
 
-    def sample(self, index: int) -> Sample:
+    def sample(self, index: int) -> ReadSample:
         """Return one sample of the dataset.
 
         Raise RejectedImageError if the dataset raises an exception, or if the sample has unsupported values or lacks a
@@ -136,7 +136,7 @@ class MapStyleReader(SourceReader):
         unused = tuple(str(name) for name in others if name not in names and name not in self.masks)
         try:
             fields = {name: _value(others[name]) for name in names}
-            return Sample(_pixels(image), None if label is None else _label(label), unused, fields)
+            return ReadSample(_pixels(image), None if label is None else _label(label), unused, fields)
         except RejectedImageError:
             raise
         except Exception as error:
@@ -197,7 +197,7 @@ def map_style_catalog(dataset: MapStyleDataset, fields: MapStyleFields | None = 
 
 
 def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> Catalog:
-    """Return the catalog of a dataset with its fields; `samples` are `Sample.fields`, or None for rejected images."""
+    """Return the catalog of a dataset with its fields; `samples` are `ReadSample.fields`, None for rejected images."""
     reader = catalog.reader
     if not isinstance(reader, MapStyleReader) or not reader.fields.names:
         return catalog

@@ -53,7 +53,7 @@ def decoders(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(decoding, "decode_top", lambda *_: None)
     if request.param == "Pillow only":
         monkeypatch.setattr(decode, "_proven_paths", lambda _: frozenset())
-    monkeypatch.setattr(encoded_rows, "_decoders", encoded_rows._Decoders())
+    monkeypatch.setattr(encoded_rows, "_decoders", encoded_rows._RowDecoders())
     return request.param
 
 
