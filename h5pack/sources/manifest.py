@@ -209,7 +209,7 @@ def is_field_name(name: str) -> bool:
 def _many_classes_note(
     columns: Sequence[str], labels: npt.NDArray[Any] | None, names: tuple[str, ...] | None
 ) -> tuple[Note, ...]:
-    """Return a note if the only label column has so many classes that it may hold something else, such as names."""
+    """Return a note if the label column has more than half as many different labels as there are images."""
     if labels is None or labels.ndim > 1 or len(labels) < _MANY:
         return ()
     count = len(np.unique(labels)) if names is None else len(names)
