@@ -361,7 +361,7 @@ class BenchRun:
         _note_slow(report, sample, batch_size)
         self._measure_others(report, every, sweep, end)
         if not report.missing:
-            # Choose again, because the reasons also say how slowly the input file is read in other ways.
+            # Choose again: the reasons include h5py's speed on the input file, which was measured only now.
             report.recommendation = comparison.choose(cache)
 
     def _measure_others(self, report: BenchReport, every: Sequence[BenchCase], sweep: Sweep, end: float) -> None:

@@ -75,7 +75,7 @@ class Recommendation:
 
 
 def deciding_caches(workload: Workload, caches: Sequence[str]) -> list[str]:
-    """Return the page-cache states that may decide, the best first; the others only if that one cannot be measured."""
+    """Return the page-cache states to judge by, best first; each counts only if those before it were not measured."""
     fits = workload.num_images * workload.row_bytes <= workload.memory_bytes // 2
     return [cache for cache in (("hot", "cold") if fits else ("cold", "hot")) if cache in caches]
 

@@ -73,7 +73,7 @@ def _add_compared(bench: argparse.ArgumentParser) -> None:
     for option, name, text in (
         ("--chunk-rows", "chunk_rows", "chunk sizes in rows (default: see --chunk-bytes)"),
         ("--chunk-bytes", "chunk_bytes", "chunk sizes in bytes (default: 64KiB to 16MiB)"),
-        ("--orders", "orders", "orders of reading: sequential, window, full or single (default: all)"),
+        ("--orders", "orders", "orders: sequential, window, full, single (one row per call); default: all"),
         ("--engines", "engines", "readers: direct (H5Loader), tuned (HDF5, tuned cache), default (h5py); default: all"),
         ("--cache", "caches", "page-cache states: hot (file cached) or cold (not cached); default: both"),
         ("--compression", "compression", "compression methods, see 'h5pack convert' (default: none)"),

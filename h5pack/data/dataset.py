@@ -166,7 +166,7 @@ class H5Dataset(BatchSource):
         self.kinds, self._path_kinds = {paths[name]: kind for name, kind in kinds.items()}, kinds
         self.field_classes = {paths[name]: one.classes for name, one in self.ragged.items() if one.classes is not None}
         self._lists = tuple(paths[name] for name in self.ragged)
-        # Positions in `field_names` of the values of `names` and of the row number, and of the fields in `ragged`.
+        # Positions in `field_names`: one list for `names` and the row number, another for `ragged`.
         places = {name: place for place, name in enumerate(given)}
         self._places = [places.pop(name) for name in self.names] + [len(given)] * bool(with_rows), [*places.values()]
         self._channels_first = pack.layout == "nchw"

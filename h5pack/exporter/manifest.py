@@ -172,7 +172,7 @@ def plan_manifest(source: SourceRows, names: ExportNames) -> Manifest:
 
 
 def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
-    """Return the value of `--source` with which the folders alone restore everything; None if there is none."""
+    """Return the `--source` with which the folders restore all but the order of rows; None if there is none."""
     classes = list(catalog.label_names or ())
     if catalog.fields or not names.exact_folders or [*_lost_splits(catalog)] or classes != sorted(classes):
         return None

@@ -30,7 +30,7 @@ class IterationState:
     epoch: int = 0
     start: int = 0  # the batch or row at which this iteration started: above 0 if it resumed from a saved state
     count: int = 0  # batches or rows delivered since `start`
-    exhausted: bool = False  # whether all batches or rows of the epoch have been requested
+    exhausted: bool = False  # whether a sampler's iteration was asked for more than the epoch has left
     # Returns how many of `count` the training loop has received. None, as the function or its result: all of `count`.
     received: Callable[[], int | None] | None = None
 

@@ -148,8 +148,8 @@ class KeptPlan(ConvertPlan):
         packed = ~np.isin(self.row_order.origins, np.array([*reasons], np.int64))
         if not packed.any():
             raise NoImagesError(
-                f"{self.source}: none of its images can be decoded (first reason: {next(iter(reasons.values()))}); "
-                "check the images",
+                f"{self.source}: none of its images can be packed (first reason: {next(iter(reasons.values()))}); "
+                "check the files",
                 path=self.source,
             )
         order = close_holes(self.row_order.split_starts, packed, self.options.order == "sorted")

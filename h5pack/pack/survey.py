@@ -105,7 +105,7 @@ class _Task:
     start: int
     names: list[str]
     max_pixels: int
-    shown: str  # what messages call the first image
+    shown: str  # how messages name the first image
     masks: list[tuple[str, list[str]]]  # the kind, and the names of the images' masks, of each field of pixels
     resize: bool  # whether further images may have another size
     keep: bool  # whether JPEG files are kept

@@ -395,7 +395,7 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
 
 
 def read_image(reader: SourceReader, index: int, name: str, field: int | None = None) -> bytes | npt.NDArray[np.uint8]:
-    """Return an image, or its mask or further image of the field with the number `field`.
+    """Return an image, or if a field's number is given, its mask or further image of that field.
 
     Raise SourceError if storage fails.
     """

@@ -205,7 +205,7 @@ def _require_length(file: h5py.File, name: str, length: int, images: str, rows: 
 
 
 def _add_checksums(file: h5py.File, indexes: dict[str, ChunkIndex], name: str) -> None:
-    """Add the index of the checksums of dataset `name` to `indexes`, if the file has one for each row."""
+    """Add the index of the checksums of dataset `name` to `indexes` if every row has a checksum."""
     checksums = find_item(file, checksums_of(name))
     if isinstance(checksums, h5py.Dataset) and checksums.shape == (indexes[name].rows,) and checksums.dtype.kind == "u":
         indexes[checksums_of(name)] = index_dataset(file, checksums, checksums_of(name))

@@ -291,8 +291,8 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
             column.append(mask)
     if not names and rejects:
         raise SourceError(
-            f"{found.root}: no file in {targets[0]!r} has the name of an image in {images!r}, such as "
-            f"{rejects[0].name!r}; give each mask the name of its image, except for the suffix",
+            f"{found.root}: no image in {images!r} has exactly one mask in each folder; {rejects[0].name!r} has "
+            f"{rejects[0].reason}; give each mask the name of its image, except for the suffix",
             path=found.root,
         )
     for target in targets:
