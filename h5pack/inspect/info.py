@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
 import math
 import os
 import shlex
@@ -14,13 +12,15 @@ from typing import Any
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 
 from h5pack.errors import PackFormatError, ReadError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
+from h5pack.inspect.pack_metadata import describe_pack, finite, number_text, pack_lines, shape_text
 from h5pack.pack.options import convert_command
-from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded, is_mask_group
+from h5pack.read.chunk_decoder import DECODED_BYTES
+from h5pack.read.chunk_index import index_dataset
+from h5pack.read.encoded import index_encoded, is_encoded
 from h5pack.read.hdf5 import (
     attribute_names,
     chunk_grid,
@@ -28,10 +28,7 @@ from h5pack.read.hdf5 import (
     filters_of,
     open_file,
     reopen_tuned,
-    require_dataset,
-    text,
 )
-from h5pack.read.ragged import index_ragged, is_ragged, own_fields
 from h5pack.sources.hdf5_catalog import channel_axes, find_images, find_labels, further_datasets, is_image_array
 from h5pack.system.text import counted, format_bytes
 
@@ -42,7 +39,6 @@ _FILTER_NAMES = {
 }  # fmt: skip
 _LAYOUTS = {getattr(h5py.h5d, name.upper()): name for name in ("chunked", "contiguous", "compact", "virtual")}
 _MAX_SAMPLED_ROWS = 1024
-_MAX_NAMES = 6
 _OPENING_GAP_BYTES = 1024 * 1024
 
 
@@ -67,6 +63,9 @@ class DatasetReport:
     faults: tuple[str, ...] = ()  #: properties of the storage that make reading single rows slow
     fix: tuple[str, ...] | None = None  #: command that writes a copy without the faults, as a list of arguments
     files: int = 0  #: number of files that a virtual dataset refers to
+    #: size of all decoded chunks if there are faults and `H5Loader` keeps the decoded chunks in memory, so that it
+    #: decodes each only once; else 0
+    kept_bytes: int = 0
 
     @property
     def overhead(self) -> float:
@@ -83,15 +82,21 @@ class DatasetReport:
         stored = f"{format_bytes(self.stored_bytes)} stored{share}"
         if self.layout == "virtual":
             stored = f"over {counted(self.files, 'file')}"
-        lines = [f"/{self.name}: {self.dtype} {_shape_text(self.shape) or 'scalar'}, {self.layout}, {stored}"]
+        lines = [f"/{self.name}: {self.dtype} {shape_text(self.shape) or 'scalar'}, {self.layout}, {stored}"]
         if self.chunks is not None:
             filters = ", ".join(self.filters) or "no filter"
-            lines.append(f"  chunks {_shape_text(self.chunks)}, {self.index}, {filters}")
+            lines.append(f"  chunks {shape_text(self.chunks)}, {self.index}, {filters}")
         if (cache := self.cache) is not None:
             lines.append(f"  rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0} ({cache.reason})")
         lines += [f"  fault: {fault}" for fault in self.faults]
         if self.fix is not None:
-            lines.append(f"  fix: {shlex.join(self.fix)}")
+            uses = ""
+            if self.kept_bytes:
+                uses = " (for h5py, DataLoader workers and the first epoch)"
+                once = f"{'decodes' if self.filters else 'reads'} each chunk once and keeps it in memory"
+                size = format_bytes(self.kept_bytes)
+                lines.append(f"  H5Loader: {once}, {size} in all; only its first epoch is slow")
+            lines.append(f"  fix{uses}: {shlex.join(self.fix)}")
             lines.append(f"  measure: {shlex.join(['h5pack', 'bench', path, '--images', self.name])}")
         return "\n".join(lines)
 
@@ -116,7 +121,8 @@ class FileReport:
 
     def to_text(self) -> str:
         """Return the report as lines of text."""
-        lines = [f"{self.path}: {format_bytes(self.bytes)}", *self._pack_lines()]
+        lines = [f"{self.path}: {format_bytes(self.bytes)}"]
+        lines += ["not an h5pack file"] if self.pack is None else pack_lines(self.pack)
         size = format_bytes(sum(stop - start for start, stop in self.opening))
         lines.append(f"opening  reads {counted(len(self.opening), 'range')} of the file, {size} in all")
         if self.opening_fix is not None:
@@ -132,50 +138,9 @@ class FileReport:
                 lines.append(f"  {name}: {count:,}" + (f" ({parts})" if parts else ""))
         channels = stats.get("channels")
         if channels is not None:
-            mean, std = _number_text(channels["mean"]), _number_text(channels["std"])
+            mean, std = number_text(channels["mean"]), number_text(channels["std"])
             lines.append(f"channels of {channels['rows']:,} rows: mean {mean}, std {std}")
         return "\n".join(lines)
-
-    def _pack_lines(self) -> list[str]:
-        pack = self.pack
-        if pack is None:
-            return ["not an h5pack file"]
-        if not pack["complete"]:
-            return [f"an unfinished pack (h5pack {pack['version']}); resume its conversion"]
-        newer = " (this h5pack is too old for it)" if pack["format"] > schema.FORMAT_VERSION else ""
-        counts = {name: sum(stop - start for start, stop in parts) for name, parts in pack["splits"].items()}
-        splits = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-        written = f"a pack, format {pack['format']}{newer}, written by h5pack {pack['version']}"
-        lines = [written, f"splits   {splits}"]
-        for kind in ("classes", "columns"):
-            if kind in pack:
-                names = ", ".join(pack[kind][:_MAX_NAMES]) + (", ..." if len(pack[kind]) > _MAX_NAMES else "")
-                lines.append(f"{kind}  {len(pack[kind]):,}: {names}")
-        for name, found in pack["fields"].items():
-            if "entries" in found:
-                mean = found["entries"] / max(1, sum(counts.values()))
-                unit = "bytes" if found["kind"] in schema.TEXT_KINDS else "entries"
-                held = f"{found['dtype']}, {mean:,.1f} {unit} per row"
-            elif None in found["shape"]:
-                held = f"{found['dtype']}, in the sizes of the images"
-            else:
-                held = f"{found['dtype']} {_shape_text(tuple(found['shape'])) or 'number'}"
-            lines.append(f"field    {name}: {found['kind']}, {held}")
-        if "encoded" in pack:
-            kept = pack["encoded"]
-            sides = " to ".join(f"{side:,}" for side in kept["longer_sides"])
-            lines.append(f"encoded  {kept['images']:,} JPEG files, {format_bytes(kept['bytes'])}, longer sides {sides}")
-        lines.append(f"mean     {_number_text(pack['mean'])}   std {_number_text(pack['std'])}   (of 0..1)")
-        lines.append(f"rejects  {pack['rejects']:,}")
-        return lines
-
-
-def _shape_text(shape: tuple[int, ...]) -> str:
-    return " x ".join(f"{size:,}" for size in shape)
-
-
-def _number_text(values: list[float | None]) -> str:
-    return " ".join("none" if value is None else f"{value:.4f}" for value in values)
 
 
 def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
@@ -200,7 +165,7 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
     with open_file(path) as file:
         try:
             opening = opening_ranges(path)
-            pack = _describe_pack(file) if schema.FORMAT in file.attrs else None
+            pack = describe_pack(file) if schema.FORMAT in file.attrs else None
             return FileReport(
                 path=os.fspath(path),
                 bytes=os.path.getsize(path),
@@ -280,7 +245,8 @@ def describe_dataset(dataset: h5py.Dataset) -> DatasetReport:
     if layout == "chunked":
         cache = plan_cache(shape, dataset.chunks, dataset.id.get_type().get_size(), filtered=bool(filters))
     varies = isinstance(h5py.check_vlen_dtype(dataset.dtype), np.dtype)
-    faults = _faults(dataset, filters)
+    kept_bytes = _kept_bytes(dataset)
+    faults = _faults(dataset, filters, kept=kept_bytes > 0)
     return DatasetReport(
         name=dataset.name.lstrip("/"),
         dtype=f"variable-length {h5py.check_vlen_dtype(dataset.dtype)}" if varies else str(dataset.dtype),
@@ -294,6 +260,7 @@ def describe_dataset(dataset: h5py.Dataset) -> DatasetReport:
         cache=cache,
         faults=faults,
         fix=_fix(dataset) if faults else None,
+        kept_bytes=kept_bytes if faults else 0,
         files=len({source.file_name for source in dataset.virtual_sources()}) if layout == "virtual" else 0,
     )
 
@@ -312,7 +279,18 @@ def _index_kind(dataset: h5py.Dataset, filters: tuple[str, ...]) -> str | None:
     return "implicit" if early and not filters else "fixed array"
 
 
-def _faults(dataset: h5py.Dataset, filters: tuple[str, ...]) -> tuple[str, ...]:
+def _kept_bytes(dataset: h5py.Dataset) -> int:
+    """Return the size of all decoded chunks if `H5Loader` keeps them by default (see `H5Loader.decodes_once`), or 0."""
+    if dataset.chunks is None or dataset.ndim < 2 or dataset.dtype.kind not in "biuf" or dataset.nbytes > DECODED_BYTES:
+        return 0
+    try:
+        size = index_dataset(dataset.file, dataset, dataset.name.lstrip("/")).decoded_bytes
+    except PackFormatError:  # H5Loader cannot read it, for example because a filter's decoder is missing.
+        return 0
+    return size if size <= DECODED_BYTES else 0
+
+
+def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> tuple[str, ...]:
     """Return descriptions of what makes reading single rows slow, for datasets of images or large arrays."""
     if is_encoded(dataset):
         try:
@@ -340,10 +318,11 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...]) -> tuple[str, ...]:
         found.append("h5py chose the chunks (chunks=True) without regard to rows")
     # Compression of a pack is no fault, because h5pack decodes each chunk only once per shuffle window.
     own = schema.FORMAT in dataset.file.attrs
+    times = "once" if kept else "at most once an epoch"
     if filters and not own and per_row * chunk_bytes > _DEFAULT_CACHE_BYTES:
         found.append(
             f"the chunks of one row take {per_row * chunk_bytes / 2**20:.1f} MiB, more than HDF5's default cache of "
-            f"{format_bytes(_DEFAULT_CACHE_BYTES)}, so h5py decodes them for each row (H5Loader: at most once an epoch)"
+            f"{format_bytes(_DEFAULT_CACHE_BYTES)}, so h5py decodes them for each row (H5Loader: {times})"
         )
     if chunk_bytes < 16_384 and dataset.nbytes > 2**24:
         found.append(f"chunks have only {chunk_bytes:,} bytes, so looking them up takes longer than reading them")
@@ -385,67 +364,6 @@ def packing_options(file: h5py.File, name: str) -> dict[str, Any]:
     return found
 
 
-def _options(stored: str) -> Any:
-    """Parse the stored options of a conversion, which are JSON; return the text itself if it is damaged."""
-    with contextlib.suppress(ValueError):
-        return json.loads(stored)
-    return stored
-
-
-def _describe_pack(file: h5py.File) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "format": int(file.attrs[schema.FORMAT]),
-        "version": text(file.attrs.get(schema.VERSION, b"")),
-        "complete": bool(file.attrs.get(schema.COMPLETE, 0)),
-        "options": _options(text(file.attrs.get(schema.OPTIONS, b""))),
-    }
-    if not described["complete"]:
-        return described
-    names, rows, described["splits"] = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS), {}
-    for name, part in () if names is None or rows is None else zip(names[()], rows[()].tolist(), strict=True):
-        described["splits"].setdefault(text(name), []).append(part)
-    for kind in (schema.CLASSES, schema.COLUMNS) if schema.LABELS in file else ():
-        if (found := attribute_names(file[schema.LABELS], kind)) is not None:
-            described[kind] = list(found)
-    for name in ("mean", "std"):
-        stored = file.get(f"{schema.STATISTICS}/{name}")
-        described[name] = [] if stored is None else _finite(stored[()])
-    described["fields"] = {os.path.basename(name): _describe_field(file, name) for name in own_fields(file)}
-    if has_kept_images(file, schema.ENCODED):
-        described["encoded"] = _describe_encoded(file)
-    described["rejects"] = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
-    return described
-
-
-def _describe_field(file: h5py.File, name: str) -> dict[str, Any]:
-    """Return the kind, dtype and shape of a field's values; axes whose lengths differ between rows are None."""
-    if is_mask_group(file, name):
-        return {"kind": schema.MASK, "dtype": str(index_kept(file, name).dtype), "shape": [None, None]}
-    if is_ragged(file, name):
-        index = index_ragged(file, name)
-        described = {"kind": index.kind, "dtype": str(index.data.dtype), "shape": [None, *index.data.row_shape]}
-        return {**described, "entries": index.data.rows}
-    dataset = require_dataset(file, name)
-    kind = text(dataset.attrs.get(schema.KIND, schema.ARRAY))
-    return {"kind": kind, "dtype": str(dataset.dtype), "shape": list(dataset.shape[1:])}
-
-
-def _describe_encoded(file: h5py.File) -> dict[str, Any]:
-    """Return the number of a pack's encoded images, their total bytes, and the range of their longer sides."""
-    index = index_kept(file)
-    sides = file[schema.ENCODED_SIZE][()].max(axis=1, initial=0)
-    return {
-        "images": index.rows,
-        "bytes": int(index.offsets[-1]),
-        "longer_sides": [int(sides.min(initial=2**31 - 1)), int(sides.max(initial=0))] if index.rows else [],
-    }
-
-
-def _finite(values: npt.NDArray[np.float64]) -> list[float | None]:
-    """Convert values to a list with None for NaN, because JSON has no NaN. The statistics of an empty split are NaN."""
-    return [float(value) if math.isfinite(value) else None for value in values]
-
-
 def _stats(file: h5py.File, splits: dict[str, list[list[int]]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     try:
@@ -460,7 +378,7 @@ def _stats(file: h5py.File, splits: dict[str, list[list[int]]]) -> dict[str, Any
             result["split_labels"] = {name: _label_counts(labels, parts) for name, parts in splits.items()}
     if f"{schema.STATISTICS}/mean" in file:
         group = file[schema.STATISTICS]
-        channels = {name: _finite(group[name][()]) for name in ("mean", "std")}
+        channels = {name: finite(group[name][()]) for name in ("mean", "std")}
         result["channels"] = {**channels, "rows": int(group.attrs["rows"])}
     elif isinstance(file[images], h5py.Dataset):
         result["channels"] = _measured_channels(reopen_tuned(file[images]))

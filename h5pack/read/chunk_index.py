@@ -106,6 +106,12 @@ class ChunkIndex:
         return 2 * self.chunk_rows * self.row_bytes + int(self.sizes.max(initial=0))
 
     @property
+    def decoded_bytes(self) -> int:
+        """Size in bytes of all decoded chunks; 0 if rows are read directly into their buffers."""
+        chunk_bytes = self.chunk_rows * self.row_bytes
+        return -(-self.rows // self.chunk_rows) * chunk_bytes if self.decoding_bytes else 0
+
+    @property
     def in_own_file(self) -> bool:
         """Whether `addresses` are offsets in the dataset's own file; those of a `VirtualIndex` are in other files."""
         return True

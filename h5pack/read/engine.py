@@ -221,8 +221,7 @@ class Engine:
 
     def decoded_bytes(self) -> int:
         """Return how many bytes all chunks take when decoded; 0 if none need decoding, or they do not fit the cache."""
-        decoded = [index for index in self.indexes.values() if index.decoding_bytes]
-        total = sum(-(-index.rows // index.chunk_rows) * index.chunk_rows * index.row_bytes for index in decoded)
+        total = sum(index.decoded_bytes for index in self.indexes.values())
         return total if total <= self.chunks.cache.capacity else 0
 
     def rows_in_chunk(

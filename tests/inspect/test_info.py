@@ -20,6 +20,7 @@ from h5pack.cli import main
 from h5pack.errors import PackFormatError
 from h5pack.inspect import info as info_module
 from h5pack.inspect.info import DatasetReport
+from h5pack.inspect.pack_metadata import pack_lines
 from h5pack.pack.options import convert_command
 from tests.makers import class_folders, hdf5_file, quick, split_folders
 from tests.read.encoded_files import decoded, jpegs, write_encoded
@@ -57,7 +58,8 @@ def test_a_pack_has_no_faults(tmp_path: Path) -> None:
     assert all(dataset.faults == () for dataset in report.datasets)
     images = report_of(tmp_path / "o.h5")
     assert (images.index, images.cache.nbytes) == ("extensible array", 0)
-    assert all(part in report.to_text() for part in ("a pack, format 1", "a: 9"))
+    assert (found["pack"]["labels"], found["pack"]["statistics_rows"]) == ("2 classes", 15)
+    assert all(part in report.to_text() for part in ("a pack, format 1", "a: 9", "of 15 rows"))
     json.dumps(report.to_json(), allow_nan=False)
 
 
@@ -122,6 +124,31 @@ def test_the_fix_of_other_numbers_removes_the_faults(tmp_path: Path) -> None:
         assert np.array_equal(after["images"][()], values)
 
 
+@pytest.mark.parametrize(
+    ("settings", "capacity", "fixed"),
+    [
+        ({"chunks": (120, 3, 16, 16), "compression": "gzip"}, 2**22, True),
+        ({"chunks": (50, 3, 64, 63)}, 2**24, True),  # joined and rounded up: 150 rows in three chunks
+        ({"chunks": (120, 3, 16, 16), "compression": "gzip"}, 2**20, False),
+        ({"chunks": (120, 3, 16, 16), "scaleoffset": 8}, 2**22, False),  # h5pack has no codec for it
+        ({"chunks": (1, 3, 64, 64), "compression": "gzip"}, 2**24, None),  # no fault
+    ],
+)
+def test_kept_bytes_tell_whether_the_loader_decodes_each_chunk_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], capacity: int, fixed: bool | None
+) -> None:
+    path = foreign(tmp_path / "f.h5", (120, 3, 64, 64), **settings)
+    monkeypatch.setattr(info_module, "DECODED_BYTES", capacity)
+    report = report_of(path)
+    assert (len(report.faults) > 0) == (fixed is not None)
+    dataset = h5pack.H5Dataset(path)
+    dataset.engine.chunks.cache.capacity = capacity
+    if fixed is not None:
+        assert h5pack.H5Loader(dataset, 16).decodes_once == fixed
+    assert report.kept_bytes == (dataset.engine.decoded_bytes() if fixed else 0)
+    assert ("\n  H5Loader: " in report.to_text(str(path))) == bool(fixed)
+
+
 def test_masks_beside_kept_images_are_described(tmp_path: Path) -> None:
     images = jpegs(3)
     for number, data in enumerate(images):
@@ -157,6 +184,30 @@ def test_all_kinds_of_datasets_are_described(tmp_path: Path) -> None:
     assert {dataset.name: dataset.layout for dataset in report.datasets}["virtual"] == "virtual"
     assert len(report.to_text().splitlines()) > 6
     json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_labels_of_a_pack_are_described(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 255, (6, 8, 8, 3), np.uint8)
+    kinds = {"none": None, "integers": range(6), "6 columns, uint8": np.eye(6, dtype=np.uint8)}
+    for kind, labels in kinds.items():
+        path = hdf5_file(tmp_path / "f.h5", images=images, **({} if labels is None else {"labels": labels}))
+        h5pack.convert(path, tmp_path / "o.h5", overwrite=True, **quick())
+        report = h5pack.info(tmp_path / "o.h5")
+        assert report.pack is not None
+        assert report.pack["labels"] == kind
+        assert (f"labels   {kind}" in report.to_text().splitlines()) == ("columns" not in report.pack)
+
+
+@pytest.mark.parametrize(("count", "length", "shown", "lines"), [(10, 10, 10, 2), (1000, 10, 15, 2), (2, 300, 0, 2)])
+def test_names_of_classes_take_two_lines(count: int, length: int, shown: int, lines: int) -> None:
+    names = [f"{number:0{length}}" for number in range(count)]
+    pack: dict[str, Any] = {"complete": True, "format": 1, "version": "0.1", "splits": {}, "classes": names}
+    pack |= {"fields": {}, "mean": [], "std": [], "statistics_rows": None, "rejects": 0}
+    found = pack_lines(pack)[2:-2]
+    text = " ".join(line.strip() for line in found)
+    assert (len(found), sum(name in text for name in names)) == (lines, shown)
+    assert max(map(len, found)) <= 110
+    assert text.endswith(", ...") == (shown < count)
 
 
 def test_damaged_metadata_is_one_error(tmp_path: Path) -> None:

@@ -1,0 +1,149 @@
+"""What `h5pack info` says of a pack beyond its datasets: splits, labels, fields, statistics and options."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import textwrap
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.format import schema
+from h5pack.read.encoded import has_kept_images, index_kept, is_mask_group
+from h5pack.read.hdf5 import attribute_names, require_dataset, text
+from h5pack.read.ragged import index_ragged, is_ragged, own_fields
+from h5pack.system.text import counted, format_bytes
+
+_WIDTH, _MAX_NAMES_LENGTH = 110, 180  # so that the names of classes take at most two lines
+
+
+def describe_pack(file: h5py.File) -> dict[str, Any]:
+    """Return the metadata of a pack as a JSON-serializable dict; only a part of it if the pack is unfinished."""
+    described: dict[str, Any] = {
+        "format": int(file.attrs[schema.FORMAT]),
+        "version": text(file.attrs.get(schema.VERSION, b"")),
+        "complete": bool(file.attrs.get(schema.COMPLETE, 0)),
+        "options": _options(text(file.attrs.get(schema.OPTIONS, b""))),
+    }
+    if not described["complete"]:
+        return described
+    names, rows, described["splits"] = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS), {}
+    for name, part in () if names is None or rows is None else zip(names[()], rows[()].tolist(), strict=True):
+        described["splits"].setdefault(text(name), []).append(part)
+    described["labels"] = _label_kind(file)
+    for kind in (schema.CLASSES, schema.COLUMNS) if schema.LABELS in file else ():
+        if (found := attribute_names(file[schema.LABELS], kind)) is not None:
+            described[kind] = list(found)
+    for name in ("mean", "std"):
+        stored = file.get(f"{schema.STATISTICS}/{name}")
+        described[name] = [] if stored is None else finite(stored[()])
+    sampled = file[schema.STATISTICS].attrs.get("rows") if schema.STATISTICS in file else None
+    described["statistics_rows"] = None if sampled is None else int(sampled)
+    described["fields"] = {os.path.basename(name): _describe_field(file, name) for name in own_fields(file)}
+    if has_kept_images(file, schema.ENCODED):
+        described["encoded"] = _describe_encoded(file)
+    described["rejects"] = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
+    return described
+
+
+def _options(stored: str) -> Any:
+    """Parse the stored options of a conversion, which are JSON; return the text itself if it is damaged."""
+    with contextlib.suppress(ValueError):
+        return json.loads(stored)
+    return stored
+
+
+def _label_kind(file: h5py.File) -> str:
+    """Return a description of the labels, the same as that of `ConversionPlan.label_kind`."""
+    if schema.LABELS not in file:
+        return "none"
+    labels = require_dataset(file, schema.LABELS)
+    if labels.ndim == 2:
+        return f"{labels.shape[1]} columns, {labels.dtype}"
+    classes = attribute_names(labels, schema.CLASSES)
+    return "integers" if classes is None else f"{len(classes):,} classes"
+
+
+def _describe_field(file: h5py.File, name: str) -> dict[str, Any]:
+    """Return the kind, dtype and shape of a field's values; axes whose lengths differ between rows are None."""
+    if is_mask_group(file, name):
+        return {"kind": schema.MASK, "dtype": str(index_kept(file, name).dtype), "shape": [None, None]}
+    if is_ragged(file, name):
+        index = index_ragged(file, name)
+        described = {"kind": index.kind, "dtype": str(index.data.dtype), "shape": [None, *index.data.row_shape]}
+        return {**described, "entries": index.data.rows}
+    dataset = require_dataset(file, name)
+    kind = text(dataset.attrs.get(schema.KIND, schema.ARRAY))
+    return {"kind": kind, "dtype": str(dataset.dtype), "shape": list(dataset.shape[1:])}
+
+
+def _describe_encoded(file: h5py.File) -> dict[str, Any]:
+    """Return the number of a pack's encoded images, their total bytes, and the range of their longer sides."""
+    index = index_kept(file)
+    sides = file[schema.ENCODED_SIZE][()].max(axis=1, initial=0)
+    return {
+        "images": index.rows,
+        "bytes": int(index.offsets[-1]),
+        "longer_sides": [int(sides.min(initial=2**31 - 1)), int(sides.max(initial=0))] if index.rows else [],
+    }
+
+
+def finite(values: npt.NDArray[np.float64]) -> list[float | None]:
+    """Convert values to a list with None for NaN, because JSON has no NaN. The statistics of an empty split are NaN."""
+    return [float(value) if math.isfinite(value) else None for value in values]
+
+
+def pack_lines(pack: dict[str, Any]) -> list[str]:
+    """Return the metadata that `describe_pack` returned as lines of text."""
+    if not pack["complete"]:
+        return [f"an unfinished pack (h5pack {pack['version']}); resume its conversion"]
+    newer = " (this h5pack is too old for it)" if pack["format"] > schema.FORMAT_VERSION else ""
+    counts = {name: sum(stop - start for start, stop in parts) for name, parts in pack["splits"].items()}
+    splits = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    lines = [f"a pack, format {pack['format']}{newer}, written by h5pack {pack['version']}", f"splits   {splits}"]
+    named = [kind for kind in ("classes", "columns") if kind in pack]
+    lines += [line for kind in named for line in _names_lines(f"{kind}  {len(pack[kind]):,}: ", pack[kind])]
+    lines += [] if named else [f"labels   {pack['labels']}"]
+    lines += [_field_line(name, found, sum(counts.values())) for name, found in pack["fields"].items()]
+    if "encoded" in pack:
+        kept = pack["encoded"]
+        sides = " to ".join(f"{side:,}" for side in kept["longer_sides"])
+        lines.append(f"encoded  {kept['images']:,} JPEG files, {format_bytes(kept['bytes'])}, longer sides {sides}")
+    rows = "" if pack["statistics_rows"] is None else f", of {counted(pack['statistics_rows'], 'row')}"
+    lines.append(f"mean     {number_text(pack['mean'])}   std {number_text(pack['std'])}   (of 0..1{rows})")
+    lines.append(f"rejects  {pack['rejects']:,}")
+    return lines
+
+
+def _names_lines(title: str, names: list[str]) -> list[str]:
+    """Return about two lines with as many names as fit after the title."""
+    shown = ", ".join(names)
+    if len(shown) > _MAX_NAMES_LENGTH:
+        shown = (shown[:_MAX_NAMES_LENGTH].rpartition(", ")[0] or shown[:_MAX_NAMES_LENGTH]) + ", ..."
+    return textwrap.wrap(title + shown, _WIDTH, subsequent_indent=" " * 9, break_on_hyphens=False)
+
+
+def _field_line(name: str, found: dict[str, Any], rows: int) -> str:
+    if "entries" in found:
+        unit = "bytes" if found["kind"] in schema.TEXT_KINDS else "entries"
+        held = f"{found['dtype']}, {found['entries'] / max(1, rows):,.1f} {unit} per row"
+    elif None in found["shape"]:
+        held = f"{found['dtype']}, in the sizes of the images"
+    else:
+        held = f"{found['dtype']} {shape_text(tuple(found['shape'])) or 'number'}"
+    return f"field    {name}: {found['kind']}, {held}"
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Return a shape as text, such as "1,000 x 64 x 64"."""
+    return " x ".join(f"{size:,}" for size in shape)
+
+
+def number_text(values: list[float | None]) -> str:
+    """Return statistics as text, one number per channel."""
+    return " ".join("none" if value is None else f"{value:.4f}" for value in values)
