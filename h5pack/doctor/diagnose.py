@@ -82,6 +82,7 @@ def diagnose(
         The transform that runs on the host. It receives whole batches like the transform of an `H5Loader`, or single
         images like the transform of an `H5Dataset` if `num_workers` is given.
     batch_size : int
+        Number of images in a batch. If there are fewer than four batches, a quarter of the images is used.
     num_threads : int, optional
         Number of threads of the `H5Loader`. None: the loader's default.
     num_workers : int, optional
@@ -335,7 +336,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         settings, enough = self._settings, self._enough_seconds(min_seconds)
         busy = self._busy_text()
         raise OptionsError(
-            f"seconds={settings.seconds:g} is too short to measure batches of {settings.batch_size} images on this "
+            f"seconds={settings.seconds:g} is too short to measure batches of {self.target.batch_size} images on this "
             f"machine{f', which other processes use ({busy})' if busy else ''}; give at least seconds={enough:g}, or a "
             "smaller batch_size",
             parameters=(f"seconds={settings.seconds:g}", f"seconds={enough:g}", "batch_size"),

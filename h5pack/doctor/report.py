@@ -38,7 +38,6 @@ STAGE_TITLES = {
 }
 _SMALL_GAIN = 1.05
 _FEW_BATCHES = 8  # If an epoch has fewer, its beginning, when no batch is ready, takes much of the time.
-_SHARE_NOISE = 2.0  # If two measurements of a share differ by more than this factor, neither is stated.
 _BAR, _WIDTH = 24, 110  # maximum length of a bar in the text, and of a line
 _PLAIN, _BOTTLENECK, _TOGETHER, _MUTED, _INK = "#9db4c8", "#d1495b", "#33658a", "#777777", "#222222"
 
@@ -59,6 +58,7 @@ class TargetSummary:
     image_dataset: str = schema.IMAGES  # the names of the datasets in the file
     label_dataset: str | None = schema.LABELS
     faults: tuple[str, ...] = ()  # properties of the file that slow down reading, as in the report of `h5pack.info`
+    asked_batch_size: int | None = None  # the `batch_size` of `diagnose`, if there are too few rows for it
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,11 @@ class DoctorReport:
             feeder = f"H5Loader with {counted(evidence.parallel, 'thread')}"
             if evidence.num_workers is not None:
                 feeder = f"a DataLoader with {counted(evidence.num_workers, 'worker')}"
+            few = ""
+            if target.asked_batch_size is not None:
+                few = f", because there are only {counted(target.rows, 'image')}"
             lines.append(
-                f"fed by {feeder} in batches of {evidence.batch_rows:,}{pinned}; "
+                f"fed by {feeder} in batches of {evidence.batch_rows:,}{pinned}{few}; "
                 f"{counted(evidence.cpus, 'CPU')}; device {target.device}"
             )
         lines += [f"fault of the file: {fault}; see 'h5pack info'" for fault in target.faults]
@@ -299,22 +302,13 @@ def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> st
     stall = evidence.stall_fraction or 0.0
     names = _named(verdict.bottlenecks)
     text = f"{names[0].upper()}{names[1:]} limits the training: the step waits for data {_stall_text(evidence)}"
-    if evidence.normalize_fraction is not None and _agrees_alone(evidence):
+    if evidence.normalize_fraction is not None and evidence.normalize_agrees:
         normalize = 100 * evidence.normalize_fraction
         step = 100 - normalize - 100 * stall
         text += f" of the time, normalizing takes {normalize:.0f} %, and the step itself {step:.0f} %"
     else:
         text += " of the time"
     return f"{text}. A faster loader would gain at most {100 * verdict.gain - 100:.0f} %."
-
-
-def _agrees_alone(evidence: Evidence) -> bool:
-    """Return whether normalizing takes about the same share beside the step as its speed alone suggests."""
-    normalize, step = evidence.rates(Stage.NORMALIZE), evidence.rates(Stage.STEP)
-    if normalize is None or step is None:
-        return False
-    alone, found = step.median / (normalize.median + step.median), evidence.normalize_fraction or 0.0
-    return alone / _SHARE_NOISE <= found <= alone * _SHARE_NOISE
 
 
 def _limited_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:

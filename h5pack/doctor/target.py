@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -101,12 +101,9 @@ class HostLoaders:
         self._dataset, self._settings, self._pin_memory = dataset, settings, pin_memory
         self.transform, self.transformed_dataset = settings.transform, dataset
         if self.transform is not None and settings.num_workers is not None:
+            images, labels = dataset.names[0], dataset.label_name
             self.transformed_dataset = H5Dataset(
-                dataset.path,
-                dataset.split,
-                transform=self.transform,
-                images=dataset.names[0],
-                labels=dataset.label_name,
+                dataset.path, dataset.split, transform=self.transform, images=images, labels=labels
             )
         self._made: list[Any] = []
         loader = self.make() if settings.num_workers is None else None
@@ -205,10 +202,12 @@ class Target:
             where = f"split {settings.split!r}" if settings.split is not None else repr(settings.images)
             text = f"{self.dataset.path}: {where} has no rows to measure; name another split or dataset"
             raise PackFormatError(text, path=self.dataset.path, dataset=settings.images)
+        # As in `bench`, an epoch of a small file has four batches or a few more.
+        self.batch_size = min(settings.batch_size, max(1, len(self.dataset) // 4))
         self.index: ChunkIndex = self.dataset.engine.indexes[self.dataset.names[0]]
         self.failures: dict[Stage, str] = {}
         self.reasons: dict[Stage, str] = {}
-        self.loaders = HostLoaders(self.dataset, settings, self._pinned)
+        self.loaders = HostLoaders(self.dataset, replace(settings, batch_size=self.batch_size), self._pinned)
         self._reader = ChunkReader(self.dataset)
         self.hot_rows = len(self.dataset)
         self.fits_cache = self._stored_bytes() <= _CACHED_FRACTION * available_memory()
@@ -221,8 +220,7 @@ class Target:
 
     def warm(self, seconds: float) -> None:
         """Read rows into the page cache for about `seconds`: at least a whole shuffle window, and two batches."""
-        settings = self._settings
-        min_rows = max(settings.window * self.index.group_rows, 2 * settings.batch_size)
+        min_rows = max(self._settings.window * self.index.group_rows, 2 * self.batch_size)
         self.hot_rows = max(self._reader.warm(seconds, min(min_rows, len(self.dataset))), 1)
 
     def load_sample(self) -> None:
@@ -451,7 +449,7 @@ class Target:
             on_gpu=self.on_gpu,
             step_threads=torch.get_num_threads(),
             builtin_step=self._settings.model is None,
-            batch_rows=min(self._settings.batch_size, rows),
+            batch_rows=self.batch_size,
             stored_row_bytes=index.row_bytes,
             loaded_row_bytes=images.nbytes // max(1, len(images)),
             stored_float=index.native_dtype.kind == "f",
@@ -463,13 +461,14 @@ class Target:
             has_transform=self.has_transform,
             gpus=torch.cuda.device_count(),
             idle_gpus=idle_gpus(self.device) if self.on_gpu else None,
-            epoch_batches=-(-rows // self._settings.batch_size),
+            epoch_batches=-(-rows // self.batch_size),
             world_size=int(os.environ.get("WORLD_SIZE", "1") or 1),
             **measured,
         )
 
     def describe(self) -> TargetSummary:
         """Return the target's description for the report."""
+        asked = self._settings.batch_size
         return TargetSummary(
             path=self.dataset.path,
             split=self._settings.split,
@@ -482,6 +481,7 @@ class Target:
             image_dataset=self.dataset.names[0],
             label_dataset=self.dataset.label_name,
             normalize=self._normalize_text,
+            asked_batch_size=asked if self.batch_size < asked else None,
         )
 
     def close(self) -> None:

@@ -113,6 +113,8 @@ class Encoding(Enum):
 
 # A loader that uses at least this fraction of the CPUs that its threads or workers can use counts as CPU-bound.
 _BUSY = 0.8
+# If the shares of normalizing in the loop and alone differ by more than this factor, neither is trusted.
+_SHARE_NOISE = 2.0
 # A thread counts as mostly waiting if it runs on a CPU for less than this fraction of its time.
 _WAITS = 0.5
 
@@ -195,6 +197,15 @@ class Evidence:
         """True if the loader's threads or workers use nearly all CPUs that they could use; None if not known."""
         used = self.feed_cpus_used
         return None if used is None else used >= _BUSY * min(self.parallel, self.cpus)
+
+    @property
+    def normalize_agrees(self) -> bool:
+        """Whether normalizing takes about the same share beside the step in the loop as its speed alone suggests."""
+        normalize, step = self.rates(Stage.NORMALIZE), self.rates(Stage.STEP)
+        if normalize is None or step is None or self.normalize_fraction is None:
+            return False
+        alone = step.median / (normalize.median + step.median)
+        return alone / _SHARE_NOISE <= self.normalize_fraction <= alone * _SHARE_NOISE
 
     def rates(self, stage: Stage) -> Rates | None:
         """Return the speed of a stage; None if it was not measured."""
@@ -358,10 +369,15 @@ class _StageRules:
         return (_slowest if self.evidence.on_gpu else _in_turn)(self.device.values())
 
     def _device_parts(self) -> tuple[Bottleneck, ...]:
-        """Return which of normalizing and the step takes more time: alone, and in the loop if that is known."""
+        """Return which of normalizing and the step takes more time: alone, and in the loop if that is known.
+
+        Where the two contradict each other, nothing shows that normalizing limits the training.
+        """
         evidence, alone = self.evidence, {stage: 1 / rates.median for stage, rates in self.device.items()}
         parts = [alone]
         if evidence.normalize_fraction is not None and Stage.NORMALIZE in alone:
+            if not evidence.normalize_agrees:
+                return (Bottleneck.STEP,)
             step = 1 - evidence.normalize_fraction - (evidence.stall_fraction or 0.0)
             parts.append({Stage.NORMALIZE: evidence.normalize_fraction, Stage.STEP: step})
         longest = {stage for some in parts for stage in some if max(some.values()) <= _EQUAL * some[stage]}

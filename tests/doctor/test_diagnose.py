@@ -130,7 +130,7 @@ def test_every_stage_is_measured_or_has_a_reason(path: Path, machine: Machine) -
     found = report.to_json()
     assert set(found) == {
         "path", "split", "images", "rows", "hot_rows", "device", "step", "labels", "normalize", "stages", "bottleneck",
-        "faults", "image_dataset", "label_dataset", "fed", "verdict",
+        "faults", "asked_batch_size", "image_dataset", "label_dataset", "fed", "verdict",
         "first_epoch", "advice", "notes", "facts", "unknown", "failures",
         "interrupted", "enough_seconds", "seconds", "machine",
     }  # fmt: skip
@@ -141,17 +141,22 @@ def test_every_stage_is_measured_or_has_a_reason(path: Path, machine: Machine) -
 
 @hasty
 def test_a_budget_that_is_too_small_says_which_is_enough(path: Path, machine: Machine) -> None:
-    seconds = [0.01]
+    seconds, messages = [0.01], []
     # What is refused before all stages were tried may be refused again.
     while len(seconds) < 10:
         try:
-            report = diagnose(path, seconds=seconds[-1], num_workers=0, model=step_of(machine.work, 0.01))
+            report = diagnose(
+                path, seconds=seconds[-1], num_workers=0, batch_size=256, model=step_of(machine.work, 0.01)
+            )
             break
         except OptionsError as error:
             (given, parameter, _) = error.parameters
             assert given == f"seconds={seconds[-1]:g}"
+            messages.append(str(error))
             seconds.append(float(parameter.removeprefix("seconds=")))
     assert 1 < len(seconds) < 10
+    # They name the size that is measured, not the one that was asked for.
+    assert all(f" {ROWS // 4} " in message and "256" not in message for message in messages)
     assert seconds == sorted(seconds)
     assert report.verdict is not None
 

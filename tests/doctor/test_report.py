@@ -13,7 +13,7 @@ from PIL import Image
 
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport, TargetSummary, draw_stages
 from h5pack.monitor.advice import advise
-from h5pack.monitor.bottleneck import MAX_STALL, Evidence, Rates, Stage, StageResult, judge
+from h5pack.monitor.bottleneck import MAX_STALL, Bottleneck, Evidence, Rates, Stage, StageResult, judge
 from tests.monitor.figures import evidence
 from tests.monitor.test_bottleneck import random_evidence
 
@@ -141,6 +141,23 @@ def test_a_share_of_normalizing_that_contradicts_its_speed_is_not_stated() -> No
         text = report_of(evidence({"copy": None, "everything": 1_500, "normalize": speed}, **known)).verdict_text
         assert ("36 %" in text) is stated
         assert "gain at most 4 %" in text
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_normalizing_is_named_on_a_cpu_only_with_its_share(seed: int) -> None:
+    draw = Random(seed)
+    figures = {"copy": None, "everything": 1_000, "normalize": draw.uniform(900, 9_000)}
+    share = draw.uniform(0.0, 0.9)
+    made = report_of(evidence(figures, **{**ON_CPU, "stall_fraction": 0.04, "normalize_fraction": share}))
+    if Bottleneck.NORMALIZE in made.verdict.bottlenecks:
+        assert f"{100 * share:.0f} %" in made.verdict_text
+
+
+def test_a_lowered_batch_size_is_explained() -> None:
+    found = report()
+    assert not any("only" in line for line in found.head())
+    few = replace(found, target=replace(TARGET, rows=200, asked_batch_size=1_000))
+    assert "256, because there are only 200 images" in few.head()[1]
 
 
 def test_fewer_threads_are_advised_only_for_a_step_in_several_on_the_cpu() -> None:

@@ -93,8 +93,10 @@ def test_the_datasets_of_another_file_are_detected_and_its_faults_named(tmp_path
     assert caught.value.parameters == ("images=NAME",)
 
 
-@pytest.mark.parametrize(("split", "rows"), [(None, 1), ("test", 12)])
-def test_a_batch_larger_than_the_rows(tmp_path: Path, split: str | None, rows: int) -> None:
+@pytest.mark.parametrize(("split", "rows", "batch_size"), [(None, 1, 1), ("test", 12, 3)])
+def test_a_batch_larger_than_a_quarter_of_the_rows_is_lowered(
+    tmp_path: Path, split: str | None, rows: int, batch_size: int
+) -> None:
     path = converted(tmp_path) if split else write(tmp_path / "one.h5", chunks=1, images=values(1))
     target = Target(settings(path, split=split, model=None, batch_size=256))
     target.load_sample()
@@ -102,8 +104,15 @@ def test_a_batch_larger_than_the_rows(tmp_path: Path, split: str | None, rows: i
     found = target.describe()
     # The one row has no labels.
     assert (target.failures, found.rows, found.labels) == ({}, rows, split is not None)
-    assert target.evidence().batch_rows == rows
+    known = target.evidence()
+    assert (known.batch_rows, known.epoch_batches) == (batch_size, rows // batch_size)
+    assert (target.batch_size, target.loaders.make().batch_size) == (batch_size, batch_size)
+    assert found.asked_batch_size == 256
     target.close()
+    if split:
+        target = Target(settings(path, split=split, batch_size=3))
+        assert (target.batch_size, target.describe().asked_batch_size) == (3, None)
+        target.close()
 
 
 def test_what_a_file_decodes_is_known(tmp_path: Path) -> None:
