@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,18 @@ class LossLog:
         None: write nothing, as on all ranks but the first.
     every : int
         Steps whose losses are fetched together.
-    begin : int
-        Bytes of the file to keep: what was logged before the checkpoint. Later steps are repeated.
+    state : dict or None
+        What `state_dict` returned for the checkpoint. What was logged later is removed, because its steps are repeated.
     """
 
-    def __init__(self, path: Path | None, every: int, begin: int):
+    def __init__(self, path: Path | None, every: int, state: dict[str, Any] | None):
         self.path, self.every = path, every
         self.waiting: list[tuple[dict[str, int], torch.Tensor]] = []
-        self.losses: list[float] = []
+        state = state or {"bytes": 0, "sum": 0.0, "count": 0}
+        self.sum, self.count = state["sum"], state["count"]
         if path is not None:
             path.touch()
-            os.truncate(path, min(begin, path.stat().st_size))
+            os.truncate(path, min(state["bytes"], path.stat().st_size))
 
     def loss(self, line: dict[str, int], loss: torch.Tensor) -> None:
         """Record the loss of a step on this rank."""
@@ -40,8 +42,8 @@ class LossLog:
         if len(self.waiting) >= self.every:
             self.flush()
 
-    def flush(self) -> int:
-        """Write the losses, averaged over the ranks, which call it together; returns the file's length in bytes."""
+    def flush(self) -> None:
+        """Write the losses, averaged over the ranks, which call it together."""
         if self.waiting:
             means = torch.stack([loss for _, loss in self.waiting])
             if dist.is_initialized():
@@ -49,9 +51,21 @@ class LossLog:
                 means /= dist.get_world_size()
             found = means.tolist()
             self.write(*({**line, "loss": loss} for (line, _), loss in zip(self.waiting, found, strict=True)))
-            self.losses += found
+            self.sum, self.count = sum(found, self.sum), self.count + len(found)
             self.waiting.clear()
-        return 0 if self.path is None else self.path.stat().st_size
+
+    def end_epoch(self) -> float:
+        """Return the mean loss of the steps since the last epoch, also of those before a checkpoint."""
+        self.flush()
+        mean = self.sum / self.count if self.count else math.nan
+        self.sum, self.count = 0.0, 0
+        return mean
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flush; return the file's length in bytes, and the sum and the number of this epoch's losses so far."""
+        self.flush()
+        size = 0 if self.path is None else self.path.stat().st_size
+        return {"bytes": size, "sum": self.sum, "count": self.count}
 
     def write(self, *lines: dict[str, Any]) -> None:
         """Append lines to the file."""

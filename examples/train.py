@@ -189,7 +189,7 @@ class Training:
         randoms = [random] * self.ranks
         if self.ranks > 1:
             dist.all_gather_object(randoms, random)
-        log_bytes = log.flush()
+        logged = log.state_dict()
         if self.rank == 0:
             state = {
                 "options": {name: getattr(self.options, name) for name in SAME},
@@ -201,7 +201,7 @@ class Training:
                 "epoch": self.epoch,
                 "step": self.step,
                 "accuracy": self.accuracy,
-                "log_bytes": log_bytes,
+                "log": logged,
             }
             partial = self.options.checkpoint.with_name(self.options.checkpoint.name + ".partial")
             with open(partial, "wb") as file:
@@ -210,12 +210,12 @@ class Training:
                 os.fsync(file.fileno())
             os.replace(partial, self.options.checkpoint)
 
-    def resume(self) -> int:
-        """Restore the checkpoint if there is one; returns the length that the log had, in bytes."""
+    def resume(self) -> dict[str, Any] | None:
+        """Restore the checkpoint if there is one; returns the state of the log."""
         path = self.options.checkpoint
         if not path.exists():
             require_no_log(self.options.json)
-            return 0
+            return None
         state = torch.load(path, map_location="cpu", weights_only=True)
         for name, saved in state["options"].items():
             if saved != getattr(self.options, name):
@@ -229,9 +229,9 @@ class Training:
             torch.set_rng_state(state["random"][self.rank]["cpu"])
             if self.device.type == "cuda" and "cuda" in state["random"][self.rank]:
                 torch.cuda.set_rng_state(state["random"][self.rank]["cuda"], self.device)
-        if not state["log_bytes"]:
+        if not state["log"]["bytes"]:
             require_no_log(self.options.json)
-        return state["log_bytes"]
+        return state["log"]
 
 
 def require_no_log(path: Path | None) -> None:
@@ -256,8 +256,8 @@ def run(options: argparse.Namespace, device: torch.device, rank: int, ranks: int
     training = Training(options, device, rank, ranks)
     if not options.resume and rank == 0:
         require_no_log(options.json)
-    begin = training.resume() if options.resume else 0
-    log = LossLog(options.json if rank == 0 else None, options.log_every, begin)
+    state = training.resume() if options.resume else None
+    log = LossLog(options.json if rank == 0 else None, options.log_every, state)
     print_once = print if rank == 0 else lambda *_: None
     if training.step:
         print_once(f"resumed after step {training.step:,} of {training.steps:,}")
@@ -270,15 +270,13 @@ def run(options: argparse.Namespace, device: torch.device, rank: int, ranks: int
                     training.save(log)
                 if profiler is not None:
                     profiler.step()
-            log.flush()
-            loss = sum(log.losses) / len(log.losses) if log.losses else math.nan
-            log.losses.clear()
+            mean = log.end_epoch()
             fed = training.monitor.report()
             training.accuracy, seen = training.validate()
             training.epoch = epoch + 1
             log.write({"epoch": epoch, "accuracy": training.accuracy, "images": seen})
             print_once(
-                f"epoch {epoch}: loss {loss:.4f}, accuracy {training.accuracy:.4f} of {seen:,} images; "
+                f"epoch {epoch}: loss {mean:.4f}, accuracy {training.accuracy:.4f} of {seen:,} images; "
                 f"{'rank 0: ' if ranks > 1 else ''}{fed.seconds:.1f} s, {fed.summary()}"
             )
             training.save(log)
@@ -325,9 +323,16 @@ def share(text: str) -> float:
     return float(text)
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Add the default to an option's help, unless it is None or False."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options, checked as far as possible without a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("pack", help="file of `h5pack convert`, or another HDF5 file with datasets called images and labels")
     add("--val", metavar="PACK", help="validate on this file")

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -148,7 +149,13 @@ def test_a_killed_run_resumes_with_identical_losses(
     train: Any, pack: Path, killed: Path, uninterrupted: Logs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert resume(train, pack, killed) == uninterrupted
-    assert "resumed after step 14" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "resumed after step 14" in output
+    # The second epoch was resumed within; its loss is of all of its steps.
+    losses = list(uninterrupted[0].values())
+    means = [sum(losses[epoch * STEPS : (epoch + 1) * STEPS]) / STEPS for epoch in (1, 2)]
+    printed = re.findall(r"^epoch \d+: loss ([\d.]+),", output, re.M)
+    assert [float(loss) for loss in printed] == pytest.approx(means, abs=1e-4)
 
 
 def test_a_killed_run_resumes_on_two_ranks(
@@ -354,6 +361,14 @@ def test_invalid_options_are_refused_in_one_line(
     ):
         assert expected in refused(*arguments)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_help_names_each_default_once(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.parse(["--help"])
+    options = re.split(r"\n  -", capsys.readouterr().out)[1:]
+    assert len(options) > 30
+    assert all(option.count("default:") <= 1 and "None" not in option for option in options)
 
 
 def test_the_batch_script_is_valid_shell() -> None:
