@@ -118,7 +118,7 @@ def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dic
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", type=Path, help="a folder of images (default: generated ones)")
-    parser.add_argument("--count", type=int, default=20_000, help="images to generate, of 178x218")
+    parser.add_argument("--count", type=int, default=20_000, help="images to generate, of 218x178")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--chunk-rows", type=lambda text: tuple(map(int, text.split(","))), default=())
     parser.add_argument("--batch-size", type=int, default=256)

@@ -290,7 +290,7 @@ def on_paper(task: dict[str, Any], memory: dict[str, Any]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=4_000, help="images to make, 178x218")
+    parser.add_argument("--count", type=int, default=4_000, help="images to make, 218x178")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tasks", type=int, default=500, help="tasks whose cost is measured")
     parser.add_argument("--rows", type=int, default=1_000_000, help="images whose memory is measured")

@@ -112,7 +112,7 @@ def jobs_of(scratch: Path, arguments: argparse.Namespace) -> dict[str, tuple[str
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", type=Path, required=True, metavar="CHECKOUT", help="the other version")
-    parser.add_argument("--large", type=int, default=8_000, help="rows of 116 KB (178x218)")
+    parser.add_argument("--large", type=int, default=8_000, help="rows of 116 KB (218x178)")
     parser.add_argument("--small", type=int, default=100_000, help="rows of 3 KB (32x32)")
     parser.add_argument("--images", type=int, default=4_000, help="JPEGs to convert; 0: none")
     parser.add_argument("--workers", type=int, default=available_cpus(), help="processes that convert")

@@ -165,7 +165,7 @@ def measure(path: Path, rows: int, settings: dict[str, Any], batch: int, repeats
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=4_000, help="images of 178x218")
+    parser.add_argument("--rows", type=int, default=4_000, help="images of 218x178")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")

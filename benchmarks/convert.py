@@ -139,7 +139,7 @@ def measure(folder: Path, scratch: Path, repeats: int, workers: int) -> dict[str
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=20_000, help="images to make, 178x218")
+    parser.add_argument("--count", type=int, default=20_000, help="images to make, 218x178")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--workers", type=int, default=available_cpus())
     parser.add_argument("--scratch", type=Path, help="a folder for images and output (default: a temporary one)")

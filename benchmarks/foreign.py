@@ -208,7 +208,7 @@ def measure(folder: Path, name: str, rows: int, batch: int, slow_rows: int, repe
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=4_000, help="images of 178x218")
+    parser.add_argument("--rows", type=int, default=4_000, help="images of 218x178")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--slow-rows", type=int, default=1_024, help="rows that the usual dataset reads each time")
     parser.add_argument("--repeats", type=int, default=5)

@@ -350,7 +350,7 @@ _SIZES = {"116 KB": (218, 178), "3 KB": (32, 32)}
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=8_000, help="images of 178x218, 116 KB a row; 0: none")
+    parser.add_argument("--count", type=int, default=8_000, help="images of 218x178, 116 KB a row; 0: none")
     parser.add_argument("--small", type=int, default=40_000, help="images of 32x32, 3 KB a row; 0: none")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="epochs of slow cases are cut short after this")

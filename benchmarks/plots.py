@@ -53,7 +53,7 @@ def draw_convert(result: dict[str, Any], path: Path) -> None:
             labels.append(f"{label}\n({'Pillow' if decoder == 'pillow' else decoder})")
     axes.set_yticks([0, 1, 2, 4, 5, 6], labels, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("images/s to the last write, 178x218 JPEG (median, whiskers minimum to maximum)", fontsize=8)
+    axes.set_xlabel("images/s to the last write, 218x178 JPEG (median, whiskers minimum to maximum)", fontsize=8)
     axes.set_xlim(0, limit)
     axes.spines[["top", "right"]].set_visible(False)
     pillow, simplejpeg = (

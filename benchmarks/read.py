@@ -244,7 +244,7 @@ def measure(source: RowSource, scratch: Path, batches: tuple[int, int], repeats:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--large", type=int, default=20_000, help="rows of 116 KB (178x218)")
+    parser.add_argument("--large", type=int, default=20_000, help="rows of 116 KB (218x178)")
     parser.add_argument("--small", type=int, default=200_000, help="rows of 3 KB (32x32)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")

@@ -30,7 +30,7 @@ def cluster_table(result: dict[str, Any]) -> str:
     machine, task = result["machine"], result["task"]
     repeats = next(iter(result["images_per_s"].values()))["repeats"]
     measured = (
-        f"Measured: {result['images']:,} JPEGs of 178x218, {machine['processor']}, {machine['cpus']} CPUs, "
+        f"Measured: {result['images']:,} JPEGs of 218x178, {machine['processor']}, {machine['cpus']} CPUs, "
         f"{machine['file_system']}; images/s, medians of {repeats} interleaved repeats, minimum to maximum in "
         "brackets. "
         f"All files were {'identical' if result['identical'] else 'DIFFERENT'}."
@@ -92,7 +92,7 @@ def convert_table(result: dict[str, Any]) -> str:
         "tables, fsync, rename",
     )
     lines = [
-        f"{result['images']:,} JPEGs of 178x218, {result['workers']} workers, {where};",
+        f"{result['images']:,} JPEGs of 218x178, {result['workers']} workers, {where};",
         f"medians of {repeats} interleaved repeats, minimum to maximum in brackets.",
         "",
         f"| {' | '.join(columns)} |",

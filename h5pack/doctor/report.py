@@ -48,7 +48,7 @@ class TargetSummary:
 
     path: str
     split: str | None
-    images: str  # shape and dtype of a row, such as "178x218x3 uint8"
+    images: str  # shape and dtype of a row, such as "218x178x3 uint8"
     rows: int  # number of rows in the split
     hot_rows: int  # number of rows that the stages with a filled page cache read
     device: str
