@@ -283,6 +283,8 @@ def _kept_bytes(dataset: h5py.Dataset) -> int:
     """Return the size of all decoded chunks if `H5Loader` keeps them by default (see `H5Loader.decodes_once`), or 0."""
     if dataset.chunks is None or dataset.ndim < 2 or dataset.dtype.kind not in "biuf" or dataset.nbytes > DECODED_BYTES:
         return 0
+    if not filters_of(dataset) and dataset.chunks[1:] == dataset.shape[1:]:
+        return 0
     try:
         size = index_dataset(dataset.file, dataset, dataset.name.lstrip("/")).decoded_bytes
     except PackFormatError:  # H5Loader cannot read it, for example because a filter's decoder is missing.

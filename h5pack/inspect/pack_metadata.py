@@ -66,7 +66,7 @@ def _label_kind(file: h5py.File) -> str:
     if labels.ndim == 2:
         return f"{labels.shape[1]} columns, {labels.dtype}"
     classes = attribute_names(labels, schema.CLASSES)
-    return "integers" if classes is None else f"{len(classes):,} classes"
+    return "integers" if classes is None else f"{len(classes)} classes"
 
 
 def _describe_field(file: h5py.File, name: str) -> dict[str, Any]:
