@@ -409,12 +409,12 @@ class H5Dataset(BatchSource):
         ----------
         name : str
         rows : ndarray
-            int64, (n,): rows of the file, in any order.
+            int64 (n,), rows of the file in any order.
         out : ndarray, optional
-            (n, ...), in native byte order: receives the rows, and is returned. For encoded images it may be an array
-            of objects, (n,), which receives uint8 arrays (h, w, 3) of any size.
+            (n, ...), in native byte order, to write to. For encoded images it may be an array of objects, (n,), which
+            receives uint8 arrays (h, w, 3) of any size.
         """
-        values = self.engine.read(name, rows, out)
+        values = self.engine.read_batch(name, rows, out)
         if self.check:
             self.check_rows(name, rows, values)
         return values

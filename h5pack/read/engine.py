@@ -1,6 +1,6 @@
 """The engine that reads rows of a file's datasets, directly if possible, else through the HDF5 library.
 
-There are four paths. A caller may copy rows that are in the page cache from a mapping of the file (`Engine.mapped`).
+There are four paths. Rows in the page cache may be copied from a mapping of the file (`Engine.mapped`, `read_batch`).
 Directly readable rows of `SCATTER_BYTES` or more are scattered: read straight into their buffers, which may be anywhere
 in memory (`Storage`). Smaller directly readable rows are read into a staging buffer and copied from it, because an
 address per row would cost more than copying the row. All other rows are read and decoded by chunk (`ChunkDecoder`), or
@@ -56,6 +56,13 @@ class ReadStats:
 SCATTER_BYTES = 512
 """Minimum size of rows to scatter. Measured, scattering is as fast as staging at 784 bytes, faster for larger rows, and
 slower at 256 bytes."""
+
+_MIN_CACHED_ROWS, _MAX_CACHED_ROW_BYTES = 16, 64 * 1024
+"""Minimum number and maximum size of rows that `Engine.read_batch` copies from a mapping. Measured with batches of 256
+rows, this took 0.4 of the time of `Engine.read` for rows of 3 and 12 KB, 0.6 for 48 KB, and the same for 116 KB."""
+_MAX_CHECKED_BYTES = 4 << 30
+"""Maximum size of a file for `Engine.read_batch` to copy rows. Random rows touch all of a file, and checking once a
+second that it is in the page cache takes 4 ms per GB."""
 
 _log = logging.getLogger("h5pack")
 
@@ -166,6 +173,30 @@ class Engine:
             self._stage(index, wanted, staged)
             out[order] = staged
         return out  # type: ignore[no-any-return]
+
+    def read_batch(self, name: str, rows: npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
+        """Return rows like `read`, but copy small rows from a mapping of the file if all are in the page cache."""
+        found = self._copy_cached(name, rows, out)
+        return self.read(name, rows, out) if found is None else found
+
+    def _copy_cached(self, name: str, rows: npt.NDArray[np.int64], out: Any) -> npt.NDArray[Any] | None:
+        """Return rows copied from a mapping; None if that is not faster, or impossible as chunks are not adjacent."""
+        index = self.indexes[name]
+        if len(rows) < _MIN_CACHED_ROWS or index.row_bytes > _MAX_CACHED_ROW_BYTES or not index.dtype.isnative:
+            return None
+        mapped = self.mapped(name)
+        if mapped is None or mapped.array is None or mapped.mapping.file_bytes > _MAX_CHECKED_BYTES:
+            return None
+        if not mapped.ready(rows, rows):
+            return None
+        copied = np.empty((len(rows), *index.row_shape), index.native_dtype) if out is None else out
+        files, flat = mapped.files(rows), copied.reshape(-1).view(np.uint8).reshape(len(rows), index.row_bytes)
+        mapped.mapping.require_whole(files)
+        np.take(mapped.array, mapped.positions(rows), axis=0, out=flat, mode="clip")
+        mapped.mapping.require_unchanged(files)
+        ascending = np.sort(rows)
+        self.count_mapped(name, ascending, ascending)
+        return copied
 
     def read_one(self, name: str, row: int) -> npt.NDArray[Any]:
         """Return one row, like `read`, with little overhead beyond the system call if it can be read directly."""

@@ -59,7 +59,7 @@ class FileMapping:
     def __init__(self, storages: Sequence[Storage], bases: Sequence[int]) -> None:
         sizes = [storage.identity.size for storage in storages]
         self.bases = np.array(bases, np.int64)
-        self._storages, self._ends = storages, self.bases + sizes
+        self._storages, self._ends, self.file_bytes = storages, self.bases + sizes, sum(sizes)
         # Where the rows of each file begin and end in `bytes`. The bytes around them are often not in the page cache.
         self._begins, self._stops = self._ends.copy(), self.bases.copy()
         self._opened: tuple[float, list[tuple[Storage, int, int]]] = (-math.inf, [])

@@ -148,12 +148,13 @@ def require_rows(engine: Engine, values: npt.NDArray[Any], name: str = "x") -> N
 
 @contextmanager
 def drawn_limits(draw: Callable[[st.SearchStrategy[int]], int]) -> Iterator[Path]:
-    """A new folder, and drawn sizes of rows that are scattered and of gaps that are read."""
+    """A new folder, and drawn sizes of rows to scatter, of gaps to read, and of batches to copy."""
     scatter_bytes = draw(st.sampled_from([1, engine_module.SCATTER_BYTES, 1 << 30]))
     gap_bytes = draw(st.sampled_from([0, 100, plan_module.MAX_GAP_BYTES]))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "SCATTER_BYTES", scatter_bytes)
         patch.setattr(plan_module, "MAX_GAP_BYTES", gap_bytes)
+        patch.setattr(engine_module, "_MIN_CACHED_ROWS", draw(st.sampled_from([1, engine_module._MIN_CACHED_ROWS])))
         yield Path(folder)
 
 
@@ -186,6 +187,9 @@ def require_every_read(engine: Engine, rows: list[int], expected: npt.NDArray[An
     elif index.library_reason is not None:
         assert stats.bytes_read == stats.bytes_wanted
     assert index.codec is not None or (stats.reads > 0) == bool(rows) or absent == len(rows)
+    batch = engine.read_batch("x", wanted)
+    assert batch.dtype == expected.dtype
+    assert np.array_equal(batch, expected)
     right = dict(zip(rows, expected, strict=True))
     for row, values in right.items():
         one = engine.read_one("x", row)

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import shutil
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from h5pack.read import engine as engine_module
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.hdf5_reader import H5Reader
 from h5pack.read.storage import FileIdentity
+from h5pack.system.files import drop_cache, make_hot
 from tests.makers import flat_folder, quick
 from tests.read import files
 from tests.read.files import described, engine_of, in_child, numbers, require_rows, write
@@ -86,6 +88,55 @@ def test_whole_chunks_in_any_order_are_read_once(pack: Path) -> None:
     # Chunks are counted for the first dataset only.
     engine.read("checksums/images", [1, 2, 30])
     assert (engine.stats.rows, engine.stats.chunk_misses, engine.stats.bytes_wanted) == (40, 7, 30_720 + 12)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files are mapped only on Linux")
+def test_batches_of_small_cached_rows_are_copied_from_a_mapping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "f.h5"
+    values = write(path, numbers((500, 64, 12), "u1"), "early", chunk_rows=64, libver=("v110", "v110"))
+    make_hot(path)
+    rows = np.random.default_rng(0).integers(0, 500, 200)
+    out = np.empty((200, 64, 12), np.uint8)
+    engine, chunks = engine_of(path), len(set((rows // 64).tolist()))
+    assert engine.read_batch("x", rows, out) is out
+    assert np.array_equal(out, values[rows])
+    assert engine.stats == ReadStats(200, 200 - chunks, chunks, 200 * 768, 200 * 768, reads=0)
+    # Reads take system calls: those of few rows, large rows, large files, and rows that are not cached.
+    assert np.array_equal(engine.read_batch("x", rows[:15]), values[rows[:15]])
+    before = engine.stats.reads
+    assert before > 0
+    limits = {"_MAX_CACHED_ROW_BYTES": 767, "_MAX_CHECKED_BYTES": path.stat().st_size - 1}
+    for name, limit in limits.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, name, limit)
+            assert np.array_equal(engine.read_batch("x", rows), values[rows])
+        assert engine.stats.reads > before
+        before = engine.stats.reads
+    if not drop_cache(path):
+        cold = engine_of(path)
+        assert np.array_equal(cold.read_batch("x", rows), values[rows])
+        assert cold.stats.reads > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files are mapped only on Linux")
+def test_a_batch_of_a_file_that_was_cut_short_or_replaced_is_refused(tmp_path: Path) -> None:
+    rows = np.arange(100)
+    for name in ("cut.h5", "replaced.h5"):
+        path = tmp_path / name
+        write(path, numbers((500, 64, 12), "u1"), "contiguous")
+        engine = engine_of(path)
+        engine.read_batch("x", rows)
+        assert engine.stats.reads == 0
+        if name == "cut.h5":
+            os.truncate(path, 4096)
+        else:
+            write(path, numbers((500, 64, 12), "u1", seed=1), "contiguous")
+            engine.storage.checked = -np.inf
+            engine._mapped["x"].mapping._opened = (-np.inf, [])
+        with pytest.raises(PackChangedError):
+            engine.read_batch("x", rows)
 
 
 def test_small_rows_are_read_over_small_gaps(tmp_path: Path) -> None:
