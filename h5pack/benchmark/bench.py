@@ -31,6 +31,7 @@ from h5pack.benchmark.cases import (
     all_cases,
     enough_seconds,
     exceeds_decode_budget,
+    is_small,
     min_bench_seconds,
     min_seconds,
     plan_cases,
@@ -52,6 +53,8 @@ _TRIED = (1, 2, 4, 8, 16)
 """Numbers of threads, and of workers, to compare by default, up to the number of CPUs and together with it."""
 _WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.3, 0.25
 """Fractions of the remaining time for warming up, comparing variants, the run-off, and each of two sets of settings."""
+_SMALL_SECONDS = 10.0
+"""Seconds for measuring a sample that is too small to compare variants, unless many variants were asked for."""
 _REST_TURNS = 4
 """Repeat the run-off if as many turns of the comparison fit into the rest of the time."""
 
@@ -331,6 +334,8 @@ class BenchRun:
         first = deciding_caches(workload, settings.caches)[0]
         needed = min_bench_seconds([case for case in every if case == workload.case(case.variant, first)])
         _require_time(end - self._clock(), needed, report.seconds["packing"], settings)
+        if is_small(sample.rows, sample.row_bytes):
+            end = min(end, self._clock() + max(_SMALL_SECONDS, 2 * needed))
         sampled = min(1.0, sample.rows / max(1, source.num_images))
         sweep = Sweep(sample.variants, settings.seed, self._on_progress, self._clock, sampled=sampled)
         with self._phase("warming up"):
@@ -369,7 +374,12 @@ class BenchRun:
         done = {one.case for one in report.measurements}
         others, left = [case for case in every if case not in done], end - self._clock()
         cases, left_out = plan_cases(others, left)
-        _note_left_out(report, len(left_out), len(every), enough_seconds(self._settings.seconds, left, others))
+        if left_out and not is_small(report.sample_rows, report.row_bytes):
+            enough = enough_seconds(self._settings.seconds, left, others)
+            report.notes.append(
+                f"{len(left_out)} of {len(every)} cases of the tables were not measured for lack of time; about "
+                f"{enough} seconds are enough for all."
+            )
         hot, cold = ([case for case in cases if case.cache == cache] for cache in CACHES)
         left = end - self._clock()
         hot_seconds = left * sum(map(min_seconds, hot)) / (sum(map(min_seconds, cases)) or 1.0)
@@ -429,14 +439,6 @@ def _merge(measurements: list[Measurement], more: Sequence[Measurement]) -> None
             measurements.append(one)
         else:
             measurements[slot] = measurements[slot].with_repeats_of(one)
-
-
-def _note_left_out(report: BenchReport, num_left_out: int, num_cases: int, enough: int) -> None:
-    if num_left_out:
-        report.notes.append(
-            f"{num_left_out} of {num_cases} cases of the tables were not measured for lack of time; about "
-            f"{enough} seconds are enough for all."
-        )
 
 
 def _note_slow(report: BenchReport, sample: BenchSample, batch_size: int) -> None:

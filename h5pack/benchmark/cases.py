@@ -32,12 +32,20 @@ _CLEAR = 1.25
 """A speed that is this many times another in each of several turns is faster, however much the multiples differ."""
 HOPELESS = 0.6
 """A case whose fastest repeat is below this fraction of another's slowest is slower, however few repeats there are."""
+MIN_EPOCH_SECONDS = 0.005
+"""A sample that is read in less time is too small to compare variants: starting an epoch takes a good part of it."""
 LEEWAY = 1.25
 """Factor of an estimated time, because repeats take longer when other programs run."""
 NO_TIME = "there was no time for it"
 
+_MIN_ROWS, _MIN_BYTES = 256, 64 * 1024 * 1024
 _MIN_CASE_SECONDS = {"hot": 0.14, "cold": 0.2}
 _DECODE_BUDGET_BYTES = 2**30
+
+
+def is_small(rows: int, row_bytes: int) -> bool:
+    """Return whether a sample is too small to compare variants, because an epoch takes a few milliseconds anyway."""
+    return rows < _MIN_ROWS and rows * row_bytes < _MIN_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

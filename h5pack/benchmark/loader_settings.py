@@ -34,9 +34,8 @@ class Workload:
 
     @property
     def recommended_batch_size(self) -> int:
-        """The batch size that was asked for, unless all images together are too few for it."""
-        asked = self.asked_batch_size or self.batch_size
-        return asked if asked <= self.num_images // 4 else self.batch_size
+        """The batch size that was asked for, but at most a quarter of the images."""
+        return min(self.asked_batch_size or self.batch_size, max(1, self.num_images // 4))
 
     def is_default(self, variant: FileVariant) -> bool:
         """Return whether `h5pack.convert` makes these chunks by default."""
@@ -118,10 +117,11 @@ def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> t
 def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:
     """Return sentences on how a training differs from what was measured: larger batches, and a slower first epoch."""
     rows, asked, sentences = counted(workload.sample_rows, "row"), workload.asked_batch_size, []
-    if asked is not None and workload.recommended_batch_size == asked:
+    size, images = workload.recommended_batch_size, counted(workload.num_images, "image")
+    if asked is not None and size < asked:
+        sentences.append(f"batch_size={size} instead of {asked}: a quarter of {images}, for several batches an epoch.")
+    if workload.batch_size < size:
         sentences.append(f"Measured with batch_size={workload.batch_size}: the sample has only {rows}.")
-    elif asked is not None:
-        sentences.append(f"batch_size={workload.batch_size} instead of {asked}: there are only {rows}.")
     if workload.first_epoch is not None:
         speed = f"{workload.first_epoch:,.0f} images/s"
         sentences.append(f"The first epoch decodes each chunk: {speed}. Then all chunks stay decoded in memory.")

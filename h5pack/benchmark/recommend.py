@@ -11,6 +11,7 @@ from typing import Any
 
 from h5pack.benchmark.cases import (
     HOPELESS,
+    MIN_EPOCH_SECONDS,
     MIN_REPEATS,
     MIN_TURNS,
     NO_TIME,
@@ -19,6 +20,7 @@ from h5pack.benchmark.cases import (
     FileVariant,
     Measurement,
     ceiling_threads,
+    is_small,
 )
 from h5pack.benchmark.loader_settings import (
     Workload,
@@ -33,10 +35,6 @@ from h5pack.format.plans import CachePlan
 from h5pack.pack.options import convert_command
 from h5pack.system.text import counted, format_bytes
 
-MIN_ROWS, MIN_BYTES = 256, 16 * 1024 * 1024
-"""A sample with fewer rows and fewer bytes than this is too small to trust, because it fits into a CPU's caches."""
-MIN_EPOCH_SECONDS = 0.005
-"""So is one that is read in less time than this, because the start of an epoch takes a good part of it."""
 _MAX_FINALISTS = 6
 _NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) stands for it.
 _BUSY_SPREAD = 1.5  # If the ratio of two variants varies by more than this factor, it decides nothing.
@@ -154,9 +152,9 @@ def choose(
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
         return None
-    small = _small_sample(workload, max(one.stated.median for one in found))
+    small = _why_small(workload, max(one.stated.median for one in found))
     picked = _pick_variant(found, workload, compare=not small)
-    ties = [one for one in found if not picked.beats(one)]
+    ties = [one for one in found if small or not picked.beats(one)]
     busy = not small and _is_busy(picked, found, ties, workload)
     if busy:
         ties = [one for one in found if not picked.is_faster(one, MIN_REPEATS)]
@@ -202,13 +200,13 @@ def choose(
     )
 
 
-def _small_sample(workload: Workload, speed: float) -> str:
+def _why_small(workload: Workload, speed: float) -> str:
     """Return why the sample is too small to compare variants, the fastest at `speed` images/s; empty if it is not."""
-    rows, size = workload.sample_rows, workload.sample_rows * workload.row_bytes
-    if rows < MIN_ROWS and size < MIN_BYTES:
-        return f"the sample has only {counted(rows, 'row')} ({format_bytes(size)})"
+    rows = workload.sample_rows
+    if is_small(rows, workload.row_bytes):
+        return f"it has only {counted(rows, 'row')} ({format_bytes(rows * workload.row_bytes)})"
     short = rows < MIN_EPOCH_SECONDS * speed
-    return f"an epoch of the sample takes under {1000 * MIN_EPOCH_SECONDS:.0f} ms" if short else ""
+    return f"an epoch takes under {1000 * MIN_EPOCH_SECONDS:.0f} ms" if short else ""
 
 
 @dataclass(frozen=True)
@@ -316,7 +314,8 @@ def _comparison(
     label = "the input file" if picked.variant.is_input else picked.variant.label
     slower = [one for one in found if one not in ties]
     faster = [one for one in ties if one is not picked and one.was_always_faster(picked)]
-    equal = [one for one in ties if one is not picked and one not in faster]
+    below = [one for one in ties if picked.was_always_faster(one)]
+    equal = [one for one in ties if one is not picked and one not in (*faster, *below)]
     why = _why(picked, [*faster, *equal], workload)
     spreads = [ratios[-1] / ratios[0] for one in equal if (ratios := one.ratios(picked))]
     noise = "runs differ by more than these sizes, so " if TIE * max(spreads, default=1.0) > 1 else ""
@@ -328,6 +327,7 @@ def _comparison(
     for begin, some, end in (
         ("Faster than {} in every turn", faster, f"; {chance}, so {why}"),
         ("No clear difference to {}", equal, f"; {noise}{why}"),
+        ("Slower than {} in every turn", below, "; that may be chance"),
         ("Slower than {}", slower, ""),
     ):
         if some:
@@ -404,7 +404,7 @@ def _code(variant: FileVariant, case: BenchCase, workload: Workload) -> str:
         names += f", fields={fields.split(',')}" if fields else ""
     path = variant.path if variant.is_input else "packed.h5"
     asked = workload.asked_batch_size
-    few = f"  # {workload.num_images:,} images are too few for {asked}" if asked not in (None, case.batch_size) else ""
+    few = f"  # a quarter of the {workload.num_images:,} images" if asked not in (None, case.batch_size) else ""
     return (
         f"dataset = h5pack.H5Dataset({path!r}{names})\n"
         f"loader = h5pack.H5Loader(dataset, batch_size={case.batch_size}, window={case.window}, "

@@ -10,9 +10,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from h5pack.benchmark.cases import CACHES, ENGINES, ORDERS, BenchCase, FileVariant, Measurement, repeats_json
+from h5pack.benchmark.cases import (
+    CACHES,
+    ENGINES,
+    MIN_EPOCH_SECONDS,
+    ORDERS,
+    BenchCase,
+    FileVariant,
+    Measurement,
+    is_small,
+    repeats_json,
+)
 from h5pack.benchmark.recommend import Recommendation
-from h5pack.format.plans import CachePlan
+from h5pack.format.plans import MIN_CHUNKS, CachePlan
 from h5pack.system.text import counted, format_bytes, listed
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
@@ -108,7 +118,7 @@ class BenchReport:
     def parameters(self) -> tuple[str, ...]:
         """The parameters of `bench` that the text may advise to give, such as ``seconds=60``."""
         if self.enough_seconds is None:
-            return (*([self._more_rows] if self._more_rows else []), "full=True")
+            return (*filter(None, (self._more_rows, self._hint()[1])), "full=True")
         return f"seconds={self.enough_seconds}", "orders='window'", "engines='direct'", "full=True"
 
     def to_text(self, full: bool = False) -> str:
@@ -132,26 +142,42 @@ class BenchReport:
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is for H5Loader"
         if chosen.busy:
-            again = "or measure again when nothing else uses the machine"
-            what = f"Repeats differ too much to tell which chunk size is fastest. {what}, {again}"
-        elif chosen.doubts:
-            rest = f"measure more, {self._more_rows}" if self._more_rows else "with so little data it hardly matters"
-            why = "; ".join(chosen.doubts)
-            what = f"The sample is too small to tell which chunk size is fastest: {why}; {rest}. {what}"
-        elif chosen.is_default and len(chosen.ties) > 1:
+            again = "measure again when nothing else uses the machine"
+            what = f"{what[0].lower()}{what[1:]}"
+            what = f"Ratios of speeds differ too much to tell which chunk size is fastest; {again}. Until then, {what}"
+        elif chosen.is_default and len(chosen.ties) > 1 and not chosen.doubts:
             what = f"No chunk size is measurably better: keep the default of {chosen.variant}{size}"
         low, high = chosen.images_per_s_range
         text = f"{what}: {chosen.images_per_s:,.0f} images/s"
         text += f" ({low:,.0f} to {high:,.0f})" if low < high else ""
         text += f" with num_threads={chosen.num_threads}"
         ratio = _ratio_text(chosen)
-        return f"{text}, {ratio}." if ratio else f"{text}."
+        text = f"{text}, {ratio}." if ratio else f"{text}."
+        if chosen.doubts:
+            rest = f"measure more, {self._more_rows}" if self._more_rows else "with so little data it hardly matters"
+            text += f" The sample is too small to compare chunk sizes: {'; '.join(chosen.doubts)}; {rest}."
+        return text
 
     @property
     def _more_rows(self) -> str:
-        """The number of rows to measure if the sample is too small and there are more images."""
-        small = self.recommendation is not None and self.recommendation.doubts
-        return f"rows={self.num_images}" if small and self.sample_rows < self.num_images else ""
+        """The number of rows to measure if the sample is too small, but the source is not."""
+        chosen, rows = self.recommendation, self.num_images
+        if chosen is None or not chosen.doubts or self.sample_rows == rows or is_small(rows, self.row_bytes):
+            return ""
+        return f"rows={rows}" if rows > 2 * MIN_EPOCH_SECONDS * chosen.images_per_s else ""
+
+    def _hint(self) -> tuple[str, str]:
+        """Return advice about other sources, and the parameter that it advises to give; both empty if there is none."""
+        chosen, shape = self.recommendation, self.row_shape
+        if chosen is not None and self.kind == "generated" and chosen.is_default:
+            given = f"chunk_rows={chosen.chunk_rows}"
+            few = f"fewer than {MIN_CHUNKS * (chosen.chunk_rows or 1):,} images"
+            return f"From {few} 'h5pack convert' makes smaller chunks by default; for these, give it {given}.", given
+        if chosen is not None and chosen.doubts and not self._more_rows and len(shape) in (2, 3):
+            axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
+            given = f"size={axes[0]}x{axes[1]}"
+            return f"To compare chunk sizes for more images like these, omit the source and give {given}.", given
+        return "", ""
 
     def ceiling_of(self, cache: str) -> Ceiling | None:
         """Return the ceiling for a page-cache state, if possible the one that the recommendation is compared with.
@@ -280,7 +306,9 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
         reasons = [f"missing: {printable(text)}" for text in report.missing]
     else:
         reasons = [f"Fault of the file: {printable(text)}" for text in report.faults]
-        reasons += [printable(text) for text in chosen.reasons]
+        if report.fix is not None and not chosen.convert:
+            reasons.append(f"A pack has no such faults, for first epochs and other readers: {printable(report.fix)}")
+        reasons += [printable(text) for text in (report._hint()[0], *chosen.reasons) if text]
     typed = [] if chosen is None else [chosen.command, chosen.code]
     code = [f"    {line}" for text in typed for line in text.splitlines()]
     if not full:
@@ -301,7 +329,7 @@ def _facts(report: BenchReport) -> list[str]:
     lines = [f"machine   {machine_text(report.machine)}"]
     lines.append(f"time      {report.seconds.get('all', 0.0):.0f} s of {report.budget_seconds:g} s ({phases})")
     lines += [f"ceiling   {one}: {measured_text(one.speeds)} images/s, {one.cache}" for one in report.ceilings]
-    if report.fix is not None and not (report.recommendation is not None and report.recommendation.convert):
+    if report.fix is not None and report.recommendation is None:
         lines.append(f"fix       {report.fix}")
     return lines + _bullets("notes", map(printable, report.notes))
 
@@ -325,7 +353,8 @@ def _tables(report: BenchReport) -> list[list[str]]:
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
     if blocks:
         blocks.append(_legend(report))
-    run_off = "run-off: medians of all repeats; the ratios above are those within turns"
+    compared = report.recommendation is not None and not report.recommendation.doubts
+    run_off = "run-off: medians of all repeats" + "; the ratios above are those within turns" * compared
     for title, found_cases in (("other settings", table.others), (run_off, report.run_off)):
         measurements = [one for one in found_cases if one.speeds]
         if measurements:
@@ -342,6 +371,8 @@ def _tables(report: BenchReport) -> list[list[str]]:
 def _legend(report: BenchReport) -> list[str]:
     """Return what the marks, engines and orders of the tables mean."""
     marks = [] if report.recommendation is None else ["> recommended", "= not shown to be slower"]
+    if any(variant.compression != "none" for variant in report.variants):
+        marks.append("chunk: bytes of its pixels x stored bytes of all images per byte of their pixels")
     return [
         *marks,
         "direct: H5Loader, without the HDF5 library; single: H5Dataset",
@@ -359,7 +390,8 @@ def _size(variant: FileVariant) -> str:
 def _entry(one: Measurement | None) -> str:
     if one is None or not one.speeds:
         return "-"
-    read = "" if one.amplification is None or one.amplification < 1.05 else f", {one.amplification:.3g}x"
+    factor = one.amplification or 0.0
+    read = "" if factor < 1.05 else f", {factor:.3g}x" if factor < 100 else f", {factor:,.0f}x"
     return measured_text(one.speeds) + read
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import h5py
 
-from h5pack.benchmark.cases import DEFAULT_CHUNK_BYTES, BenchSettings, FileVariant
+from h5pack.benchmark.cases import DEFAULT_CHUNK_BYTES, BenchSettings, FileVariant, is_small
 from h5pack.benchmark.synthetic import make_folder
 from h5pack.combine.convert import convert
 from h5pack.data.dataset import H5Dataset
@@ -238,6 +238,8 @@ def make_sample(
     default_chunk_rows = min(plan_chunks(source.num_images, row_bytes, whole_pages=True).rows, source.num_images)
     given = {*settings.chunk_rows, *(max(1, size // row_bytes) for size in settings.chunk_bytes)}
     wanted = sorted(given or {default_chunk_rows, *(max(1, size // row_bytes) for size in DEFAULT_CHUNK_BYTES)})
+    if not given and is_small(min(settings.rows or source.num_images, source.num_images), row_bytes):
+        wanted, settings = [default_chunk_rows], replace(settings, contiguous=False)
     num_files = len(wanted) * len(settings.compression) + settings.contiguous
     rows = _sample_rows(source, settings, scratch, row_bytes, num_files, int(speed * _PACKING_SHARE * seconds))
     chunk_rows = [count for count in wanted if count == wanted[0] or 2 * count <= rows]

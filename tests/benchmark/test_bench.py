@@ -87,7 +87,22 @@ def test_a_folder_is_packed_measured_and_answered(folder: Path, tmp_path: Path) 
     assert os.fspath(tmp_path) not in text
 
 
-def test_without_other_cases_the_run_off_gets_the_rest_of_the_time(folder: Path, tmp_path: Path) -> None:
+def test_of_few_images_only_the_default_is_measured_and_not_for_long(folder: Path, tmp_path: Path) -> None:
+    report = bench(folder, tmp_path, seconds=40.0)
+    assert report.complete
+    assert [(one.label, one.chunk_rows) for one in report.variants] == [("8 rows", 8)]
+    assert report.seconds["all"] < 20
+    assert report.recommendation is not None
+    assert (report.recommendation.is_default, report.recommendation.busy) == (True, False)
+    assert len(report.recommendation.doubts) == 1
+    # More seconds would not help.
+    assert report.notes == []
+
+
+def test_without_other_cases_the_run_off_gets_the_rest_of_the_time(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("h5pack.benchmark.bench.is_small", lambda *_: False)
     settings = {"chunk_rows": (4, 16), "batch_size": 8, "caches": "hot", "contiguous": False, "orders": "window"}
     report = bench(folder, tmp_path, engines="direct", seconds=20.0, **settings)
     assert report.complete

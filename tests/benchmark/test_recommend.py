@@ -169,7 +169,7 @@ def test_every_variant_that_may_win_needs_three_repeats() -> None:
 def test_a_sample_that_fits_into_caches_decides_nothing() -> None:
     found = [measured("2 rows", 1, 2, 3), measured("32 rows", 7, 8, 9), measured("128 rows", 50, 51, 52)]
     chosen = chosen_from(VARIANTS, *found, sample_rows=100)
-    assert (chosen.variant, len(chosen.doubts), chosen.ties) == ("32 rows", 1, ("32 rows", "128 rows"))
+    assert (chosen.variant, len(chosen.doubts), chosen.ties) == ("32 rows", 1, ("2 rows", "32 rows", "128 rows"))
     # Only the cache that is computed, and the state of the page cache: nothing that chance may have decided.
     assert len(chosen.reasons) == 2
     threads = [replace(measured("32 rows", 90, 91, 92, num_threads=1)), measured("32 rows", 7, 8, 9)]
@@ -332,9 +332,21 @@ def test_a_batch_size_that_the_sample_is_too_small_for_is_the_first_reason() -> 
     assert "batch_size=1024" in chosen.code
     # All images together are too few, too.
     chosen = chosen_from(VARIANTS, measured("32 rows", 9, 9, 9), asked_batch_size=1_024, num_images=4_000)
-    assert all(part in chosen.reasons[0] for part in ("batch_size=256", "1024", "4,000 rows"))
-    assert chosen.batch_size == 256
-    assert "batch_size=256" in chosen.code
+    assert all(part in chosen.reasons[0] for part in ("batch_size=1000", "1024", "4,000 images"))
+    assert all(part in chosen.reasons[1] for part in ("batch_size=256", "4,000 rows"))
+    assert chosen.batch_size == 1_000
+    assert "batch_size=1000" in chosen.code
+
+
+def test_a_variant_that_was_slower_in_every_turn_is_said_to_be_slower() -> None:
+    """Also if repeats differ too much to compare variants: of the other one it was only once slower."""
+    usual, below = measured("32 rows", 100, 100, 100, 100), measured("2 rows", 30, 99, 40, 99)
+    found = [usual, below, measured("128 rows", 30, 150, 90, 60)]
+    chosen = chosen_from(VARIANTS, *found)
+    assert (chosen.variant, chosen.busy) == ("32 rows", True)
+    (text,) = [reason for reason in chosen.reasons if "2 rows 0." in reason]
+    assert "every turn" in text
+    assert sum("128 rows 0.75" in reason for reason in chosen.reasons) == 1
 
 
 def test_the_speed_of_a_first_epoch_that_decodes_is_a_reason() -> None:

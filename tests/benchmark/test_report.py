@@ -45,8 +45,13 @@ def test_the_answer_says_what_to_type_and_every_doubt() -> None:
     assert report.parameters == (f"rows={report.num_images}", "full=True")
     assert all(parameter in text for parameter in report.parameters)
     report.sample_rows = report.num_images
-    assert report.parameters == ("full=True",)
+    assert report.parameters == ("size=218x178", "full=True")
     assert "rows=" not in report.headline()
+    # Nor are more rows asked for if all of them are read in a few milliseconds, or are few.
+    for num_images, speed in ((6_000, 1e6), (200, 1.0)):
+        chosen = reports.recommended(report.variants[4], doubts=("few",), images_per_s=speed)
+        report.num_images, report.sample_rows, report.recommendation = num_images, 100, chosen
+        assert report.parameters == ("size=218x178", "full=True")
     assert text.startswith("interrupted")
     assert not reports.folder_report().to_text().startswith("interrupted")
 
@@ -103,11 +108,15 @@ def test_no_figure_is_above_its_ceiling_and_a_noisy_one_is_left_out(seed: int) -
 def test_the_headline_says_why_nothing_could_be_compared() -> None:
     report = reports.folder_report()
     report.recommendation = reports.recommended(reports.packed(36), is_default=True, busy=True)
-    assert all(part in report.headline() for part in ("Repeats differ", "36 rows"))
+    assert all(part in report.headline() for part in ("differ", "36 rows"))
     report.recommendation = reports.recommended(reports.packed(36), is_default=True, doubts=("the sample has 9 rows",))
     assert all(part in report.headline() for part in ("the sample has 9 rows", "36 rows"))
     report.recommendation = reports.recommended(reports.packed(36), is_default=True)
-    assert not any(part in report.headline() for part in ("Repeats", "sample"))
+    assert not any(part in report.headline() for part in ("differ", "sample"))
+    # A few images like the generated ones would get smaller chunks.
+    report.kind = "generated"
+    assert report.parameters == ("chunk_rows=36", "full=True")
+    assert all(part in report.to_text() for part in ("2,304", "chunk_rows=36"))
 
 
 def test_the_full_text_has_every_case_and_note() -> None:
