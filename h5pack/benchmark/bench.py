@@ -216,7 +216,7 @@ class _Comparison:
         return self._repeats() > before
 
     def _measure_again(self, cases: Sequence[BenchCase], seconds: float, **options: Any) -> None:
-        """Add repeats of cases to the run-off, also if this is interrupted."""
+        """Add repeats of cases to the run-off; keep them if interrupted."""
         found: list[Measurement] = []
         try:
             self.sweep.measure(cases, seconds, found, self.ceilings, **options)

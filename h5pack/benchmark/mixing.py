@@ -241,7 +241,7 @@ def _enough(orders: tuple[OrderMixing, ...], chunks: int, allowed: float, epochs
 
 
 def _sampled_runs(batches: int, max_batches: int) -> list[range]:
-    """Return the batch numbers to sample: all of them, or `max_batches` in evenly spaced runs."""
+    """Return the batch numbers to sample: all, or at most `max_batches` in evenly spaced runs."""
     if batches <= max_batches:
         return [range(batches)]
     length = max_batches // _RUNS

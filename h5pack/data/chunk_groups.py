@@ -83,7 +83,7 @@ class OpenBatches:
         self._memory[batch], self._missing[batch] = memory, rows
 
     def open_block(self, block: Block, memory: BatchMemory) -> None:
-        """Register the whole batches of a block, whose memory is one after the other in `memory`."""
+        """Register the whole batches of a block; `memory` holds them one after the other."""
         start = 0
         for batch, _, rows in block.spans:
             self.open(batch, memory.part(start, rows), rows)

@@ -312,9 +312,9 @@ class ChunkReader:
         return rows
 
     def run(self, seconds: float, num_threads: int, rows: int, begin: float = 0.0, *, once: bool = False) -> Repeat:
-        """Measure reading the first `rows` rows in stored order for `seconds`, or until all are read if `once`.
+        """Measure reading the first `rows` rows in stored order for `seconds`; if `once`, at most until all are read.
 
-        Start at the fraction `begin` (0 to 1) of these rows, and continue with the first row after the last one.
+        Start at the fraction `begin` (0 to 1) of these rows; after the last one, continue with row 0.
         """
         blocks = list(self._blocks(0, rows))
         deadline, first_block = time.perf_counter() + seconds, int(begin * len(blocks))

@@ -194,7 +194,7 @@ def _waterfall(report: DoctorReport) -> list[str]:
     high = max(medians, default=10.0)
     width = max(map(len, STAGE_TITLES.values()))
     lines = [
-        f"{'stage':{width}}  {'images/s':>9}  {'lowest - highest':>19}  {'CPUs':>4}  logarithmic from {rate_text(low)}"
+        f"{'stage':{width}}  {'images/s':>9}  {'lowest - highest':>19}  {'CPUs':>4}  log scale from {rate_text(low)}"
     ]
     for result in report.stages:
         title, rates = f"{STAGE_TITLES[result.stage]:{width}}", result.rates

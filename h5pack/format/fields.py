@@ -191,8 +191,9 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
         if array.dtype.kind not in "biuf":
             raise FieldValueError(row, f"is {_short(values[row])}, neither numbers nor texts")
         beside_lists = not array.ndim and len(arrays) < len(given)
+        expected = "others are lists" if beside_lists else f"others have {first.shape}"
         if beside_lists or array.ndim != first.ndim or array.shape[1:] != first.shape[1:]:
-            raise FieldValueError(row, f"has the shape {array.shape}, but others have {first.shape}")
+            raise FieldValueError(row, f"has the shape {array.shape}, but {expected}")
     if not arrays and given:
         first = np.zeros(0)
     dtype = np.result_type(*{array.dtype for array in arrays.values()}) if arrays else first.dtype

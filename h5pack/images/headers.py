@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 _SOF = (0xC0, 0xC1, 0xC2)
 _APP0, _APP1, _APP14, _SOS = 0xE0, 0xE1, 0xEE, 0xDA
-# Segments to skip: tables, restart intervals, comments, and all APPn except APP1, which may have an orientation.
-_SKIPPED = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)} - {_APP1})
+# Accepted segments: tables, restart intervals, comments, and APPn except APP1, which may have an orientation.
+_ACCEPTED = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)} - {_APP1})
 # APPn segments that Pillow parses. It rejects an image in which they are malformed, so images with them are left to it.
 _PILLOW_SEGMENTS = (b"MPF\0", b"Photoshop 3.0\0")
 _JFIF_BYTES, _ICC_BYTES, _ADOBE_BYTES = 14, 14, 12
@@ -94,7 +94,7 @@ def parse_jpeg(head: bytes) -> ImageHeader | None:
             if frame:
                 return None
             frame = body
-        elif marker not in _SKIPPED or body.startswith(_PILLOW_SEGMENTS):
+        elif marker not in _ACCEPTED or body.startswith(_PILLOW_SEGMENTS):
             return None
         elif marker == _APP0 and body[:4] == b"JFIF":
             if len(body) < _JFIF_BYTES or body[4]:

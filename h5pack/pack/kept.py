@@ -51,7 +51,7 @@ class EncodedPlaces:
 
     def __init__(self, images: int, fields: int = 0) -> None:
         self.paths: list[str] = []
-        self.owners = np.full(images, -1, np.int32)  # (M,): index in `paths`; -1: not encoded
+        self.owners = np.full(images, -1, np.int32)  # (M,): index in `paths`; -1: in no temporary file
         self.images = np.zeros(images, ENCODED_IMAGE)
         self.fields = [EncodedPlaces(images) for _ in range(fields)]
 
@@ -67,7 +67,7 @@ class EncodedPlaces:
             field.add(path, masks)
 
     def file(self, index: int) -> EncodedFile | None:
-        """Return where the bytes of an image are; None if it was not encoded."""
+        """Return where an image is in the temporary files; None if it is in none."""
         owner, image = self.owners[index], self.images[index]
         return None if owner < 0 else EncodedFile(self.paths[owner], int(image["offset"]), int(image["checksum"]))
 

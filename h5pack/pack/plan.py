@@ -170,7 +170,7 @@ class ConvertPlan:
         return RowOffsets(addresses, self.chunks.rows, self.row_bytes)
 
     def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
-        """Return where the encoded bytes of images (catalog indices, int64 (n,)) are; None for those not encoded."""
+        """Return where images (catalog indices, int64 (n,)) are in temporary files; None for those in none."""
         return [None] * len(indices)
 
     @property
@@ -347,7 +347,7 @@ class ConvertPlan:
         splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in self.split_rows().items())
         if options.val is not None:
             of = "each class" if self.catalog.labels is not None and self.catalog.labels.ndim == 1 else "the images"
-            taken = "" if len(self.catalog.split_names) == 2 else ", taken from those for training"
+            taken = "" if len(self.catalog.split_names) == 2 else " in the training split"
             splits += f" (val: {options.val:g} of {of}{taken}, seed {options.seed})"
         file = format_bytes(self.file_bytes)
         if options.filter is not None:

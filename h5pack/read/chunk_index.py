@@ -44,7 +44,7 @@ class ChunkIndex:
     dtype: np.dtype[Any]  # in stored byte order
     shape: tuple[int, ...]
     chunk_rows: int  # consecutive rows stored together: those of a chunk, or all rows of a contiguous dataset
-    group_rows: int  # rows that are read together: one chunk, or about 4 MiB of a contiguous dataset
+    group_rows: int  # rows that are read together: one chunk, or up to 4 MiB of a contiguous dataset
     addresses: npt.NDArray[np.int64]
     fill: bytes = b""  # one row of fill values in stored byte order; empty if every chunk has allocated storage
     library_reason: str | None = None  # why rows are read through the HDF5 library; None if they are read directly
@@ -212,11 +212,11 @@ class RowRanges:
 
 
 def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkIndex:
-    """Return the index of a numeric dataset, and check that all its chunks are inside the file.
+    """Return the index of a numeric dataset; check its chunks if rows can be read directly.
 
-    `file` and `name` are those that the user gave; if `name` is a link, `dataset` may belong to another file. Raises
-    PackFormatError if a filter's decoder is missing, or if chunks extend past the end of the file, overlap, or are off
-    the chunk grid.
+    `dataset` was opened as `name` in `file`, but may belong to another file if `name` is a link. Raises PackFormatError
+    if a filter's decoder is missing, or if checked chunks extend past the end of the file, overlap, or are off the
+    chunk grid.
     """
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     chunk_rows = dataset.chunks[0] if dataset.chunks else max(1, dataset.shape[0])
@@ -276,7 +276,7 @@ def _stored_checksums(file: h5py.File, name: str, table: ChunkTable) -> npt.NDAr
 
 
 def contiguous_group_rows(rows: int, row_bytes: int) -> int:
-    """Return the number of rows of a chunk group in a dataset without chunks: about 4 MiB, at most 4,096 rows."""
+    """Return the rows of a chunk group in a dataset without chunks: as `plan_chunks` chooses, but at most 4,096."""
     if row_bytes >= DEFAULT_CHUNK_BYTES:
         return 1
     return min(_MAX_GROUP_ROWS, plan_chunks(max(1, rows), max(1, row_bytes)).rows)
