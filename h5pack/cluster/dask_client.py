@@ -3,7 +3,7 @@
 `open_dask_executor` wraps a `distributed.Client` as an executor of `concurrent.futures`. Before any task runs, each
 worker is checked: it must have the same versions of the packages that decode images, and must see the source and the
 output's folder. A worker that joins later is checked before its first task. Tasks are sent as bytes, because the
-scheduler would otherwise unpickle each name in a task. The object that all tasks share is sent once to each worker
+scheduler would otherwise unpickle each image's name. The object that all tasks share is sent once to each worker
 process, by a worker plugin that also reaches workers that join later.
 
 If a worker is lost, the scheduler gives its tasks to another one. A task may therefore run twice, even at the same

@@ -42,7 +42,7 @@ class BatchKey:
 
     rows: torch.Tensor  #: The index of each sample in the file's datasets: int64, (N,), on the images' device.
     epoch: int
-    repeats: int | torch.Tensor = 0  #: How often each row was delivered before in this epoch: an int, or int64, (N,).
+    repeats: int | torch.Tensor = 0  #: Number of the repeat by an `EchoLoader`; 0: none. An int, or int64, (N,).
     view: int = 0  #: Which of several augmented views of the same images: 0, 1, ...
 
 

@@ -177,9 +177,10 @@ class EchoLoader(LoaderWrapper):
         settings = self._settings()
         for name in {**settings, **saved}:
             if saved.get(name) != settings.get(name):
+                shown = {"most": "max_factor"}.get(name, name)
                 raise StateError(
-                    f"the state was saved with {name}={saved.get(name)!r}, but this EchoLoader has "
-                    f"{name}={settings.get(name)!r}; use the same value to resume"
+                    f"the state was saved with {shown}={saved.get(name)!r}, but this EchoLoader has "
+                    f"{shown}={settings.get(name)!r}; use the same value to resume, or start a new epoch"
                 )
         super().load_state_dict(loader)
         self._loaded = loaded

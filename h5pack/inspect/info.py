@@ -320,7 +320,7 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
         found.append("h5py chose the chunks (chunks=True) without regard to rows")
     # Compression of a pack is no fault, because h5pack decodes each chunk only once per shuffle window.
     own = schema.FORMAT in dataset.file.attrs
-    times = "once" if kept else "at most once an epoch"
+    times = "once" if kept else "once a shuffle window"
     if filters and not own and per_row * chunk_bytes > _DEFAULT_CACHE_BYTES:
         found.append(
             f"the chunks of one row take {per_row * chunk_bytes / 2**20:.1f} MiB, more than HDF5's default cache of "

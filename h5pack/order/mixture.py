@@ -132,7 +132,7 @@ class _PackOrder:
         return indices
 
     def _from(self, first: int) -> Iterator[Rows]:
-        """Yield the dataset indices of each chunk group of the pack's order, the first one from row `first` on."""
+        """Yield the dataset indices of the pack's order from row `first` on, one array per chunk group."""
         epoch, row = divmod(first, self._plan.rows.count)
         batch, skipped = divmod(row, BLOCK_ROWS)
         while True:

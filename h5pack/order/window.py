@@ -130,9 +130,9 @@ class OrderPlan:
             )
         if self.batch_size % self.step_streams:
             raise OptionsError(
-                f"a batch of {self.batch_size} rows cannot be divided among {self.step_streams} streams; give a "
-                f"multiple of {self.step_streams}, or fewer streams",
-                parameters=("streams",),
+                f"a batch of {self.batch_size} rows cannot be divided among the {self.step_streams} streams of a rank; "
+                f"give a batch_size that is a multiple of {self.step_streams}, or fewer streams",
+                parameters=("batch_size", "streams"),
             )
 
     @cached_property

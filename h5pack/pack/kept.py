@@ -120,7 +120,7 @@ class KeptPlan(ConvertPlan):
 
     @property
     def pixel_rows(self) -> tuple[PixelRows, ...]:
-        """See `ConvertPlan`; masks of images of any size are stored as PNG files."""
+        """See `ConvertPlan`; empty, because masks are stored as PNG files."""
         return ()
 
     def mask_tables(self) -> list[EncodedMasks]:

@@ -83,7 +83,7 @@ def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
     outside = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > len(data))
     if outside.any() or not 0 <= offsets[0] <= len(data):
         row = int(outside.argmax()) if len(outside) else 0
-        problem = f"row {row} lies outside of the {len(data):,} entries of {paths[0]!r}; {_ADVICE}"
+        problem = f"row {row} is not a range of the {len(data):,} entries of {paths[0]!r}; {_ADVICE}"
         raise dataset_error(file.filename, paths[1], problem, (row,))
     checksums = find_item(file, f"{schema.CHECKSUMS}/{name}")
     known = isinstance(checksums, h5py.Dataset) and checksums.shape == (len(offsets) - 1,)

@@ -142,7 +142,7 @@ class MapStyleReader(SourceReader):
         except Exception as error:
             # Pillow decodes a lazily opened image only at this point, and NumPy rejects ragged lists and some tensors.
             raise RejectedImageError(
-                f"the dataset's sample cannot be converted to pixels and a label ({type(error).__name__}: {error})"
+                f"the dataset's sample cannot be converted to arrays ({type(error).__name__}: {error})"
             ) from error
 
     def _given(self, index: int) -> Any:
