@@ -245,7 +245,7 @@ def all_tables(found: dict[str, Any]) -> dict[str, str]:
         "crops": tables.crops_table(found["crops"]),
         "crops large": tables.crops_table(found["crops_large"]),
         "several": tables.several_table(found["several"]),
-        "hot": tables.hot_table(found["read"], every_batch=True),
+        "hot": tables.hot_table(found["read"]),
         "cold": tables.cold_table(found["read"]),
         "compressed": tables.compressed_table(found["compressed"]),
         "foreign": tables.foreign_table(found["foreign"]),

@@ -77,13 +77,15 @@ def cluster_paper(result: dict[str, Any]) -> str:
     return "\n".join(["| 100 million images | |", "|---|---|", *lines])
 
 
+def _machine(result: dict[str, Any]) -> str:
+    machine = result["machine"]
+    return f"{machine['processor']}{' (a virtual machine)' * machine['virtual']}, {machine['cpus']} CPUs"
+
+
 def convert_table(result: dict[str, Any]) -> str:
     """The figures of conversion as a Markdown table."""
-    machine = result["machine"]
+    where = f"{_machine(result)}, {result['machine']['file_system']}"
     repeats = next(iter(result["cases"].values()))["write_seconds"]["repeats"]
-    where = (
-        machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['file_system']}"
-    )
     columns = (
         "decoder, writing",
         "only open, read, decode: images/s",
@@ -119,24 +121,23 @@ def way_of(found: dict[str, Any], name: str, threads: int) -> dict[str, Any]:
     return next(case for case in found["hot"] if case["case"] == name and case["threads"] == threads)
 
 
-def _read_cell(case: dict[str, Any] | None) -> str:
-    if case is None:
-        return "-"
+def _read_cell(case: dict[str, Any]) -> str:
     speed, ratio = case["images_per_s"], case["of_memory_copy"]
     return f"{speed['median']:,.0f} | {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
 
 
-def hot_table(result: dict[str, Any], *, every_batch: bool) -> str:
+def hot_table(result: dict[str, Any]) -> str:
     """The figures of hot reading as a Markdown table."""
+    repeats = next(iter(result["sizes"].values()))["hot"][0]["images_per_s"]["repeats"]
     lines = [
+        f"{_machine(result)}; medians of {repeats} interleaved repeats, minimum to maximum in brackets.",
+        "",
         "| reader | threads or workers | rows | batch | images/s | of the memory copy |",
         "|---|---|---|---|---|---|",
     ]
     for name, found in result["sizes"].items():
-        first = found["hot"][0]["batch"]
         for case in found["hot"]:
-            if every_batch or case["batch"] == first:
-                lines.append(f"| {case['case']} | {case['threads']} | {name} | {case['batch']} | {_read_cell(case)} |")
+            lines.append(f"| {case['case']} | {case['threads']} | {name} | {case['batch']} | {_read_cell(case)} |")
     return "\n".join(lines)
 
 
@@ -244,15 +245,14 @@ def _speed_cell(one: Measurement | None) -> str:
 
 def chunk_size_about(result: dict[str, Any]) -> str:
     """The machine, the images, and the ceilings of the run, as a sentence."""
-    machine, report = result["machine"], BenchReport.from_json(result)
-    where = machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "")
+    where, report = _machine(result), BenchReport.from_json(result)
     rows = " x ".join(str(size) for size in report.row_shape)
     ceilings = "; ".join(
         f"{one.name}, {counted(one.num_threads, 'thread')}: {statistics.median(one.speeds):,.0f}"
         for one in report.ceilings
     )
     return (
-        f"{where}, {machine['cpus']} CPUs, {machine['file_system']}; {report.sample_rows:,} images of "
+        f"{where}, {result['machine']['file_system']}; {report.sample_rows:,} images of "
         f"{rows}, batches of 256, windows of 16 chunks; medians, images/s. Ceilings: {ceilings}."
     )
 
@@ -563,8 +563,7 @@ def _notes(found: dict[str, Any]) -> list[str]:
 
 
 def _heading(result: dict[str, Any], name: str, found: dict[str, Any]) -> str:
-    machine = result["machine"]
-    where = machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['cpus']} CPUs"
+    machine, where = result["machine"], _machine(result)
     repeats = next(iter(found["ceilings"].values()))["repeats"]
     return (
         f"{name} rows, {found['rows']:,} images, {found['raw_mb']:,.0f} MB of pixels, batch {result['batch']};\n"
@@ -601,8 +600,7 @@ def peers_table(result: dict[str, Any]) -> str:
 
 def crops_table(result: dict[str, Any]) -> str:
     """Speeds of random crops as a Markdown table."""
-    machine, threads = result["machine"], result["threads"]
-    where = machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['cpus']} CPUs"
+    where, threads = _machine(result), result["threads"]
     names = [*threads["1"]]
     repeats, kilobytes = threads["1"][names[0]]["images_per_s"]["repeats"], f"{result['image_bytes'] / 1000:,.0f}"
     lines = [
@@ -632,8 +630,7 @@ def crops_table(result: dict[str, Any]) -> str:
 
 def several_table(result: dict[str, Any]) -> str:
     """Speeds of several packs as a Markdown table."""
-    machine = result["machine"]
-    where = machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['cpus']} CPUs"
+    where = _machine(result)
     first = result["sizes"]["224"]
     repeats = first["loading"]["1"]["one pack"]["images_per_s"]["repeats"]
     small, sizes = result["sizes"]["32"]["rows"], ("150 KB", "3 KB")
