@@ -195,7 +195,7 @@ class _Comparison:
         Return whether there were more repeats than before; it may be called again to add some.
         """
         report, workload, left = self.report, self.workload, self.end - self.clock()
-        if self.missing(cache):
+        if self.missing(cache) or self.is_small(cache):
             return False
         before = self._repeats()
         cases = finalists(report.variants, report.measurements, workload, cache)
@@ -238,6 +238,11 @@ class _Comparison:
         """Return what is missing for a recommendation."""
         report = self.report
         return missing(report.variants, report.measurements, report.run_off, self.workload, cache, not_packed)
+
+    def is_small(self, cache: str) -> bool:
+        """Return whether the sample is too small to compare variants."""
+        chosen = self.choose(cache)
+        return chosen is not None and bool(chosen.doubts)
 
     def choose(self, cache: str) -> Recommendation | None:
         """Return the recommendation."""
@@ -364,6 +369,8 @@ class BenchRun:
             report.recommendation = comparison.choose(cache)
         ceilings.copy = None  # Free the memory of its arrays.
         _note_slow(report, sample, batch_size)
+        if comparison.is_small(cache):
+            end = min(end, self._clock() + _SMALL_SECONDS)
         self._measure_others(report, every, sweep, end)
         if not report.missing:
             # Choose again: the reasons include h5py's speed on the input file, which was measured only now.
@@ -374,7 +381,8 @@ class BenchRun:
         done = {one.case for one in report.measurements}
         others, left = [case for case in every if case not in done], end - self._clock()
         cases, left_out = plan_cases(others, left)
-        if left_out and not is_small(report.sample_rows, report.row_bytes):
+        # More seconds would not help if the sample is too small.
+        if left_out and not (report.recommendation is not None and report.recommendation.doubts):
             enough = enough_seconds(self._settings.seconds, left, others)
             report.notes.append(
                 f"{len(left_out)} of {len(every)} cases of the tables were not measured for lack of time; about "

@@ -152,7 +152,7 @@ def choose(
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
         return None
-    small = _why_small(workload, max(one.stated.median for one in found))
+    small = _why_small(workload, _pick_variant(found, workload, compare=False).stated.median)
     picked = _pick_variant(found, workload, compare=not small)
     ties = [one for one in found if small or not picked.beats(one)]
     busy = not small and _is_busy(picked, found, ties, workload)
@@ -185,7 +185,7 @@ def choose(
         doubts=(small,) if small else (),
         reasons=(
             *measuring_reasons(variant, workload),
-            *([] if small else _comparison(picked, found, ties, workload)),
+            *(_speeds(found) if small else _comparison(picked, found, ties, workload)),
             *cache_reasons,
             *gain_reasons,
             _cache_reason(workload, cache),
@@ -201,7 +201,7 @@ def choose(
 
 
 def _why_small(workload: Workload, speed: float) -> str:
-    """Return why the sample is too small to compare variants, the fastest at `speed` images/s; empty if it is not."""
+    """Return why a sample read at `speed` images/s is too small to compare variants; empty if it is not."""
     rows = workload.sample_rows
     if is_small(rows, workload.row_bytes):
         return f"it has only {counted(rows, 'row')} ({format_bytes(rows * workload.row_bytes)})"
@@ -305,6 +305,12 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
     return 1 + (variant.compression != "none"), abs(math.log(variant.chunk_rows / max(1, workload.default_chunk_rows)))
 
 
+def _speeds(found: Sequence[_Compared]) -> list[str]:
+    """Return a sentence with the speeds of variants that are not compared, if there are several."""
+    speeds = [f"{one.variant.label} {one.stated.median:,.0f}" for one in found]
+    return [f"Measured, but too short to compare, images/s: {', '.join(speeds)}."] if len(speeds) > 1 else []
+
+
 def _comparison(
     picked: _Compared, found: Sequence[_Compared], ties: Sequence[_Compared], workload: Workload
 ) -> list[str]:
@@ -327,7 +333,7 @@ def _comparison(
     for begin, some, end in (
         ("Faster than {} in every turn", faster, f"; {chance}, so {why}"),
         ("No clear difference to {}", equal, f"; {noise}{why}"),
-        ("Slower than {} in every turn", below, "; that may be chance"),
+        ("Slower than {} in every turn", below, ", but ratios vary too much to be sure"),
         ("Slower than {}", slower, ""),
     ):
         if some:

@@ -171,8 +171,8 @@ class BenchReport:
         chosen, shape = self.recommendation, self.row_shape
         if chosen is not None and self.kind == "generated" and chosen.is_default:
             given = f"chunk_rows={chosen.chunk_rows}"
-            few = f"fewer than {MIN_CHUNKS * (chosen.chunk_rows or 1):,} images"
-            return f"From {few} 'h5pack convert' makes smaller chunks by default; for these, give it {given}.", given
+            few = f"For fewer than {MIN_CHUNKS * ((chosen.chunk_rows or 1) - 1) + 1:,} images"
+            return f"{few} 'h5pack convert' makes smaller chunks by default, to mix them well; not with {given}.", given
         if chosen is not None and chosen.doubts and not self._more_rows and len(shape) in (2, 3):
             axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
             given = f"size={axes[0]}x{axes[1]}"

@@ -170,8 +170,9 @@ def test_a_sample_that_fits_into_caches_decides_nothing() -> None:
     found = [measured("2 rows", 1, 2, 3), measured("32 rows", 7, 8, 9), measured("128 rows", 50, 51, 52)]
     chosen = chosen_from(VARIANTS, *found, sample_rows=100)
     assert (chosen.variant, len(chosen.doubts), chosen.ties) == ("32 rows", 1, ("2 rows", "32 rows", "128 rows"))
-    # Only the cache that is computed, and the state of the page cache: nothing that chance may have decided.
-    assert len(chosen.reasons) == 2
+    # Only the speeds, the cache that is computed, and the state of the page cache: nothing that chance may have decided.
+    assert len(chosen.reasons) == 3
+    assert all(part in chosen.reasons[0] for part in ("2 rows 2,", "32 rows 8,", "128 rows 51"))
     threads = [replace(measured("32 rows", 90, 91, 92, num_threads=1)), measured("32 rows", 7, 8, 9)]
     assert chosen_from(VARIANTS, *found, run_off=threads, sample_rows=100).num_threads == 2
     chosen = chosen_from(VARIANTS, *found)
@@ -357,7 +358,7 @@ def test_the_speed_of_a_first_epoch_that_decodes_is_a_reason() -> None:
 
 def test_a_sample_that_is_read_in_milliseconds_is_too_small() -> None:
     for speed, number in ((790_000, 0), (810_000, 1)):
-        found = [measured("32 rows", *[speed] * 3), measured("128 rows", *[speed / 3] * 3)]
+        found = [measured("32 rows", *[3 * speed] * 3), measured("128 rows", *[speed] * 3)]
         chosen = chosen_from(VARIANTS, *found, default_chunk_rows=128)
         assert len(chosen.doubts) == number
         assert chosen.variant == ("128 rows" if number else "32 rows")
