@@ -287,7 +287,7 @@ class BenchRun:
         try:
             with ScratchFolder(settings.scratch) as scratch:
                 with self._phase("packing a sample"):
-                    source = find_input(self._source, self._options, scratch.path)
+                    source = find_input(self._source, self._options, scratch.path, settings.rows)
                     sample = make_sample(source, settings, scratch, self._clock, end - self._clock())
                 packing = self._clock() - begin
                 self._on_progress(packing)

@@ -18,7 +18,7 @@ from typing import Any
 import h5py
 
 from h5pack.benchmark.cases import DEFAULT_CHUNK_BYTES, BenchSettings, FileVariant, is_small
-from h5pack.benchmark.synthetic import make_folder
+from h5pack.benchmark.synthetic import MAX_SIDE, make_folder
 from h5pack.combine.convert import convert
 from h5pack.data.dataset import H5Dataset
 from h5pack.errors import H5PackError, NoImagesError, NoSpaceError, OptionsError, SizesDifferError, SourceError
@@ -39,9 +39,10 @@ from h5pack.system.text import counted, listed
 
 MIN_IMAGES = 8
 MAX_SAMPLE_BYTES = 512 * 1024 * 1024
-_GENERATED_IMAGES, _GENERATED_SIZE = 4_000, (218, 178)
+# Of small images, generate enough that an epoch takes many milliseconds.
+_GENERATED_IMAGES, _GENERATED_BYTES, _GENERATED_SIZE = 4_000, 96 * 1024 * 1024, (218, 178)
 _FALLBACK_SIZE = (224, 224)
-_PROBE_IMAGES, _PROBE_BYTES = 64, 64 * 1024 * 1024
+_PROBE_IMAGES, _PROBE_BYTES, _PROBE_SECONDS = (64, 512), 64 * 1024 * 1024, 0.1
 _PACKING_SHARE = 0.2
 """Fraction of the time budget for packing the sample."""
 _PREFIX, _LOCK = ".h5pack-bench-", "lock"
@@ -105,11 +106,16 @@ class BenchInput:
     not_convertible: str = ""  # Why the input cannot be converted; empty if it can.
 
 
-def find_input(path: str | os.PathLike[str] | None, options: dict[str, Any], scratch: Path) -> BenchInput:
-    """Open the input of a benchmark. If `path` is None, generate images in `scratch`."""
+def find_input(
+    path: str | os.PathLike[str] | None, options: dict[str, Any], scratch: Path, rows: int | None = None
+) -> BenchInput:
+    """Open the input of a benchmark. If `path` is None, generate images in `scratch`: `rows` if that is given."""
     if path is None:
-        folder, count = scratch / "images", _GENERATED_IMAGES
-        make_folder(folder, count, _GENERATED_SIZE)
+        folder, (height, width) = scratch / "images", options.get("size") or _GENERATED_SIZE
+        row_bytes = 3 * height * width
+        count = min(max(_GENERATED_IMAGES, _GENERATED_BYTES // row_bytes), MAX_SAMPLE_BYTES // row_bytes)
+        count = max(MIN_IMAGES, count if rows is None else rows)
+        make_folder(folder, count, (min(height, MAX_SIDE), min(width, MAX_SIDE)))
         return BenchInput(kind="generated", source=str(folder), num_images=count, options=options)
     source = os.fspath(path)
     if Path(path).is_file() and is_hdf5(Path(path)):
@@ -230,7 +236,7 @@ def make_sample(
     begin = clock()
     packer = _Packer(source, scratch.path)
     try:
-        row_bytes, speed = packer.probe(clock)
+        row_bytes, speed = packer.probe()
     except NoImagesError as error:
         if source.variant is None:
             raise
@@ -284,18 +290,19 @@ class _Packer:
         self.options = source.options
         self.notes: list[str] = []
 
-    def probe(self, clock: Callable[[], float]) -> tuple[int, float]:
+    def probe(self) -> tuple[int, float]:
         """Convert a few images; return the bytes per row, and the estimated images/s when all CPUs convert."""
         row_bytes, speed = 0, 0.0
         path = self._folder / "first.h5"
         # Convert two images first to learn the size of a row, which may be hundreds of megabytes.
-        for limit in (2, _PROBE_IMAGES):
+        for limit in (2, *_PROBE_IMAGES):
             limit = min(limit, max(2, _PROBE_BYTES // row_bytes)) if row_bytes else limit
-            begin = clock()
             report = self.convert(path, limit=limit, num_workers=1, overwrite=True)
-            speed = available_cpus() * report.images / max(1e-3, clock() - begin)
+            speed = available_cpus() * report.images / max(1e-3, report.seconds["write"])
             dataset = H5Dataset(path)
             row_bytes = dataset.engine.indexes[dataset.names[0]].row_bytes
+            if report.images > 2 and report.seconds["write"] > _PROBE_SECONDS:
+                break
         path.unlink()
         return row_bytes, speed
 
@@ -358,7 +365,7 @@ def _sample_rows(
         return max(MIN_IMAGES, min(settings.rows, source.num_images))
     disk_bytes = int(0.8 * free_bytes(scratch.path)) // num_files
     max_bytes = min(MAX_SAMPLE_BYTES, available_memory() // (3 * num_files), disk_bytes)
-    return max(MIN_IMAGES, min(source.num_images, max_bytes // row_bytes, max(rows_in_time, _PROBE_IMAGES)))
+    return max(MIN_IMAGES, min(source.num_images, max_bytes // row_bytes, max(rows_in_time, _PROBE_IMAGES[0])))
 
 
 def _write_contiguous(base: Path, path: Path) -> None:

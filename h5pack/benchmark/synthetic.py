@@ -21,7 +21,8 @@ from PIL import Image
 from h5pack.system.machine import available_cpus
 
 CLASSES = ("amber", "coral", "fern", "heather", "indigo", "lagoon", "moss", "slate")
-_CANVAS = 1024
+MAX_SIDE = 1024
+"""Maximum height and width of an image."""
 _DISCS = 3000
 
 
@@ -51,7 +52,7 @@ def make_folder(
             list(pool.map(_make_class, *zip(*jobs, strict=True)))
 
 
-def dead_leaves(seed: int, label: int, canvas: int = _CANVAS) -> npt.NDArray[np.uint8]:
+def dead_leaves(seed: int, label: int, canvas: int = MAX_SIDE) -> npt.NDArray[np.uint8]:
     """Return an image of one class, uint8 (canvas, canvas, 3)."""
     random = np.random.default_rng([seed, label])
     picture = np.zeros((canvas, canvas, 3), np.float32)
@@ -77,7 +78,7 @@ def _colour(random: np.random.Generator, label: int) -> tuple[float, float, floa
 
 def _make_class(folder: Path, numbers: list[int], label: int, size: tuple[int, int], quality: int, seed: int) -> None:
     height, width = size
-    canvas = dead_leaves(seed, label, max(256, _CANVAS if max(size) > 64 else 256))
+    canvas = dead_leaves(seed, label, max(256, MAX_SIDE if max(size) > 64 else 256))
     random = np.random.default_rng([seed, label, 1])
     for number in numbers:
         top = int(random.integers(0, canvas.shape[0] - height + 1))

@@ -15,6 +15,7 @@ import h5pack
 from h5pack.benchmark.bench import BenchRun, make_settings
 from h5pack.benchmark.cases import MIN_TURNS
 from h5pack.benchmark.report import BenchReport
+from h5pack.benchmark.sample import find_input
 from h5pack.benchmark.sweep import Sweep
 from h5pack.cli import main
 from h5pack.errors import OptionsError
@@ -93,6 +94,18 @@ def test_a_folder_is_packed_measured_and_answered(folder: Path, tmp_path: Path, 
     text = json.dumps(report.to_json())
     assert BenchReport.from_json(json.loads(text)).recommendation == chosen
     assert os.fspath(tmp_path) not in text
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "count"), [((32, 32), None, 32_768), ((512, 1100), None, 317), ((32, 32), 50, 50)]
+)
+def test_so_many_images_are_generated_that_they_can_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], rows: int | None, count: int
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("h5pack.benchmark.sample.make_folder", lambda *given: made.append(given[1:]))
+    assert find_input(None, {"size": size}, tmp_path, rows).num_images == count
+    assert made == [(count, (size[0], min(size[1], 1024)))]
 
 
 def test_of_few_images_only_the_default_is_measured_and_not_for_long(folder: Path, tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_a_sample_that_fits_into_caches_decides_nothing() -> None:
     found = [measured("2 rows", 1, 2, 3), measured("32 rows", 7, 8, 9), measured("128 rows", 50, 51, 52)]
     chosen = chosen_from(VARIANTS, *found, sample_rows=100)
     assert (chosen.variant, len(chosen.doubts), chosen.ties) == ("32 rows", 1, ("2 rows", "32 rows", "128 rows"))
-    # Only the speeds, the cache that is computed, and the state of the page cache: nothing that chance may have decided.
+    # Only the speeds, the cache that is computed, and the state of the page cache: nothing that chance may decide.
     assert len(chosen.reasons) == 3
     assert all(part in chosen.reasons[0] for part in ("2 rows 2,", "32 rows 8,", "128 rows 51"))
     threads = [replace(measured("32 rows", 90, 91, 92, num_threads=1)), measured("32 rows", 7, 8, 9)]

@@ -76,7 +76,7 @@ def test_images_of_several_sizes_get_one(
     tmp_path: Path, scratch: ScratchFolder, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     # Of 16 images, every other one is converted first.
-    monkeypatch.setattr("h5pack.benchmark.sample._PROBE_IMAGES", 8)
+    monkeypatch.setattr("h5pack.benchmark.sample._PROBE_IMAGES", (8,))
     source = flat_folder(tmp_path / "photos", 16)
     save(source / f"{number:05d}.jpg", 5, (40, 60))
     sample = sample_of(source, scratch, chunk_rows=(2,), contiguous=False)
