@@ -22,7 +22,7 @@ def read(name: str, dataset: h5pack.H5Dataset, batches: Iterable[Any]) -> None:
             if "labels" in batch._fields and batch.labels.ndim == 1:
                 labels_seen.update(batch.labels.tolist())
         seconds = time.perf_counter() - begin
-    print(f"{name}: {count:,} images in {seconds:.2f} s, {count / seconds:,.0f} images/s")
+    print(f"{name}: {count:,} images in {1000 * seconds:,.1f} ms, {count / seconds:,.0f} images/s")
     mean = batch.images.to(torch.float32).mean() / 255
     print(f"  last batch {tuple(batch.images.shape)} {batch.images.dtype}, mean {mean:.3f}")
     if dataset.classes:

@@ -345,8 +345,8 @@ class BenchRun:
         sweep = Sweep(sample.variants, settings.seed, self._on_progress, self._clock, sampled=sampled)
         with self._phase("warming up"):
             sweep.warm(_WARM_SHARE * (end - self._clock()))
-        most = max(workload.num_threads, *settings.num_threads, 1)
-        ceilings = Ceilings(sample.variants, sample.rows, sample.row_bytes, batch_size, min(workload.cpus, most + 1))
+            most = min(workload.cpus, max(workload.num_threads, *settings.num_threads, 1) + 1)
+            ceilings = Ceilings(sample.variants, sample.rows, sample.row_bytes, batch_size, most)
         if ceilings.copy is None:
             report.notes.append("Memory is too small to measure the ceiling of warm reads, which is a memory copy.")
         comparison = _Comparison(report, workload, settings, sweep, ceilings, self._clock, end)

@@ -124,7 +124,7 @@ def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:
         sentences.append(f"Measured with batch_size={workload.batch_size}: the sample has only {rows}.")
     if workload.first_epoch is not None:
         speed = f"{workload.first_epoch:,.0f} images/s"
-        sentences.append(f"The first epoch decodes each chunk: {speed}. Then all chunks stay decoded in memory.")
+        sentences.append(f"The first epoch decodes each chunk: {speed}, measured once. Then they stay in memory.")
     return sentences
 
 

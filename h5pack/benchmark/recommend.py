@@ -204,9 +204,9 @@ def _why_small(workload: Workload, speed: float) -> str:
     """Return why a sample read at `speed` images/s is too small to compare variants; empty if it is not."""
     rows = workload.sample_rows
     if is_small(rows, workload.row_bytes):
-        return f"it has only {counted(rows, 'row')} ({format_bytes(rows * workload.row_bytes)})"
-    short = rows < MIN_EPOCH_SECONDS * speed
-    return f"an epoch takes under {1000 * MIN_EPOCH_SECONDS:.0f} ms" if short else ""
+        size = format_bytes(rows * workload.row_bytes)
+        return f"an epoch of its {counted(rows, 'row')} ({size}) takes {1000 * rows / speed:.1f} ms"
+    return f"an epoch takes {1000 * rows / speed:.1f} ms" if rows < MIN_EPOCH_SECONDS * speed else ""
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
 def _speeds(found: Sequence[_Compared]) -> list[str]:
     """Return a sentence with the speeds of variants that are not compared, if there are several."""
     speeds = [f"{one.variant.label} {one.stated.median:,.0f}" for one in found]
-    return [f"Measured, but too short to compare, images/s: {', '.join(speeds)}."] if len(speeds) > 1 else []
+    return [f"Measured, in epochs too short to compare, images/s: {', '.join(speeds)}."] if len(speeds) > 1 else []
 
 
 def _comparison(

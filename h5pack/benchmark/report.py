@@ -154,8 +154,8 @@ class BenchReport:
         ratio = _ratio_text(chosen)
         text = f"{text}, {ratio}." if ratio else f"{text}."
         if chosen.doubts:
-            rest = f"measure more, {self._more_rows}" if self._more_rows else "with so little data it hardly matters"
-            text += f" The sample is too small to compare chunk sizes: {'; '.join(chosen.doubts)}; {rest}."
+            text += f" The sample is too small to compare chunk sizes: {'; '.join(chosen.doubts)}"
+            text += f"; measure more, {self._more_rows}." if self._more_rows else "."
         return text
 
     @property
@@ -176,7 +176,9 @@ class BenchReport:
         if chosen is not None and chosen.doubts and not self._more_rows and len(shape) in (2, 3):
             axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
             given = f"size={axes[0]}x{axes[1]}"
-            return f"To compare chunk sizes for more images like these, omit the source and give {given}.", given
+            few = "For so few images the default also keeps enough chunks to mix them. "
+            few = few if chosen.is_default else ""
+            return f"{few}To compare chunk sizes for many images like these, omit the source and give {given}.", given
         return "", ""
 
     def ceiling_of(self, cache: str) -> Ceiling | None:
@@ -379,6 +381,7 @@ def _legend(report: BenchReport) -> list[str]:
         "tuned: H5Loader through the HDF5 library, with a chunk cache that suits the order; single: h5py",
         "default: plain h5py, one row after the other, with its default chunk cache",
         "sequential: as stored; window: window shuffle; full: full shuffle; single: one random index a call",
+        "measured at different times, unlike the ratios above, so that quotients of these figures may differ from them",
     ]
 
 

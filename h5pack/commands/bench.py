@@ -72,15 +72,15 @@ def _add_compared(bench: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     for option, name, text in (
         ("--chunk-rows", "chunk_rows", "chunk sizes in rows (default: see --chunk-bytes)"),
-        ("--chunk-bytes", "chunk_bytes", "chunk sizes in bytes (default: 64KiB to 16MiB)"),
+        ("--chunk-bytes", "chunk_bytes", "chunk sizes in bytes (default: 64KiB to 16MiB, and convert's default)"),
         ("--orders", "orders", "orders: sequential, window, full, single (one row per call); default: all"),
         ("--engines", "engines", "readers: direct (H5Loader), tuned (HDF5, tuned cache), default (h5py); default: all"),
         ("--cache", "caches", "page-cache states: hot (file cached) or cold (not cached); default: both"),
         ("--compression", "compression", "compression methods, see 'h5pack convert' (default: none)"),
         ("--batch-size", "batch_size", "rows per batch (default 256)"),
         ("--window", "window", "chunks that are shuffled together (default 16)"),
-        ("--threads", "num_threads", "numbers of reading threads of H5Loader (default: powers of two up to the CPUs)"),
-        ("--workers", "num_workers", "numbers of DataLoader workers (default: powers of two up to the CPUs)"),
+        ("--threads", "num_threads", "numbers of threads of H5Loader (default: powers of two and the CPUs, up to 16)"),
+        ("--workers", "num_workers", "numbers of DataLoader workers (default: as for --threads)"),
     ):
         what.add_argument(option, dest=name, metavar="A,B", help=text)
 

@@ -121,7 +121,7 @@ class H5Loader(Closeable, Resumable):
     Parameters
     ----------
     dataset : H5Dataset, ConcatPack or Subset
-        Must have no `transform` or `target_transform`; give them to the loader instead.
+        Must have no `transform` or `target_transform`, which are for single samples. The loader's are for batches.
     batch_size, shuffle, seed, window, drop_last, rank, num_replicas, streams, lanes, indices, weights, num_samples
         As for `ChunkBatchSampler`, which yields the same order for the same parameters.
     batch_sampler : MixtureSampler, optional

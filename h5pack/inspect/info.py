@@ -132,7 +132,8 @@ class FileReport:
         stats = self.stats or {}
         if stats.get("labels"):
             splits = stats.get("split_labels", {}).items()
-            lines.append("labels")
+            columns = self.pack is not None and "columns" in self.pack
+            lines.append("labels: images with each attribute" if columns else "labels: images of each class")
             for name, count in stats["labels"].items():
                 parts = ", ".join(f"{split} {counts.get(name, 0):,}" for split, counts in splits)
                 lines.append(f"  {name}: {count:,}" + (f" ({parts})" if parts else ""))
