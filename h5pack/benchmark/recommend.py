@@ -11,8 +11,10 @@ from typing import Any
 
 from h5pack.benchmark.cases import (
     HOPELESS,
+    MIN_BYTES,
     MIN_EPOCH_SECONDS,
     MIN_REPEATS,
+    MIN_ROWS,
     MIN_TURNS,
     NO_TIME,
     TIE,
@@ -35,6 +37,7 @@ from h5pack.format.plans import CachePlan
 from h5pack.pack.options import convert_command
 from h5pack.system.text import counted, format_bytes
 
+_ENOUGH = f"{MIN_ROWS} rows or {format_bytes(MIN_BYTES)}"
 _MAX_FINALISTS = 6
 _NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) stands for it.
 _BUSY_SPREAD = 1.5  # If the ratio of two variants varies by more than this factor, it decides nothing.
@@ -205,7 +208,7 @@ def _why_small(workload: Workload, speed: float) -> str:
     rows = workload.sample_rows
     if is_small(rows, workload.row_bytes):
         size = format_bytes(rows * workload.row_bytes)
-        return f"an epoch of its {counted(rows, 'row')} ({size}) takes {1000 * rows / speed:.1f} ms"
+        return f"{counted(rows, 'row')} ({size}), which take {1000 * rows / speed:.1f} ms; {_ENOUGH} are needed"
     return f"an epoch takes {1000 * rows / speed:.1f} ms" if rows < MIN_EPOCH_SECONDS * speed else ""
 
 

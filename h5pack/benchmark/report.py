@@ -172,13 +172,11 @@ class BenchReport:
         if chosen is not None and self.kind == "generated" and chosen.is_default:
             given = f"chunk_rows={chosen.chunk_rows}"
             few = f"For fewer than {MIN_CHUNKS * ((chosen.chunk_rows or 1) - 1) + 1:,} images"
-            return f"{few} 'h5pack convert' makes smaller chunks by default, to mix them well; not with {given}.", given
+            return f"{few} 'h5pack convert' makes smaller chunks by default, but not with {given}.", given
         if chosen is not None and chosen.doubts and not self._more_rows and len(shape) in (2, 3):
             axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
             given = f"size={axes[0]}x{axes[1]}"
-            few = "For so few images the default also keeps enough chunks to mix them. "
-            few = few if chosen.is_default else ""
-            return f"{few}To compare chunk sizes for many images like these, omit the source and give {given}.", given
+            return f"To compare chunk sizes for many images like these, omit the source and give {given}.", given
         return "", ""
 
     def ceiling_of(self, cache: str) -> Ceiling | None:

@@ -125,10 +125,12 @@ class EpochCursor:
                 if name in _OF_SPLIT:
                     saved, ours = _rows_text(order), _rows_text(self.identity)
                     problem = f"for {saved} of its file, but this order is for {ours}; resume with the same split"
+                elif name == "rows_digest":
+                    problem = "for other rows of its file; resume with the same indices"
                 else:
                     what = _GLOBAL_BATCH if name == "global_batch" else parameter
                     problem = f"with {what} {order.get(name)!r}, but this order has {self.identity.get(name)!r}"
-                    problem += "; resume with the same " + ("indices" if name == "rows_digest" else "value")
+                    problem += "; resume with the same value"
                 raise StateError(f"the state was saved {problem}{hint}", parameters=(parameter,))
         if self._num_replicas is not None and saved_ranks is not None and saved_ranks != self._num_replicas:
             done = self._for_our_ranks(done, saved_ranks, self._num_replicas)
