@@ -38,7 +38,7 @@ from h5pack.benchmark.cases import (
     usable_seconds,
 )
 from h5pack.benchmark.ceilings import Ceilings
-from h5pack.benchmark.loader_settings import Workload
+from h5pack.benchmark.loader_settings import Workload, limited_batch_size
 from h5pack.benchmark.plots import check_plot_file, draw_bench
 from h5pack.benchmark.recommend import Recommendation, choose, deciding_caches, finalists, missing
 from h5pack.benchmark.report import BenchReport
@@ -318,7 +318,7 @@ class BenchRun:
 
     def _measure(self, report: BenchReport, sample: BenchSample, source: BenchInput, end: float) -> None:
         settings = self._settings
-        batch_size = min(settings.batch_size[0], max(1, sample.rows // 4))
+        batch_size = limited_batch_size(settings.batch_size[0], sample.rows)
         workload = Workload(
             source="" if source.kind == "generated" else source.source,
             options=sample.options,

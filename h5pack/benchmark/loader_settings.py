@@ -12,6 +12,11 @@ from h5pack.format.plans import CachePlan, plan_cache
 from h5pack.system.text import counted
 
 
+def limited_batch_size(batch_size: int, rows: int) -> int:
+    """Return a batch size of which an epoch of `rows` rows has several batches: at most a quarter of the rows."""
+    return min(batch_size, max(1, rows // 4))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """The data, the machine and the settings that a recommendation is made for."""
@@ -35,7 +40,7 @@ class Workload:
     @property
     def recommended_batch_size(self) -> int:
         """The batch size that was asked for, but at most a quarter of the images."""
-        return min(self.asked_batch_size or self.batch_size, max(1, self.num_images // 4))
+        return limited_batch_size(self.asked_batch_size or self.batch_size, self.num_images)
 
     def is_default(self, variant: FileVariant) -> bool:
         """Return whether `h5pack.convert` makes these chunks by default."""
@@ -124,7 +129,7 @@ def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:
         sentences.append(f"Measured with batch_size={workload.batch_size}: the sample has only {rows}.")
     if workload.first_epoch is not None:
         speed = f"{workload.first_epoch:,.0f} images/s"
-        sentences.append(f"The first epoch decodes each chunk: {speed}, measured once. Then they stay in memory.")
+        sentences.append(f"The first epoch decodes each chunk: {speed}. Then they stay in memory.")
     return sentences
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from h5pack.benchmark.ceilings import PageState, touch
+from h5pack.benchmark.loader_settings import limited_batch_size
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.loader import H5Loader
 from h5pack.data.samplers import ChunkBatchSampler
@@ -202,8 +203,7 @@ class Target:
             where = f"split {settings.split!r}" if settings.split is not None else repr(settings.images)
             text = f"{self.dataset.path}: {where} has no rows to measure; name another split or dataset"
             raise PackFormatError(text, path=self.dataset.path, dataset=settings.images)
-        # As in `bench`, an epoch of a small file has four batches or a few more.
-        self.batch_size = min(settings.batch_size, max(1, len(self.dataset) // 4))
+        self.batch_size = limited_batch_size(settings.batch_size, len(self.dataset))
         self.index: ChunkIndex = self.dataset.engine.indexes[self.dataset.names[0]]
         self.failures: dict[Stage, str] = {}
         self.reasons: dict[Stage, str] = {}

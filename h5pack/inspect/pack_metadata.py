@@ -59,7 +59,7 @@ def _options(stored: str) -> Any:
 
 
 def _label_kind(file: h5py.File) -> str:
-    """Return a description of the labels, the same as that of `ConversionPlan.label_kind`."""
+    """Return a description of the labels, the same as that of `ConvertPlan.label_kind`."""
     if schema.LABELS not in file:
         return "none"
     labels = require_dataset(file, schema.LABELS)

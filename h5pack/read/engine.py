@@ -81,7 +81,7 @@ class Engine:
         self.reader = H5Reader(path, identity)
         self.chunks = ChunkDecoder(self.storage, self.reader)
         self.files = SourceFiles(self.chunks)
-        self._mapped: dict[str, MappedDataset] = {}
+        self._mapped: dict[str, MappedDataset | None] = {}
         self.stats = ReadStats()
         self._main = next(iter(indexes), "")
         # A lock that another thread holds during a fork stays locked in the child, so each process makes its own.
@@ -111,21 +111,21 @@ class Engine:
 
         Copy rows only after `MappedDataset.ready` has returned True for them.
         """
-        index = self.indexes[name]
+        try:
+            return self._mapped[name]
+        except KeyError:
+            # `dict.setdefault` is atomic, so one of two racing threads wins.
+            return self._mapped.setdefault(name, self._map(self.indexes[name]))
+
+    def _map(self, index: ChunkIndex) -> MappedDataset | None:
         if not MappedDataset.is_supported(index):
             return None
-        found = self._mapped.get(name)
-        if found is None:
-            if isinstance(index, VirtualIndex):
-                found = MappedDataset.of_sources(index, lambda file: self.files.decoder(file).storage)
-            else:
-                # All other datasets share one mapping of the file.
-                others = [one for one in self._mapped.values() if one.index.in_own_file]
-                mapping = others[0].mapping if others else FileMapping.open([self.storage], [0])
-                found = None if mapping is None else MappedDataset(index, mapping, None)
-            # `dict.setdefault` is atomic, so one of two racing threads wins.
-            found = None if found is None else self._mapped.setdefault(name, found)
-        return found
+        if isinstance(index, VirtualIndex):
+            return MappedDataset.of_sources(index, lambda file: self.files.decoder(file).storage)
+        # All other datasets share one mapping of the file.
+        others = [one for one in list(self._mapped.values()) if one is not None and one.index.in_own_file]
+        mapping = others[0].mapping if others else FileMapping.open([self.storage], [0])
+        return None if mapping is None else MappedDataset(index, mapping, None)
 
     def count_mapped(self, name: str, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> None:
         """Count rows that are copied from the mapping. `first` and `last` are as for `MappedDataset.ready`."""
