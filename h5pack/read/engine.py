@@ -111,11 +111,11 @@ class Engine:
 
         Copy rows only after `MappedDataset.ready` has returned True for them.
         """
-        try:
-            return self._mapped[name]
-        except KeyError:
+        mapped = self._mapped  # `close` replaces it.
+        if name not in mapped:
             # `dict.setdefault` is atomic, so one of two racing threads wins.
-            return self._mapped.setdefault(name, self._map(self.indexes[name]))
+            mapped.setdefault(name, self._map(self.indexes[name]))
+        return mapped[name]
 
     def _map(self, index: ChunkIndex) -> MappedDataset | None:
         if not MappedDataset.is_supported(index):

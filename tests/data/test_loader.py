@@ -713,7 +713,7 @@ def test_a_fork_at_any_moment(dataset: h5pack.H5Dataset, way: str) -> None:
 
 
 SCRIPT = """
-import atexit, sys, threading, time, h5pack
+import atexit, itertools, sys, threading, time, h5pack
 def report():
     print("left:", *[thread.name for thread in threading.enumerate() if thread.name.startswith("h5pack-")])
 atexit.register(report)  # What is registered first is called last.
@@ -728,9 +728,8 @@ def started(path: Path, body: str) -> subprocess.Popen[str]:
 
 WAITING = """
 slow = h5pack.H5Loader(loader.dataset, 12, window=3, transform=lambda x: time.sleep(0.2) or x)
-print("ready", flush=True)
-while True:
-    for batch in slow: pass
+for batch in itertools.chain.from_iterable(itertools.repeat(slow)):
+    print("ready", flush=True)
 """
 HELD = """
 class Cycle: pass
@@ -744,7 +743,7 @@ HOLDING = (
     HELD
     + """
 print("ready", flush=True)
-while True: time.sleep(60)
+while True: time.sleep(0.1)
 """
 )
 
