@@ -242,7 +242,7 @@ class _Comparison:
     def is_small(self, cache: str) -> bool:
         """Return whether the sample is too small to compare variants."""
         chosen = self.choose(cache)
-        return chosen is not None and bool(chosen.doubts)
+        return chosen is not None and not chosen.compared
 
     def choose(self, cache: str) -> Recommendation | None:
         """Return the recommendation."""
@@ -382,7 +382,7 @@ class BenchRun:
         others, left = [case for case in every if case not in done], end - self._clock()
         cases, left_out = plan_cases(others, left)
         # More seconds would not help if the sample is too small.
-        if left_out and not (report.recommendation is not None and report.recommendation.doubts):
+        if left_out and (report.recommendation is None or report.recommendation.compared):
             enough = enough_seconds(self._settings.seconds, left, others)
             report.notes.append(
                 f"{len(left_out)} of {len(every)} cases of the tables were not measured for lack of time; about "

@@ -179,7 +179,7 @@ def _draw_panel(panel: Axes, report: BenchReport, table: SweepTable, series: lis
     chosen = report.recommendation
     labels = [one.label for one in variants]
     if chosen is not None and chosen.judged_by == cache and chosen.variant in labels:
-        text = f"{'perhaps' if chosen.doubts else 'recommended'}: {chosen.variant}, {speed_text(chosen.images_per_s)}"
+        text = f"{'recommended' if chosen.compared else 'perhaps'}: {chosen.variant}, {speed_text(chosen.images_per_s)}"
         panel.plot(
             labels.index(chosen.variant), chosen.images_per_s, "*", markersize=15, color="#f0e442",
             markeredgecolor=_DARK, zorder=7, label=text,

@@ -1,4 +1,4 @@
-"""Pure functions that choose the recommendation from the measurements, with its reasons and doubts."""
+"""Pure functions that choose the recommendation from the measurements, with its reasons."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from typing import Any
 
 from h5pack.benchmark.cases import (
     HOPELESS,
-    MIN_BYTES,
     MIN_EPOCH_SECONDS,
     MIN_REPEATS,
-    MIN_ROWS,
     MIN_TURNS,
     NO_TIME,
     TIE,
@@ -37,7 +35,6 @@ from h5pack.format.plans import CachePlan
 from h5pack.pack.options import convert_command
 from h5pack.system.text import counted, format_bytes
 
-_ENOUGH = f"{MIN_ROWS} rows or {format_bytes(MIN_BYTES)}"
 _MAX_FINALISTS = 6
 _NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) stands for it.
 _BUSY_SPREAD = 1.5  # If the ratio of two variants varies by more than this factor, it decides nothing.
@@ -66,7 +63,7 @@ class Recommendation:
     of_ceiling: tuple[float, float, float] | None = None
     ceiling_threads: int = 0
     ties: tuple[str, ...]  # Labels of this variant and of those that are not slower than it.
-    doubts: tuple[str, ...]  # Reasons why the recommendation is uncertain; empty if it is certain.
+    compared: bool = True  # Whether variants were compared; False if the sample is too small for that.
     reasons: tuple[str, ...]  # Sentences that explain the recommendation.
     command: str  # Command line that converts to the variant; empty if `convert` is False.
     code: str  # Python code that reads the file with these settings.
@@ -155,17 +152,17 @@ def choose(
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
         return None
-    small = _why_small(workload, _pick_variant(found, workload, compare=False).stated.median)
-    picked = _pick_variant(found, workload, compare=not small)
-    ties = [one for one in found if small or not picked.beats(one)]
-    busy = not small and _is_busy(picked, found, ties, workload)
+    compared = not _is_short(workload, _pick_variant(found, workload, compare=False).stated.median)
+    picked = _pick_variant(found, workload, compare=compared)
+    ties = [one for one in found if not compared or not picked.beats(one)]
+    busy = compared and _is_busy(picked, found, ties, workload)
     if busy:
         ties = [one for one in found if not picked.is_faster(one, MIN_REPEATS)]
     variant = picked.variant
     # Of a small sample nothing is compared, so that no chance is taken for a result.
-    used, settings_reasons = pick_settings(picked.stated, () if small else run_off, workload)
+    used, settings_reasons = pick_settings(picked.stated, run_off if compared else (), workload)
     case = replace(used.case, batch_size=workload.recommended_batch_size)
-    num_workers, workers_reason = pick_workers(picked.stated, () if small else run_off, workload)
+    num_workers, workers_reason = pick_workers(picked.stated, run_off if compared else (), workload)
     gain, gain_reasons = _gain(variants, picked.stated, measurements, [one.stated for one in found])
     chunk_cache, cache_reasons = plan_chunk_cache(variant, case.window, workload)
     ratios = used.of_ceiling
@@ -185,15 +182,15 @@ def choose(
         of_ceiling=(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None,
         ceiling_threads=ceiling_threads(used.case, workload.cpus),
         ties=tuple(one.variant.label for one in ties),
-        doubts=(small,) if small else (),
+        compared=compared,
         reasons=(
             *measuring_reasons(variant, workload),
-            *(_speeds(found) if small else _comparison(picked, found, ties, workload)),
+            *(_comparison(picked, found, ties, workload) if compared else _epochs(picked, found, workload)),
             *cache_reasons,
             *gain_reasons,
             _cache_reason(workload, cache),
             *settings_reasons,
-            *([] if small else [workers_reason]),
+            *([workers_reason] if compared else []),
         ),
         command="" if variant.is_input else _command(variant, workload),
         code=_code(variant, case, workload),
@@ -203,13 +200,9 @@ def choose(
     )
 
 
-def _why_small(workload: Workload, speed: float) -> str:
-    """Return why a sample read at `speed` images/s is too small to compare variants; empty if it is not."""
-    rows = workload.sample_rows
-    if is_small(rows, workload.row_bytes):
-        size = format_bytes(rows * workload.row_bytes)
-        return f"{counted(rows, 'row')} ({size}), which take {1000 * rows / speed:.1f} ms; {_ENOUGH} are needed"
-    return f"an epoch takes {1000 * rows / speed:.1f} ms" if rows < MIN_EPOCH_SECONDS * speed else ""
+def _is_short(workload: Workload, speed: float) -> bool:
+    """Return whether an epoch of the sample, read at `speed` images/s, is too short to compare variants."""
+    return is_small(workload.sample_rows, workload.row_bytes) or workload.sample_rows < MIN_EPOCH_SECONDS * speed
 
 
 @dataclass(frozen=True)
@@ -308,10 +301,20 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
     return 1 + (variant.compression != "none"), abs(math.log(variant.chunk_rows / max(1, workload.default_chunk_rows)))
 
 
-def _speeds(found: Sequence[_Compared]) -> list[str]:
-    """Return a sentence with the speeds of variants that are not compared, if there are several."""
-    speeds = [f"{one.variant.label} {one.stated.median:,.0f}" for one in found]
-    return [f"Measured, in epochs too short to compare, images/s: {', '.join(speeds)}."] if len(speeds) > 1 else []
+def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:
+    """Return a sentence with the durations of short epochs of the variants other than the recommended one, if any."""
+    others = [
+        f"{one.variant.label} {epoch_text(workload.sample_rows, one.stated.median)}" for one in found if one != picked
+    ]
+    if not others:
+        return []
+    return [f"Epochs of the others: {', '.join(others)}; a good part of that is the start of an epoch."]
+
+
+def epoch_text(rows: int, speed: float) -> str:
+    """Return how long `rows` images take at `speed` images/s, such as "1.9 ms" or "2.5 s"."""
+    seconds = rows / speed
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _comparison(

@@ -7,7 +7,7 @@ import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from h5pack.benchmark.cases import (
@@ -21,7 +21,7 @@ from h5pack.benchmark.cases import (
     is_small,
     repeats_json,
 )
-from h5pack.benchmark.recommend import Recommendation
+from h5pack.benchmark.recommend import Recommendation, epoch_text
 from h5pack.format.plans import MIN_CHUNKS, CachePlan
 from h5pack.system.text import counted, format_bytes, listed
 
@@ -145,24 +145,27 @@ class BenchReport:
             again = "measure again when nothing else uses the machine"
             what = f"{what[0].lower()}{what[1:]}"
             what = f"Ratios of speeds differ too much to tell which chunk size is fastest; {again}. Until then, {what}"
-        elif chosen.is_default and len(chosen.ties) > 1 and not chosen.doubts:
+        elif chosen.is_default and len(chosen.ties) > 1 and chosen.compared:
             what = f"No chunk size is measurably better: keep the default of {chosen.variant}{size}"
         low, high = chosen.images_per_s_range
-        text = f"{what}: {chosen.images_per_s:,.0f} images/s"
-        text += f" ({low:,.0f} to {high:,.0f})" if low < high else ""
-        text += f" with num_threads={chosen.num_threads}"
+        speed, threads = f"{chosen.images_per_s:,.0f} images/s", f"with num_threads={chosen.num_threads}"
+        if not chosen.compared and not self._more_rows:
+            epoch = f"all {self.num_images:,} images are read in {epoch_text(self.num_images, chosen.images_per_s)}"
+            later = "an epoch after the first" if chosen.judged_by == "hot" else "an epoch"
+            return f"{what}: {epoch} ({speed}) {threads}, and no other chunk size can save more than that in {later}."
+        text = f"{what}: {speed}" + f" ({low:,.0f} to {high:,.0f})" * (low < high) + f" {threads}"
+        if not chosen.compared:
+            epoch = epoch_text(self.sample_rows, chosen.images_per_s)
+            text += f". The sample of {self.sample_rows:,} is read in {epoch}"
+            return f"{text}, too short to compare chunk sizes: give {self._more_rows}."
         ratio = _ratio_text(chosen)
-        text = f"{text}, {ratio}." if ratio else f"{text}."
-        if chosen.doubts:
-            text += f" The sample is too small to compare chunk sizes: {'; '.join(chosen.doubts)}"
-            text += f"; measure more, {self._more_rows}." if self._more_rows else "."
-        return text
+        return f"{text}, {ratio}." if ratio else f"{text}."
 
     @property
     def _more_rows(self) -> str:
         """The number of rows to measure if the sample is too small, but the source is not."""
         chosen, rows = self.recommendation, self.num_images
-        if chosen is None or not chosen.doubts or self.sample_rows == rows or is_small(rows, self.row_bytes):
+        if chosen is None or chosen.compared or self.sample_rows == rows or is_small(rows, self.row_bytes):
             return ""
         return f"rows={rows}" if rows > 2 * MIN_EPOCH_SECONDS * chosen.images_per_s else ""
 
@@ -173,10 +176,11 @@ class BenchReport:
             given = f"chunk_rows={chosen.chunk_rows}"
             few = f"For fewer than {MIN_CHUNKS * ((chosen.chunk_rows or 1) - 1) + 1:,} images"
             return f"{few} 'h5pack convert' makes smaller chunks by default, but not with {given}.", given
-        if chosen is not None and chosen.doubts and not self._more_rows and len(shape) in (2, 3):
+        if chosen is not None and not chosen.compared and not self._more_rows and len(shape) in (2, 3):
             axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
             given = f"size={axes[0]}x{axes[1]}"
-            return f"To compare chunk sizes for many images like these, omit the source and give {given}.", given
+            many = "for many images like these, for which the default may be larger"
+            return f"To compare chunk sizes {many}, omit the source and give {given}.", given
         return "", ""
 
     def ceiling_of(self, cache: str) -> Ceiling | None:
@@ -353,19 +357,33 @@ def _tables(report: BenchReport) -> list[list[str]]:
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
     if blocks:
         blocks.append(_legend(report))
-    compared = report.recommendation is not None and not report.recommendation.doubts
-    run_off = "run-off: medians of all repeats" + "; the ratios above are those within turns" * compared
-    for title, found_cases in (("other settings", table.others), (run_off, report.run_off)):
+    run_off = "run-off: medians of all repeats, and the ratio to the recommended settings within turns, as above"
+    for title, found_cases, ratios in (("other settings", table.others, []), (run_off, report.run_off, ["ratio"])):
         measurements = [one for one in found_cases if one.speeds]
         if measurements:
-            heads = ["", "order", "engine", "cache", "batch", "window", "threads", "workers", "images/s"]
+            heads = ["", "order", "engine", "cache", "batch", "window", "threads", "workers", "images/s", *ratios]
             fastest_first = sorted(measurements, key=lambda one: -one.median)
             rows = [
-                ["-" if value is None else str(value) for value in asdict(one.case).values()] + [_entry(one)]
+                ["-" if value is None else str(value) for value in asdict(one.case).values()]
+                + [_entry(one), *(_run_off_ratio(one, report) for _ in ratios)]
                 for one in fastest_first
             ]
             blocks.append([title, *_aligned(heads, rows)])
     return blocks
+
+
+def _run_off_ratio(one: Measurement, report: BenchReport) -> str:
+    """Return the ratio of a speed to that of the recommended loader, or DataLoader, in turns that measured both."""
+    chosen = report.recommendation
+    if chosen is None or not chosen.compared:
+        return "-"
+    best = replace(one.case, variant=chosen.variant)
+    if one.case.num_workers is None:
+        best = replace(best, num_threads=chosen.num_threads, window=chosen.window)
+    else:
+        best = replace(best, num_workers=chosen.num_workers)
+    ratios = [ratio for other in report.run_off if other.case == best for ratio in one.ratios(other)]
+    return f"{statistics.median(ratios):.2f}" if ratios else "-"
 
 
 def _legend(report: BenchReport) -> list[str]:
@@ -379,7 +397,7 @@ def _legend(report: BenchReport) -> list[str]:
         "tuned: H5Loader through the HDF5 library, with a chunk cache that suits the order; single: h5py",
         "default: plain h5py, one row after the other, with its default chunk cache",
         "sequential: as stored; window: window shuffle; full: full shuffle; single: one random index a call",
-        "measured at different times, unlike the ratios above, so that quotients of these figures may differ from them",
+        "measured at different times, the ceiling, too, so that their quotients may differ from the ratios above",
     ]
 
 

@@ -74,7 +74,7 @@ def recommended(variant: FileVariant, images_per_s: float = 76_210.0, **changes:
     found = Recommendation(
         variant=variant.label, convert=True, chunk_rows=variant.chunk_rows, compression=variant.compression,
         batch_size=256, window=16, num_threads=2, num_workers=2, chunk_cache=cache, judged_by="hot",
-        images_per_s=images_per_s, ties=("9 rows", variant.label, "144 rows"), doubts=(),
+        images_per_s=images_per_s, ties=("9 rows", variant.label, "144 rows"),
         reasons=tuple(f"Reason {number}, {'which is long, ' * 10}." for number in range(8)),
         command=f"h5pack convert /data/celebA packed.h5 --chunk-rows {variant.chunk_rows}",
         code="dataset = h5pack.H5Dataset('packed.h5')\nloader = h5pack.H5Loader(dataset, batch_size=256)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -17,8 +18,7 @@ from tests.benchmark import reports
 def worst_case() -> BenchReport:
     """As much to say as there can be."""
     report = reports.file_report()
-    doubts = ("few repeats", "small sample", "wide spread")
-    report.recommendation = reports.recommended(report.variants[4], doubts=doubts)
+    report.recommendation = reports.recommended(report.variants[4], compared=False)
     report.complete = False
     report.faults = tuple(f"fault {number}" for number in range(5))
     return report
@@ -31,11 +31,11 @@ def test_the_answer_has_fewer_than_25_lines_of_100_columns(report: BenchReport) 
     assert max(map(len, lines)) <= 100
 
 
-def test_the_answer_says_what_to_type_and_every_doubt() -> None:
+def test_the_answer_says_what_to_type_and_what_was_not_compared() -> None:
     report = worst_case()
     chosen, text = report.recommendation, report.to_text()
     assert chosen is not None
-    for part in (*(f"    {line}\n" for line in (chosen.command, *chosen.code.splitlines())), *chosen.doubts):
+    for part in (*(f"    {line}\n" for line in (chosen.command, *chosen.code.splitlines())),):
         assert part in text.replace("\n", " ") or part in text
     # No sentence is cut: what there is no room for is counted.
     reasons = text.partition("\n- ")[2].partition("\n\n")[0].replace("\n  ", " ").split("\n- ")
@@ -49,7 +49,7 @@ def test_the_answer_says_what_to_type_and_every_doubt() -> None:
     assert "rows=" not in report.headline()
     # Nor are more rows asked for if all of them are read in a few milliseconds, or are few.
     for num_images, speed in ((6_000, 1e6), (200, 1.0)):
-        chosen = reports.recommended(report.variants[4], doubts=("few",), images_per_s=speed)
+        chosen = reports.recommended(report.variants[4], compared=False, images_per_s=speed)
         report.num_images, report.sample_rows, report.recommendation = num_images, 100, chosen
         assert report.parameters == ("size=218x178", "full=True")
     assert text.startswith("interrupted")
@@ -83,6 +83,34 @@ def test_only_measured_cases_are_in_the_table_of_the_run_off() -> None:
     assert "7 rows" not in table
 
 
+def test_the_run_off_has_ratios_within_turns() -> None:
+    report, best = reports.folder_report(), reports.packed(36)
+    others = [
+        reports.measured(reports.packed(9), "window", "direct", "hot"),
+        reports.measured(best, "window", "direct", "hot", num_threads=1),
+        reports.measured(best, "window", "direct", "hot", num_threads=1, num_workers=2),
+        reports.measured(best, "window", "direct", "hot", num_threads=1, num_workers=1),
+    ]
+    usual = reports.measured(best, "window", "direct", "hot")
+    # The fourth turn was fast: medians of all repeats do not show it, ratios do.
+    report.run_off = [replace(usual, speeds=(100.0, 100.0, 100.0, 900.0), turns=(1, 2, 3, 4))]
+    speeds = [(50.0, 50.0, 450.0), (99.0, 99.0, 1e6), (20.0,), (12.0,)]
+    turns = [(2, 3, 4), (2, 3, 9), (7,), (7,)]
+    report.run_off += [
+        replace(one, speeds=some, turns=when) for one, some, when in zip(others, speeds, turns, strict=True)
+    ]
+
+    def column() -> list[tuple[str, ...]]:
+        lines = report.to_text(full=True).partition("\nrun-off")[2].partition("\n\n")[0].splitlines()[2:]
+        return sorted((words[-2 if "±" not in line else -3], words[-1]) for line in lines if (words := line.split()))
+
+    assert column() == sorted([("100", "1.00"), ("50", "0.50"), ("99", "0.99"), ("20", "1.00"), ("12", "0.60")])
+    # Of a small sample nothing is compared.
+    assert report.recommendation is not None
+    report.recommendation = replace(report.recommendation, compared=False)
+    assert {ratio for _, ratio in column()} == {"-"}
+
+
 RATIO = re.compile(r"(\d+\.\d+) of a (memory copy|sequential read) with (\d+) thread")
 
 
@@ -109,8 +137,12 @@ def test_the_headline_says_why_nothing_could_be_compared() -> None:
     report = reports.folder_report()
     report.recommendation = reports.recommended(reports.packed(36), is_default=True, busy=True)
     assert all(part in report.headline() for part in ("differ", "36 rows"))
-    report.recommendation = reports.recommended(reports.packed(36), is_default=True, doubts=("the sample has 9 rows",))
-    assert all(part in report.headline() for part in ("the sample has 9 rows", "36 rows"))
+    # Of a small source, the headline says how long an epoch takes; of a small sample, how many rows to measure.
+    report.recommendation = reports.recommended(reports.packed(36), compared=False, images_per_s=1_000_000)
+    assert all(part in report.headline() for part in (" 36 rows", f" {report.sample_rows / 1000:,.1f} ms", "rows="))
+    report.num_images = report.sample_rows
+    assert all(part in report.headline() for part in (" 36 rows", f" {report.sample_rows / 1000:,.1f} ms"))
+    assert "rows=" not in report.headline()
     report.recommendation = reports.recommended(reports.packed(36), is_default=True)
     assert not any(part in report.headline() for part in ("differ", "sample"))
     # A few images like the generated ones would get smaller chunks.
