@@ -189,11 +189,13 @@ class PageState:
         return None
 
     def _seems_cached(self) -> bool:
-        """Return whether any of a few sampled rows can be read without waiting for the disk.
+        """Return whether any of a few sampled rows can be read without waiting for the disk; True if unknown.
 
         mincore(2) reports all pages as cached to a process that may not write the file, hence this second check.
         """
         index = self._dataset.engine.indexes[self._dataset.names[0]]
+        if not index.in_own_file:
+            return False
         offsets = index.addresses.reshape(-1)
         offsets = offsets[offsets >= 0]
         if not len(offsets) or not hasattr(os, "RWF_NOWAIT"):

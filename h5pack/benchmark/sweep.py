@@ -32,7 +32,7 @@ class _CaseState:
     reload: bool  # Whether to load the file into the page cache again before each repeat.
     allowance: float  # Seconds that all repeats may take together.
     end: float  # When the last repeat must end, on the clock.
-    late_end: float | None = None  # Until when to make `MIN_REPEATS` even beyond the allowance; None: do not.
+    late_end: float | None = None  # Until when to repeat beyond the allowance, up to `MIN_REPEATS`; None: do not.
     run_seconds: float = 0.0  # Duration of the last repeat, without loading; at first an estimate.
     speeds: list[float] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)  # The turn of each repeat.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,20 @@ from torch.utils.data import Subset
 from h5pack.data.concat import ConcatPack
 from h5pack.data.dataset import H5Dataset, is_class_label
 from h5pack.errors import OptionsError
+from h5pack.format.checksums import crc32
 from h5pack.format.schema import NO_LABEL
 from h5pack.order.row_ranges import RowRange, RowSampler, RowSet, RowSubset
 from h5pack.order.weights import MAX_SAMPLES, WeightedRows, balanced_weights
 from h5pack.order.window import OrderPlan
+from h5pack.read.description import checksums_of
+from h5pack.read.engine import Engine
 from h5pack.system.parameters import whole_number
 
 PLANNED_ROWS = 4_096
 """Number of rows of each stream that a sampler of single rows plans at once."""
 
 _BLOCK_ROWS = 1 << 16
+_DIGEST_ROWS = 64
 
 
 def select_draws(
@@ -138,14 +143,29 @@ def _select_rows(
         below: Any = subset.dataset
         inner = _check_indices(np.asarray(subset.indices), len(below), "the Subset's indices")
         chosen = inner if chosen is None else inner[chosen]
+    digest = _pack_digest(base)
     if chosen is None:
         if isinstance(base.rows, range):
-            return base, RowRange(base.rows.start, base.rows.stop, base.group_rows), None
+            return base, RowRange(base.rows.start, base.rows.stop, base.group_rows, digest), None
         chosen = np.arange(len(base))
     rows = base.file_rows(chosen)
     order = np.argsort(rows, kind="stable")
     yielded = order if given is None else given[order]
-    return base, RowSubset(rows[order], yielded, base.group_rows), order
+    return base, RowSubset(rows[order], yielded, base.group_rows, digest), order
+
+
+def _pack_digest(dataset: H5Dataset) -> int | None:
+    """Return the CRC-32 of the checksums of the file's first rows; None if it has no checksums.
+
+    A pack that was made again from the same images with another seed has another one.
+    """
+    name = checksums_of(dataset.names[0])
+    index = dataset.engine.indexes.get(name)
+    if index is None:
+        return None
+    # Another engine, so that the dataset's statistics do not count these rows.
+    with closing(Engine(dataset.path, dataset.engine.storage.identity, {name: index}, warn=False)) as engine:
+        return crc32(engine.read(name, np.arange(min(_DIGEST_ROWS, index.rows))).astype("<u4"))
 
 
 def _check_indices(indices: npt.NDArray[Any], count: int, what: str) -> npt.NDArray[np.int64]:

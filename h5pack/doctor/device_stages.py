@@ -173,10 +173,10 @@ def cache_bytes_of(device: torch.device) -> int:
 
 
 def copies_beyond_cache(images: torch.Tensor, cache_bytes: int) -> list[torch.Tensor]:
-    """Return a batch and copies of it that are together twice as large as the device's cache, at most 16 in all.
+    """Return a batch and copies of it, together at least twice as large as the device's cache, but at most 16 in all.
 
-    In training, the images come from a copy to the device. A single batch, used again and again, would come from the
-    cache.
+    In training every batch is new. A single batch, measured again and again, would be read from the cache; several
+    batches used in turns are not.
     """
     count = min(_MAX_COPIES, max(1, math.ceil(2 * cache_bytes / max(1, images.nbytes))))
     return [images, *(images.clone() for _ in range(count - 1))]

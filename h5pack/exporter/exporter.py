@@ -370,7 +370,7 @@ class _Export:
     begin: float  # time.perf_counter() at the start
 
     def run(self) -> ExportReport:
-        """Write the export, or return its report if `resume` finds it complete already."""
+        """Return the report of the export, which is written unless it may be resumed (`work.keep`) and is complete."""
         target, source = self.target, self.source
         advice = "make room, then run again with resume=True"
         with reporting_full_disk(target.partial, advice, "resume=True"), target.locked():

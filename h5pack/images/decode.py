@@ -265,7 +265,7 @@ class Decoder:
         # Read the orientation after loading, because Pillow turns a TIFF upright while loading and removes the tag.
         orientation = orientation_of(image)
         mode = "L" if options.channels == 1 else "RGB"
-        # Skip a needless conversion, because Pillow would copy the image.
+        # Pillow would copy an image of the same mode. `_place` converts gray, which has fewer bytes to turn upright.
         flat = flat if flat.mode in (mode, "L") else flat.convert(mode)
         flat = flat.transpose(TURNS[orientation]) if orientation in TURNS else flat
         self.upright = Upright(flat.height, flat.width, applied)

@@ -88,7 +88,7 @@ class PreviewReport:
 
     def to_text(self) -> str:
         """Return the report as lines of text."""
-        size = f"{counted(self.images, 'image')} of {self.rows:,} rows, {self.height}x{self.width} pixels"
+        size = f"{counted(self.images, 'image')} of {self.rows:,} rows on a sheet of {self.height}x{self.width} pixels"
         lines = [size if self.path is None else f"{self.path}: {size}"]
         lines += [
             f"  {split.name}: {split.left_out:,} of {split.named:,} classes not shown"

@@ -10,8 +10,9 @@ from typing import Any
 from h5pack.errors import OptionsError, StateError
 
 # Parameters whose names differ from their keys in saved states.
-_PARAMETERS = {"samples": "num_samples", "trim": "drop_last"}
+_PARAMETERS = {"samples": "num_samples", "trim": "drop_last", "pack_digest": "dataset"}
 _OF_SPLIT = ("start", "rows")
+_PACK_DIGEST = "pack_digest"
 _GLOBAL_BATCH = "batch_size times num_replicas"
 
 
@@ -21,6 +22,17 @@ def _rows_text(order: dict[str, Any]) -> str:
     if isinstance(start, int) and isinstance(rows, int):
         return f"rows {start} to {start + rows - 1}"
     return f"{rows} rows"
+
+
+def _agrees(saved: Any, ours: Any, name: str = "") -> bool:
+    """Return whether two values of an identity are equal. A digest of the pack agrees with a missing one."""
+    if name == _PACK_DIGEST:
+        return saved is None or ours is None or bool(saved == ours)
+    if isinstance(saved, dict) and isinstance(ours, dict):
+        return all(_agrees(saved.get(key), ours.get(key), key) for key in {**saved, **ours})
+    if isinstance(saved, list) and isinstance(ours, list):
+        return len(saved) == len(ours) and all(map(_agrees, saved, ours))
+    return bool(saved == ours)
 
 
 @dataclass
@@ -119,12 +131,14 @@ class EpochCursor:
                 f"{self.unit}; give what its state_dict() returned"
             ) from error
         for name in {**self.identity, **order}:
-            if order.get(name) != self.identity.get(name):
+            if not _agrees(order.get(name), self.identity.get(name), name):
                 hint = "; to change the number of ranks, give streams= from the first run" if name == "streams" else ""
                 parameter = _PARAMETERS.get(name, name)
                 if name in _OF_SPLIT:
                     saved, ours = _rows_text(order), _rows_text(self.identity)
                     problem = f"for {saved} of its file, but this order is for {ours}; resume with the same split"
+                elif name == _PACK_DIGEST:
+                    problem = "for a pack with other rows, or in another order; resume with the pack of the first run"
                 elif name == "rows_digest":
                     problem = "for other rows of its file; resume with the same indices"
                 else:

@@ -63,10 +63,13 @@ class RowSampler(Protocol):
 
 
 class RowRange:
-    """Consecutive rows of the file: a split, or all rows. The object's size does not depend on their number."""
+    """Consecutive rows of the file: a split, or all rows. The object's size does not depend on their number.
 
-    def __init__(self, start: int, stop: int, chunk_rows: int) -> None:
-        self.start, self.stop, self.chunk_rows = start, stop, chunk_rows
+    `pack_digest` is a checksum by which other files of as many rows differ, if it is known.
+    """
+
+    def __init__(self, start: int, stop: int, chunk_rows: int, pack_digest: int | None = None) -> None:
+        self.start, self.stop, self.chunk_rows, self._pack_digest = start, stop, chunk_rows, pack_digest
         self.count = self.unique_count = stop - start
         self._chunk = start // chunk_rows
         self.chunk_count = (stop - 1) // chunk_rows - self._chunk + 1 if self.count else 0
@@ -111,19 +114,23 @@ class RowRange:
 
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal to resume from a saved state."""
-        return {"start": self.start, "rows": self.count, "chunk_rows": self.chunk_rows}
+        return {
+            "start": self.start, "rows": self.count, "chunk_rows": self.chunk_rows, **_digests(self._pack_digest),
+        }  # fmt: skip
 
 
 class RowSubset:
     """Any rows of the file, in any order and possibly repeated. They are sorted into the file's order.
 
-    `indices` are the dataset indices that a sampler yields for `rows`; both are int64, (n,).
+    `indices` are the dataset indices that a sampler yields for `rows`; both are int64, (n,). `pack_digest` is as for
+    `RowRange`.
     """
 
     short_chunks: list[tuple[int, int]] | None = None
 
-    def __init__(self, rows: Rows, indices: Rows, chunk_rows: int) -> None:
+    def __init__(self, rows: Rows, indices: Rows, chunk_rows: int, pack_digest: int | None = None) -> None:
         order = np.argsort(rows, kind="stable")
+        self._pack_digest = pack_digest
         self._rows, self._indices, self.chunk_rows = rows[order], indices[order], chunk_rows
         self.count = len(rows)
         self._edges = equal_runs(self._rows // chunk_rows)
@@ -167,7 +174,12 @@ class RowSubset:
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal to resume from a saved state."""
         digest = zlib.crc32(self._indices.astype("<i8").tobytes(), zlib.crc32(self._rows.astype("<i8").tobytes()))
-        return {"rows": self.count, "chunk_rows": self.chunk_rows, "rows_digest": digest}
+        found = {"rows": self.count, "chunk_rows": self.chunk_rows, "rows_digest": digest}
+        return {**found, **_digests(self._pack_digest)}
+
+
+def _digests(pack_digest: int | None) -> dict[str, int]:
+    return {} if pack_digest is None else {"pack_digest": pack_digest}
 
 
 RowSet = RowRange | RowSubset

@@ -67,7 +67,7 @@ class Storing(IntEnum):
 REASONS = {
     Storing.ZIP_ENCRYPTED: "it is encrypted",
     Storing.ZIP_OTHER: "its compression method is neither stored nor deflate",
-    Storing.LINK: "a link that leads to no file of the archive",
+    Storing.LINK: "a link in a zip file, or one that leads to no file of the archive",
     Storing.SPARSE: "it is stored as a sparse file",
     Storing.SPECIAL: "not a regular file",
     Storing.OUTSIDE: "its path is absolute, or contains '..' or NUL",
@@ -176,8 +176,8 @@ class Members:
     # Numbers are kept in arrays, because lists would take several times the memory.
     names: list[str] = field(default_factory=list)
     offsets: array[int] = field(default_factory=lambda: array("q"))
-    sizes: array[int] = field(default_factory=lambda: array("q"))  # in bytes, as declared
-    stored_sizes: array[int] = field(default_factory=lambda: array("q"))  # in the archive
+    sizes: array[int] = field(default_factory=lambda: array("q"))  # in bytes, uncompressed, as the archive declares
+    stored_sizes: array[int] = field(default_factory=lambda: array("q"))  # in bytes, as stored in the archive
     checksums: array[int] = field(default_factory=lambda: array("q"))  # CRC-32 in zip files, else 0
     storings: array[int] = field(default_factory=lambda: array("b"))  # `Storing` of each member
     folders: set[str] = field(default_factory=set)

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import pickle
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from h5pack.data import selection
 from h5pack.errors import OptionsError, StateError
 from h5pack.order.row_ranges import RowRange
 from h5pack.order.window import OrderPlan
-from tests.makers import quick, split_folders
+from tests.makers import class_folders, quick, split_folders
 
 BATCH, CHUNK = 8, 7
 KINDS = pytest.mark.parametrize("kind", ["batches", "rows"])
@@ -355,12 +356,14 @@ def test_naming_the_epoch_that_was_loaded_keeps_its_place(dataset: h5pack.H5Data
         assert fed.epoch() == epochs[3]
 
 
-def test_states_are_pinned(dataset: h5pack.H5Dataset) -> None:
+def test_states_are_pinned(pack: Path, dataset: h5pack.H5Dataset) -> None:
     """A state that this release saved must load in every later one."""
     batches = h5pack.ChunkBatchSampler(dataset, 8, seed=3, window=5)
     rows = h5pack.ChunkSampler(dataset, rank=1, num_replicas=2, streams=4)
     order = {"order": 1, "start": 10, "rows": 57, "chunk_rows": 7, "shuffle": "window", "seed": 3, "window": 5}
     order |= {"trim": False, "drop_last": False, "streams": 1, "lanes": 1, "global_batch": 8}
+    with h5py.File(pack) as file:
+        order["pack_digest"] = zlib.crc32(file["checksums/images"][:64].astype("<u4").tobytes())
     assert batches.state_dict() == {"order": order, "epoch": 0, "batches": 0}
     order |= {"seed": 0, "window": 16, "streams": 4, "global_batch": None}
     assert rows.state_dict() == {"order": order, "epoch": 0, "rows": 0, "world_size": 2}
@@ -396,6 +399,24 @@ def test_states_of_other_orders_are_refused(
             refusing.resumed({**state, "order": {**state["order"], **saved}} if saved != settings else state)
         assert refusing.sampler.state_dict() == before
         assert set() < set(caught.value.parameters) <= parameters
+
+
+@KINDS
+@pytest.mark.parametrize("settings", [{}, {"indices": [5, 2, 9]}, {"weights": range(20)}], ids=["all", "some", "draws"])
+def test_a_state_belongs_to_the_rows_of_its_pack(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    source = class_folders(tmp_path / "in", {"x": 11, "y": 9})
+    made = []
+    for number, seed in enumerate((0, 0, 1)):
+        h5pack.convert(source, tmp_path / f"{number}.h5", **quick(chunk_rows=CHUNK, seed=seed))
+        made.append(Fed(kind, h5pack.H5Dataset(tmp_path / f"{number}.h5", with_rows=True), **settings))
+    first, same, other = made
+    state = first.state()
+    assert same.resumed(state).epoch() == first.epoch()
+    with pytest.raises(StateError) as caught:
+        other.resumed(state)
+    assert caught.value.parameters == ("dataset",)
+    # States of the releases before did not have it.
+    other.resumed({**state, "order": {name: one for name, one in state["order"].items() if name != "pack_digest"}})
 
 
 @KINDS

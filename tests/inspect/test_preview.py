@@ -277,7 +277,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     arguments = ["preview", str(source), str(tmp_path / "o.png"), *options]
     assert cli.main([*arguments, "--tile", "40", "--seed", "3", "--channel-axis", "first", "--split", "all"]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{tmp_path / 'o.png'}: 6 images of 60 rows, ")
+    assert first.startswith(f"{tmp_path / 'o.png'}: 6 images of 60 rows ")
     assert second == "  all: 2 of 5 classes not shown"
     assert "--max-classes 5" in third
     assert cli.main([*arguments, "--json"]) == 0

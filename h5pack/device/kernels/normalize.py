@@ -29,7 +29,8 @@ _STORE_BYTES = 16
 _FLAT_PROGRAMS = 32
 """Programs of the flat kernel per multiprocessor: several times the number that run at once, to balance the load."""
 _IMAGE_WARPS = 2
-"""Few warps, so that there are many programs, and each still computes many lines with what it has prepared."""
+"""Warps per program of the image kernel: few, so that there are many programs. Each of them reuses what it has computed
+for its columns in many lines of an image."""
 _IMAGE_VALUES = 512
 """Values that a program of the image kernel computes at a time: 8 for each thread."""
 _MAX_TURNS = 16
