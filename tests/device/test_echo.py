@@ -278,7 +278,8 @@ def test_the_state_after_an_error_is_that_of_the_last_batch(
         patched.setattr(h5pack.H5Loader, "_finish", failing)
         with pytest.raises(OSError, match="no"):
             found.extend(numbered_rows(batch) for batch in echo)
-    assert 0 < len(found) < len(whole)
+    # None at all if one thread fails before the other has filled the first batch.
+    assert len(found) < len(whole)
     again = EchoLoader(h5_loader(dataset), 2)
     again.load_state_dict(through_json(echo.state_dict()))
     assert found + epoch_of(again) == whole
