@@ -85,7 +85,8 @@ def _cache_reason(workload: Workload, cache: str) -> str:
     if cache == deciding_caches(workload, ("hot", "cold"))[0]:
         then = "so the file stays in memory" if cache == "hot" else "under twice that, so epochs read the disk"
         return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."
-    return f"Judged with the page cache {_CACHE_WORDS[cache]}, because the other state was not measured: {sizes}."
+    state = f"Judged with the page cache {_CACHE_WORDS[cache]}"
+    return f"{state}: the other state fits a training better ({sizes}), but was not measured."
 
 
 def missing(

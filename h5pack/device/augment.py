@@ -307,8 +307,7 @@ def _boxes(words: torch.Tensor, augmentation: Augmentation, height: int, width: 
 def color_table(device: torch.device) -> torch.Tensor:
     """Return int64, (2 * 4096 + 18,), in units of 2^-16: cosines and sines of a full turn, and two 3 x 3 matrices.
 
-    The first matrix maps colors to grey, the second rotates by a quarter turn in the plane of I and Q, which is
-    orthogonal to grey.
+    The first matrix maps colors to grey. The second maps a color of YIQ components (Y, I, Q) to that of (0, -Q, I).
     """
 
     def make() -> torch.Tensor:

@@ -288,7 +288,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return False
 
     def _results(self) -> dict[Stage, StageResult]:
-        """Return the results of all stages, in the order in which an image passes through them."""
+        """Return the results of all stages, in the order of `Stage`."""
         reasons, runs = self.target.reasons, self._runs
         return {
             stage: runs[stage].result()

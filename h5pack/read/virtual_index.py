@@ -53,7 +53,7 @@ class VirtualIndex(ChunkIndex):
 
     @cached_property
     def complete(self) -> bool:
-        # If `raw` is false, -1 does not imply missing storage: ranges that cannot be read directly have it, too.
+        # If `raw` is false, this may be false although all rows are stored: ranges not read directly have -1, too.
         return bool((self.addresses >= 0).all())
 
     # Cached, because every read uses it and there may be thousands of sources.

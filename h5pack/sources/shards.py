@@ -111,7 +111,11 @@ def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shar
             names = [name for name in names if NameFilter(files).allows(name)]
         samples = tuple(pattern for pattern in wanted.include if pattern not in files)
         return Shards(path, names, NameFilter(samples, wanted.exclude))
-    paths = [str(path)] if os.path.exists(path) else list(itertools.islice(expand_braces(str(path)), _MAX_FILES))
+    paths: dict[str, None] = {}  # A dict, because nested braces may name a file twice.
+    for name in [str(path)] if os.path.exists(path) else expand_braces(str(path)):
+        paths[name] = None
+        if len(paths) > _MAX_FILES:
+            raise SourceError(f"{path}: names more than {_MAX_FILES:,} files; give a pattern of fewer", path=path)
     missing = next((one for one in paths if not os.path.isfile(one)), None)
     if missing is not None:
         raise SourceError(f"{missing}: no such file; check the pattern", path=missing)
@@ -124,7 +128,7 @@ def _selects(pattern: str, name: str) -> bool:
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
-    """Yield the names to which a shell would expand a pattern with braces, such as ``{000..010}`` and ``{a,b}``."""
+    """Yield the names to which a shell would expand ``{000..010}`` and ``{a,b}``. Other braces are kept as they are."""
     match = _BRACES.search(pattern)
     if match is None:
         yield pattern

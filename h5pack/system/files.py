@@ -65,7 +65,7 @@ _FICLONERANGE = 0x4020940D
 
 
 def clone_range(source: int, target: int, start: int, count: int, offset: int) -> bool:
-    """Put `count` bytes at `start` of one open file at `offset` of another, by sharing their blocks instead of copying.
+    """Make `count` bytes from `start` of `source` appear at `offset` of `target`, by sharing blocks instead of copying.
 
     The blocks are shared until one of the files is written there. `source` and `target` are file descriptors. Returns
     False if the file system cannot share blocks (XFS, Btrfs and others can), or if an argument is not a multiple of its

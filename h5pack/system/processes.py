@@ -56,7 +56,7 @@ class ElasticExecutor(concurrent.futures.Executor):
     """An executor whose number of workers may change."""
 
     def in_flight(self) -> int:
-        """Return how many tasks `run` may have submitted and not yet yielded; `run` asks again after each wait."""
+        """Return the maximum number of tasks that `run` keeps submitted and not yet yielded; asked after each wait."""
         raise NotImplementedError
 
 

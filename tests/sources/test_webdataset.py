@@ -16,10 +16,11 @@ from PIL import Image
 
 import h5pack
 from h5pack.errors import NoImagesError, OptionsError, SourceError
+from h5pack.sources import shards
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns
-from h5pack.sources.shards import Shards, expand_braces
+from h5pack.sources.shards import Shards, expand_braces, find_shards
 from tests.makers import pixels, quick, save
 from tests.sources.test_manifest import rows_of
 
@@ -212,6 +213,18 @@ def test_braces_expand_as_in_a_shell() -> None:
         "plain": "plain",
     }.items():
         assert " ".join(expand_braces(pattern)) == expected
+
+
+def test_a_file_is_one_shard_however_often_a_pattern_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("xa", "xb1", "xb2"):
+        (tmp_path / f"{name}.tar").touch()
+    pattern = tmp_path / "x{a,b{1,2}}.tar"
+    assert sorted(find_shards(pattern, NameFilter(), [".tar"]).names) == ["xa.tar", "xb1.tar", "xb2.tar"]
+    monkeypatch.setattr(shards, "_MAX_FILES", 3)
+    assert len(find_shards(pattern, NameFilter(), [".tar"]).names) == 3
+    monkeypatch.setattr(shards, "_MAX_FILES", 2)
+    with pytest.raises(SourceError):
+        find_shards(pattern, NameFilter(), [".tar"])
 
 
 def test_splits_of_several_files_come_from_their_names() -> None:
