@@ -46,7 +46,7 @@ from h5pack.benchmark.sample import BenchInput, BenchSample, ScratchFolder, find
 from h5pack.benchmark.sweep import Sweep
 from h5pack.errors import OptionsError
 from h5pack.pack.options import parse_size
-from h5pack.system.machine import available_cpus, available_memory, machine_facts
+from h5pack.system.machine import available_cpus, available_memory, load_average, machine_facts
 
 _MAX_THREADS = 4
 _TRIED = (1, 2, 4, 8, 16)
@@ -265,7 +265,7 @@ class BenchRun:
         clock: Callable[[], float] = time.monotonic,
         elapsed: float = 0.0,
     ) -> None:
-        self._begun = clock() - elapsed
+        self._begun, self._load = clock() - elapsed, load_average()
         self._source = source
         self._settings = settings
         options: dict[str, Any] = {"size": settings.size, "images": settings.images, "labels": settings.labels}
@@ -306,6 +306,7 @@ class BenchRun:
                     notes=list(sample.notes),
                     seconds={"packing": packing},
                     pack_images_per_s=sample.pack_images_per_s,
+                    load=self._load,
                 )
                 with _each_warning_once():
                     self._measure(report, sample, source, end)

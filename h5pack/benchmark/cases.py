@@ -12,6 +12,7 @@ from typing import Any
 
 from h5pack.errors import OptionsError
 from h5pack.pack.compression import parse_compression
+from h5pack.system.text import counted
 
 ORDERS = ("sequential", "window", "full", "single")
 """Orders of reading: in stored order, in window shuffle, in full shuffle, or one random row per call."""
@@ -128,7 +129,8 @@ class BenchCase:
     num_workers: int | None = None  # Number of workers if a DataLoader reads, else None.
 
     def __str__(self) -> str:
-        return f"{self.variant}, {self.order}, {self.engine}, {self.cache}"
+        workers = counted(self.num_threads, "thread") if self.num_workers is None else f"num_workers={self.num_workers}"
+        return f"{self.variant}, {self.order}, {self.engine}, {self.cache}, {workers}"
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,39 @@ class Measurement:
         )
         turns = tuple(found.get("turns", ()))
         return cls(case, speeds, found["amplification"], found["hit_rate"], found["reason"], ceilings, turns)
+
+
+@dataclass(frozen=True)
+class CaseRepeats:
+    """The repeats of one case in the sweep and in the run-off."""
+
+    stated: Measurement  # Those of the run-off if they are enough for a median, else all.
+    every: Measurement
+
+    @classmethod
+    def of(cls, sweep: Measurement | None, run_off: Measurement | None) -> CaseRepeats:
+        """Join the measurements of a case, of which one may be missing."""
+        if sweep is None or run_off is None:
+            one = sweep or run_off
+            assert one is not None
+            return cls(one, one)
+        return cls(sweep.updated_by(run_off), sweep.with_repeats_of(run_off))
+
+    def beside(self, other: CaseRepeats) -> tuple[Measurement, Measurement]:
+        """Return the measurements of both to compare: those of the run-off if they share enough turns, else all."""
+        if len(self.stated.ratios(other.stated)) >= MIN_TURNS:
+            return self.stated, other.stated
+        return self.every, other.every
+
+    def ratios(self, other: CaseRepeats) -> tuple[float, ...]:
+        """Return this case's speed divided by the other's in each turn that measured both, ascending."""
+        mine, others = self.beside(other)
+        return mine.ratios(others)
+
+    def count_turns(self, other: CaseRepeats) -> int:
+        """Return the number of turns that `ratios` compares."""
+        mine, others = self.beside(other)
+        return len({*mine.turns} & {*others.turns})
 
 
 def ceiling_threads(case: BenchCase, cpus: int) -> int:

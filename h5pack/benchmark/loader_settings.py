@@ -97,12 +97,10 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
 
 def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> str:
     """Return the speeds with other values of a setting as multiples of that with the recommended one."""
-    others = [
-        f"{name}={value} gives {ratio_text(one.ratios(best) or (one.median / best.median,))}"
-        for value, one in sorted(tried.items())
-        if one is not best
-    ]
-    return f"{', '.join(others)} of its speed"
+    ratios = {value: one.ratios(best) or (one.median / best.median,) for value, one in tried.items() if one is not best}
+    others = [f"{name}={value} gives {ratio_text(found)}" for value, found in sorted(ratios.items())]
+    uncertain = any(min(found) > 1 for found in ratios.values())
+    return f"{', '.join(others)} of its speed" + ", too uncertain a difference to prefer it" * uncertain
 
 
 def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> tuple[CachePlan | None, list[str]]:

@@ -17,6 +17,7 @@ from h5pack.benchmark.cases import (
     NO_TIME,
     TIE,
     BenchCase,
+    CaseRepeats,
     FileVariant,
     Measurement,
     ceiling_threads,
@@ -155,10 +156,8 @@ def choose(
         return None
     compared = not _is_short(workload, _pick_variant(found, workload, compare=False).stated.median)
     picked = _pick_variant(found, workload, compare=compared)
-    ties = [one for one in found if not compared or not picked.beats(one)]
+    ties = [one for one in found if not compared or not picked.is_faster(one, MIN_REPEATS)]
     busy = compared and _is_busy(picked, found, ties, workload)
-    if busy:
-        ties = [one for one in found if not picked.is_faster(one, MIN_REPEATS)]
     variant = picked.variant
     # Of a small sample nothing is compared, so that no chance is taken for a result.
     used, settings_reasons = pick_settings(picked.stated, run_off if compared else (), workload)
@@ -207,22 +206,14 @@ def _is_short(workload: Workload, speed: float) -> bool:
 
 
 @dataclass(frozen=True)
-class _Compared:
+class _Compared(CaseRepeats):
     """A file variant, and the measurements that compare it with others."""
 
     variant: FileVariant
-    stated: Measurement  # Of the run-off, if it has enough repeats; else of the sweep, too.
-    every: Measurement  # Of the sweep and of the run-off.
-
-    def _beside(self, other: _Compared) -> tuple[Measurement, Measurement]:
-        """Return the measurements of both to compare: those of the run-off if they share enough turns."""
-        if len(self.stated.ratios(other.stated)) >= MIN_TURNS:
-            return self.stated, other.stated
-        return self.every, other.every
 
     def is_faster(self, other: _Compared, min_turns: int = MIN_TURNS) -> bool:
         """Return whether this variant is faster than the other (see `Measurement.is_faster`)."""
-        mine, others = self._beside(other)
+        mine, others = self.beside(other)
         return mine.is_faster(others, min_turns)
 
     def was_always_faster(self, other: _Compared) -> bool:
@@ -231,13 +222,8 @@ class _Compared:
         return len(ratios) >= MIN_REPEATS and ratios[0] > 1
 
     def beats(self, other: _Compared) -> bool:
-        """Return whether the other variant may be called slower. Recommending this one instead takes more evidence."""
+        """Return whether the other variant was slower, certainly or as far as measured."""
         return self.is_faster(other, MIN_REPEATS) or self.was_always_faster(other)
-
-    def ratios(self, other: _Compared) -> tuple[float, ...]:
-        """Return this variant's speed divided by the other's in each turn that measured both, ascending."""
-        mine, others = self._beside(other)
-        return mine.ratios(others)
 
 
 def _compared(
@@ -249,14 +235,9 @@ def _compared(
 ) -> list[_Compared]:
     """Return the variants with the measurements that compare them."""
     again, by_label = {one.case: one for one in run_off}, {one.label: one for one in variants}
-    return [
-        _Compared(
-            by_label[one.case.variant],
-            one.updated_by(again.get(one.case)),
-            one.with_repeats_of(again[one.case]) if one.case in again else one,
-        )
-        for one in _comparable(variants, measurements, workload, cache)
-    ]
+    some = _comparable(variants, measurements, workload, cache)
+    found = [(one, CaseRepeats.of(one, again.get(one.case))) for one in some]
+    return [_Compared(repeats.stated, repeats.every, by_label[one.case.variant]) for one, repeats in found]
 
 
 def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bool) -> _Compared:
@@ -336,17 +317,24 @@ def _comparison(
     chance = "that may be chance"
     if turns < MIN_TURNS:
         chance = f"there was time for {counted(turns, 'turn')}, and {MIN_TURNS} are needed"
-    texts, how = [], ", in multiples of its speed in the same turns"
+    texts, how = [], f", in multiples of its speed in the same {_turns_text(picked, found)}"
     for begin, some, end in (
         ("Faster than {} in every turn", faster, f"; {chance}, so {why}"),
         ("No clear difference to {}", equal, f"; {noise}{why}"),
-        ("Slower than {} in every turn", below, ", but ratios vary too much to be sure"),
+        ("Slower than {} in every turn", below, ", but too little or too unevenly to be sure"),
         ("Slower than {}", slower, ""),
     ):
         if some:
             texts.append(f"{begin.format(label)}{how}: {_relative(some, picked, workload)}{end}.")
             how = ", likewise"
     return texts
+
+
+def _turns_text(picked: _Compared, found: Sequence[_Compared]) -> str:
+    """Return how many turns have measured the recommended variant and others, such as "7 turns" or "5 to 7 turns"."""
+    turns = {picked.count_turns(one) for one in found if one is not picked}
+    low, high = min(turns), max(turns)
+    return counted(high, "turn") if low == high else f"{low} to {counted(high, 'turn')}"
 
 
 def _why(picked: _Compared, others: Sequence[_Compared], workload: Workload) -> str:

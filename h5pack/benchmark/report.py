@@ -16,6 +16,7 @@ from h5pack.benchmark.cases import (
     MIN_EPOCH_SECONDS,
     ORDERS,
     BenchCase,
+    CaseRepeats,
     FileVariant,
     Measurement,
     is_small,
@@ -23,6 +24,7 @@ from h5pack.benchmark.cases import (
 )
 from h5pack.benchmark.recommend import Recommendation, epoch_text
 from h5pack.format.plans import MIN_CHUNKS, CachePlan
+from h5pack.system.machine import load_text
 from h5pack.system.text import counted, format_bytes, listed
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
@@ -66,6 +68,7 @@ class BenchReport:
     enough_seconds: int | None = None  #: Seconds that are likely enough for a recommendation; None if there is one.
     seconds: dict[str, float] = field(default_factory=dict)  #: Duration of each phase; "all" is the total.
     pack_images_per_s: float | None = None  #: Speed of packing; None if nothing was packed.
+    load: float | None = None  #: Load average of the machine before the run; None if unknown.
     complete: bool = False
 
     def __repr__(self) -> str:
@@ -142,18 +145,19 @@ class BenchReport:
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is for H5Loader"
         if chosen.busy:
-            again = "measure again when nothing else uses the machine"
+            again = "measure again when nothing else uses the machine, or for longer"
             what = f"{what[0].lower()}{what[1:]}"
             what = f"Ratios of speeds vary too much between repeats to compare chunk sizes; {again}. Until then, {what}"
         elif chosen.is_default and len(chosen.ties) > 1 and chosen.compared:
             what = f"No chunk size is measurably better: keep the default of {chosen.variant}{size}"
         low, high = chosen.images_per_s_range
-        speed, threads = f"{chosen.images_per_s:,.0f} images/s", f"with num_threads={chosen.num_threads}"
+        speed = f"{chosen.images_per_s:,.0f} images/s" + f" ({low:,.0f} to {high:,.0f})" * (low < high)
+        threads = f"with num_threads={chosen.num_threads}"
         if not chosen.compared and not self._more_rows:
             epoch = f"all {self.num_images:,} images are read in {epoch_text(self.num_images, chosen.images_per_s)}"
             later = "an epoch after the first" if chosen.judged_by == "hot" else "an epoch"
-            return f"{what}: {epoch} ({speed}) {threads}, and no other chunk size can save more than that in {later}."
-        text = f"{what}: {speed}" + f" ({low:,.0f} to {high:,.0f})" * (low < high) + f" {threads}"
+            return f"{what}: {epoch}, {speed} {threads}, and no other chunk size can save more than that in {later}."
+        text = f"{what}: {speed} {threads}"
         if not chosen.compared:
             epoch = epoch_text(self.sample_rows, chosen.images_per_s)
             text += f". The sample of {self.sample_rows:,} is read in {epoch}"
@@ -174,13 +178,13 @@ class BenchReport:
         chosen, shape = self.recommendation, self.row_shape
         if chosen is not None and self.kind == "generated" and chosen.is_default:
             given = f"chunk_rows={chosen.chunk_rows}"
-            few = f"For fewer than {MIN_CHUNKS * ((chosen.chunk_rows or 1) - 1) + 1:,} images"
-            return f"{few} 'h5pack convert' makes smaller chunks by default, but not with {given}.", given
+            few = f"{MIN_CHUNKS * ((chosen.chunk_rows or 1) - 1) + 1:,} images"
+            return f"Sets of fewer than {few} get smaller chunks by default; for them omit {given}.", given
         if chosen is not None and not chosen.compared and not self._more_rows and len(shape) in (2, 3):
             axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
             given = f"size={axes[0]}x{axes[1]}"
-            many = "for many images like these, for which the default may be larger"
-            return f"To compare chunk sizes {many}, omit the source and give {given}.", given
+            many = "which may have larger default chunks, omit the source and give"
+            return f"To compare chunk sizes for a set of many images like these, {many} {given}.", given
         return "", ""
 
     def ceiling_of(self, cache: str) -> Ceiling | None:
@@ -312,7 +316,9 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
         reasons = [f"Fault of the file: {printable(text)}" for text in report.faults]
         if report.fix is not None and not chosen.convert:
             reasons.append(f"A pack has no such faults, for first epochs and other readers: {printable(report.fix)}")
-        reasons += [printable(text) for text in (report._hint()[0], *chosen.reasons) if text]
+        busy = load_text(report.load)
+        busy = f"Other programs were using the machine ({busy}), so speeds vary more." if busy else ""
+        reasons += [printable(text) for text in (busy, report._hint()[0], *chosen.reasons) if text]
     typed = [] if chosen is None else [chosen.command, chosen.code]
     code = [f"    {line}" for text in typed for line in text.splitlines()]
     if not full:
@@ -332,14 +338,18 @@ def _facts(report: BenchReport) -> list[str]:
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items() if name != "all")
     lines = [f"machine   {machine_text(report.machine)}"]
     lines.append(f"time      {report.seconds.get('all', 0.0):.0f} s of {report.budget_seconds:g} s ({phases})")
-    lines += [f"ceiling   {one}: {measured_text(one.speeds)} images/s, {one.cache}" for one in report.ceilings]
+    for one in report.ceilings:
+        slow = report.recommendation is not None and statistics.median(one.speeds) < report.recommendation.images_per_s
+        slowed = ", slowed by other programs: H5Loader was faster" if slow else ""
+        lines.append(f"ceiling   {one}: {measured_text(one.speeds)} images/s, {one.cache}{slowed}")
     if report.fix is not None and report.recommendation is None:
         lines.append(f"fix       {report.fix}")
     return lines + _bullets("notes", map(printable, report.notes))
 
 
 def _tables(report: BenchReport) -> list[list[str]]:
-    table = SweepTable(report)
+    # Without the run-off, which loads the file again before each repeat, so that the cells of a line can be compared.
+    table = SweepTable(replace(report, run_off=[]))
     blocks = []
     for cache in table.caches:
         rows = []
@@ -357,7 +367,7 @@ def _tables(report: BenchReport) -> list[list[str]]:
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
     if blocks:
         blocks.append(_legend(report))
-    run_off = "run-off: medians of all repeats, and the ratio to the recommended settings within turns, as above"
+    run_off = "run-off: medians; ratios as above, to the recommended H5Loader, of a DataLoader to that with most speed"
     for title, found_cases, ratios in (("other settings", table.others, []), (run_off, report.run_off, ["ratio"])):
         measurements = [one for one in found_cases if one.speeds]
         if measurements:
@@ -382,7 +392,10 @@ def _run_off_ratio(one: Measurement, report: BenchReport) -> str:
         best = replace(best, num_threads=chosen.num_threads, window=chosen.window)
     else:
         best = replace(best, num_workers=chosen.num_workers)
-    ratios = [ratio for other in report.run_off if other.case == best for ratio in one.ratios(other)]
+    sweep = {first.case: first for first in report.measurements}
+    mine = CaseRepeats.of(sweep.get(one.case), one)
+    found = [CaseRepeats.of(sweep.get(best), other) for other in report.run_off if other.case == best]
+    ratios = [ratio for other in found for ratio in mine.ratios(other)]
     return f"{statistics.median(ratios):.2f}" if ratios else "-"
 
 
@@ -397,7 +410,7 @@ def _legend(report: BenchReport) -> list[str]:
         "tuned: H5Loader through the HDF5 library, with a chunk cache that suits the order; single: h5py",
         "default: plain h5py, one row after the other, with its default chunk cache",
         "sequential: as stored; window: window shuffle; full: full shuffle; single: one random index a call",
-        "measured at different times, the ceiling, too, so that their quotients may differ from the ratios above",
+        "tables and ceilings: measured at different times, so their quotients may differ from the ratios above",
     ]
 
 

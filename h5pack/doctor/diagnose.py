@@ -24,13 +24,10 @@ from h5pack.monitor.advice import advise
 from h5pack.monitor.bottleneck import INTERRUPTED, MIN_REPEATS, Evidence, Stage, StageResult, judge
 from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.sources.hdf5_catalog import detect_names
-from h5pack.system.machine import machine_facts
-from h5pack.system.text import counted
+from h5pack.system.machine import load_average, load_text, machine_facts
 
 # Fraction of the budget spent on reading rows into the page cache.
 _WARM_FRACTION = 0.04
-# Above this load average per CPU, other processes are assumed to disturb the measurement.
-_CROWDED = 0.5
 # If the time budget is too short, the error recommends the estimated minimum multiplied by this factor.
 _LEEWAY = 1.25
 # For how many seconds to measure how busy reads and the transform are; fewer if the time budget is small.
@@ -133,7 +130,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         self._show: Progress = on_progress or (lambda text: None)
         self._begun = time.perf_counter() - elapsed
         self._end = self._begun + usable_seconds(settings.seconds)
-        self._load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        self._load = load_average()
         self._runs: dict[Stage, StageRun] = {}
         self._unknown: list[str] = []
         self._evidence: Evidence | None = None
@@ -229,7 +226,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
 
         If they are only a little more, or the machine is busy, which may pass, measuring shows what is possible.
         """
-        return needed > (_SLACK_BUSY if self._busy_text() else _SLACK) * self._left()
+        return needed > (_SLACK_BUSY if load_text(self._load) else _SLACK) * self._left()
 
     def _is_needed(self, stage: Stage) -> bool:
         """Return whether no verdict is possible without a stage."""
@@ -307,14 +304,8 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             if not self.target.on_gpu:
                 measured["normalize_fraction"] = sum(one.normalize_seconds for one in repeats) / seconds
         self._evidence = self.target.evidence(**measured, stages=self._results())
-        if busy := self._busy_text():
+        if busy := load_text(self._load):
             self._unknown.append(f"the speed on an idle machine, because other processes are using this one ({busy})")
-
-    def _busy_text(self) -> str:
-        """Return the load average if other processes used this machine when the diagnosis began; else ""."""
-        cpus = os.cpu_count() or 1
-        busy = self._load is not None and self._load > _CROWDED * cpus
-        return f"load average {self._load:.1f} on {counted(cpus, 'CPU')}" if busy else ""
 
     def _enough_seconds(self, min_seconds: float = 0.0) -> float:
         """Return an estimate of how many seconds suffice to measure all stages, with some leeway, rounded up.
@@ -334,7 +325,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
     def _refuse(self, min_seconds: float = 0.0) -> None:
         """Raise an OptionsError that recommends a longer time, because the results would be meaningless."""
         settings, enough = self._settings, self._enough_seconds(min_seconds)
-        busy = self._busy_text()
+        busy = load_text(self._load)
         raise OptionsError(
             f"seconds={settings.seconds:g} is too short to measure batches of {self.target.batch_size} images on this "
             f"machine{f', which other processes use ({busy})' if busy else ''}; give at least seconds={enough:g}, or a "

@@ -335,9 +335,11 @@ class _StageRules:
         if low <= MAX_STALL < high and high - low > _STALL_NOISE:
             return Verdict(Outcome.NOISY)
         together, producers, demand = self.rates[Stage.EVERYTHING], self._feed_and_copy(), self._demand()
-        if together.high > _UNSTEADY * together.low:
+        # If no repeat waited, it does not matter how much their speeds and those of the feed differ.
+        waited = high > MAX_STALL
+        if waited and together.high > _UNSTEADY * together.low:
             return Verdict(Outcome.NOISY, stage=Stage.EVERYTHING)
-        for stage, rates in (producers | self.device).items():
+        for stage, rates in ((producers if waited else {}) | self.device).items():
             if together.median > _FASTER * rates.median:
                 return Verdict(Outcome.NOISY, stage=stage)
         # The training cannot be faster than the device alone, either, except where noise made the device slower alone.

@@ -14,10 +14,12 @@ from typing import Any
 
 from h5pack.system.files import file_system_type
 from h5pack.system.libc import libc_function
+from h5pack.system.text import counted
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_SELF = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
+_BUSY_LOAD = 0.5  # Per CPU.
 _PACKAGES = ("h5pack", "h5py", "numpy", "torch", "pillow", "simplejpeg", "isal")
 
 
@@ -82,6 +84,18 @@ def release_free_memory() -> None:
     """
     if _trim is not None:
         _trim(0)
+
+
+def load_average() -> float | None:
+    """Return the system's load average of the last minute; None where it is unknown."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def load_text(load: float | None) -> str:
+    """Return a load average as text if it means that processes keep more than half of the CPUs busy; else ""."""
+    cpus = os.cpu_count() or 1
+    busy = load is not None and load > _BUSY_LOAD * cpus
+    return f"load average {load:.1f} on {counted(cpus, 'CPU')}" if busy else ""
 
 
 def machine_facts(folder: Path) -> dict[str, Any]:

@@ -93,6 +93,7 @@ def test_the_run_off_has_ratios_within_turns() -> None:
     ]
     usual = reports.measured(best, "window", "direct", "hot")
     # The fourth turn was fast: medians of all repeats do not show it, ratios do.
+    report.measurements = []
     report.run_off = [replace(usual, speeds=(100.0, 100.0, 100.0, 900.0), turns=(1, 2, 3, 4))]
     speeds = [(50.0, 50.0, 450.0), (99.0, 99.0, 1e6), (20.0,), (12.0,)]
     turns = [(2, 3, 4), (2, 3, 9), (7,), (7,)]
@@ -105,6 +106,13 @@ def test_the_run_off_has_ratios_within_turns() -> None:
         return sorted((words[-2 if "±" not in line else -3], words[-1]) for line in lines if (words := line.split()))
 
     assert column() == sorted([("100", "1.00"), ("50", "0.50"), ("99", "0.99"), ("20", "1.00"), ("12", "0.60")])
+    # As in the answer, the turns of the sweep count, too, if those of the run-off are few.
+    slow = [replace(one, speeds=(10.0, 10.0), turns=(-2, -1)) for one in others[:1]]
+    report.measurements = [replace(usual, speeds=(100.0, 100.0), turns=(-2, -1)), *slow]
+    assert ("50", "0.50") in column()
+    report.measurements[1:] = [replace(slow[0], speeds=(10.0,) * 4, turns=(-4, -3, -2, -1))]
+    report.measurements[:1] = [replace(usual, speeds=(100.0,) * 4, turns=(-4, -3, -2, -1))]
+    assert ("50", "0.10") in column()
     # Of a small sample nothing is compared.
     assert report.recommendation is not None
     report.recommendation = replace(report.recommendation, compared=False)
