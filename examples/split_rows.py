@@ -61,7 +61,10 @@ def labels_of(rows: Any) -> np.ndarray:
     labels = base.read_rows(base.label_name, np.asarray(base.rows))
     labels = labels[rows.indices] if isinstance(rows, Subset) else labels
     if labels.ndim > 1 or labels.dtype.kind not in "iu" or not len(labels) or labels.min() < 0:
-        raise SystemExit(f"{base.path}: {base.label_name!r} does not give each row a class, a number from 0")
+        raise SystemExit(
+            f"{base.path}: {base.label_name!r} does not give each row one class, a number from 0; for several "
+            "labels of a row, see 'CelebA: 40 attributes' in docs/recipes.md"
+        )
     return labels
 
 

@@ -303,7 +303,9 @@ def begin_rank(local_rank: int, options: argparse.Namespace, meeting: str | None
             # A rank that exits closes its connections, so all must have finished reading.
             dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
     except (h5pack.H5PackError, OSError) as error:
-        raise SystemExit(f"train.py: {error}") from None
+        other = "images=NAME" in getattr(error, "parameters", ())
+        hint = "; this script reads packs: make one of the file with 'h5pack convert'" if other else ""
+        raise SystemExit(f"train.py: {error}{hint}") from None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

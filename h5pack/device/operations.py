@@ -228,8 +228,8 @@ def stored_statistics(dataset: Any) -> tuple[tuple[float, ...], tuple[float, ...
     if mean is None or std is None:
         where = getattr(dataset, "path", f"a {type(dataset).__name__}")
         raise OptionsError(
-            f"{where}: the dataset has no mean and std; give them to Normalize ('h5pack info FILE --stats' measures "
-            "them), or use Normalize.imagenet()",
+            f"{where}: the dataset has no mean and std; give them to Normalize ('h5pack info FILE --stats' and "
+            "h5pack.info(FILE, stats=True) measure them), or use Normalize.imagenet()",
             path=getattr(dataset, "path", None),
         )
     return tuple(map(float, mean)), tuple(map(float, std))

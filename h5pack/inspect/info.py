@@ -324,8 +324,9 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
     times = "once" if kept else "once a shuffle window"
     if filters and not own and per_row * chunk_bytes > _DEFAULT_CACHE_BYTES:
         found.append(
-            f"the chunks of one row take {per_row * chunk_bytes / 2**20:.1f} MiB, more than HDF5's default cache of "
-            f"{format_bytes(_DEFAULT_CACHE_BYTES)}, so h5py decodes them for each row (H5Loader: {times})"
+            f"the chunks of one row take {per_row * chunk_bytes / 2**20:.1f} MiB, more than the default cache of "
+            f"{format_bytes(_DEFAULT_CACHE_BYTES)} of HDF5 {h5py.version.hdf5_version}, so h5py decodes them for each "
+            f"row (H5Loader: {times})"
         )
     if chunk_bytes < 16_384 and dataset.nbytes > 2**24:
         found.append(f"chunks have only {chunk_bytes:,} bytes, so looking them up takes longer than reading them")

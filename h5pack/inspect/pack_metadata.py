@@ -114,7 +114,9 @@ def pack_lines(pack: dict[str, Any]) -> list[str]:
         kept = pack["encoded"]
         sides = " to ".join(f"{side:,}" for side in kept["longer_sides"])
         lines.append(f"encoded  {kept['images']:,} JPEG files, {format_bytes(kept['bytes'])}, longer sides {sides}")
-    rows = "" if pack["statistics_rows"] is None else f", of {counted(pack['statistics_rows'], 'row')}"
+    used, every = pack["statistics_rows"], sum(counts.values())
+    some = f"{used:,} of " if used is not None and used < every else ""
+    rows = "" if used is None else f", of {some}{counted(every, 'row')}"
     lines.append(f"mean     {number_text(pack['mean'])}   std {number_text(pack['std'])}   (of 0..1{rows})")
     lines.append(f"rejects  {pack['rejects']:,}")
     return lines

@@ -124,7 +124,9 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
     if not isinstance(item, h5py.Dataset):
         known = ", ".join(repr(found) for found in dataset_names(file)) or "none"
         parameter = parameter or ("images=NAME" if name == schema.IMAGES else "")
-        advice = f"; give {parameter}" if parameter else ""
+        alike = [found for found in dataset_names(file) if found.endswith(f"/{name}")]
+        likely = f", perhaps {alike[0]!r}" if len(alike) == 1 else ""
+        advice = f"; give {parameter}{likely}" if parameter else ""
         raise PackFormatError(
             f"{file.filename}: has no dataset {name!r}; its datasets are {known}{advice}",
             path=file.filename,
