@@ -27,7 +27,16 @@ from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop
 from tests.device.feeds import needs_gpu
 from tests.device.machine_code import main_loop
-from tests.device.test_normalize import AUGMENTATIONS, DTYPES, LAYOUTS, assert_near, batch, key_of, reference
+from tests.device.test_normalize import (
+    AUGMENTATIONS,
+    DTYPES,
+    LAYOUTS,
+    FilledMemory,
+    assert_near,
+    batch,
+    key_of,
+    reference,
+)
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="pip install triton")
 not_interpreted = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="kernels are interpreted")
@@ -138,8 +147,11 @@ def check_wide_strides() -> None:
 
 
 def check_launches() -> None:
-    """A keyed batch takes two launches: one for all draws and one for the images. torch computes nothing."""
-    from h5pack.device.kernels import draw, launch, normalize
+    """A keyed batch takes two launches, or three with resizing: one for all draws. torch computes nothing.
+
+    New memory is not filled, although algorithms are deterministic.
+    """
+    from h5pack.device.kernels import draw, launch, normalize, resize
 
     launched: list[str] = []
 
@@ -156,16 +168,24 @@ def check_launches() -> None:
 
     for module, name in ((draw, "_draw_kernel"), (normalize, "_flat_kernel"), (normalize, "image_kernel")):
         Counted(module, name)
+    resizing = ["_tap_kernel", "_resize_kernel"]
+    for name in resizing:
+        Counted(resize, name)
     launch.interpreted = lambda: True
     images, key = batch(4), key_of(4, repeats=torch.arange(4))
-    for options in ({}, *AUGMENTATIONS):
+    centre = {"crop": CenterCrop(9, resize=10)}
+    resized = {"crop": RandomResizedCrop(9), "flip": 0.5, "erase": 0.5, "color": ColorJitter(0.4)}
+    for options in ({}, *AUGMENTATIONS, centre, resized):
         norm = Normalize.imagenet(backend="triton", **options)
         norm(images, key)  # Makes the tables and constants.
         launched.clear()
-        with Dispatched() as dispatched:
+        with FilledMemory() as memory, Dispatched() as dispatched:
             norm(images, key)
-        assert launched == (["_draw_kernel", "image_kernel"] if options else ["_flat_kernel"])
+        kernels = resizing if norm.augmentation.resize else ["image_kernel" if norm.keyed else "_flat_kernel"]
+        assert launched == ["_draw_kernel"] * norm.keyed + kernels
         assert dispatched.names <= VIEWS, dispatched.names - VIEWS
+        assert memory.filled
+        assert not any(memory.filled)
 
 
 VIEWS = {"empty", "permute", "unbind", "slice"}
