@@ -77,6 +77,7 @@ def interpret() -> None:
     check_kernels()
     check_draws()
     check_wide_strides()
+    check_far_results()
     check_launches()
 
 
@@ -144,6 +145,60 @@ def check_wide_strides() -> None:
         for layout in LAYOUTS:
             norm, plain = (Normalize.imagenet(backend=one, layout=layout, **options) for one in ("triton", "torch"))
             assert torch.equal(norm(images, key), plain(images.contiguous(), key))
+
+
+class LastPrograms:
+    """A kernel of which only the last programs run."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        from triton.runtime.interpreter import interpreter_builder as builder
+
+        count = min(grid[0], 24)
+
+        def run(*args: Any, **options: Any) -> None:
+            # Triton's interpreter calls this with the number of each program.
+            def shifted(x: int, y: int, z: int) -> None:
+                builder.grid_idx = (grid[0] - count + x, y, z)
+
+            with patch.object(builder, "set_grid_idx", shifted):
+                self.kernel[(count,)](*args, **options)
+
+        return run
+
+
+def check_far_results() -> None:
+    """Values beyond 2^31 of a result. Its other memory, 4 GiB, is never touched, so it takes none."""
+    from h5pack.device.kernels import normalize, resize
+
+    one = batch(1, 65, 63)
+    count = (1 << 31) // one.numel() + 2
+    rows = torch.arange(count)
+    flat = torch.empty((count, *one.shape[1:]), dtype=torch.uint8)
+    flat[-1] = one
+    cases: tuple[tuple[torch.Tensor, dict[str, Any]], ...] = (
+        (flat, {}),
+        (one.expand(count, -1, -1, -1), {"flip": 0.5, "crop": 3}),
+        (one.expand(count, -1, -1, -1), {"crop": CenterCrop((65, 63), resize=66)}),
+    )
+    for (images, options), layout in itertools.product(cases, LAYOUTS):
+        settings = {**options, "layout": layout, "dtype": torch.float16}
+        norm, plain = (Normalize.imagenet(backend=name, **settings) for name in ("triton", "torch"))
+        near = norm(images[-1:], BatchKey(rows[-1:], 0))
+        draws = plain.draw(images, BatchKey(rows, 0)) if norm.keyed else None
+        out = torch.empty(count * one.numel(), dtype=torch.float16)
+        out = out.view(count, 3, 65, 63) if layout == "contiguous" else out.view(images.shape).permute(0, 3, 1, 2)
+        with (
+            patch.object(normalize, "_flat_kernel", LastPrograms(normalize._flat_kernel)),
+            patch.object(normalize, "image_kernel", LastPrograms(normalize.image_kernel)),
+            patch.object(resize, "_resize_kernel", LastPrograms(resize._resize_kernel)),
+            # Each program of the flat kernel takes one step.
+            patch.object(normalize, "_FLAT_PROGRAMS", 1 << 31),
+        ):
+            norm(images, draws=draws, out=out)
+        assert torch.equal(out[-1:], near)
 
 
 def check_launches() -> None:
