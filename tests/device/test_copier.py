@@ -49,15 +49,19 @@ def train(device: SimulatedDevice, seed: int, *, plain: bool = False) -> None:
     """Epochs that may be left early, on changing streams; batches are kept for some steps."""
     drawn = random.Random(seed)
     prefetch_factor, batches = drawn.randint(1, 3), drawn.randint(2, 6)
-    transforms = drawn.random() < 0.8
+    transforms, times = drawn.random() < 0.8, drawn.choice([1, 1, 2])
     constants: list[torch.Tensor] = []
 
     def transform(images: torch.Tensor) -> torch.Tensor:
         return device.run([images, *constants], ("image", images.block.value))  # type: ignore[attr-defined]
 
-    loader = SimulatedLoader(device, batches)
+    loader: Any = SimulatedLoader(device, batches)
+    loader = loader if times == 1 else h5pack.EchoLoader(loader, times)
     feed = SimulatedFeed(loader, "meta", transform=transform if transforms else None, prefetch_factor=prefetch_factor)
     feed.simulated = device
+    if feed._transform is not None:
+        # As with Normalize: repeated images are copied once.
+        feed._transform.replaces_images = True
     kept: list[Any] = []
     home = device.streams[DEFAULT if plain else drawn.choice([DEFAULT, OTHER])]
     for _ in range(3):
@@ -65,12 +69,13 @@ def train(device: SimulatedDevice, seed: int, *, plain: bool = False) -> None:
             old, constants[:] = constants[:], [device.run([], "constant")]
             iterator = iter(feed)
             del old
-        stop = drawn.choice([batches, drawn.randint(1, batches)])
+        stop = drawn.choice([times * batches, drawn.randint(1, times * batches)])
         for number in range(stop):
             with device.on(device.streams[DEFAULT if plain else drawn.choice([DEFAULT, OTHER, THIRD])]):
                 batch = next(iterator)
-                expected = ("image", number) if transforms else number
-                assert [tensor.block.value for tensor in batch] == [expected, ("label", number)]
+                row = number // times
+                expected = ("image", row) if transforms else row
+                assert [tensor.block.value for tensor in batch] == [expected, ("label", row)]
                 for _ in range(drawn.randint(1, 2)):
                     device.run(batch)
             kept.append(batch)
