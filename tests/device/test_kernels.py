@@ -380,9 +380,9 @@ def compile_batches() -> None:
         norm = Normalize.imagenet(backend="triton", layout=layout, dtype=torch.bfloat16, **settings)
         counts = []
         for number, size in enumerate((64, 64, 63, 1, 17, 16)):
-            memory = torch.empty(size * 32 * 32 * 3 + number % 2, dtype=torch.uint8)
+            memory = torch.empty(size * 31 * 31 * 3 + number % 2, dtype=torch.uint8)
             rows = torch.arange(size + number % 2)[number % 2 :]
-            norm(memory[number % 2 :].view(size, 32, 32, 3), BatchKey(rows, number, torch.zeros_like(rows)))
+            norm(memory[number % 2 :].view(size, 31, 31, 3), BatchKey(rows, number, torch.zeros_like(rows)))
             counts.append([len(kernel.device_caches[0][0]) for kernel in made])
         # The flat kernel loads 8 bytes at a time from addresses divisible by 8, so it exists twice.
         assert counts[1:] == [counts[1]] * 5, counts
@@ -472,7 +472,10 @@ def test_errors_of_a_launch_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be errors of an earlier kernel, after which nothing works on this device."""
     from h5pack.device.kernels import launch, normalize
 
-    fail = Mock(side_effect=RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    def fail(*args: Any) -> None:
+        with launch.Launching(torch.device("cpu")):
+            raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
     monkeypatch.setattr(normalize, "normalize", fail)
     monkeypatch.setattr(launch, "interpreted", lambda: True)
     norm = Normalize.imagenet()
