@@ -156,7 +156,8 @@ class BufferPool:
         ]
         # torch's allocator of pinned memory rounds sizes up to powers of two.
         self.bytes = 1 << (size - 1).bit_length() if pinned and size else -(-size // _PAGE) * _PAGE
-        self._pinned = pinned
+        self.pinned = pinned
+        self._pinned_buffers = 0  # How many were allocated in advance.
         self._free: deque[mmap.mmap] = deque()
         self._numbers = itertools.count()
         self._watched: dict[int, weakref.ref[Any]] = {}
@@ -164,7 +165,7 @@ class BufferPool:
 
     def allocate(self, rows: int) -> BatchMemory:
         """Return memory for a batch of `rows` rows."""
-        if self._pinned:
+        if self.pinned:
             pinned = self._new_pinned()
             return BatchMemory(pinned.numpy(), pinned, self.fields, rows)
         self._forget_dead()
@@ -187,12 +188,15 @@ class BufferPool:
     def prepare(self, buffers: int | None = None) -> None:
         """Allocate the buffers that the pool may keep, and write to each page, so that later batches are fast.
 
-        torch's allocator keeps pinned buffers. `buffers` is the number of pinned buffers to allocate (None: `keep`);
-        it has no effect on a pool of pageable memory.
+        torch's allocator keeps pinned buffers, so they are allocated only once. `buffers` is the number of pinned
+        buffers to allocate (None: `keep`); it has no effect on a pool of pageable memory.
         """
-        if self._pinned:
-            held = [self._new_pinned() for _ in range(self.keep if buffers is None else buffers)]
-            del held
+        if self.pinned:
+            wanted = self.keep if buffers is None else buffers
+            if wanted > self._pinned_buffers:
+                self._pinned_buffers = wanted
+                held = [self._new_pinned() for _ in range(wanted)]
+                del held
             return
         self._forget_dead()
         for _ in range(self.keep - len(self._free) - len(self._watched)):

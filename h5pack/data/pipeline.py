@@ -137,6 +137,9 @@ class Pipeline(BackgroundThreads):
         except Exception as error:
             self._done.put(error)
             self.stop()
+        if pool.pinned and self._planned and not self._is_batchwise(self._planned[0]):
+            # Batches of such groups are opened together, under the lock. Pinning takes long and would stop all threads.
+            pool.prepare()
         readers = {f"read_{number}": partial(self._guarded, self._work) for number in range(num_threads)}
         self.start(idle, **readers, plan=partial(self._guarded, self._plan_ahead))
 
@@ -296,7 +299,7 @@ class Pipeline(BackgroundThreads):
     def _issue(self) -> None:
         """Issue the next group, if there are enough credits."""
         planned = self._planned[0]
-        batchwise = planned.runs is not None and self._batchwise
+        batchwise = self._is_batchwise(planned)
         if not batchwise and not self._open(planned.group.last):
             return
         self._planned.popleft()
@@ -310,6 +313,9 @@ class Pipeline(BackgroundThreads):
             self._blocks.extend(blocks)
         else:
             self._tasks.extend(partial(self._fill, block) for block in blocks)
+
+    def _is_batchwise(self, planned: PlannedGroup) -> bool:
+        return planned.runs is not None and self._batchwise
 
     def _take_credits(self, last: int) -> range | None:
         """Return the batches up to number `last` that are to be opened now, or None if there are not enough credits."""

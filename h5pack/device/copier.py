@@ -54,8 +54,8 @@ class CudaOperations:
         return event
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a CPU tensor as a dense tensor in pinned memory, and any other or sparse tensor unchanged."""
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        """Return a CPU tensor (not a sparse one) as a dense tensor in pinned memory, and any other tensor unchanged."""
+        if tensor.device.type != "cpu":
             return tensor
         if not _is_dense(tensor):
             # The copy of such a tensor to the device would first make it dense, in pageable memory.
@@ -153,7 +153,8 @@ class DeviceCopier:
         for tensor in self._tensors_here(fetched.batch):
             operations.record_stream(tensor, stream)
         if not all(_is_strided(tensor) for tensor in tensors_of(fetched.batch)):
-            fetched.batch = map_tensors(fetched.batch, self._copied_late)
+            with outside_inference_mode():
+                fetched.batch = map_tensors(fetched.batch, self._copied_late)
         return fetched
 
     def consumed(self) -> Any:

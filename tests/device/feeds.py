@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from torch.utils.data import DataLoader
 
 import h5pack
 from h5pack.data.draws import BatchKey
+from h5pack.device import feed
 from h5pack.device.copier import DeviceCopier, QueuedBatch
 from h5pack.device.feed import DeviceFeed
-from h5pack.device.loader_wrapper import FetchedBatch, layers_of
+from h5pack.device.loader_wrapper import FetchedBatch
 from tests.crashing import wait_for
 
 BATCH = 12
@@ -86,14 +88,12 @@ class CountingCopier(DeviceCopier):
 class PrefetchingFeed(DeviceFeed):
     """A feed that prefetches on the CPU."""
 
-    copier: CountingCopier
-
     def _operations(self) -> Any:
         return HostOperations()
 
     def _begin_copying(self) -> Any:
-        echoes = any(isinstance(layer, h5pack.EchoLoader) for layer in layers_of(self.loader))
-        self.copier = CountingCopier(self._operations(), self._transform, keep_images=echoes)
+        with patch.object(feed, "DeviceCopier", CountingCopier):
+            self.copier: Any = super()._begin_copying()
         return self.copier
 
 

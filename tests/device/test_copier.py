@@ -49,15 +49,19 @@ def train(device: SimulatedDevice, seed: int, *, plain: bool = False) -> None:
     """Epochs that may be left early, on changing streams; batches are kept for some steps."""
     drawn = random.Random(seed)
     prefetch_factor, batches = drawn.randint(1, 3), drawn.randint(2, 6)
-    transforms = drawn.random() < 0.8
+    transforms, times = drawn.random() < 0.8, drawn.choice([1, 1, 2])
     constants: list[torch.Tensor] = []
 
     def transform(images: torch.Tensor) -> torch.Tensor:
         return device.run([images, *constants], ("image", images.block.value))  # type: ignore[attr-defined]
 
-    loader = SimulatedLoader(device, batches)
+    loader: Any = SimulatedLoader(device, batches)
+    loader = loader if times == 1 else h5pack.EchoLoader(loader, times)
     feed = SimulatedFeed(loader, "meta", transform=transform if transforms else None, prefetch_factor=prefetch_factor)
     feed.simulated = device
+    if feed._transform is not None:
+        # As with Normalize: repeated images are copied once.
+        feed._transform.replaces_images = True
     kept: list[Any] = []
     home = device.streams[DEFAULT if plain else drawn.choice([DEFAULT, OTHER])]
     for _ in range(3):
@@ -65,12 +69,13 @@ def train(device: SimulatedDevice, seed: int, *, plain: bool = False) -> None:
             old, constants[:] = constants[:], [device.run([], "constant")]
             iterator = iter(feed)
             del old
-        stop = drawn.choice([batches, drawn.randint(1, batches)])
+        stop = drawn.choice([times * batches, drawn.randint(1, times * batches)])
         for number in range(stop):
             with device.on(device.streams[DEFAULT if plain else drawn.choice([DEFAULT, OTHER, THIRD])]):
                 batch = next(iterator)
-                expected = ("image", number) if transforms else number
-                assert [tensor.block.value for tensor in batch] == [expected, ("label", number)]
+                row = number // times
+                expected = ("image", row) if transforms else row
+                assert [tensor.block.value for tensor in batch] == [expected, ("label", row)]
                 for _ in range(drawn.randint(1, 2)):
                     device.run(batch)
             kept.append(batch)
@@ -130,7 +135,24 @@ def test_memory_is_bounded_although_no_work_of_the_device_ends(prefetch_factor: 
     assert found[1] >= 60
 
 
-@pytest.mark.parametrize("layout", ["dense", "channels last", "expanded", "gapped", "transposed"])
+def test_feeds_share_the_two_streams_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator keeps memory for each stream that was ever used, so an epoch must not make new ones."""
+    made: list[tuple[torch.device, int]] = []
+
+    def stream(device: torch.device, priority: int = 0) -> object:
+        made.append((device, priority))
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    # Devices that nothing else uses, because their streams stay until the process ends.
+    devices = [torch.device("cuda", number) for number in (61, 62)]
+    found = [CudaOperations(device) for device in devices * 3]
+    assert made == [(device, priority) for device in devices for priority in (0, -1)]
+    assert len({operations.copy_stream for operations in found}) == 2
+    assert len({operations.transform_stream for operations in found}) == 2
+
+
+@pytest.mark.parametrize("layout", ["dense", "channels last", "expanded", "gapped", "transposed", "gapped and pinned"])
 def test_copies_are_made_from_dense_pinned_memory(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of any other tensor goes through pageable memory, in the training thread."""
     pinned: list[torch.Tensor] = []
@@ -141,23 +163,29 @@ def test_copies_are_made_from_dense_pinned_memory(layout: str, monkeypatch: pyte
         pinned.append(copy)
         return copy
 
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: any(tensor is one for one in pinned))
+    def is_pinned(tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in {one.untyped_storage().data_ptr() for one in pinned}
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", is_pinned)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     tensor = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
+    whole = pin_memory(tensor) if layout == "gapped and pinned" else tensor
     tensor = {
         "dense": tensor,
         "channels last": tensor.contiguous(memory_format=torch.channels_last),
         "expanded": tensor[:, :1].expand(2, 3, 4, 5),
         "gapped": tensor[:, :, ::2],
         "transposed": tensor.permute(3, 2, 1, 0),
+        "gapped and pinned": whole[:, :, ::2],
     }[layout]
     operations = CudaOperations.__new__(CudaOperations)
     result = operations.pin(tensor)
     assert torch.equal(result, tensor)
-    assert result is pinned[0]
+    assert result is pinned[-1]
     assert result.is_contiguous() or result.is_contiguous(memory_format=torch.channels_last)
     assert result.stride() == tensor.stride() or layout not in ("dense", "channels last")
     assert operations.pin(result) is result
+    assert operations.pin(result[1:]).data_ptr() == result[1:].data_ptr()
 
 
 @every_feed
@@ -276,11 +304,15 @@ def test_results_that_the_next_call_overwrites_are_copied() -> None:
 def test_sparse_parts_of_a_batch_are_copied_when_it_is_delivered() -> None:
     device = SimulatedDevice(0)
     sparse = torch.eye(3).to_sparse()
+    there = sparse.to("meta")
     copier = DeviceCopier(device, None)  # type: ignore[arg-type]
-    queued = copier.copy(FetchedBatch([sparse, "text"], 0, 0, 1, None))
+    queued = copier.copy(FetchedBatch([sparse, "text", there], 0, 0, 1, None))
     assert queued.fetched.batch[0] is sparse
-    found = copier.deliver(queued).batch
+    with torch.inference_mode():
+        found = copier.deliver(queued).batch
     assert (found[0].device.type, found[0].layout, found[1]) == ("meta", torch.sparse_coo, "text")
+    assert not found[0].is_inference()
+    assert found[2] is there
 
 
 def test_a_list_of_tensors_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

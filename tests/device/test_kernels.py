@@ -27,7 +27,16 @@ from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop
 from tests.device.feeds import needs_gpu
 from tests.device.machine_code import main_loop
-from tests.device.test_normalize import AUGMENTATIONS, DTYPES, LAYOUTS, assert_near, batch, key_of, reference
+from tests.device.test_normalize import (
+    AUGMENTATIONS,
+    DTYPES,
+    LAYOUTS,
+    FilledMemory,
+    assert_near,
+    batch,
+    key_of,
+    reference,
+)
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="pip install triton")
 not_interpreted = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="kernels are interpreted")
@@ -68,6 +77,7 @@ def interpret() -> None:
     check_kernels()
     check_draws()
     check_wide_strides()
+    check_far_results()
     check_launches()
 
 
@@ -137,9 +147,66 @@ def check_wide_strides() -> None:
             assert torch.equal(norm(images, key), plain(images.contiguous(), key))
 
 
+class LastPrograms:
+    """A kernel of which only the last programs run."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        from triton.runtime.interpreter import interpreter_builder as builder
+
+        count = min(grid[0], 24)
+
+        def run(*args: Any, **options: Any) -> None:
+            # Triton's interpreter calls this with the number of each program.
+            def shifted(x: int, y: int, z: int) -> None:
+                builder.grid_idx = (grid[0] - count + x, y, z)
+
+            with patch.object(builder, "set_grid_idx", shifted):
+                self.kernel[(count,)](*args, **options)
+
+        return run
+
+
+def check_far_results() -> None:
+    """Values beyond 2^31 of a result. Its other memory, 4 GiB, is never touched, so it takes none."""
+    from h5pack.device.kernels import normalize, resize
+
+    one = batch(1, 65, 63)
+    count = (1 << 31) // one.numel() + 2
+    rows = torch.arange(count)
+    flat = torch.empty((count, *one.shape[1:]), dtype=torch.uint8)
+    flat[-1] = one
+    cases: tuple[tuple[torch.Tensor, dict[str, Any]], ...] = (
+        (flat, {}),
+        (one.expand(count, -1, -1, -1), {"flip": 0.5, "crop": 3}),
+        (one.expand(count, -1, -1, -1), {"crop": CenterCrop((65, 63), resize=66)}),
+    )
+    for (images, options), layout in itertools.product(cases, LAYOUTS):
+        settings = {**options, "layout": layout, "dtype": torch.float16}
+        norm, plain = (Normalize.imagenet(backend=name, **settings) for name in ("triton", "torch"))
+        near = norm(images[-1:], BatchKey(rows[-1:], 0))
+        draws = plain.draw(images, BatchKey(rows, 0)) if norm.keyed else None
+        out = torch.empty(count * one.numel(), dtype=torch.float16)
+        out = out.view(count, 3, 65, 63) if layout == "contiguous" else out.view(images.shape).permute(0, 3, 1, 2)
+        with (
+            patch.object(normalize, "_flat_kernel", LastPrograms(normalize._flat_kernel)),
+            patch.object(normalize, "image_kernel", LastPrograms(normalize.image_kernel)),
+            patch.object(resize, "_resize_kernel", LastPrograms(resize._resize_kernel)),
+            # Each program of the flat kernel takes one step.
+            patch.object(normalize, "_FLAT_PROGRAMS", 1 << 31),
+        ):
+            norm(images, draws=draws, out=out)
+        assert torch.equal(out[-1:], near)
+
+
 def check_launches() -> None:
-    """A keyed batch takes two launches: one for all draws and one for the images. torch computes nothing."""
-    from h5pack.device.kernels import draw, launch, normalize
+    """A keyed batch takes two launches, or three with resizing: one for all draws. torch computes nothing.
+
+    New memory is not filled, although algorithms are deterministic.
+    """
+    from h5pack.device.kernels import draw, launch, normalize, resize
 
     launched: list[str] = []
 
@@ -156,16 +223,24 @@ def check_launches() -> None:
 
     for module, name in ((draw, "_draw_kernel"), (normalize, "_flat_kernel"), (normalize, "image_kernel")):
         Counted(module, name)
+    resizing = ["_tap_kernel", "_resize_kernel"]
+    for name in resizing:
+        Counted(resize, name)
     launch.interpreted = lambda: True
     images, key = batch(4), key_of(4, repeats=torch.arange(4))
-    for options in ({}, *AUGMENTATIONS):
+    centre = {"crop": CenterCrop(9, resize=10)}
+    resized = {"crop": RandomResizedCrop(9), "flip": 0.5, "erase": 0.5, "color": ColorJitter(0.4)}
+    for options in ({}, *AUGMENTATIONS, centre, resized):
         norm = Normalize.imagenet(backend="triton", **options)
         norm(images, key)  # Makes the tables and constants.
         launched.clear()
-        with Dispatched() as dispatched:
+        with FilledMemory() as memory, Dispatched() as dispatched:
             norm(images, key)
-        assert launched == (["_draw_kernel", "image_kernel"] if options else ["_flat_kernel"])
+        kernels = resizing if norm.augmentation.resize else ["image_kernel" if norm.keyed else "_flat_kernel"]
+        assert launched == ["_draw_kernel"] * norm.keyed + kernels
         assert dispatched.names <= VIEWS, dispatched.names - VIEWS
+        assert memory.filled
+        assert not any(memory.filled)
 
 
 VIEWS = {"empty", "permute", "unbind", "slice"}
@@ -305,9 +380,9 @@ def compile_batches() -> None:
         norm = Normalize.imagenet(backend="triton", layout=layout, dtype=torch.bfloat16, **settings)
         counts = []
         for number, size in enumerate((64, 64, 63, 1, 17, 16)):
-            memory = torch.empty(size * 32 * 32 * 3 + number % 2, dtype=torch.uint8)
+            memory = torch.empty(size * 31 * 31 * 3 + number % 2, dtype=torch.uint8)
             rows = torch.arange(size + number % 2)[number % 2 :]
-            norm(memory[number % 2 :].view(size, 32, 32, 3), BatchKey(rows, number, torch.zeros_like(rows)))
+            norm(memory[number % 2 :].view(size, 31, 31, 3), BatchKey(rows, number, torch.zeros_like(rows)))
             counts.append([len(kernel.device_caches[0][0]) for kernel in made])
         # The flat kernel loads 8 bytes at a time from addresses divisible by 8, so it exists twice.
         assert counts[1:] == [counts[1]] * 5, counts
@@ -397,7 +472,10 @@ def test_errors_of_a_launch_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be errors of an earlier kernel, after which nothing works on this device."""
     from h5pack.device.kernels import launch, normalize
 
-    fail = Mock(side_effect=RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    def fail(*args: Any) -> None:
+        with launch.Launching(torch.device("cpu")):
+            raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
     monkeypatch.setattr(normalize, "normalize", fail)
     monkeypatch.setattr(launch, "interpreted", lambda: True)
     norm = Normalize.imagenet()

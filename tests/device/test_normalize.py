@@ -341,10 +341,12 @@ def test_compiled_callers_take_any_epoch_and_view() -> None:
     def transform(images: torch.Tensor, key: BatchKey, norm: Normalize = norm) -> torch.Tensor:
         return norm(images, key)
 
-    graphs = []
+    graphs, integers = [], []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         graphs.append(graph)
+        found = (node.meta.get("example_value") for node in graph.graph.nodes)
+        integers.extend(value.node.hint for value in found if isinstance(value, torch.SymInt))
         return graph.forward
 
     torch._dynamo.reset()
@@ -359,6 +361,8 @@ def test_compiled_callers_take_any_epoch_and_view() -> None:
         key = BatchKey(rows, epoch, 2, 3)
         assert torch.equal(compiled(images, key), norm(images, key))
     assert len(graphs) == compilations
+    # Compilers hold symbolic integers in 64 bits, or turn larger ones into floats.
+    assert 0 < max(map(abs, integers)) < 2**63
     for seed in (3, 4, 5):
         other = Normalize.imagenet(seed=seed, **options)
         assert torch.equal(compiled(images, keys[5], other), other(images, keys[5]))

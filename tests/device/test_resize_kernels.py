@@ -80,6 +80,9 @@ def interpret() -> None:
     """Compare all cases."""
     for images, key, options in cases():
         assert_kernel_is_right("cpu", images, key, **options)
+    for layout in LAYOUTS:
+        empty = Normalize.imagenet(crop=RandomResizedCrop(9), layout=layout, backend="triton")
+        assert empty(batch(2, 20, 18)[:0], key_of(0)).shape == (0, 3, 9, 9)
     # Windows that exceed the images.
     images, padded = batch(5, 20, 18), Normalize.imagenet(crop=RandomCrop((40, 30), padding=15))
     draws = padded.draw(images, key_of(5))
@@ -116,9 +119,11 @@ def test_interpreted_kernels_equal_the_slow_twin(tmp_path: Path) -> None:
     [
         (80, "bf16", False, False, 30),
         (90, "fp32", False, True, 84),
-        (90, "bf16", True, False, 25),
+        (90, "bf16", True, False, 30),
         (75, "fp16", False, False, 34),
-        (100, "fp32", True, True, 42),
+        (75, "fp16", True, False, 30),
+        (100, "fp32", True, False, 32),
+        (100, "fp32", True, True, 94),
     ],
 )
 def test_the_machine_code_stays_short(
@@ -130,7 +135,7 @@ def test_the_machine_code_stays_short(
     changes: bool,
     budget: float,
 ) -> None:
-    """Instructions for each value of a tile, those of a loop counted once; `changes`: with colors and boxes."""
+    """Instructions for each value of a plane's tile, those of a loop counted once; `changes`: with colors and boxes."""
     from h5pack.device.kernels import resize
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -147,7 +152,7 @@ def test_the_machine_code_stays_short(
         ones=("stride_channel",),
     )
     instructions = [text for text in code.values() if "NOP" not in text]
-    values = rows * columns // (32 * warps) * (3 if planar else 1)
+    values = rows * columns // (32 * warps)
     assert 0 < len(instructions) <= budget * values
     assert any("STG.E.128" in text for text in instructions)
     assert not any(re.search(r"\b(LDL|STL)\b", text) for text in instructions), "registers are kept in memory"

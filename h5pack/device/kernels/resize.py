@@ -237,7 +237,7 @@ def _resize_kernel(  # type: ignore[no-untyped-def]
             source + 2 * stride_channel, rows, columns, y, x, height, width, out_height, out_width,
             count_y, count_x, stride_y, stride_x, WIDE, ROWS, COLUMNS,
         )  # fmt: skip
-    for plane in tl.static_range(CHANNELS if PLANAR else 1):
+    for plane in range(CHANNELS if PLANAR else 1):  # Unrolled, it would need more registers than there are.
         channel = tl.full((COLUMNS,), plane, tl.int32) if PLANAR else column % CHANNELS
         if COLORS:
             row = (colors + image + 4 * channel * samples)[None, :]
