@@ -156,7 +156,7 @@ def choose(
         return None
     compared = not _is_short(workload, _pick_variant(found, workload, compare=False).stated.median)
     picked = _pick_variant(found, workload, compare=compared)
-    ties = [one for one in found if not compared or not picked.is_faster(one, MIN_REPEATS)]
+    ties = [one for one in found if not compared or not picked.is_faster(one)]
     busy = compared and _is_busy(picked, found, ties, workload)
     variant = picked.variant
     # Of a small sample nothing is compared, so that no chance is taken for a result.
@@ -286,7 +286,7 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
 def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:
     """Return a sentence with the durations of short epochs of the variants other than the recommended one, if any."""
     others = [
-        f"{one.variant.label} {epoch_text(workload.sample_rows, one.stated.median)}" for one in found if one != picked
+        f"{one.variant.label} {epoch_text(workload.num_images, one.stated.median)}" for one in found if one != picked
     ]
     if not others:
         return []
@@ -315,13 +315,13 @@ def _comparison(
     noise = "runs differ by more than these sizes, so " if TIE * max(spreads, default=1.0) > 1 else ""
     turns = min((len(one.ratios(picked)) for one in faster), default=0)
     chance = "that may be chance"
-    if turns < MIN_TURNS:
+    if turns < MIN_TURNS and all(one.is_faster(picked, MIN_REPEATS) for one in faster):
         chance = f"there was time for {counted(turns, 'turn')}, and {MIN_TURNS} are needed"
     texts, how = [], f", in multiples of its speed in the same {_turns_text(picked, found)}"
     for begin, some, end in (
         ("Faster than {} in every turn", faster, f"; {chance}, so {why}"),
         ("No clear difference to {}", equal, f"; {noise}{why}"),
-        ("Slower than {} in every turn", below, ", but too little or too unevenly to be sure"),
+        ("Slower than {} in every turn", below, "; that may be chance"),
         ("Slower than {}", slower, ""),
     ):
         if some:

@@ -114,9 +114,7 @@ def pack_lines(pack: dict[str, Any]) -> list[str]:
         kept = pack["encoded"]
         sides = " to ".join(f"{side:,}" for side in kept["longer_sides"])
         lines.append(f"encoded  {kept['images']:,} JPEG files, {format_bytes(kept['bytes'])}, longer sides {sides}")
-    used, every = pack["statistics_rows"], sum(counts.values())
-    some = f"{used:,} of " if used is not None and used < every else ""
-    rows = "" if used is None else f", of {some}{counted(every, 'row')}"
+    rows = _statistics_text(pack["statistics_rows"], counts)
     lines.append(f"mean     {number_text(pack['mean'])}   std {number_text(pack['std'])}   (of 0..1{rows})")
     lines.append(f"rejects  {pack['rejects']:,}")
     return lines
@@ -128,6 +126,16 @@ def _names_lines(title: str, names: list[str]) -> list[str]:
     if len(shown) > _MAX_NAMES_LENGTH:
         shown = (shown[:_MAX_NAMES_LENGTH].rpartition(", ")[0] or shown[:_MAX_NAMES_LENGTH]) + ", ..."
     return textwrap.wrap(title + shown, _WIDTH, subsequent_indent=" " * 9, break_on_hyphens=False)
+
+
+def _statistics_text(used: int | None, counts: dict[str, int]) -> str:
+    """Return which rows the statistics are of: `used` rows of the first split, which is that of the training."""
+    if used is None:
+        return ""
+    split, count = next(iter(counts.items()), ("", 0))
+    part = f" of {split}" if len(counts) > 1 and used <= count else ""
+    sample = "a sample of " if used < (count if part else sum(counts.values())) else ""
+    return f", of {sample}{counted(used, 'row')}{part}"
 
 
 def _field_line(name: str, found: dict[str, Any], rows: int) -> str:

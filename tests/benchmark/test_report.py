@@ -155,8 +155,9 @@ def test_the_headline_says_why_nothing_could_be_compared() -> None:
     assert not any(part in report.headline() for part in ("vary", "sample"))
     # A few images like the generated ones would get smaller chunks.
     report.kind = "generated"
-    assert report.parameters == ("chunk_rows=36", "full=True")
-    assert all(part in report.to_text() for part in ("2,241", "chunk_rows=36"))
+    assert report.parameters == ("full=True",)
+    assert "2,241" in report.to_text()
+    assert "chunk_rows=" not in report.to_text().partition("- ")[2]
 
 
 def test_the_full_text_has_every_case_and_note() -> None:
