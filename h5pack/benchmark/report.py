@@ -14,6 +14,7 @@ from h5pack.benchmark.cases import (
     CACHES,
     ENGINES,
     MIN_EPOCH_SECONDS,
+    MIN_TURNS,
     ORDERS,
     BenchCase,
     CaseRepeats,
@@ -177,10 +178,13 @@ class BenchReport:
     def _hint(self) -> tuple[str, str]:
         """Return advice about other sources, and the parameter that it advises to give; both empty if there is none."""
         chosen, shape = self.recommendation, self.row_shape
-        if chosen is not None and self.kind == "generated" and chosen.is_default:
-            return f"Sets of fewer than {MIN_CHUNKS * ((chosen.chunk_rows or 1) - 1) + 1:,} images get smaller chunks.", ""
-        small = chosen is not None and not chosen.compared and not self._more_rows
-        if small and (self.kind != "file" or chosen.convert) and len(shape) in (2, 3):
+        if chosen is None:
+            return "", ""
+        if self.kind == "generated" and chosen.is_default:
+            fewest = MIN_CHUNKS * ((chosen.chunk_rows or 1) - 1) + 1
+            return f"The command gives sets of fewer than {fewest:,} images smaller chunks.", ""
+        small = not chosen.compared and not self._more_rows
+        if small and chosen.convert and len(shape) in (2, 3):
             axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
             given = f"size={axes[0]}x{axes[1]}"
             rows = plan_chunks(_MANY_IMAGES, self.row_bytes, whole_pages=True).rows
@@ -370,8 +374,8 @@ def _tables(report: BenchReport) -> list[list[str]]:
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
     if blocks:
         blocks.append(_legend(report))
-    run_off = "run-off, the file loaded again before each repeat (so speeds differ from above); ratios as in the answer"
-    for title, found_cases, ratios in (("other settings", table.others, []), (run_off, report.run_off, ["ratio"])):
+    run_off = f"run-off, with the comparison of chunk sizes if of under {MIN_TURNS} repeats; ratios as in the answer"
+    for title, found_cases, ratios in (("other settings", table.others, []), (run_off, _run_off(report), ["ratio"])):
         measurements = [one for one in found_cases if one.speeds]
         if measurements:
             heads = ["", "order", "engine", "cache", "batch", "window", "threads", "workers", "images/s", *ratios]
@@ -385,6 +389,13 @@ def _tables(report: BenchReport) -> list[list[str]]:
     return blocks
 
 
+def _run_off(report: BenchReport) -> list[Measurement]:
+    """Return the measurements of the run-off, joined with those of the sweep if they are few, as the answer does."""
+    sweep = {one.case: one for one in report.measurements}
+    few = {one.case for one in report.run_off if len(one.speeds) < MIN_TURNS}
+    return [sweep[one.case].with_repeats_of(one) if one.case in few & sweep.keys() else one for one in report.run_off]
+
+
 def _run_off_ratio(one: Measurement, report: BenchReport) -> str:
     """Return the ratio of a speed to that of the recommended loader, or DataLoader, in turns that measured both."""
     chosen = report.recommendation
@@ -395,10 +406,11 @@ def _run_off_ratio(one: Measurement, report: BenchReport) -> str:
         best = replace(best, num_threads=chosen.num_threads, window=chosen.window)
     else:
         best = replace(best, num_workers=chosen.num_workers)
-    sweep = {first.case: first for first in report.measurements}
-    mine = CaseRepeats.of(sweep.get(one.case), one)
-    found = [CaseRepeats.of(sweep.get(best), other) for other in report.run_off if other.case == best]
-    ratios = [ratio for other in found for ratio in mine.ratios(other)]
+    sweep, again = ({found.case: found for found in some} for some in (report.measurements, report.run_off))
+    if best not in again:
+        return "-"
+    mine, others = (CaseRepeats.of(sweep.get(case), again[case]) for case in (one.case, best))
+    ratios = mine.ratios(others)
     return f"{statistics.median(ratios):.2f}" if ratios else "-"
 
 

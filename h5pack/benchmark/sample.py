@@ -21,7 +21,15 @@ from h5pack.benchmark.cases import DEFAULT_CHUNK_BYTES, BenchSettings, FileVaria
 from h5pack.benchmark.synthetic import MAX_SIDE, make_folder
 from h5pack.combine.convert import convert
 from h5pack.data.dataset import H5Dataset
-from h5pack.errors import H5PackError, NoImagesError, NoSpaceError, OptionsError, SizesDifferError, SourceError
+from h5pack.errors import (
+    H5PackError,
+    NoImagesError,
+    NoSpaceError,
+    OptionsError,
+    SizesDifferError,
+    SourceError,
+    WorkerError,
+)
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
 from h5pack.inspect.info import DatasetReport, describe_dataset, packing_options
@@ -35,6 +43,7 @@ from h5pack.sources.hdf5_catalog import is_hdf5
 from h5pack.sources.hdf5_rows import HDF5RowReader
 from h5pack.system.files import lock, open_locked
 from h5pack.system.machine import available_cpus, available_memory, free_bytes
+from h5pack.system.processes import ONE_WORKER
 from h5pack.system.text import counted, listed
 
 MIN_IMAGES = 8
@@ -289,6 +298,7 @@ class _Packer:
         self._source, self._folder = source.source, folder
         self.options = source.options
         self.notes: list[str] = []
+        self._workers: dict[str, int] = {}  # One, once it is known that several cannot be used.
 
     def probe(self) -> tuple[int, float]:
         """Convert a few images; return the bytes per row, and the estimated images/s when all CPUs convert."""
@@ -318,7 +328,15 @@ class _Packer:
     def _convert(self, path: Path, changes: dict[str, Any]) -> ConvertReport:
         # The sample has no fields, which would only take time.
         options = {name: value for name, value in self.options.items() if name != "fields"}
-        return convert(self._source, path, **{**options, **changes})
+        options = {**options, **changes, **self._workers}
+        try:
+            return convert(self._source, path, **options)
+        except WorkerError as error:
+            if ONE_WORKER not in error.parameters:
+                raise
+            self._workers = {"num_workers": 1}
+            self.notes.append("The sample was packed in one process, because workers cannot import the main program.")
+            return convert(self._source, path, **{**options, **self._workers})
 
 
 def _make_variants(

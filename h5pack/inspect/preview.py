@@ -88,7 +88,8 @@ class PreviewReport:
 
     def to_text(self) -> str:
         """Return the report as lines of text."""
-        size = f"{counted(self.images, 'image')} of {self.rows:,} rows on a sheet of {self.height}x{self.width} pixels"
+        sheet = f"a sheet {self.width} pixels wide and {self.height} high"
+        size = f"{counted(self.images, 'image')} of {self.rows:,} rows on {sheet}"
         lines = [size if self.path is None else f"{self.path}: {size}"]
         lines += [
             f"  {split.name}: {split.left_out:,} of {split.named:,} classes not shown"

@@ -30,8 +30,8 @@ Result = TypeVar("Result")
 _WAIT_SECONDS = 0.5
 _JOIN_SECONDS = 10.0
 _MAX_DEPTH = 6
-_ONE_WORKER = "num_workers=1"
-_OR_ONE_WORKER = f", or give {_ONE_WORKER}, which needs no other process"
+ONE_WORKER = "num_workers=1"
+_OR_ONE_WORKER = f", or give {ONE_WORKER}, which needs no other process"
 
 # The shared object is kept per thread, because several threads may each use a SerialExecutor.
 _local = threading.local()
@@ -196,7 +196,7 @@ def _require_no_open_file(value: Any) -> None:
             raise WorkerError(
                 f"the source holds the file {getattr(item, 'name', item)!r} open, and worker processes would share its "
                 f"position; open it in each call{_OR_ONE_WORKER}",
-                parameters=(_ONE_WORKER,),
+                parameters=(ONE_WORKER,),
             )
         if isinstance(item, types.FunctionType):
             # Skip the globals, because they refer to every imported module.
@@ -225,7 +225,7 @@ def _require_importable_main(advice: str) -> None:
         raise WorkerError(
             f"{path}: worker processes cannot import the main program, which is not in a file; save it as one{advice}",
             path=path,
-            parameters=(_ONE_WORKER,),
+            parameters=(ONE_WORKER,),
         )
     line = _unguarded_line(main, path)
     if line is not None:
@@ -233,7 +233,7 @@ def _require_importable_main(advice: str) -> None:
             f"{path} line {line}: each worker process would run this line, too; put it under "
             f'if __name__ == "__main__":{advice}',
             path=path,
-            parameters=(_ONE_WORKER,),
+            parameters=(ONE_WORKER,),
         )
 
 
@@ -266,7 +266,7 @@ class _SharedObject:
             raise WorkerError(
                 f"{_unpicklable(self.value)} cannot be sent to worker processes ({_reason(error)}); "
                 f"make it picklable{_OR_ONE_WORKER}",
-                parameters=(_ONE_WORKER,),
+                parameters=(ONE_WORKER,),
             ) from error
         return _unpickled, (stream.getvalue(),)
 
@@ -310,7 +310,7 @@ def _require_start(executor: concurrent.futures.Executor, num_workers: int, advi
         raise WorkerError(
             "a worker process ended while it started; standard error has the reason, which is often that the main "
             f'script cannot be imported: put what it runs under if __name__ == "__main__":{advice}',
-            parameters=(_ONE_WORKER,),
+            parameters=(ONE_WORKER,),
         ) from error
 
 
@@ -319,7 +319,7 @@ def _raise_failure() -> None:
         raise WorkerError(
             f"worker processes cannot load the source ({_local.failure}): its classes must be picklable, and in "
             f"modules that can be imported (not in a notebook); move them there{_OR_ONE_WORKER}",
-            parameters=(_ONE_WORKER,),
+            parameters=(ONE_WORKER,),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 
 from h5pack.benchmark.cases import BenchSettings
 from h5pack.benchmark.sample import BenchSample, ScratchFolder, make_sample
-from h5pack.errors import NoImagesError, NoSpaceError, OptionsError
+from h5pack.combine.convert import convert
+from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, WorkerError
 from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, input_of, sample_of, write_cut_chunks
 from tests.makers import class_folders, flat_folder, save
 
@@ -82,6 +84,30 @@ def test_images_of_several_sizes_get_one(
     sample = sample_of(source, scratch, chunk_rows=(2,), contiguous=False)
     assert not (scratch.path / "first.h5").exists()
     assert (sample.row_shape, sample.options["size"], len(sample.notes)) == ((224, 224, 3), (224, 224), 1)
+
+
+def test_one_process_packs_if_others_cannot_import_the_program(
+    folder: Path, scratch: ScratchFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def unguarded(*given: Any, **options: Any) -> Any:
+        asked.append(options.get("num_workers"))
+        if asked[-1] != 1:
+            raise WorkerError("put it under if __name__", parameters=("num_workers=1",))
+        return convert(*given, **options)
+
+    monkeypatch.setattr("h5pack.benchmark.sample.convert", unguarded)
+    sample = sample_of(folder, scratch, chunk_rows=(4, 8), contiguous=False)
+    assert (labels(sample), len(sample.notes)) == (["4 rows", "8 rows"], 1)
+    assert asked.count(None) == 1
+    monkeypatch.setattr("h5pack.benchmark.sample.convert", lambda *_, **__: raises(WorkerError("a worker died")))
+    with pytest.raises(WorkerError, match="a worker died"):
+        sample_of(folder, scratch, chunk_rows=(4, 8), contiguous=False)
+
+
+def raises(error: Exception) -> None:
+    raise error
 
 
 def test_an_input_behind_links_is_found(tmp_path: Path) -> None:
