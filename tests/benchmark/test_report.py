@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from h5pack.benchmark.cases import Measurement
-from h5pack.benchmark.report import BenchReport, SweepTable, measured_text, printable, speed_text
+from h5pack.benchmark.report import BenchReport, Ceiling, SweepTable, measured_text, printable, speed_text
 from tests.benchmark import reports
 
 
@@ -117,6 +117,18 @@ def test_the_run_off_has_ratios_within_turns() -> None:
     assert report.recommendation is not None
     report.recommendation = replace(report.recommendation, compared=False)
     assert {ratio for _, ratio in column()} == {"-"}
+
+
+@pytest.mark.parametrize(("speed", "slowed"), [(100e3, 0), (140e3, 1)])
+def test_a_copy_that_was_slower_than_reading_is_no_ceiling(speed: float, slowed: int) -> None:
+    report = reports.folder_report()
+    report.run_off = [reports.measured(reports.packed(9), "window", "direct", "hot", speed)]
+    report.ceilings = [
+        Ceiling("memory copy", 2, "hot", (speed, 100e3, 100e3)),
+        Ceiling("memory copy", 1, "hot", ()),
+        Ceiling("sequential read", 1, "cold", (1.0, 1.0)),
+    ]
+    assert report.to_text(full=True).count("slowed by") == slowed
 
 
 RATIO = re.compile(r"(\d+\.\d+) of a (memory copy|sequential read) with (\d+) thread")
