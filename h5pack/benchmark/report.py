@@ -24,13 +24,13 @@ from h5pack.benchmark.cases import (
     repeats_json,
 )
 from h5pack.benchmark.recommend import Recommendation, epoch_text
+from h5pack.benchmark.sample import MANY_IMAGES
 from h5pack.format.plans import MIN_CHUNKS, CachePlan, plan_chunks
 from h5pack.system.machine import load_text
 from h5pack.system.text import counted, format_bytes, listed
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
 _NOISY_RATIO, _SLOW_RATIO = 1.5, 1.25
-_MANY_IMAGES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -182,12 +182,12 @@ class BenchReport:
             return "", ""
         if self.kind == "generated" and chosen.is_default:
             fewest = MIN_CHUNKS * ((chosen.chunk_rows or 1) - 1) + 1
-            return f"The command gives sets of fewer than {fewest:,} images smaller chunks.", ""
+            return f"Sets of fewer than {fewest:,} images get smaller chunks by default.", ""
         small = not chosen.compared and not self._more_rows
         if small and chosen.convert and len(shape) in (2, 3):
             axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
             given = f"size={axes[0]}x{axes[1]}"
-            rows = plan_chunks(_MANY_IMAGES, self.row_bytes, whole_pages=True).rows
+            rows = plan_chunks(MANY_IMAGES, self.row_bytes, whole_pages=True).rows
             many = f"Many images like these get chunks of {counted(rows, 'row')} by default"
             return f"{many}. To compare sizes for them, omit the source and give {given}.", given
         return "", ""

@@ -47,6 +47,7 @@ from h5pack.system.processes import ONE_WORKER
 from h5pack.system.text import counted, listed
 
 MIN_IMAGES = 8
+MANY_IMAGES = 1_000_000
 MAX_SAMPLE_BYTES = 512 * 1024 * 1024
 # Of small images, generate enough that an epoch takes many milliseconds.
 _GENERATED_IMAGES, _GENERATED_BYTES, _GENERATED_SIZE = 4_000, 96 * 1024 * 1024, (218, 178)
@@ -250,7 +251,9 @@ def make_sample(
         if source.variant is None:
             raise
         return _input_only(source, source.variant, settings, str(error))
-    default_chunk_rows = min(plan_chunks(source.num_images, row_bytes, whole_pages=True).rows, source.num_images)
+    # Generated images stand for many.
+    count = MANY_IMAGES if source.kind == "generated" else source.num_images
+    default_chunk_rows = min(plan_chunks(count, row_bytes, whole_pages=True).rows, source.num_images)
     given = {*settings.chunk_rows, *(max(1, size // row_bytes) for size in settings.chunk_bytes)}
     wanted = sorted(given or {default_chunk_rows, *(max(1, size // row_bytes) for size in DEFAULT_CHUNK_BYTES)})
     if not given and is_small(min(settings.rows or source.num_images, source.num_images), row_bytes):

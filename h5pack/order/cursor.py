@@ -130,7 +130,8 @@ class EpochCursor:
                 f"the state is invalid ({error!r}): it was not saved by a sampler or loader of this kind, which counts "
                 f"{self.unit}; give what its state_dict() returned"
             ) from error
-        for name in {**self.identity, **order}:
+        # The pack first: in another one, splits and chunks may differ, too.
+        for name in {_PACK_DIGEST: None, **self.identity, **order}:
             if not _agrees(order.get(name), self.identity.get(name), name):
                 hint = "; to change the number of ranks, give streams= from the first run" if name == "streams" else ""
                 parameter = _PARAMETERS.get(name, name)
@@ -140,7 +141,7 @@ class EpochCursor:
                 elif name == _PACK_DIGEST:
                     problem = "for a pack with other rows, or in another order; resume with the pack of the first run"
                 elif name == "rows_digest":
-                    problem = "for other rows of its file; resume with the same indices"
+                    problem = "for other rows of its file, or other indices of them; resume with the same indices or Subset"
                 else:
                     what = _GLOBAL_BATCH if name == "global_batch" else parameter
                     problem = f"with {what} {order.get(name)!r}, but this order has {self.identity.get(name)!r}"
