@@ -5,6 +5,9 @@ depends on columns is computed once: offsets in the source, constants of the cha
 depends on the line is the same for all values of a vector. Lines that do not begin and end at multiples of 16 bytes
 leave a few values at their ends, which separate programs compute one by one.
 
+Pixels are loaded without masks, which would take an instruction for each: where there is none, the image's last row or
+column is read, and then replaced.
+
 Flips and windows only change the offsets from which pixels are loaded.
 """
 
@@ -36,6 +39,16 @@ def _scaled(raw, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignor
     return steps * coarse + small
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _blackened(is_black, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return coarse, fine and bias that turn whatever is loaded in black columns into the value of 0.
+
+    This saves an instruction a value in the loop over lines.
+    """
+    black = _scaled(tl.full((), 0, tl.int32), centre, coarse, fine, bias, FINE)
+    return tl.where(is_black, 0.0, coarse), tl.where(is_black, 0.0, fine), tl.where(is_black, black, bias)
+
+
 @triton.jit
 def _load_row(colors, samples):  # type: ignore[no-untyped-def]
     """Return a row of color matrices, with half a unit added to the last number, so that a shift rounds."""
@@ -53,6 +66,12 @@ def _outside(positions, size):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _inside(positions, size):  # type: ignore[no-untyped-def]
+    """Return positions as uint32, those outside 0..size-1 replaced by size-1, so that there is something to load."""
+    return tl.minimum(positions.to(tl.uint32, bitcast=True), (size - 1).to(tl.uint32, bitcast=True))
+
+
+@triton.jit
 def _moved(x, y, advance, draws, samples, lines, width):  # type: ignore[no-untyped-def]
     """Return the image's column and row of pixels of the result, and the distance of a thread's rows in the image."""
     is_upside_down = tl.load(draws + samples) != 0
@@ -63,11 +82,11 @@ def _moved(x, y, advance, draws, samples, lines, width):  # type: ignore[no-unty
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _place(  # type: ignore[no-untyped-def]
-    x, y, advance, draws, samples, width, lines, width_out, stride_y, stride_x,
+    x, y, advance, draws, samples, width, lines, width_out, stride_x,
     MOVES: tl.constexpr, PADDED: tl.constexpr, ERASES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Return what `_copy_rows` needs to know of its pixels: offset, row and step of rows in the source, bits to keep of
-    the pixels; row in the erased box, its height, bits to keep of the values there.
+    """Return what `_copy_rows` needs to know of its pixels: offset in a line, row and step of rows in the source, bits
+    to keep of the pixels; row in the erased box, its height, bits to keep of the values there.
     """
     box_row, box_height, box_bits = y, lines, x
     if ERASES:
@@ -81,11 +100,8 @@ def _place(  # type: ignore[no-untyped-def]
     pixel_bits = 255
     if PADDED:
         pixel_bits = 255 & ~_outside(x, width)
-        x = tl.minimum(tl.maximum(x, 0), width - 1)
-    wide_row, wide_x = row, x
-    if WIDE:
-        wide_row, wide_x = row.to(tl.int64), x.to(tl.int64)
-    return wide_row * stride_y + wide_x * stride_x, row, step, pixel_bits, box_row, box_height, box_bits
+    column = _inside(x, width)
+    return (column.to(tl.int64) if WIDE else column) * stride_x, row, step, pixel_bits, box_row, box_height, box_bits
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -134,36 +150,38 @@ def _copy_rows(  # type: ignore[no-untyped-def]
         x = column // CHANNELS
         channel = column - x * CHANNELS
     offset, row, step, pixel_bits, box_row, box_height, box_bits = _place(
-        x, y, advance, draws + image, samples, width, lines, length // CHANNELS if PLANES == 0 else length, stride_y,
-        stride_x, MOVES, PADDED, ERASES, WIDE,
+        x, y, advance, draws + image, samples, width, lines, length // CHANNELS if PLANES == 0 else length, stride_x,
+        MOVES, PADDED, ERASES, WIDE,
     )  # fmt: skip
-    line = pixels + image * stride_image
-    size = lines * length
-    line_step = step * stride_y
-    if WIDE:
-        size = lines.to(tl.int64) * length
-        line_step = step.to(tl.int64) * stride_y
+    size = (lines.to(tl.int64) if WIDE else lines) * length
     centre, coarse, fine, bias = _load_constants(constants + channel, CHANNELS, FINE)
+    if PADDED and PLANES <= 1 and not COLORS:
+        coarse, fine, bias = _blackened(pixel_bits == 0, centre, coarse, fine, bias, FINE)
+        pixel_bits = 255
     of_image = colors + image
     if COLORS:
         of_red, of_green, of_blue, added = _load_row(of_image + 4 * channel * samples, samples)
     else:
         offset += channel * stride_channel
-    start = part * size * (PLANES if PLANES > 1 else 1)
-    start -= start % VALUES
-    turn = advance.to(tl.int64) * length
-    for number in range(tl.cdiv(lines, advance)):
-        # The hint lets a thread store 16 bytes with one instruction.
-        line_start = tl.multiple_of(start + number * turn, VALUES)
-        whole = known & (y < lines)
-        here = whole
+    # In the loop, one addition of 64 bits makes an address of this.
+    of_columns = pixels + image * stride_image + offset
+    left = tl.where(known, lines - y, 0)
+    start = part * size * (PLANES if PLANES > 1 else 1) // VALUES
+    turn = advance.to(tl.int64) * length // VALUES
+    for done in range(0, lines, advance):
+        there = _inside(row, height)
+        bits = pixel_bits
         if PADDED:
-            here = whole & (row.to(tl.uint32, bitcast=True) < height.to(tl.uint32, bitcast=True))
-        source = line + offset
+            bits = pixel_bits & tl.where(row.to(tl.uint32, bitcast=True) == there, 255, 0)
+        source = of_columns + (there.to(tl.int64) if WIDE else there) * stride_y
         if COLORS:
-            red = tl.load(source, mask=here, other=0).to(tl.int32) & pixel_bits
-            green = tl.load(source + stride_channel, mask=here, other=0).to(tl.int32) & pixel_bits
-            blue = tl.load(source + 2 * stride_channel, mask=here, other=0).to(tl.int32) & pixel_bits
+            red = tl.load(source).to(tl.int32) & bits
+            green = tl.load(source + stride_channel).to(tl.int32) & bits
+            blue = tl.load(source + 2 * stride_channel).to(tl.int32) & bits
+        if ERASES:
+            in_box = box_row.to(tl.uint32, bitcast=True) < box_height.to(tl.uint32, bitcast=True)
+            # The height's sign bit is 0. Were it a constant, the compiler would test `in_box` for each value.
+            kept = box_bits | tl.where(in_box, box_height >> 31, -1)
         for other in tl.static_range(1 if PLANES <= 1 else PLANES):
             if PLANES > 1:
                 centre, coarse, fine, bias = _load_constants(constants + other, CHANNELS, FINE)
@@ -173,18 +191,16 @@ def _copy_rows(  # type: ignore[no-untyped-def]
                 mixed = (of_red * red + of_green * green + of_blue * blue + added) >> 16
                 raw = tl.minimum(tl.maximum(mixed, 0), 255)
             else:
-                raw = tl.load(source + other * stride_channel, mask=here, other=0).to(tl.int32) & pixel_bits
+                raw = tl.load(source + other * stride_channel).to(tl.int32) & bits
             values = _scaled(raw, centre, coarse, fine, bias, FINE)
             if ERASES:
-                in_box = box_row.to(tl.uint32, bitcast=True) < box_height.to(tl.uint32, bitcast=True)
-                erased = (values.to(tl.int32, bitcast=True) & box_bits).to(tl.float32, bitcast=True)
-                values = tl.where(in_box, erased, values)
-            here_start = tl.multiple_of(line_start + other * size, VALUES) if other else line_start
-            tl.store(result + here_start + places, values.to(result.dtype.element_ty), mask=whole)
-        y += advance
+                values = (values.to(tl.int32, bitcast=True) & kept).to(tl.float32, bitcast=True)
+            # The hint lets a thread store 16 bytes with one instruction.
+            plane_start = tl.multiple_of(start * VALUES + other * size, VALUES) if other else start * VALUES
+            tl.store(result + plane_start + places, values.to(result.dtype.element_ty), mask=done < left)
         row += step
         box_row += advance
-        line += line_step
+        start += turn
 
 
 # Do not compile the kernel again if the values or the alignment of these arguments change between batches.

@@ -52,6 +52,9 @@ def normalize(
     """
     if not result.numel():
         return result
+    if not pixels.numel():
+        # The result is the padding of images without pixels, which is that of black ones, too.
+        pixels = pixels.new_zeros(len(pixels), 1, 1, pixels.shape[3])
     is_flat = draws is None and pixels.is_contiguous() and result.permute(0, 2, 3, 1).is_contiguous()
     with Launching(result.device):
         if is_flat:
