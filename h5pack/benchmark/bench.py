@@ -432,11 +432,11 @@ def _each_warning_once() -> Iterator[None]:
 
 def _require_time(left: float, needed: float, packing: float, settings: BenchSettings) -> None:
     if left < needed:
+        kept = settings.seconds - usable_seconds(settings.seconds)
         given, enough = f"seconds={settings.seconds:g}", f"seconds={1.5 * (packing + needed) + 1:.0f}"
         raise OptionsError(
-            f"{given} is too short: it took {packing:.1f} s to pack the sample, measuring takes at least {needed:.1f} s, "
-            f"and {settings.seconds - usable_seconds(settings.seconds):.1f} s are kept for the end; give {enough}, fewer "
-            "rows or fewer chunk sizes",
+            f"{given} is too short: it took {packing:.1f} s to pack the sample, measuring takes at least {needed:.1f} s "
+            f"more, and {kept:.1f} s are kept for the end; give {enough}, fewer rows or fewer chunk sizes",
             parameters=(given, enough),
         )
 

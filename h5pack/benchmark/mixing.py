@@ -17,6 +17,7 @@ from h5pack.errors import OptionsError
 from h5pack.order.row_ranges import EpochRows, Rows
 from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
 from h5pack.system.parameters import whole_number
+from h5pack.system.text import counted
 
 MARGIN = 0.05
 """A label distance counts as equal to that of a full shuffle if it exceeds that by at most this fraction."""
@@ -95,7 +96,7 @@ class MixingReport:
         if enough is not None and enough <= window:
             return f"window={window} is enough: it mixes the labels as well as a full shuffle."
         if asked.bound(-_quantile(self.epochs)) <= self.allowed_distance:
-            return f"Increase epochs: {self.epochs} epochs do not show whether window={window} is large enough."
+            return f"Give more than epochs={self.epochs}, which does not show whether window={window} is large enough."
         other = "convert in shuffled order"
         if enough is not None:
             other = f"window={enough} ({enough * self.chunk_bytes / 2**20:,.1f} MiB)"
@@ -114,9 +115,9 @@ class MixingReport:
 
     def to_text(self) -> str:
         """Return a table of the orders, and the advice."""
-        sampled = f"{self.batches:,} of {self.epoch_batches:,} batches in each of {self.epochs} epochs"
+        sampled = f"{self.batches:,} of {self.epoch_batches:,} full batches in each of {self.epochs} epochs"
         lines = [
-            f"{self.rows:,} rows in {self.chunks:,} chunks, batches of {self.batch_size}; sampled {sampled}.",
+            f"{self.rows:,} rows in {counted(self.chunks, 'chunk')}, batches of {self.batch_size}; sampled {sampled}.",
             "",
             "order             label distance  to full  to file  to next epoch  chunks a batch",
             *map(self._line, self.orders),

@@ -60,7 +60,7 @@ def add(commands: Any) -> None:
 
     out = bench.add_argument_group("output")
     out.add_argument("--full", action="store_true", help="print the full report, with all reasons, tables and notes")
-    out.add_argument("--plot", metavar="FILE", help="also draw the result into a .png, .svg or .pdf file")
+    out.add_argument("--plot", metavar="FILE", help="also draw the result (.png, .svg or .pdf; needs matplotlib)")
     out.add_argument("--quiet", action="store_true", help="show no progress bar")
 
 
@@ -88,7 +88,7 @@ def _add_compared(bench: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark and print its report; return the exit status."""
     if arguments.mixing:
-        print_report(_mixing(arguments), arguments)
+        _print_mixing(_mixing(arguments), arguments)
         return 0
     begun = time.monotonic()
     from h5pack.benchmark.bench import BenchRun, make_settings
@@ -123,6 +123,15 @@ def _print(report: Any, arguments: argparse.Namespace) -> None:
         print_report(report, arguments)
     else:
         print(option_text(report.to_text(full=arguments.full), report.parameters, arguments.parser), flush=True)
+
+
+def _print_mixing(report: Any, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        print_report(report, arguments)
+        return
+    # The option --window names the window to judge, and after it others.
+    text = report.to_text().replace("windows=SIZES", f"--window {report.window},SIZES")
+    print(option_text(text, (f"epochs={report.epochs}",), arguments.parser))
 
 
 def _mixing(arguments: argparse.Namespace) -> Any:

@@ -85,7 +85,8 @@ class DatasetReport:
         lines = [f"/{self.name}: {self.dtype} {shape_text(self.shape) or 'scalar'}, {self.layout}, {stored}"]
         if self.chunks is not None:
             filters = ", ".join(self.filters) or "no filter"
-            lines.append(f"  chunks {shape_text(self.chunks)}, {self.index}, {filters}")
+            count = math.prod(-(-size // part) for size, part in zip(self.shape, self.chunks, strict=True))
+            lines.append(f"  chunks {count:,} of {shape_text(self.chunks)}, {self.index}, {filters}")
         if (cache := self.cache) is not None:
             lines.append(f"  rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0} ({cache.reason})")
         lines += [f"  fault: {fault}" for fault in self.faults]

@@ -141,7 +141,7 @@ class EpochCursor:
                 elif name == _PACK_DIGEST:
                     problem = "for a pack with other rows, or in another order; resume with the pack of the first run"
                 elif name == "rows_digest":
-                    problem = "for other rows of its file, or other indices of them; resume with the same indices or Subset"
+                    problem = "for other rows of its file, or indices of them; resume with the same indices or Subset"
                 else:
                     what = _GLOBAL_BATCH if name == "global_batch" else parameter
                     problem = f"with {what} {order.get(name)!r}, but this order has {self.identity.get(name)!r}"
