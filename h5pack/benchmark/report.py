@@ -327,13 +327,15 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
     typed = [] if chosen is None else [chosen.command, chosen.code]
     code = [f"    {line}" for text in typed for line in text.splitlines()]
     if not full:
-        left_out = [*reasons]
+        texts = [*reasons, *map(printable, report.notes)]
         lines: list[str] = []
-        while left_out and len(lines) + len(wrapped := _bullets("", left_out[:1])) <= _MAX_LINES:
+        shown = 0
+        while shown < len(texts) and len(lines) + len(wrapped := _bullets("", [texts[shown]])) <= _MAX_LINES:
             lines += wrapped
-            left_out.pop(0)
-        more = [counted(len(left_out), "more reason")] * bool(left_out)
-        more += [counted(len(report.notes), "note")] * bool(report.notes)
+            shown += 1
+        left_reasons, left_notes = max(0, len(reasons) - shown), min(len(report.notes), len(texts) - shown)
+        more = [counted(left_reasons, "more reason")] * bool(left_reasons)
+        more += [counted(left_notes, "note" if left_notes == len(report.notes) else "more note")] * bool(left_notes)
         last = f"The whole report, with full=True, has {', '.join(more)}{' and ' * bool(more)}all figures."
         return [first, code, lines, _bullets("", [about, last], indent="")]
     return [first, code, _bullets("", reasons), [about]]

@@ -325,7 +325,7 @@ class _Packer:
             return self._convert(path, changes)
         except SizesDifferError:
             self.options = {**self.options, "size": _FALLBACK_SIZE}
-            self.notes.append("The images differ in size: they were resized to 224x224 (size=224).")
+            self.notes.append("The images differ in size: they were resized to 224x224.")
             return self._convert(path, changes)
 
     def _convert(self, path: Path, changes: dict[str, Any]) -> ConvertReport:

@@ -72,7 +72,8 @@ def test_the_first_lines_are_the_answer_with_its_figure_and_threads(full: bool) 
     first, reasons = report.to_text(full).split("\n\n")[:2]
     assert report.parameters[0] == "seconds=90"
     assert report.parameters[0] in first
-    assert reasons.splitlines() == [f"- missing: {text}" for text in report.missing]
+    notes = [] if full else [f"- {text}" for text in report.notes]
+    assert reasons.splitlines() == [*(f"- missing: {text}" for text in report.missing), *notes]
 
 
 def test_only_measured_cases_are_in_the_table_of_the_run_off() -> None:
