@@ -290,7 +290,8 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload) -
     ]
     if not others:
         return []
-    return [f"Epochs of the others: {', '.join(others)}; a good part of that is the start of an epoch."]
+    images = counted(workload.num_images, "image")
+    return [f"Epochs of {images} with the others: {', '.join(others)}; a good part of that is the start of an epoch."]
 
 
 def epoch_text(rows: int, speed: float) -> str:

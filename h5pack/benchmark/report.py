@@ -399,15 +399,11 @@ def _run_off(report: BenchReport) -> list[Measurement]:
 
 
 def _run_off_ratio(one: Measurement, report: BenchReport) -> str:
-    """Return the ratio of a speed to that of the recommended loader, or DataLoader, in turns that measured both."""
+    """Return the ratio of an H5Loader's speed to that of the recommended one, in turns that measured both."""
     chosen = report.recommendation
-    if chosen is None or not chosen.compared:
+    if chosen is None or not chosen.compared or one.case.num_workers is not None:
         return "-"
-    best = replace(one.case, variant=chosen.variant)
-    if one.case.num_workers is None:
-        best = replace(best, num_threads=chosen.num_threads, window=chosen.window)
-    else:
-        best = replace(best, num_workers=chosen.num_workers)
+    best = replace(one.case, variant=chosen.variant, num_threads=chosen.num_threads, window=chosen.window)
     sweep, again = ({found.case: found for found in some} for some in (report.measurements, report.run_off))
     if best not in again:
         return "-"
