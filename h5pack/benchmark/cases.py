@@ -39,7 +39,7 @@ LEEWAY = 1.25
 """Factor of an estimated time, because repeats take longer when other programs run."""
 NO_TIME = "there was no time for it"
 
-MIN_ROWS, MIN_BYTES = 256, 64 * 1024 * 1024
+_MIN_ROWS, _MIN_BYTES = 256, 64 * 1024 * 1024
 """A sample with fewer rows and fewer bytes is too small, too."""
 _MIN_CASE_SECONDS = {"hot": 0.14, "cold": 0.2}
 _DECODE_BUDGET_BYTES = 2**30
@@ -47,7 +47,7 @@ _DECODE_BUDGET_BYTES = 2**30
 
 def is_small(rows: int, row_bytes: int) -> bool:
     """Return whether a sample is too small to compare variants, because an epoch takes a few milliseconds anyway."""
-    return rows < MIN_ROWS and rows * row_bytes < MIN_BYTES
+    return rows < _MIN_ROWS and rows * row_bytes < _MIN_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

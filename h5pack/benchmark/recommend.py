@@ -286,7 +286,9 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
 def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:
     """Return a sentence with the durations of short epochs of the variants other than the recommended one, if any."""
     others = [
-        f"{one.variant.label} {epoch_text(workload.num_images, one.stated.median)}" for one in found if one != picked
+        f"{one.variant.label} {epoch_text(workload.num_images, one.stated.median)}"
+        for one in found
+        if one is not picked
     ]
     if not others:
         return []

@@ -31,6 +31,8 @@ from h5pack.system.text import counted, format_bytes, listed
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
 _NOISY_RATIO, _SLOW_RATIO = 1.5, 1.25
+_Line = tuple[Measurement, list[str]]
+"""A measurement, and further cells of its line in a table."""
 
 
 @dataclass(frozen=True)
@@ -377,39 +379,35 @@ def _tables(report: BenchReport) -> list[list[str]]:
     if blocks:
         blocks.append(_legend(report))
     run_off = f"run-off, with the comparison of chunk sizes if of under {MIN_TURNS} repeats; ratios as in the answer"
-    for title, found_cases, ratios in (("other settings", table.others, []), (run_off, _run_off(report), ["ratio"])):
-        measurements = [one for one in found_cases if one.speeds]
-        if measurements:
-            heads = ["", "order", "engine", "cache", "batch", "window", "threads", "workers", "images/s", *ratios]
-            fastest_first = sorted(measurements, key=lambda one: -one.median)
+    others: list[_Line] = [(one, []) for one in table.others]
+    for title, more_heads, found_lines in (("other settings", [], others), (run_off, ["ratio"], _run_off(report))):
+        lines = sorted((line for line in found_lines if line[0].speeds), key=lambda line: -line[0].median)
+        if lines:
+            heads = ["", "order", "engine", "cache", "batch", "window", "threads", "workers", "images/s", *more_heads]
             rows = [
-                ["-" if value is None else str(value) for value in asdict(one.case).values()]
-                + [_entry(one), *(_run_off_ratio(one, report) for _ in ratios)]
-                for one in fastest_first
+                ["-" if value is None else str(value) for value in asdict(one.case).values()] + [_entry(one), *more]
+                for one, more in lines
             ]
             blocks.append([title, *_aligned(heads, rows)])
     return blocks
 
 
-def _run_off(report: BenchReport) -> list[Measurement]:
-    """Return the measurements of the run-off, joined with those of the sweep if they are few, as the answer does."""
-    sweep = {one.case: one for one in report.measurements}
-    few = {one.case for one in report.run_off if len(one.speeds) < MIN_TURNS}
-    return [sweep[one.case].with_repeats_of(one) if one.case in few & sweep.keys() else one for one in report.run_off]
+def _run_off(report: BenchReport) -> list[_Line]:
+    """Return the run-off, joined with the sweep where its repeats are few, and ratios of H5Loader's speeds.
 
-
-def _run_off_ratio(one: Measurement, report: BenchReport) -> str:
-    """Return the ratio of an H5Loader's speed to that of the recommended one, in turns that measured both."""
-    chosen = report.recommendation
-    if chosen is None or not chosen.compared or one.case.num_workers is not None:
-        return "-"
-    best = replace(one.case, variant=chosen.variant, num_threads=chosen.num_threads, window=chosen.window)
-    sweep, again = ({found.case: found for found in some} for some in (report.measurements, report.run_off))
-    if best not in again:
-        return "-"
-    mine, others = (CaseRepeats.of(sweep.get(case), again[case]) for case in (one.case, best))
-    ratios = mine.ratios(others)
-    return f"{statistics.median(ratios):.2f}" if ratios else "-"
+    A ratio is a speed divided by that of the recommended settings, in the turns that the answer compares.
+    """
+    sweep, chosen = {one.case: one for one in report.measurements}, report.recommendation
+    repeats = {one.case: CaseRepeats.of(sweep.get(one.case), one) for one in report.run_off}
+    lines: list[_Line] = []
+    for one in report.run_off:
+        ratios: tuple[float, ...] = ()
+        if chosen is not None and chosen.compared and one.case.num_workers is None:
+            best = replace(one.case, variant=chosen.variant, num_threads=chosen.num_threads, window=chosen.window)
+            ratios = repeats[one.case].ratios(repeats[best]) if best in repeats else ()
+        shown = one if len(one.speeds) >= MIN_TURNS else repeats[one.case].every
+        lines.append((shown, [f"{statistics.median(ratios):.2f}" if ratios else "-"]))
+    return lines
 
 
 def _legend(report: BenchReport) -> list[str]:

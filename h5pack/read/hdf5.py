@@ -122,9 +122,10 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
     """
     item = find_item(file, name)
     if not isinstance(item, h5py.Dataset):
-        known = ", ".join(repr(found) for found in dataset_names(file)) or "none"
+        names = dataset_names(file)
+        known = ", ".join(map(repr, names)) or "none"
         parameter = parameter or ("images=NAME" if name == schema.IMAGES else "")
-        alike = [found for found in dataset_names(file) if found.endswith(f"/{name}")]
+        alike = [found for found in names if found.endswith(f"/{name}")]
         likely = f", perhaps {alike[0]!r}" if len(alike) == 1 else ""
         advice = f"; give {parameter}{likely}" if parameter else ""
         raise PackFormatError(

@@ -1,4 +1,4 @@
-"""The recommendation follows the measurements, and its reasons."""
+"""The recommendation follows the measurements, and states its reasons."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_the_answer_says_what_to_type_and_what_was_not_compared() -> None:
     report = worst_case()
     chosen, text = report.recommendation, report.to_text()
     assert chosen is not None
-    for part in (*(f"    {line}\n" for line in (chosen.command, *chosen.code.splitlines())),):
+    for part in (f"    {line}\n" for line in (chosen.command, *chosen.code.splitlines())):
         assert part in text.replace("\n", " ") or part in text
     # No sentence is cut: what there is no room for is counted.
     reasons = text.partition("\n- ")[2].partition("\n\n")[0].replace("\n  ", " ").split("\n- ")
