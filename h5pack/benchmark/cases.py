@@ -173,15 +173,18 @@ class Measurement:
         """Return whether this case is faster in each turn that measured both, of which there must be `min_turns`.
 
         The lowest ratio of their speeds must be above 1.05. It must also be above 1.25, or above the highest ratio
-        divided by it: on a busy machine ratios vary, so a few of them may all be above 1 by chance. One repeat is
-        enough if the speeds are as far apart as `HOPELESS` says.
+        divided by it: on a busy machine ratios vary, so a few of them may all be above 1 by chance. If it is above
+        both, `MIN_REPEATS` turns are enough. One repeat is enough if the speeds are as far apart as `HOPELESS` says.
         """
         if not self.speeds or not other.speeds:
             return False
         if max(other.speeds) < HOPELESS * min(self.speeds):
             return True
         ratios = self.ratios(other)
-        return len(ratios) >= min_turns and TIE * ratios[0] > 1 and ratios[0] > min(_CLEAR, ratios[-1] / ratios[0])
+        if len(ratios) < MIN_REPEATS or TIE * ratios[0] <= 1:
+            return False
+        bounds = _CLEAR, ratios[-1] / ratios[0]
+        return ratios[0] > (min(bounds) if len(ratios) >= min_turns else max(bounds))
 
     def with_repeats_of(self, other: Measurement) -> Measurement:
         """Return this measurement with the repeats of another one of the same case added."""

@@ -293,7 +293,8 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload) -
     if not others:
         return []
     images = counted(workload.num_images, "image")
-    return [f"Epochs of {images} with the others: {', '.join(others)}; a good part of that is the start of an epoch."]
+    why = "not compared, because a good part of that is the start of an epoch"
+    return [f"Epochs of {images} with the others: {', '.join(others)}; {why}."]
 
 
 def epoch_text(rows: int, speed: float) -> str:
@@ -322,9 +323,9 @@ def _comparison(
         chance = f"there was time for {counted(turns, 'turn')}, and {MIN_TURNS} are needed"
     texts, how = [], f", in multiples of its speed in the same {_turns_text(picked, found)}"
     for begin, some, end in (
-        ("Faster than {} in every turn", faster, f"; {chance}, so {why}"),
+        ("Probably faster than {}", faster, f"; {chance}, so {why}"),
         ("No clear difference to {}", equal, f"; {noise}{why}"),
-        ("Slower than {} in every turn", below, "; that may be chance"),
+        ("Probably slower than {}", below, ""),
         ("Slower than {}", slower, ""),
     ):
         if some:

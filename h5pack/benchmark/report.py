@@ -151,7 +151,7 @@ class BenchReport:
         if chosen.busy:
             again = "measure again when nothing else uses the machine"
             what = f"{what[0].lower()}{what[1:]}"
-            what = f"Ratios of speeds vary too much between repeats to compare chunk sizes; {again}. Until then, {what}"
+            what = f"Speeds vary too much between repeats to compare files; {again}. Until then, {what}"
         elif chosen.is_default and len(chosen.ties) > 1 and chosen.compared:
             what = f"No chunk size is measurably better: keep the default of {chosen.variant}{size}"
         low, high = chosen.images_per_s_range

@@ -61,10 +61,11 @@ def add(commands: Any) -> None:
         help="dtype of the images on the device: float32 (default), bfloat16 or float16",
     )  # fmt: skip
     doctor.add_argument("--seconds", type=float, default=30.0, metavar="S", help="total time in seconds (default: 30)")
+    doctor.add_argument("--quiet", action="store_true", help="show no progress")
     doctor.add_argument("--plot", metavar="FILE", help="also draw the stages' speeds into a .png, .svg or .pdf file")
 
 
-_NOT_PARAMETERS = ("file", "model", "transform", "plot", "json", "debug", "run", "parser")
+_NOT_PARAMETERS = ("file", "model", "transform", "plot", "quiet", "json", "debug", "run", "parser")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.plot is not None:
         check_plot_file(arguments.plot)
-    show = None if arguments.json or not sys.stderr.isatty() else _show
+    show = None if arguments.quiet or arguments.json or not sys.stderr.isatty() else _show
     with Diagnosis(settings, show, elapsed=time.perf_counter() - begun) as diagnosis:
         try:
             diagnosis.run()
@@ -97,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print(report: Any, arguments: argparse.Namespace) -> None:
     """Print the report, and draw it if requested. Failures are also printed to standard error."""
-    if sys.stderr.isatty() and not arguments.json:
+    if sys.stderr.isatty() and not arguments.json and not arguments.quiet:
         _show("")
     if arguments.json:
         print(json.dumps(report.to_json(), indent=1), flush=True)
