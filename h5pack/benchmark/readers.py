@@ -124,10 +124,7 @@ def open_reader(case: BenchCase, variant: FileVariant, seed: int, shared: Shared
 
 
 class LoaderReader(CaseReader):
-    """Reader of batches by an H5Loader, which reads the file again in each epoch.
-
-    Rows that the loader has prefetched count as read. This favours small chunks, because more of them are prefetched.
-    """
+    """Reader of batches by an H5Loader. Rows that the loader has prefetched count as read."""
 
     max_epoch = 4.0
 

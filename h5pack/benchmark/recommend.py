@@ -216,14 +216,14 @@ class _Compared(CaseRepeats):
         mine, others = self.beside(other)
         return mine.is_faster(others, min_turns)
 
-    def was_always_faster(self, other: _Compared) -> bool:
-        """Return whether this variant was faster than the other, however little, in each turn that measured both."""
+    def is_probably_faster(self, other: _Compared) -> bool:
+        """Return whether this variant was faster in each turn that measured both, and mostly by over 1 / `TIE`."""
         ratios = self.ratios(other)
-        return len(ratios) >= MIN_REPEATS and ratios[0] > 1
+        return len(ratios) >= MIN_REPEATS and ratios[0] > 1 and TIE * statistics.median(ratios) > 1
 
     def beats(self, other: _Compared) -> bool:
         """Return whether the other variant was slower, certainly or as far as measured."""
-        return self.is_faster(other, MIN_REPEATS) or self.was_always_faster(other)
+        return self.is_faster(other, MIN_REPEATS) or self.is_probably_faster(other)
 
 
 def _compared(
@@ -311,17 +311,17 @@ def _comparison(
         return ["No other variant was measured."]
     label = "the input file" if picked.variant.is_input else picked.variant.label
     slower = [one for one in found if one not in ties]
-    faster = [one for one in ties if one is not picked and one.was_always_faster(picked)]
-    below = [one for one in ties if picked.was_always_faster(one)]
+    faster = [one for one in ties if one is not picked and one.is_probably_faster(picked)]
+    below = [one for one in ties if picked.is_probably_faster(one)]
     equal = [one for one in ties if one is not picked and one not in (*faster, *below)]
     why = _why(picked, [*faster, *equal], workload)
     spreads = [ratios[-1] / ratios[0] for one in equal if (ratios := one.ratios(picked))]
     noise = "runs differ by more than these sizes, so " if TIE * max(spreads, default=1.0) > 1 else ""
     turns = min((len(one.ratios(picked)) for one in faster), default=0)
-    chance = "that may be chance"
+    chance = "not certain enough"
     if turns < MIN_TURNS and all(one.is_faster(picked, MIN_REPEATS) for one in faster):
         chance = f"there was time for {counted(turns, 'turn')}, and {MIN_TURNS} are needed"
-    texts, how = [], f", in multiples of its speed in the same {_turns_text(picked, found)}"
+    texts, how = [], f", by the ratio of speeds in {_turns_text(picked, found)}"
     for begin, some, end in (
         ("Probably faster than {}", faster, f"; {chance}, so {why}"),
         ("No clear difference to {}", equal, f"; {noise}{why}"),
@@ -330,7 +330,7 @@ def _comparison(
     ):
         if some:
             texts.append(f"{begin.format(label)}{how}: {_relative(some, picked, workload)}{end}.")
-            how = ", likewise"
+            how = ""
     return texts
 
 

@@ -212,14 +212,16 @@ def _ratio_text(chosen: Recommendation) -> str:
     """Return the recommended speed in relation to that of the ceiling.
 
     It is empty if the ceiling was not measured, or if the ratio varies by more than a factor of 1.5. A ratio above 1 is
-    noise: the copy is measured after the reading, and other programs may slow it.
+    noise, because the ceiling is measured after the reading, unless a compressed file is read cold.
     """
     median, low, high = chosen.of_ceiling or (0.0, 0.0, math.inf)
     if high > _NOISY_RATIO * low:
         return ""
     name = "a memory copy" if chosen.judged_by == "hot" else "a sequential read"
     name += f" with {counted(chosen.ceiling_threads, 'thread')}"
-    return f"as fast as {name}, within noise" if median >= 1 else f"{median:.2f} of {name}"
+    if median >= 1 and (chosen.judged_by == "hot" or chosen.compression == "none"):
+        return f"as fast as {name}, within noise"
+    return f"{median:.2f} of {name}"
 
 
 class SweepTable:

@@ -338,7 +338,7 @@ class _Packer:
             if ONE_WORKER not in error.parameters:
                 raise
             self._workers = {"num_workers": 1}
-            self.notes.append("The sample was packed in one process, because workers cannot import the main program.")
+            self.notes.append("The sample was packed in one process, because workers cannot start from this program.")
             return convert(self._source, path, **{**options, **self._workers})
 
 

@@ -4,7 +4,7 @@ An order is a sequence of chunk groups (`OrderPlan.chunk_groups`): rows that are
 indices) in the batches that they go to. The terms of the protocol:
 
 - A group is *issued* when memory is available for every batch that it has rows of. It is then cut into tasks, each of
-  which fills some rows of some batches.
+  which fills some rows of some batches. A group whose rows are copied block by block (see below) needs no memory yet.
 - A batch is *open* from the allocation of its memory until all its rows are written. It is then *done*, and is queued
   for the consumer, which restores the order of the batches.
 - A *credit* is the permission to open a batch. The consumer returns one for each batch that is delivered. So credits
@@ -297,7 +297,7 @@ class Pipeline(BackgroundThreads):
             self._wake.put(None)
 
     def _issue(self) -> None:
-        """Issue the next group, if there are enough credits."""
+        """Issue the next group, if its rows are copied block by block or there are enough credits."""
         planned = self._planned[0]
         batchwise = self._is_batchwise(planned)
         if not batchwise and not self._open(planned.group.last):

@@ -183,7 +183,7 @@ class ChunkIndex:
         return RowRanges(firsts, zeros, zeros, addresses)
 
     def fill_of(self, row: int) -> bytes:
-        """Return the bytes of the fill value, for a row without allocated storage."""
+        """Return a row of fill values, for a row without allocated storage."""
         return self.fill
 
     def describe(self, rows: npt.NDArray[np.int64], position: int) -> str:

@@ -107,7 +107,7 @@ _WANTED: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
 
 
 def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64], *, check: bool = False) -> RaggedRows:
-    """Return rows of a field, int64 (n,), in the given order. Rows may repeat.
+    """Return the given rows of a field in this order. `rows`, int64 (n,), may repeat.
 
     `engine` must have the indexes of the field's data and checksums. If `check` is true and the field has checksums,
     raise DamagedRowsError for rows that differ from them. Other errors are those of `Engine.read`.

@@ -70,7 +70,7 @@ REASONS = {
     Storing.LINK: "a link in a zip file, or one that leads to no file of the archive",
     Storing.SPARSE: "it is stored as a sparse file",
     Storing.SPECIAL: "not a regular file",
-    Storing.OUTSIDE: "its path is absolute, or contains '..' or NUL",
+    Storing.OUTSIDE: "its path is empty or absolute, or contains '..' or NUL",
     Storing.LONG_NAME: "its name is too long",
     Storing.REPLACED: "a later member of the archive has the same name",
 }

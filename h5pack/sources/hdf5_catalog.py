@@ -30,7 +30,7 @@ from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import require_sources
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, PixelField, split_ids, unused_note
 from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm, mask_dtype
-from h5pack.sources.manifest import class_ids, is_field_name
+from h5pack.sources.manifest import class_ids, is_field_name, require_field_names
 from h5pack.system.machine import available_memory
 from h5pack.system.parameters import invalid
 from h5pack.system.text import format_bytes
@@ -394,15 +394,9 @@ def _engine(path: Path, indexes: dict[str, ChunkIndex]) -> Engine:
 
 def _field_names(path: Path, fields: tuple[str, ...]) -> tuple[str, ...]:
     """Return the fields' names in the pack: the last components of their paths, which must be unique and allowed."""
-    names: list[str] = []
-    for name in map(os.path.basename, fields):
-        if name in names or not is_field_name(name):
-            user = "another field" if name in names else "the format"
-            raise OptionsError(
-                f"{path}: {name!r} cannot be the name of a field, because {user} uses it; leave it out", path=path
-            )
-        names.append(name)
-    return tuple(names)
+    names = tuple(map(os.path.basename, fields))
+    require_field_names(str(path), names, path)
+    return names
 
 
 def _byte_table(path: Path, name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

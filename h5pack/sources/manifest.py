@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,7 +119,7 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
     `used` are columns that need no note, although they are not labels, splits or fields. The catalog's splits are kept
     if the table has none.
     """
-    _require_field_names(table, columns.all_fields)
+    require_field_names(str(table.path), columns.all_fields, table.path)
     chosen = label_columns(columns, table.header)
     split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, columns.all_fields)
     labels, label_names = _labels(table, chosen)
@@ -142,12 +143,15 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
     )
 
 
-def _require_field_names(table: TextTable, names: tuple[str, ...]) -> None:
+def require_field_names(where: str, names: Sequence[str], path: str | os.PathLike[str] | None = None) -> None:
+    """Raise OptionsError unless the names are unique, and all are names that the format allows for fields."""
     for number, name in enumerate(names):
         if not is_field_name(name) or name in names[:number]:
-            problem = "because packs reserve it, or it contains '/' or begins with '.'; rename the column"
-            problem = "because another field has it; name each column once" if name in names[:number] else problem
-            raise OptionsError(f"{table.path}: {name!r} cannot be the name of a field, {problem}", path=table.path)
+            why = "packs reserve it, or it contains '/' or begins with '.'"
+            why = "another field has it" if name in names[:number] else why
+            raise OptionsError(
+                f"{where}: {name!r} cannot be the name of a field, because {why}; rename it or leave it out", path=path
+            )
 
 
 def _field(table: TextTable, name: str, columns: ManifestColumns) -> FieldValues:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import H5PackError, OptionsError, RejectedImageError, SourceError
+from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValueError, FieldValues, parse_ragged, parse_values
 from h5pack.images.decode import eight_bits
@@ -35,7 +35,7 @@ from h5pack.sources.catalog import (
 from h5pack.sources.folders import split_order
 from h5pack.sources.hdf5_catalog import channel_axes
 from h5pack.sources.hdf5_rows import PixelForm
-from h5pack.sources.manifest import is_field_name
+from h5pack.sources.manifest import require_field_names
 
 IMAGE, LABEL = "image", "label"
 MASKS = ("mask", "masks")
@@ -164,12 +164,7 @@ def map_style_catalog(dataset: MapStyleDataset, fields: MapStyleFields | None = 
     Only the first sample is read, to find out which masks the samples have.
     """
     fields = fields or MapStyleFields()
-    for number, name in enumerate(fields.names):
-        if not is_field_name(name) or name in fields.names[:number]:
-            raise OptionsError(
-                f"the {type(dataset).__name__}: {name!r} cannot be the name of a field, because the format or another "
-                "field uses it; leave it out"
-            )
+    require_field_names(f"the {type(dataset).__name__}", fields.names)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise SourceError(
             f"the source is of type {type(dataset).__name__}; give a path, or a map-style dataset with __len__ and "
