@@ -13,7 +13,7 @@ from h5pack.system.text import counted
 
 
 def limited_batch_size(batch_size: int, rows: int) -> int:
-    """Return a batch size of which an epoch of `rows` rows has several batches: at most a quarter of the rows."""
+    """Return the batch size, reduced to at most a quarter of `rows`, so that an epoch has several batches."""
     return min(batch_size, max(1, rows // 4))
 
 

@@ -100,7 +100,8 @@ def missing(
 ) -> list[str]:
     """Return what is missing for a recommendation, one phrase each; empty if enough was measured.
 
-    Every variant needs `MIN_REPEATS` repeats, unless it is much slower than the fastest.
+    The input file and each chunked variant need `MIN_REPEATS` repeats, unless they failed or are much slower than the
+    fastest.
     """
     planned = [one for one in variants if one.is_input or one.chunk_rows is not None]
     found = {one.stated.case: one.stated for one in _compared(variants, measurements, run_off, workload, cache)}

@@ -35,7 +35,7 @@ class _CaseState:
     late_end: float | None = None  # Until when to repeat beyond the allowance, up to `MIN_REPEATS`; None: do not.
     run_seconds: float = 0.0  # Duration of the last repeat, without loading; at first an estimate.
     speeds: list[float] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)  # The turn of each repeat.
+    turns: list[int] = field(default_factory=list)  # Number of the turn that measured each repeat.
     ceilings: list[float] = field(default_factory=list)  # Beside each repeat; fewer if there is none.
     spent: float = 0.0  # Seconds that the repeats have taken so far.
     load_seconds: float = 0.0  # Duration of the longest loading.

@@ -431,7 +431,7 @@ class H5Dataset(BatchSource):
             self.engine.check(name, checksums_of(name), rows, values)
 
     def stats(self) -> ReadStats:
-        """Return statistics of what this process has read: rows, chunk cache hits and misses, bytes, amplification.
+        """Return statistics of what this process has read: rows, visits to chunks, bytes, amplification.
 
         Each DataLoader worker has its own counters.
         """
@@ -481,7 +481,7 @@ def _split_names(split: Any) -> tuple[str, ...]:
         return ()
     names = (split,) if isinstance(split, str) else tuple(split) if isinstance(split, Sequence) else ()
     if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise OptionsError(f"split is {split!r}; give the name of a split, or a list of them", parameters=("split",))
+        raise OptionsError(f"split is {split!r}; give one name, or a list of distinct names", parameters=("split",))
     return names
 
 

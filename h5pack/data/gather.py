@@ -94,9 +94,9 @@ class RowLocations:
 class CachedRows:
     """Rows of a dataset in the page cache, copied from a mapping of the file in stored byte order.
 
-    One call copies all rows of a batch without the GIL. Speeds on a 2-core machine with one thread, as multiples of the
-    speed of ``np.take`` from private memory: ``np.take`` over adjacent chunks 1.01 (150 KB rows) and 0.95 (3 KB);
-    ``torch.index_select`` over chunks with gaps 0.94 (116 KB) and 0.84 (3 KB); a loop in Python, which holds the GIL,
+    One call copies all rows of a batch without the GIL: ``np.take`` if the chunks are adjacent, else
+    ``torch.index_select``. Their speeds, divided by that of ``np.take`` from private memory (2 cores, one thread), are
+    1.01 (150 KB rows) and 0.95 (3 KB), and 0.94 (116 KB) and 0.84 (3 KB). A loop in Python, which would hold the GIL:
     1.01 (116 KB) and 0.36 (3 KB).
     """
 

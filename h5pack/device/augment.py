@@ -103,7 +103,7 @@ class Augmentation:
     # An int: padding on each side before a window of the same size is cut out.
     crop: int | RandomCrop | ResizedCrop = 0
     erase: float = 0.0  # Probability that a box is erased.
-    erase_scale: tuple[float, float] = (0.02, 0.33)  # Range of the box's area / the image's area; drawn uniformly.
+    erase_scale: tuple[float, float] = (0.02, 0.33)  # Range of the box's area / the result's; drawn uniformly.
     erase_ratio: tuple[float, float] = (0.3, 3.3)  # Range of the box's height / width; drawn log-uniformly.
     vertical_flip: float = 0.0  # Probability of a vertical flip.
     color: ColorJitter | None = None
@@ -189,7 +189,7 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class AugmentationDraws:
-    """The random augmentation of each sample of a batch. Each tensor is int32, (N,), on the images' device."""
+    """The random augmentation of each sample of a batch: int32 tensors on the images' device, (N,) except `color`."""
 
     flip: torch.Tensor  #: 1 for an image to flip horizontally, else 0. Flips are applied after the crop.
     vertical_flip: torch.Tensor  #: 1 for an image to flip vertically, else 0.

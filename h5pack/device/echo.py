@@ -264,7 +264,7 @@ class _FixedEcho(_EchoIterator):
 
 
 def showings(factor: Fraction, batch: int) -> int:
-    """Return how often the batch with this index is delivered: the first n in total ``floor(factor * n)`` times."""
+    """Return how often this batch is delivered; batches 0 to n - 1 are delivered ``floor(factor * n)`` times in all."""
     return math.floor((batch + 1) * factor) - math.floor(batch * factor)
 
 

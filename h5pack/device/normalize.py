@@ -95,7 +95,7 @@ class Normalize:
     erase : float
         The probability that a box is set to 0 (the mean) after normalizing, like torchvision's ``RandomErasing``.
     erase_scale : tuple of float
-        Smallest and largest target area of the box, as a fraction of the image's area.
+        Smallest and largest target area of the box, as a fraction of the result's area.
     erase_ratio : tuple of float
         Smallest and largest height-to-width ratio of the box.
     vertical_flip : float or bool

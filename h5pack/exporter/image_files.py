@@ -145,7 +145,7 @@ class ExportTask:
 
     indices: npt.NDArray[np.int64]  # (n,), ascending, in the catalog
     paths: list[str]  # of each row's file
-    masks: list[list[str]] = field(default_factory=list)  # for each field of pixels, of each row's mask or image
+    masks: list[list[str]] = field(default_factory=list)  # for each field of pixels, the path of each row's file
 
     def __str__(self) -> str:
         """Describe the task's files for the error message if its worker process dies."""

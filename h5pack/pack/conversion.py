@@ -118,8 +118,8 @@ class Conversion:
     def plan(self, *, resumable: bool = False) -> ConvertPlan:
         """List the source, survey its image headers and return the plan.
 
-        With `resumable`, the results of a long survey are saved beside the output; see `SurveyJournal`. The parts of an
-        array job always save theirs, to share them.
+        With `resumable`, the results of a long survey are saved beside the output, unless a Dask cluster makes it; see
+        `SurveyJournal`. The parts of an array job always save theirs, to share them.
         """
         if self._plan is None:
             begin = time.perf_counter()
@@ -166,7 +166,7 @@ class Conversion:
         if existing is not None:
             return existing
         plan = self.plan(resumable=True)
-        self.output.require_space(plan.needed_bytes)
+        self.output.require_space(plan.needed_bytes, in_parts=self.options.part is not None)
         return self.write(plan, self.output)
 
     def write(self, plan: ConvertPlan, output: Output) -> ConvertReport:

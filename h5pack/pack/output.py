@@ -142,8 +142,11 @@ class Output:
                 parameters=("resume=True", "overwrite=True"),
             )
 
-    def require_space(self, needed: int) -> None:
-        """Raise NoSpaceError if `needed` bytes, minus what the unfinished files already occupy, are not free."""
+    def require_space(self, needed: int, *, in_parts: bool = False) -> None:
+        """Raise NoSpaceError if `needed` bytes, minus what the unfinished files already occupy, are not free.
+
+        Parts of an array job always continue, so they are not advised to resume.
+        """
         held = 0
         shards = (path for path in self.shards.rglob("*") if path.is_file())
         for path in (self.partial, self.compressed, *self.journal.glob("*.bin"), *shards):
@@ -153,9 +156,9 @@ class Output:
         if needed - held > free:
             raise NoSpaceError(
                 f"{self.final}: needs {needed - held:,} bytes more and {self.final.parent} has only {free:,} free; "
-                "make room or choose another output, then run again with resume=True",
+                f"make room and run again{'' if in_parts else ' with resume=True'}, or choose another output",
                 path=self.final,
-                parameters=("resume=True",),
+                parameters=() if in_parts else ("resume=True",),
             )
 
     def journal_identity(self) -> tuple[int, int] | None:

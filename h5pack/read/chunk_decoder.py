@@ -262,7 +262,7 @@ class SourceFiles:
             file.identity.require(file.path)
 
     def check_unchanged_throttled(self, index: ChunkIndex) -> None:
-        """Call `check_unchanged` at most once per second, because the HDF5 library does not notice replaced sources."""
+        """Call `check_unchanged`, but at most once per second: the HDF5 library does not notice replaced sources."""
         if index.files and time.monotonic() - self._checked.get(index.name, 0.0) > CHECK_SECONDS:
             self.check_unchanged(index)
             self._checked[index.name] = time.monotonic()

@@ -292,7 +292,7 @@ def is_mask_group(file: h5py.File, name: str) -> bool:
 def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = True) -> EncodedIndex:
     """Return the index of a pack's group `/encoded`, or of masks; raise PackFormatError if its datasets do not fit.
 
-    If `sized` is false, the size of the images is given as 0 x 0, which suffices for reading the bytes.
+    If `sized` is false, height and width in `shape` are 0, which suffices for reading the bytes.
     """
     data_name, table_name = f"{name}/data", f"{name}/offsets"
     data, table, sizes = (require_dataset(file, path) for path in (data_name, table_name, schema.ENCODED_SIZE))

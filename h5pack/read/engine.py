@@ -41,8 +41,8 @@ class ReadStats:
     """Counts of what this process has read. The main dataset is the first of the engine's, usually the images."""
 
     rows: int = 0  # number of rows read from the main dataset
-    chunk_hits: int = 0  # rows of the main dataset that needed no chunk read of their own
-    chunk_misses: int = 0  # rows of the main dataset that needed a chunk read
+    chunk_hits: int = 0  # rows of the main dataset that were read together with another row of their chunk
+    chunk_misses: int = 0  # visits to chunks of the main dataset
     bytes_wanted: int = 0  # total size of the rows that were returned, from all datasets
     bytes_read: int = 0  # bytes read from files or copied from mappings of files; fewer than wanted if compressed
     reads: int = 0  # number of system calls and HDF5 library calls; none for rows copied from mappings

@@ -1,7 +1,7 @@
 """Virtual datasets: which source files they refer to, and where in these files each row is stored.
 
 If a source file is missing, HDF5 silently returns fill values, but h5pack raises an error. Mappings of consecutive
-whole rows are read directly from sources that allow it. For all other mappings, the HDF5 library assembles the rows.
+whole rows are read directly from sources that allow it. With any other mapping, the HDF5 library assembles all rows.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ def _known_of_subset(dataset: Any, count: int) -> _Known | None:
 
 
 def _known_of_parts(dataset: Any, count: int) -> _Known | None:
-    """Return the same for a ``ConcatDataset`` or ``ConcatPack``, joined from its datasets; None if it is neither."""
+    """Return what is known of a ``ConcatDataset`` or ``ConcatPack``, joined from its parts; None if it is neither."""
     datasets = _attribute(dataset, "datasets")
     if not isinstance(datasets, (list, tuple)) or not all(hasattr(part, "__len__") for part in datasets):
         return None

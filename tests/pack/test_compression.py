@@ -389,7 +389,7 @@ def test_a_disk_that_fills_up_while_compressing(small_disk: Path, tmp_path: Path
     source, out = flat_folder(tmp_path / "in", 330, (60, 60)), small_disk / "o.h5"
     settings = {"compression": "bitshuffle-lz4", "chunk_rows": 9}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("h5pack.pack.output.Output.require_space", lambda *_: None)
+        patch.setattr("h5pack.pack.output.Output.require_space", lambda *_, **__: None)
         with pytest.raises(NoSpaceError) as caught:
             h5pack.convert(source, out, **quick(num_workers=2, **settings))
     assert caught.value.path == f"{out}.partial"

@@ -193,8 +193,11 @@ def test_a_disk_that_is_too_small_is_an_error_before_anything_is_written(small_d
     source, out = flat_folder(tmp_path / "in", 400, (60, 60)), small_disk / "o.h5"
     with pytest.raises(NoSpaceError) as caught:
         h5pack.convert(source, out, **quick())
-    assert caught.value.path == str(out)
+    assert (caught.value.path, caught.value.parameters) == (str(out), ("resume=True",))
     assert leftovers(small_disk) == set()
+    with pytest.raises(NoSpaceError) as caught:
+        h5pack.convert(source, small_disk / "p.h5", part="1/2", **quick())
+    assert caught.value.parameters == ()  # A part always continues; resume=True would be refused.
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
     assert h5pack.convert(source, out, **quick(resume=True)).images == 400
 
@@ -214,7 +217,7 @@ def test_a_disk_that_fills_up_later(small_disk: Path, tmp_path: Path, when: str)
 
     with pytest.MonkeyPatch.context() as patch:
         if when == "workers write":
-            patch.setattr("h5pack.pack.output.Output.require_space", lambda *_: fill(1_500_000))
+            patch.setattr("h5pack.pack.output.Output.require_space", lambda *_, **__: fill(1_500_000))
         else:
             patch.setattr("h5pack.pack.finish.write_structure", full)
         with pytest.raises(NoSpaceError):

@@ -460,7 +460,7 @@ def test_a_full_disk_while_images_are_encoded(mixed: Path, whole_mixed: bytes, s
     out, hog = small_disk / "o.h5", small_disk / "hog"
     hog.write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - 20_000))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("h5pack.pack.output.Output.require_space", lambda *_: None)
+        patch.setattr("h5pack.pack.output.Output.require_space", lambda *_, **__: None)
         with pytest.raises(NoSpaceError):
             h5pack.convert(mixed, out, **options(**MIXED))
     hog.unlink()
