@@ -24,6 +24,7 @@ from h5pack.benchmark.cases import (
     ENGINES,
     LEEWAY,
     MIN_REPEATS,
+    NO_TIME,
     ORDERS,
     BenchCase,
     BenchSettings,
@@ -50,7 +51,7 @@ from h5pack.system.machine import available_cpus, available_memory, load_average
 
 _MAX_THREADS = 4
 _TRIED = (1, 2, 4, 8, 16)
-"""Numbers of threads, and of workers, to compare by default, up to the number of CPUs and together with it."""
+"""Numbers of threads, and of workers, to compare by default: those up to the number of CPUs, and that if below 16."""
 _WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.3, 0.25
 """Fractions of the remaining time for warming up, comparing variants, the run-off, and each of two sets of settings."""
 _SMALL_SECONDS = 10.0
@@ -93,7 +94,7 @@ def bench(
     Parameters
     ----------
     source : path, optional
-        A folder of images, a manifest or an HDF5 file. None: generate images.
+        Any path that `convert` accepts as its source. None: generate images.
     seconds : float
         Time budget for everything, including packing. What decides the recommendation is measured first.
     chunk_rows, chunk_bytes : int or sequence of int
@@ -124,7 +125,7 @@ def bench(
         Names of the datasets of images and labels in an HDF5 file. Default: detect them.
     scratch : path, optional
         Folder for temporary files. The disk that holds it is measured. Default: the working directory if that is
-        writable, else the folder of the system.
+        writable, else the system's temporary folder.
     seed : int
         Seed of the shuffled orders.
     plot : path, optional
@@ -192,7 +193,7 @@ class _Comparison:
     def run_off(self, cache: str) -> bool:
         """Measure the fastest variants again, side by side; then compare windows, numbers of threads and workers.
 
-        Return whether there were more repeats than before; it may be called again to add some.
+        Return whether this added repeats; each further call may add more.
         """
         report, workload, left = self.report, self.workload, self.end - self.clock()
         if self.missing(cache) or self.is_small(cache):
@@ -209,7 +210,7 @@ class _Comparison:
         windows = [replace(usual, window=window) for window in self.settings.window]
         alone = replace(usual, num_threads=1)
         workers = [replace(alone, num_workers=count) for count in self.settings.num_workers or counts]
-        # The usual settings are measured again beside the others.
+        # Measure the usual settings again beside other windows and numbers of threads.
         for others in ([*dict.fromkeys([usual, *threads, *windows])], workers):
             seconds = _SETTINGS_SHARE * (self.end - self.clock())
             self._measure_again(others, seconds, end=self.clock() + seconds)
@@ -362,12 +363,14 @@ class BenchRun:
         finally:
             report.ceilings += ceilings.results()
         report.missing = comparison.missing(cache, sample.not_packed)
-        if report.missing:
-            needed = report.seconds["packing"] + report.seconds["warming up"] + (MIN_REPEATS + 1) * turn
-            report.enough_seconds = math.ceil(LEEWAY * max(needed, settings.seconds))
-        else:
+        failed = {one.case for one in report.measurements if one.reason not in (None, NO_TIME)}
+        if not report.missing:
             comparison = comparison.with_first_epoch(cache)
             report.recommendation = comparison.choose(cache)
+        # More time would not help if the cases that decide all failed, or were not asked for.
+        elif not failed.issuperset(case for case in every if case == workload.case(case.variant, cache)):
+            needed = report.seconds["packing"] + report.seconds["warming up"] + (MIN_REPEATS + 1) * turn
+            report.enough_seconds = math.ceil(LEEWAY * max(needed, settings.seconds))
         ceilings.copy = None  # Free the memory of its arrays.
         _note_slow(report, sample, batch_size)
         if comparison.is_small(cache):

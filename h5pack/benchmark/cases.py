@@ -24,7 +24,7 @@ DEFAULT_CHUNK_BYTES = tuple(1024 * size for size in (64, 256, 1024, 4096, 16384)
 MIN_REPEATS = 3
 """Minimum number of repeats for a reliable median."""
 MIN_TURNS = 5
-"""Minimum number of turns that must agree that one file variant is faster than another."""
+"""Number of turns that must agree that one file variant is faster than another, unless it is much faster."""
 REPEATS = 4
 """Number of repeats to aim for in each case; slow cases get fewer."""
 TIE = 0.95
@@ -34,7 +34,7 @@ _CLEAR = 1.25
 HOPELESS = 0.6
 """A case whose fastest repeat is below this fraction of another's slowest is slower, however few repeats there are."""
 MIN_EPOCH_SECONDS = 0.005
-"""A sample that is read in less time is too small to compare variants: starting an epoch takes a good part of it."""
+"""A sample that is read in less time is too small to compare variants: starting an epoch takes much of that time."""
 LEEWAY = 1.25
 """Factor of an estimated time, because repeats take longer when other programs run."""
 NO_TIME = "there was no time for it"
@@ -109,7 +109,7 @@ class FileVariant:
     chunk_rows: int | None
     chunk_bytes: int | None
     row_bytes: int  # Size of a decoded row in bytes.
-    compression: str  # Names of the HDF5 filters; "none" if there are none.
+    compression: str  # As for `convert`; for the input file, the names of its HDF5 filters. "none" if there is none.
     stored_bytes: int  # Size of the dataset of images in the file.
     overhead: float  # stored_bytes divided by the size of the array in memory.
     is_input: bool = False  # True for the input file itself, False for a file converted from it.
@@ -142,7 +142,7 @@ class Measurement:
     amplification: float | None = None  # Bytes requested from the file per byte of delivered images; None if unknown.
     hit_rate: float | None = None  # Fraction of rows whose chunk was already read for another row, if known.
     reason: str | None = None  # Why the case was not measured; None if it was.
-    # Images/s of the ceiling, measured beside each repeat with as many threads; empty if it was not.
+    # Images/s of the ceiling, measured after each repeat with `ceiling_threads` threads; empty if it was not.
     ceilings: tuple[float, ...] = ()
     turns: tuple[int, ...] = ()  # The turn in which each repeat was measured: repeats of one turn are compared.
 

@@ -189,8 +189,9 @@ class PageState:
         return None
 
     def _seems_cached(self) -> bool:
-        """Return whether any of a few sampled rows can be read without waiting for the disk; True if unknown.
+        """Return whether any of a few sampled chunks can be read without waiting for the disk; True if unknown.
 
+        False if the rows are in other files.
         mincore(2) reports all pages as cached to a process that may not write the file, hence this second check.
         """
         index = self._dataset.engine.indexes[self._dataset.names[0]]

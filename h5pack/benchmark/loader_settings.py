@@ -22,7 +22,7 @@ class Workload:
     """The data, the machine and the settings that a recommendation is made for."""
 
     source: str  # Path to convert, as on the command line; empty for generated images.
-    options: dict[str, Any]  # Keywords of `h5pack.convert` with which the sample was packed.
+    options: dict[str, Any]  # Keywords of `h5pack.convert` for converting the source.
     num_images: int
     row_bytes: int
     sample_rows: int
@@ -86,7 +86,7 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
     faster = [one for one in found.values() if usual is not None and one.is_faster(usual)]
     best = max(faster, key=lambda one: one.median, default=usual)
     if best is None:
-        why = f"one per CPU; there was no time for {MIN_REPEATS} repeats with {counted(workload.cpus, 'worker')}"
+        why = f"one per CPU; there are not {MIN_REPEATS} repeats with {counted(workload.cpus, 'worker')}"
         return workload.cpus, f"If you use a DataLoader instead of H5Loader: num_workers={workload.cpus}, {why}."
     number = best.case.num_workers or 0
     why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"
@@ -106,8 +106,7 @@ def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> st
 def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> tuple[CachePlan | None, list[str]]:
     """Return the chunk cache for reading the converted file with h5py, and a sentence about it; None if not converted.
 
-    It is computed. The measured cases do not compare caches, because H5Loader reads many rows with one call of HDF5,
-    and h5py one row.
+    The cache is computed, because no case measures h5py with a tuned cache in window shuffle.
     """
     if variant.is_input or variant.chunk_rows is None:
         return None, []
@@ -127,7 +126,7 @@ def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:
         sentences.append(f"Measured with batch_size={workload.batch_size}: the sample has only {rows}.")
     if workload.first_epoch is not None:
         speed = f"{workload.first_epoch:,.0f} images/s"
-        sentences.append(f"The first epoch decodes each chunk: {speed}. Then they stay in memory.")
+        sentences.append(f"The first epoch decodes each chunk: {speed}. Then the chunks stay in memory.")
     return sentences
 
 

@@ -20,9 +20,9 @@ from h5pack.system.parameters import whole_number
 from h5pack.system.text import counted
 
 MARGIN = 0.05
-"""A label distance counts as equal to that of a full shuffle if it exceeds that by at most this fraction."""
+"""Fraction by which a label distance may exceed a full shuffle's and count as equal (see `allowed_distance`)."""
 MAX_BATCHES = 2_048
-"""Maximum number of batches sampled from one order, in all epochs together."""
+"""Maximum number of batches sampled from one order, in all epochs together; but at least `_RUNS` per epoch."""
 MAX_WINDOW_ROWS = 2**22
 """Windows with more rows are compared only on request, because all rows of a window are permuted at once in memory."""
 _RUNS = 8
@@ -175,7 +175,7 @@ def mixing_report(
     Raises
     ------
     OptionsError
-        If a value is invalid, the dataset has no chunks, or its rows do not fill a batch.
+        If a value is invalid, or the rows do not fill a batch.
     """
     epochs = whole_number("epochs", epochs, 2)
     plan = ChunkBatchSampler(dataset, batch_size, seed=seed, window=window, drop_last=True, rank=0, num_replicas=1).plan

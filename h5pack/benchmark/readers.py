@@ -35,7 +35,7 @@ class ReadTiming:
 
     rows: int
     seconds: float
-    bytes_per_row: float | None  # Bytes that read calls requested, per row; None if unknown.
+    bytes_per_row: float | None  # Bytes requested from the file, cached or not, per row; None if unknown.
 
 
 class CaseReader:

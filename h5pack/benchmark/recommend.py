@@ -38,7 +38,7 @@ from h5pack.system.text import counted, format_bytes
 
 _MAX_FINALISTS = 6
 _NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) stands for it.
-_BUSY_SPREAD = 1.5  # If the ratio of two variants varies by more than this factor, it decides nothing.
+_BUSY_SPREAD = 1.5  # If the speed ratios of ties vary by more than this factor, the machine counts as busy.
 _CACHE_WORDS = {"hot": "warm", "cold": "cold"}
 
 
@@ -57,7 +57,7 @@ class Recommendation:
     # Chunk cache for reading the converted file in window shuffle with h5py; None if it is not converted.
     chunk_cache: CachePlan | None
     judged_by: str  # Page-cache state whose speeds decided: "hot" or "cold".
-    images_per_s: float  # Speed measured with these settings.
+    images_per_s: float  # Speed measured with these settings; the batch size may have been smaller.
     images_per_s_range: tuple[float, float] = (0.0, 0.0)  # Slowest and fastest repeat.
     # The speed divided by that of the ceiling, measured beside each repeat with `ceiling_threads` threads: the median,
     # the lowest and the highest. None if no ceiling was measured.
@@ -104,6 +104,9 @@ def missing(
     fastest.
     """
     planned = [one for one in variants if one.is_input or one.chunk_rows is not None]
+    deciding = {workload.case(one.label, cache) for one in planned}
+    if deciding.isdisjoint(one.case for one in (*measurements, *run_off)):
+        return ["H5Loader in window shuffle (orders='window', engines='direct'), by which variants are compared"]
     found = {one.stated.case: one.stated for one in _compared(variants, measurements, run_off, workload, cache)}
     failed = {one.case for one in (*measurements, *run_off) if one.reason not in (None, NO_TIME)}
     best = max((one.median for one in found.values()), default=0.0)
@@ -115,7 +118,7 @@ def missing(
         if repeats < MIN_REPEATS and not slow and case not in failed:
             phrases.append(f"{variant.label}: {repeats} of {MIN_REPEATS} repeats")
     if not found and not phrases:
-        phrases.append("H5Loader in window shuffle (orders='window', engines='direct'), by which variants are compared")
+        phrases.append("H5Loader in window shuffle without errors; the whole report, with full=True, lists them")
     if len(planned) < 2 and not_packed:
         phrases.append(f"not packed: {', '.join(not_packed)}")
     return phrases
@@ -149,8 +152,8 @@ def choose(
     """Choose the recommendation from the measurements of the sweep and of the run-off; None if nothing was measured.
 
     Recommend the input file if it was measured, else the variant closest to the default. Recommend another variant only
-    if it is faster in at least `MIN_TURNS` turns (see `Measurement.is_faster`), and unusual loader settings only if
-    they are faster. If no variant is near the default, recommend the nearest one that no other beats.
+    if it is faster, usually in at least `MIN_TURNS` turns (see `Measurement.is_faster`), and unusual loader settings
+    only if they are faster. If no variant is near the default, recommend the nearest one that no other beats.
     """
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
@@ -160,7 +163,7 @@ def choose(
     ties = [one for one in found if not compared or not picked.is_faster(one)]
     busy = compared and _is_busy(picked, found, ties, workload)
     variant = picked.variant
-    # Of a small sample nothing is compared, so that no chance is taken for a result.
+    # Compare nothing if the sample is small, so that noise is not taken for a result.
     used, settings_reasons = pick_settings(picked.stated, run_off if compared else (), workload)
     case = replace(used.case, batch_size=workload.recommended_batch_size)
     num_workers, workers_reason = pick_workers(picked.stated, run_off if compared else (), workload)
@@ -223,7 +226,7 @@ class _Compared(CaseRepeats):
         return len(ratios) >= MIN_REPEATS and ratios[0] > 1 and TIE * statistics.median(ratios) > 1
 
     def beats(self, other: _Compared) -> bool:
-        """Return whether the other variant was slower, certainly or as far as measured."""
+        """Return whether this variant is faster than the other, certainly or probably."""
         return self.is_faster(other, MIN_REPEATS) or self.is_probably_faster(other)
 
 
@@ -244,8 +247,7 @@ def _compared(
 def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bool) -> _Compared:
     """Return the variant of least effort (see `_effort`), or, if others are faster than it, the fastest of those.
 
-    Among several fastest ones, return that of least effort. So noise leads to the default: any other variant is
-    returned only if it is faster than the default itself.
+    Among several fastest ones, return that of least effort, so that noise does not decide.
     """
 
     def least_effort(some: Sequence[_Compared]) -> _Compared:
@@ -278,7 +280,7 @@ def _comparable(
 
 
 def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
-    """Return a sort key: the input file, then uncompressed variants, each by distance from the default chunk size."""
+    """Return a sort key: the input file, uncompressed variants, compressed ones; then distance to the default size."""
     if variant.is_input or variant.chunk_rows is None:
         return 0, 0.0
     return 1 + (variant.compression != "none"), abs(math.log(variant.chunk_rows / max(1, workload.default_chunk_rows)))
@@ -350,7 +352,7 @@ def _why(picked: _Compared, others: Sequence[_Compared], workload: Workload) -> 
         return "the default is recommended"
     if all(_effort(picked.variant, workload) <= _effort(one.variant, workload) for one in others):
         return "this one is nearest to the default"
-    return "this one is recommended, which was more reliably faster than the default"
+    return "this one is recommended, which was more reliably fast"
 
 
 def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) -> str:

@@ -37,7 +37,7 @@ _Line = tuple[Measurement, list[str]]
 
 @dataclass(frozen=True)
 class Ceiling:
-    """An upper bound on the speed of any reader on this machine."""
+    """An upper bound on the speed of readers on this machine, except cold reads of compressed files."""
 
     name: str  # "memory copy" or "sequential read".
     num_threads: int
@@ -69,7 +69,7 @@ class BenchReport:
     notes: list[str] = field(default_factory=list)  #: Remarks on what was left out or assumed.
     recommendation: Recommendation | None = None  #: None if too little was measured to recommend anything.
     missing: list[str] = field(default_factory=list)  #: What else must be measured for a recommendation.
-    enough_seconds: int | None = None  #: Seconds that are likely enough for a recommendation; None if there is one.
+    enough_seconds: int | None = None  #: Seconds that are likely enough for a recommendation, if it needs more.
     seconds: dict[str, float] = field(default_factory=dict)  #: Duration of each phase; "all" is the total.
     pack_images_per_s: float | None = None  #: Speed of packing; None if nothing was packed.
     load: float | None = None  #: Load average of the machine before the run; None if unknown.
@@ -100,7 +100,7 @@ class BenchReport:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> BenchReport:
-        """Make a report from the result of `to_json`; unknown keys are ignored."""
+        """Make a report from the result of `to_json`; unknown top-level keys are ignored."""
         chosen = found["recommendation"]
         if chosen is not None:
             cache = None if chosen["chunk_cache"] is None else CachePlan(**chosen["chunk_cache"])
@@ -123,10 +123,11 @@ class BenchReport:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The parameters of `bench` that the text may advise to give, such as ``seconds=60``."""
-        if self.enough_seconds is None:
+        """The parameters of `bench` and `to_text` that the text may advise to give, such as ``seconds=60``."""
+        if self.recommendation is not None:
             return (*filter(None, (self._more_rows, self._hint()[1])), "full=True")
-        return f"seconds={self.enough_seconds}", "orders='window'", "engines='direct'", "full=True"
+        seconds = [] if self.enough_seconds is None else [f"seconds={self.enough_seconds}"]
+        return *seconds, "orders='window'", "engines='direct'", "full=True"
 
     def to_text(self, full: bool = False) -> str:
         """Return the answer in under 25 lines of 100 columns; `full` adds all reasons, tables and notes."""
@@ -136,10 +137,12 @@ class BenchReport:
         return "\n\n".join("\n".join(block) for block in blocks if block)
 
     def headline(self) -> str:
-        """Return the answer in one sentence, with the speed and the number of threads it was measured with."""
+        """Return the answer in one or two sentences, with the speed and the number of threads it was measured with."""
         chosen = self.recommendation
         if not self.complete and chosen is None:
             return "Interrupted before anything could be recommended."
+        if chosen is None and self.enough_seconds is None:
+            return "Nothing can be recommended, because what decides it was not measured."
         if chosen is None:
             return (
                 f"Too little was measured to recommend anything: give more time, seconds={self.enough_seconds} or more."
@@ -171,7 +174,7 @@ class BenchReport:
 
     @property
     def _more_rows(self) -> str:
-        """The number of rows to measure if the sample is too small, but the source is not."""
+        """The parameter `rows` to advise if the sample is too small, but the source is not; else empty."""
         chosen, rows = self.recommendation, self.num_images
         if chosen is None or chosen.compared or self.sample_rows == rows or is_small(rows, self.row_bytes):
             return ""
@@ -258,7 +261,7 @@ class SweepTable:
         return self._found.get((variant, order, engine, cache))
 
     def compared(self) -> list[FileVariant]:
-        """Return the input file and uncompressed variants; if none of these has chunks, also one compression's."""
+        """Return the input file and uncompressed variants; if none is packed in chunks, also one compression's."""
         made = [one.compression for one in self.variants if not one.is_input and one.chunk_rows is not None]
         first = made[0] if made else "none"
         return [one for one in self.variants if one.is_input or one.compression in ("none", first)]
@@ -324,7 +327,7 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
     else:
         reasons = [f"Fault of the file: {printable(text)}" for text in report.faults]
         if report.fix is not None and not chosen.convert:
-            reasons.append(f"A pack has no such faults, for first epochs and other readers: {printable(report.fix)}")
+            reasons.append(f"A copy without faults speeds up first epochs and other readers: {printable(report.fix)}")
         busy = load_text(report.load)
         busy = f"Other programs were using the machine ({busy}), so speeds vary more." if busy else ""
         reasons += [printable(text) for text in (busy, report._hint()[0], *chosen.reasons) if text]
@@ -349,10 +352,13 @@ def _facts(report: BenchReport) -> list[str]:
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items() if name != "all")
     lines = [f"machine   {machine_text(report.machine)}"]
     lines.append(f"time      {report.seconds.get('all', 0.0):.0f} s of {report.budget_seconds:g} s ({phases})")
-    hot = [one.median for one in (*report.measurements, *report.run_off) if one.case.cache == "hot"]
+    hot = [one for one in (*report.measurements, *report.run_off) if one.case.cache == "hot"]
     for one in report.ceilings:
-        # With several threads, reading a cold file may be faster than one after the other, but no copy in memory is.
-        slow = one.cache == "hot" and one.speeds and _SLOW_RATIO * statistics.median(one.speeds) < max(hot, default=0.0)
+        # Cold reads of compressed files may be faster than their ceiling, and so may readers with more threads.
+        alike = [
+            found.median for found in hot if max(found.case.num_threads, found.case.num_workers or 0) <= one.num_threads
+        ]
+        slow = one.cache == "hot" and one.speeds and _SLOW_RATIO * statistics.median(one.speeds) < max(alike, default=0)
         slowed = ", slowed by other programs: some reading was faster" if slow else ""
         lines.append(f"ceiling   {one}: {measured_text(one.speeds)} images/s, {one.cache}{slowed}")
     if report.fix is not None and report.recommendation is None:
@@ -361,7 +367,7 @@ def _facts(report: BenchReport) -> list[str]:
 
 
 def _tables(report: BenchReport) -> list[list[str]]:
-    # Without the run-off, which loads the file again before each repeat, so that the cells of a line can be compared.
+    # Leave out the run-off: it reloads the file before each repeat, so its speeds are not comparable with other cells.
     table = SweepTable(replace(report, run_off=[]))
     blocks = []
     for cache in table.caches:
@@ -380,7 +386,7 @@ def _tables(report: BenchReport) -> list[list[str]]:
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
     if blocks:
         blocks.append(_legend(report))
-    run_off = f"run-off, with the comparison of chunk sizes if of under {MIN_TURNS} repeats; ratios as in the answer"
+    run_off = f"run-off, joined with the comparison of chunk sizes if under {MIN_TURNS} repeats; ratios: as above"
     others: list[_Line] = [(one, []) for one in table.others]
     for title, more_heads, found_lines in (("other settings", [], others), (run_off, ["ratio"], _run_off(report))):
         lines = sorted((line for line in found_lines if line[0].speeds), key=lambda line: -line[0].median)
@@ -416,12 +422,12 @@ def _legend(report: BenchReport) -> list[str]:
     """Return what the marks, engines and orders of the tables mean."""
     marks = [] if report.recommendation is None else ["> recommended", "= not shown to be slower"]
     if any(variant.compression != "none" for variant in report.variants):
-        marks.append("chunk: bytes of its pixels x stored bytes of all images per byte of their pixels")
+        marks.append("chunk: uncompressed size x stored bytes of all images per byte of their pixels")
     return [
         *marks,
         "direct: H5Loader, without the HDF5 library; single: H5Dataset",
-        "tuned: H5Loader through the HDF5 library, with a chunk cache that suits the order; single: h5py",
-        "default: plain h5py, one row after the other, with its default chunk cache",
+        "tuned: H5Loader through the HDF5 library, with a chunk cache for reading in any order; single: h5py",
+        "default: plain h5py, row by row (sequential: a batch at a time), with its default chunk cache",
         "sequential: as stored; window: window shuffle; full: full shuffle; single: one random index a call",
         "tables and ceilings: measured at different times, so their quotients may differ from the ratios above",
     ]

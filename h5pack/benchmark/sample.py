@@ -59,7 +59,7 @@ _PREFIX, _LOCK = ".h5pack-bench-", "lock"
 
 
 class ScratchFolder:
-    """A temporary folder in `parent`, by default in the working directory if that is writable, else in the system's.
+    """A temporary folder in `parent`. Default: the working directory if writable, else the system's temporary folder.
 
     Creating it also removes the folders of killed runs, which are those whose lock no process holds.
     """
@@ -119,7 +119,7 @@ class BenchInput:
 def find_input(
     path: str | os.PathLike[str] | None, options: dict[str, Any], scratch: Path, rows: int | None = None
 ) -> BenchInput:
-    """Open the input of a benchmark. If `path` is None, generate images in `scratch`: `rows` if that is given."""
+    """Open the input of a benchmark. If `path` is None, generate images in `scratch`, `rows` of them if given."""
     if path is None:
         folder, (height, width) = scratch / "images", options.get("size") or _GENERATED_SIZE
         row_bytes = 3 * height * width
@@ -222,7 +222,7 @@ class BenchSample:
     rows: int
     row_bytes: int
     row_shape: tuple[int, ...]
-    options: dict[str, Any]  # Keywords of `convert` with which the sample was packed.
+    options: dict[str, Any]  # Keywords of `convert`. The sample was packed with them, except `fields`.
     pack_images_per_s: float | None = None
     default_chunk_rows: int = 0  # Chunk size that `convert` chooses by default for the whole source.
     notes: list[str] = field(default_factory=list)  # Remarks on what was left out, and why.
@@ -238,7 +238,7 @@ def make_sample(
 ) -> BenchSample:
     """Pack a sample of the images with each chunk size and compression in `settings`.
 
-    `seconds` is the time that is left for the whole benchmark; None: all of it.
+    `seconds` is the time that is left for the whole benchmark; None: `settings.seconds`.
     """
     seconds = settings.seconds if seconds is None else seconds
     if source.not_convertible and source.variant is not None:
@@ -251,7 +251,7 @@ def make_sample(
         if source.variant is None:
             raise
         return _input_only(source, source.variant, settings, str(error))
-    # Generated images stand for many.
+    # Generated images stand for a large dataset.
     count = MANY_IMAGES if source.kind == "generated" else source.num_images
     default_chunk_rows = min(plan_chunks(count, row_bytes, whole_pages=True).rows, source.num_images)
     given = {*settings.chunk_rows, *(max(1, size // row_bytes) for size in settings.chunk_bytes)}

@@ -21,7 +21,7 @@ _MAX_RUN_SECONDS = 0.5
 _MAX_LOAD_SECONDS = 1.0
 _WORKER_SECONDS = 1.5  # Assumed duration of a first repeat that starts worker processes.
 _WARM_BYTES = 8 * 1024 * 1024
-_PAGES_STAY = "the file stays in the page cache, because the file system does not drop its pages"
+_PAGES_STAY = "the file cannot be dropped from the page cache, as on tmpfs or if another process has mapped it"
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Sweep:
     def first_epoch(self, case: BenchCase, end: float) -> float | None:
         """Return images/s of the first epoch, which decodes all chunks: the median of several loaders.
 
-        None unless decoded chunks stay in memory for later epochs, or if `end`, on the clock, is over.
+        None if later epochs decode chunks again, or if `end`, on the clock, has passed.
         """
         speeds: list[float] = []
         while len(speeds) < MIN_REPEATS and self._clock() < end:

@@ -204,6 +204,12 @@ def test_without_another_variant_to_compare_the_ones_not_packed_are_missing() ->
     assert lacking(measured("32 rows", 9, 9, 9), not_packed=["9 rows", "2 rows"]) == ["not packed: 9 rows, 2 rows"]
 
 
+def test_cases_that_were_not_asked_for_are_missing_and_failed_ones_are_not() -> None:
+    assert "orders='window'" in lacking(measured("32 rows", 9, 9, 9, order="full"))[0]
+    failed = replace(measured("32 rows"), reason="images differ in size")
+    assert "orders='window'" not in lacking(failed)[0]
+
+
 def test_without_measurements_there_is_no_recommendation() -> None:
     for found in ([], [measured("32 rows")], [measured("32 rows", 5.0, order="full")]):
         assert choose(VARIANTS, found, (), WORKLOAD, "hot") is None

@@ -73,6 +73,8 @@ def test_the_first_lines_are_the_answer_with_its_figure_and_threads(full: bool) 
     assert report.parameters[0] == "seconds=90"
     assert report.parameters[0] in first
     notes = [] if full else [f"- {text}" for text in report.notes]
+    report.enough_seconds = None
+    assert "seconds" not in report.to_text(full).partition("\n\n")[0]
     assert reasons.splitlines() == [*(f"- missing: {text}" for text in report.missing), *notes]
 
 
@@ -123,7 +125,10 @@ def test_the_run_off_has_ratios_within_turns() -> None:
 @pytest.mark.parametrize(("speed", "slowed"), [(100e3, 0), (140e3, 1)])
 def test_a_copy_that_was_slower_than_reading_is_no_ceiling(speed: float, slowed: int) -> None:
     report = reports.folder_report()
-    report.run_off = [reports.measured(reports.packed(9), "window", "direct", "hot", speed)]
+    more_threads = reports.measured(reports.packed(9), "window", "direct", "hot", 1e6, num_threads=3)
+    more_workers = reports.measured(reports.packed(9), "window", "direct", "hot", 1e6, num_workers=3)
+    reading = reports.measured(reports.packed(9), "window", "direct", "hot", speed)
+    report.run_off = [reading, more_threads, more_workers]
     report.ceilings = [
         Ceiling("memory copy", 2, "hot", (speed, 100e3, 100e3)),
         Ceiling("memory copy", 1, "hot", ()),
