@@ -108,7 +108,7 @@ class DeviceStages:
         return self._measure(lambda: transform(next(self._turns)), seconds, self._count)
 
     def step(self, step: Step, seconds: float, fraction: float = 1.0) -> Repeat:
-        """Measure the step on the first images of the batch: on this fraction of them, above 0 to 1."""
+        """Measure the step on the first images of the batch; `fraction` says how many, above 0 and at most 1."""
         count = max(1, int(fraction * self._count))
         images, labels = self.images[:count], None if self.labels is None else self.labels[:count]
         return self._measure(lambda: step(images, labels), seconds, count)

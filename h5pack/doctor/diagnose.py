@@ -37,9 +37,9 @@ _COLD_STAGES = 2
 # At least this many batches are normalized and run through the step: one at first, and then, for the trial and each of
 # three repeats, one alone and two in the loop.
 _MIN_BATCHES = 13
-# Measuring is refused if it needs more than this many times the time that is left: on a busy machine, and else.
+# Measuring is refused if it needs more than this many times the time that is left, on a busy and on an idle machine.
 _SLACK_BUSY, _SLACK = 3.0, 1.5
-# The stages that no verdict can do without. Others are left out if time is short.
+# The stages that most verdicts need (see `Diagnosis._is_needed`). Others are left out if time is short.
 _NEEDED = frozenset({Stage.LOADER, Stage.TRANSFORM, Stage.STEP, Stage.NORMALIZE, Stage.COPY, Stage.EVERYTHING})
 
 Progress = Callable[[str], None]
@@ -91,7 +91,7 @@ def diagnose(
     window : int
         Number of HDF5 chunks that are shuffled together.
     dtype : {"float32", "bfloat16", "float16"}
-        Type of the images on the device. With bfloat16 or float16, the step runs under autocast.
+        Type of the images on the device. With bfloat16 or float16, a module runs under autocast.
     pin_memory : bool, optional
         Whether the loader puts batches into pinned memory. None: only if the step runs on a GPU.
     seconds : float
@@ -160,7 +160,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         target.make_step()
         for at_least, probably in target.batch_seconds():
             self._batch_seconds = at_least
-            # Do not begin what would end too late; the first such thing is a whole batch.
+            # Refuse before the first whole batch if that batch, or all measurements, would end too late.
             if self._is_hopeless(_MIN_BATCHES * at_least) or at_least > self._left():
                 self._refuse(_MIN_BATCHES * probably)
         target.use_whole_batch()

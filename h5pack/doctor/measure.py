@@ -27,9 +27,9 @@ _MIN_BATCHES = 2
 MIN_SECONDS = 0.015
 # The loader counts as slower than its consumer if the consumer spends more than this fraction of time waiting.
 _STARVED = 0.5
-# For at most this many seconds of work, calls are queued on a device before the host waits for the device.
+# Maximum seconds of work that are queued on a device before the host waits for it.
 _QUEUED_SECONDS = 0.1
-# Maximum size of a block, which are the rows that a `ChunkReader` reads with one call; encoded chunks may be larger.
+# Maximum size of a block, the rows that a `ChunkReader` reads with one call; encoded chunks may be larger.
 _MAX_BLOCK_BYTES = 16 * 1024 * 1024
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
@@ -47,7 +47,7 @@ class Repeat:
     cpu_seconds: float | None = None  # used by this process and its children; None if not known
     stall_seconds: float = 0.0  # for which the step waited for data; 0 if not monitored
     normalize_seconds: float = 0.0  # for which the step's thread normalized; 0 if not monitored, or on a GPU
-    total_images: int = 0  # `images` plus those processed before counting began
+    total_images: int = 0  # all images that were processed, also before counting began
 
     @property
     def rate(self) -> float:
@@ -207,7 +207,7 @@ def measure_epochs(
     ready_images: Callable[[], int] = lambda: 0,
     once: bool = False,
 ) -> Repeat:
-    """Measure a loader for about `seconds`, and for at least two batches or an epoch; for one epoch only if `once`.
+    """Measure a loader for about `seconds`, and for at least two batches or an epoch; at most one epoch if `once`.
 
     `begin` starts an epoch and returns its iterator. `consume` processes a batch and returns its number of images. If
     an epoch is shorter than `seconds`, run as many whole epochs as fit, and include the time to start each. If the

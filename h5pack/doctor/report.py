@@ -281,7 +281,7 @@ def _more_seconds(enough_seconds: float) -> float:
 
 
 def _threads_text(evidence: Evidence) -> str:
-    """Return advice for a step in several threads, which compete with the loader's; empty for one on a GPU."""
+    """Return advice for a step whose threads compete with those of the loader; empty for any other step."""
     if not evidence.step_competes:
         return ""
     return f" {Advice(Remedy.FEWER_STEP_THREADS, True, {'step_threads': evidence.step_threads}).text}"

@@ -242,7 +242,7 @@ class Target:
             self.loaders.transform = None
 
     def record_failure(self, stage: Stage, error: Exception, what: str, reason: str | None = None) -> None:
-        """Record an error of the user's code. `what` says what failed; the message of an H5PackError says it itself."""
+        """Record the error of a stage. `what` says what failed; it is left out if the error is an H5PackError."""
         line = error_line(error)
         self.failures[stage] = line if isinstance(error, H5PackError) else f"{what} ({line})"
         self.reasons[stage] = reason or line
@@ -329,7 +329,7 @@ class Target:
     def hot_runs(self) -> list[StageRun]:
         """Return the stages that are measured with the rows in the page cache; set the `reasons` why others are not."""
         some = f"{self.hot_rows:,} of {len(self.dataset):,} rows" if self.hot_rows < len(self.dataset) else None
-        how = "by system calls, not from a mapping as loaders do" if self.index.codec is None else None
+        how = "by system calls, while H5Loader may copy rows from a mapping" if self.index.raw else None
         how = "; ".join(filter(None, (some, how))) or None
         threads = max(1, self.loaders.parallel)
 
