@@ -164,7 +164,7 @@ class Evidence:
     wait_fraction: float | None = None
     # The fraction of the process's wait for the loader in which a transform ran in the step's thread.
     transform_wait_fraction: float | None = None
-    cpus_used: float | None = None  # CPU seconds that the feed used per second; ignored unless `stages` is empty
+    cpus_used: float | None = None  # CPU seconds per second, of the workers or else the process; not used with `stages`
     stages: Mapping[Stage, StageResult] = field(default_factory=dict)  # empty if only the counters of a loop are known
 
     @property
@@ -200,7 +200,7 @@ class Evidence:
 
     @property
     def normalize_agrees(self) -> bool:
-        """Whether normalizing takes about the same share beside the step in the loop as its speed alone suggests."""
+        """Whether normalizing takes about the fraction of the loop's time that its speed alone suggests."""
         normalize, step = self.rates(Stage.NORMALIZE), self.rates(Stage.STEP)
         if normalize is None or step is None or self.normalize_fraction is None:
             return False
@@ -281,7 +281,7 @@ def _feed_cause(evidence: Evidence, *, waits: bool) -> Bottleneck:
     return Bottleneck.DECODING if decodes else Bottleneck.LOADER
 
 
-# The step counts as waiting if it waits for more than this fraction of the loop's time. `FeedMonitor` warns then, too.
+# The step counts as waiting above this fraction of the loop's time. By default, `FeedMonitor` warns then, too.
 MAX_STALL = 0.1
 # If some repeats wait more than MAX_STALL and others less, and they differ by more than this, nothing is decided.
 _STALL_NOISE = 0.1

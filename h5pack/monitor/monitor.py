@@ -113,8 +113,8 @@ class FeedMonitor(LoaderWrapper):
     interval_seconds : float
         Time between reports, in seconds.
     on_report : callable, optional
-        Called with the `FeedReport` of each interval and of each epoch (see ``report.over``), in the training loop's
-        thread.
+        Called with the `FeedReport` of each interval and of each epoch (see ``report.over``), in the thread that
+        iterates over the monitor.
     progress : bool
         Whether to show a progress line on standard error.
     json_lines : path, optional

@@ -162,7 +162,7 @@ class GpuProbe:
         except Exception as error:
             # A problem with the driver or its Python package must not stop the training; reports just lack the GPU.
             self._card = None
-            _log.info("reports have no GPU status: %s (pip install nvidia-ml-py)", error)
+            _log.info("reports have no GPU status, which needs NVIDIA's driver and nvidia-ml-py: %s", error)
 
     def sample(self) -> GpuStatus | None:
         """Return the GPU's current state; None if it cannot be queried."""

@@ -137,7 +137,7 @@ class ReportOutputs:
             self._on_report(report)
 
     def end(self, report: FeedReport) -> None:
-        """Send the report of an epoch to the outputs, and close the progress bar."""
+        """Send the report of an epoch to all outputs but TensorBoard, and close the progress bar."""
         self._append(report)
         self._show(report, report.batches)
         if self._bar is not None:
