@@ -15,8 +15,8 @@ def add(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure which chunk size and settings are fastest on this machine",
-        description="Pack a sample of the images of a folder or an HDF5 file with several chunk sizes, measure how "
-        "fast the packed files are read, and recommend a chunk size. Temporary files are removed.",
+        description="Pack a sample of the images with several chunk sizes, measure how fast the packed files are read, "
+        "and recommend a chunk size. Temporary files are removed.",
     )
     bench.set_defaults(run=run)
     bench.add_argument(

@@ -58,7 +58,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     what.add_argument(
         "--root", metavar="DIR",
-        help="folder that a manifest's relative paths start from (default: the manifest's folder)",
+        help="folder that relative paths of a manifest or of COCO start from (default for a manifest: its folder)",
     )  # fmt: skip
     _add_columns(what)
 

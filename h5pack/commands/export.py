@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
     add_hdf5(what)
     what.add_argument(
         "--fields", type=comma_parts, default=(), metavar="A,B",
-        help="also write these datasets (one row per image) into the manifest",
+        help="datasets (one row per image) to write into the manifest (default: all fields of a pack)",
     )  # fmt: skip
 
     how = export.add_argument_group("execution options")
