@@ -86,7 +86,7 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
     faster = [one for one in found.values() if usual is not None and one.is_faster(usual)]
     best = max(faster, key=lambda one: one.median, default=usual)
     if best is None:
-        why = f"one per CPU; there are not {MIN_REPEATS} repeats with {counted(workload.cpus, 'worker')}"
+        why = f"one per CPU; fewer than {MIN_REPEATS} repeats were measured with {counted(workload.cpus, 'worker')}"
         return workload.cpus, f"If you use a DataLoader instead of H5Loader: num_workers={workload.cpus}, {why}."
     number = best.case.num_workers or 0
     why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"

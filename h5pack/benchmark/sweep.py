@@ -97,7 +97,7 @@ class Sweep:
     def first_epoch(self, case: BenchCase, end: float) -> float | None:
         """Return images/s of the first epoch, which decodes all chunks: the median of several loaders.
 
-        None if later epochs decode chunks again, or if `end`, on the clock, has passed.
+        None unless decoded chunks stay in memory for later epochs, or if `end`, on the clock, has passed.
         """
         speeds: list[float] = []
         while len(speeds) < MIN_REPEATS and self._clock() < end:
