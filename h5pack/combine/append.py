@@ -34,7 +34,7 @@ _OF_FILES = ("size", "chunk_rows", "chunk_bytes", "compat", "shard_bytes")
 
 
 _OF_SEVERAL = ("part", "finish", "client")
-"""Options of a conversion by several processes or machines, which `append` is not."""
+"""Options of conversions by several processes or machines, which `append` does not support."""
 
 
 def append(

@@ -97,7 +97,7 @@ class Combination:
         cls, verb: str | None, parts: Sequence[Part], merged: Catalog, order: Rows, statistics: dict[str, Any],
         chunk_rows: int | None = None,
     ) -> Combination:  # fmt: skip
-        """Return the combination of some rows of `merged`, the tables of all rows of the parts, in a given order."""
+        """Return the combination of the rows `order` of `merged`, which are the tables of all rows of the parts."""
         catalog = merged if np.array_equal(order, np.arange(len(merged))) else _tables_at(merged, order)
         splits = [
             (catalog.split_names[int(catalog.split_ids[start])], start, stop)

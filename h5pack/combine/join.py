@@ -37,12 +37,12 @@ def join(
     out : path
         The file to create.
     virtual : bool
-        Write no pixels: images and masks are HDF5 virtual datasets over the packs, which must stay where they are,
-        relative to `out`. All tables are stored in `out`.
+        Copy no images: write HDF5 virtual datasets over the packs, which must stay where they are, relative to `out`.
+        All tables are stored in `out`, and so are the masks of packs that keep JPEG files.
     overwrite : bool
         Replace an existing output once the new one is complete.
     resume : bool
-        Continue an interrupted join of the same packs.
+        Continue an interrupted join of the same packs. No effect with `virtual`.
     progress : bool
         Show a progress bar on standard error if it is a terminal.
 

@@ -208,8 +208,8 @@ def _shown(value: Any) -> str:
 def merge(parts: Sequence[Part]) -> Catalog:
     """Return the tables of all rows of packs, one pack after the other; the reader is that of the first.
 
-    Classes get the numbers of the first pack that has them, and further ones follow. Raises SourceError if two classes
-    differ only in case.
+    Classes of the first pack keep their numbers, and those of the others follow. Raises SourceError if two classes
+    differ only in case, or if packs do not match (see `require_alike`).
     """
     require_alike(parts)
     catalogs = [part.catalog for part in parts]

@@ -53,7 +53,7 @@ class RowCopier:
     """Copies the rows of one dataset to their offsets in an unfinished file, from any number of threads.
 
     `number` is the position of the dataset in `Part.pixel_datasets`. With `resumes`, rows that the file has already are
-    left as they are.
+    not copied again.
     """
 
     def __init__(

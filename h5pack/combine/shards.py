@@ -116,12 +116,13 @@ class ShardedConversion(Conversion):
         return self.options.overwrite
 
     def _require_free(self, shards: list[Path], overwrite: bool) -> None:
-        """Raise OutputExistsError, unless `overwrite`, if the output or a shard that is yet to be renamed exists."""
+        """Raise OutputExistsError, unless `overwrite`, if the output or the final path of a shard to rename exists."""
         moved = finish.is_complete(self.output.partial)
         for path in (self.output.final, *(self._final(shard) for shard in shards if shard.exists() or not moved)):
             if path.exists() and not overwrite:
                 raise OutputExistsError(
-                    f"{path}: exists; give the output another name, or overwrite=True to replace it and its shards",
+                    f"{path}: exists; give the output another name, or overwrite=True to replace the output and its "
+                    "shards",
                     path=path,
                     parameters=("overwrite=True",),
                 )

@@ -23,7 +23,7 @@ def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
     """Return the statistics of all rows that the parts' statistics were computed from, without reading rows.
 
     The sums of each part are integers, so they can be recovered from its mean and standard deviation. Parts whose
-    statistics describe another split are left out.
+    statistics describe another split or no rows are left out; if none is left, those of the first part are used.
     """
     split = merged.split_names[schema.statistics_split(merged.split_names)]
     chosen = [part for part in parts if part.statistics["split"] == split and part.statistics["rows"]] or [parts[0]]

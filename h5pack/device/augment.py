@@ -54,7 +54,7 @@ class ColorJitter:
     Parameters
     ----------
     brightness, contrast, saturation : float
-        How far the factors go from 1, from 0 to 1.
+        The largest difference between the factor and 1, from 0 to 1.
     hue : float
         The largest rotation, as a fraction of a full turn, from 0 to 0.5.
     grayscale : float
@@ -67,9 +67,9 @@ class ColorJitter:
 
     Notes
     -----
-    torchvision applies the four changes in random order, and clamps and rounds after each. Its contrast keeps the mean
-    of each image, where `level` here is 255 times the grey of the mean that `Normalize` was given (127.5 without one).
-    It rotates hue in HSV, which is not linear.
+    torchvision applies the four changes in random order, and clamps and rounds after each. Its `level` is the mean grey
+    of each image; here it is 255 times the grey of the mean that `Normalize` was given (127.5 without one). torchvision
+    rotates hue in HSV, which is not linear.
     """
 
     brightness: float = 0.0
@@ -100,7 +100,7 @@ class Augmentation:
     """The random changes to make to images, as described in `Normalize`. Raises OptionsError for invalid values."""
 
     flip: float = 0.0  # Probability of a horizontal flip.
-    # An int: padding on each side before a window of the same size is cut out.
+    # An int: padding on each side before a window of the image's size is cut out.
     crop: int | RandomCrop | ResizedCrop = 0
     erase: float = 0.0  # Probability that a box is erased.
     erase_scale: tuple[float, float] = (0.02, 0.33)  # Range of the box's area / the result's; drawn uniformly.
@@ -125,7 +125,7 @@ class Augmentation:
             ("flip", 0 <= self.flip <= 1, "a probability from 0 to 1"),
             ("vertical_flip", 0 <= self.vertical_flip <= 1, "a probability from 0 to 1"),
             ("erase", 0 <= self.erase <= 1, "a probability from 0 to 1"),
-            ("crop", is_crop, "the padding in pixels (an integer of at least 0) or a crop such as RandomCrop(224)"),
+            ("crop", is_crop, "the padding in pixels (an integer from 0 to 1048575) or a crop such as RandomCrop(224)"),
             ("color", self.color is None or isinstance(self.color, ColorJitter), "ColorJitter(...)"),
             ("erase_scale", is_scale, "two fractions of the area in ascending order, above 0 and at most 1"),
             ("erase_ratio", is_ratio, "two ratios in ascending order, from 1/1024 to 1024"),
@@ -157,7 +157,7 @@ class Augmentation:
     def windows(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return (smallest first row, number of possible first rows) of the crop window, and the same for its columns.
 
-        Raises OptionsError if the window does not fit in an image of this size with its padding.
+        Raises OptionsError if a `RandomCrop` does not fit in an image of this size with its padding.
         """
         if isinstance(self.crop, RandomResizedCrop) or self.resize is not None:
             return (0, 1), (0, 1)  # CenterCrop resizes the whole image; `crop_windows` draws for RandomResizedCrop.
@@ -290,7 +290,7 @@ def draw_augmentation(
 def _boxes(words: torch.Tensor, augmentation: Augmentation, height: int, width: int) -> list[torch.Tensor]:
     """Return top, left, height and width of each sample's box, each int64, (N,). All are 0 if nothing is erased."""
     tries = words[:, BOX : BOX + 4 * TRIES]
-    # As in torchvision, a box is less high and less wide than the image.
+    # As in torchvision, a box is less high and less wide than the result.
     fits, box_height, box_width, word_top, word_left = first_that_fits(
         tries, augmentation.erase_scale, augmentation.erase_ratio, height, width, smallest=0
     )
@@ -332,7 +332,7 @@ def color_ranges(augmentation: Augmentation) -> tuple[tuple[int, int], ...]:
 
 
 def _color_matrices(words: torch.Tensor, augmentation: Augmentation) -> torch.Tensor:
-    """Return the color matrices (see `AugmentationDraws.color`) for five random words per sample, int64, (N, 5)."""
+    """Return the color matrices (see `AugmentationDraws.color`); `words` is five words per sample: int64, (N, 5)."""
     ranges = color_ranges(augmentation)
     brightness, contrast, saturation, hue = (
         below(words[:, number], count) + low for number, (low, count) in enumerate(ranges)

@@ -136,7 +136,7 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def batch_size_and_bytes(batch: Any) -> tuple[int | None, int]:
-    """Return the length of the first tensor with an axis (None if no tensor has one), and the bytes of all tensors."""
+    """Return the length of the first tensor or array with an axis (None if none has one), and the bytes of all."""
     if isinstance(batch, torch.Tensor):
         return (batch.shape[0] if batch.dim() else None), batch.nbytes
     if not isinstance(batch, (list, tuple, Mapping)):

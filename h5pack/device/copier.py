@@ -4,9 +4,9 @@ Each batch passes through three streams. The *copy stream* copies it from pinned
 for the copy and transforms it. The *consumer's stream* (the one that is current when the batch is requested) waits for
 both, and then runs the training step.
 
-torch's allocator keeps the memory of each stream apart, and reuses freed memory as soon as it is allocated again on the
-same stream. So `record_stream` must be called for each other stream on which a tensor is used: its memory is then
-reused only when that stream has finished the work that was queued when the tensor was freed.
+torch's allocator keeps the memory of each stream apart, and may give freed memory to the next tensor on the same stream
+at once. So `record_stream` must be called for each other stream on which a tensor is used: its memory is then reused
+only when that stream has finished the work that was queued when the tensor was freed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CudaOperations:
         return event
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a CPU tensor (not a sparse one) as a dense tensor in pinned memory, and any other tensor unchanged."""
+        """Return a strided CPU tensor as a dense one in pinned memory, and a tensor on another device unchanged."""
         if tensor.device.type != "cpu":
             return tensor
         if not _is_dense(tensor):
@@ -103,7 +103,7 @@ class DeviceCopier:
 
     The prefetch thread calls `enter` and `copy`; the consumer's thread calls the other methods. With `keep_images`,
     images that are the same tensor as in the batch before, as in the repeats of an `EchoLoader`, are copied only once,
-    if the first transform is a `Normalize`, which does not change them in place.
+    if the first transform is a `Normalize` or `Views` of such, which do not change them in place.
     """
 
     def __init__(self, operations: CudaOperations, transform: ImageTransform | None, keep_images: bool = False) -> None:
@@ -164,7 +164,7 @@ class DeviceCopier:
     def join_streams(self) -> None:
         """Make the consumer's current stream wait for all transforms.
 
-        They use tensors that the transform was created with. The consumer may free these when the iteration has ended.
+        Transforms may use tensors, such as weights, that the consumer frees when the iteration has ended.
         """
         self._operations.current_stream().wait_stream(self._operations.transform_stream)
 
@@ -235,7 +235,7 @@ def outside_inference_mode() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded(device: torch.device, epoch: int, number: int) -> Iterator[None]:
-    """Seed torch's generators of the CPU and of `device` in the context, and restore their states afterwards."""
+    """Seed torch's generators of the CPU and of a CUDA `device` in the context, and restore their states afterwards."""
     is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if is_distributed else 0
     seed = derive_key(torch.initial_seed(), epoch, number, rank) >> 1

@@ -142,7 +142,7 @@ class EchoLoader(LoaderWrapper):
             thread.join()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last delivered batch: a dict of numbers, strings, lists and dicts.
+        """Return the state after the last delivered batch, a dict that includes the state of the loader.
 
         After a complete epoch, it is the state at the beginning of the next epoch.
 
@@ -178,9 +178,10 @@ class EchoLoader(LoaderWrapper):
         for name in {**settings, **saved}:
             if saved.get(name) != settings.get(name):
                 shown = {"most": "max_factor"}.get(name, name)
+                advice = "use the same value to resume, or start" if name in ("factor", "most") else "start"
                 raise StateError(
-                    f"the state was saved with {shown}={saved.get(name)!r}, but this EchoLoader has "
-                    f"{shown}={settings.get(name)!r}; use the same value to resume, or start a new epoch"
+                    f"the state was saved with {shown}={_setting_text(saved.get(name))}, but this EchoLoader has "
+                    f"{shown}={_setting_text(settings.get(name))}; {advice} a new epoch"
                 )
         super().load_state_dict(loader)
         self._loaded = loaded
@@ -209,6 +210,11 @@ class EchoLoader(LoaderWrapper):
                 "factor='auto' would give each rank a different number of steps; give a number in distributed training",
                 parameters=("factor='auto'",),
             )
+
+
+def _setting_text(value: Any) -> str:
+    """Return a setting as the parameter is written in Python; a factor is stored as its numerator and denominator."""
+    return "/".join(map(str, value)) if isinstance(value, list) else repr(value)
 
 
 class _EchoIterator(BatchIterator):
@@ -269,7 +275,7 @@ def showings(factor: Fraction, batch: int) -> int:
 
 
 class _AdaptiveEcho(_EchoIterator):
-    """An iterator that repeats each batch until the next one is ready, and at most `max_showings` times.
+    """An iterator that delivers each batch until the next one is ready, and at most `max_showings` times.
 
     A thread prefetches one batch. The thread stops at the end of the iteration, or when the iterator is
     garbage-collected.

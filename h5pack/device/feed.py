@@ -124,7 +124,7 @@ class DeviceFeed(LoaderWrapper):
         return _FeedIterator(self, cursor, prefetcher)
 
     def close(self) -> None:
-        """Stop all iterations and wait until their threads have ended. The wrapped loader stays open."""
+        """Stop the threads of all iterations and wait until they have ended. The wrapped loader stays open."""
         for thread in list(self._threads):
             thread.stop()
             thread.join()

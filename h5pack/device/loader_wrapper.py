@@ -19,7 +19,7 @@ class FetchedBatch:
 
     batch: Any
     epoch: int
-    # The index of the batch in its epoch, from 0; if no state says where the iteration began, that in the iteration.
+    # The index of the batch in its epoch, from 0, or in its iteration if no state says where that began.
     number: int
     count: int  # How many batches have been fetched in this iteration, including this one.
     state: dict[str, Any] | None  # The loader's state when this batch had been fetched; None if not recorded.

@@ -12,8 +12,8 @@ exact in float32::
     result = steps * coarse + small                  one rounding
 
 A fused multiply-add therefore gives the same bits as a separate product and sum, so results are identical on all
-devices. float16 and bfloat16 results do not need ``fine``: ``steps * coarse + bias`` is within 2^-16 of the exact value
-before it is rounded to at most 11 significant bits.
+devices. float16 and bfloat16 results do not need ``fine``: the relative error of ``steps * coarse + bias`` is at most
+about 2^-15 before it is rounded to at most 11 significant bits.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Normalize:
         largest = max(max(mean, 1 - mean) / std for mean, std in zip(self.mean, self.std, strict=True))
         if not largest <= torch.finfo(dtype).max:
             raise OptionsError(
-                f"std {min(self.std)} makes values of {largest:.3g}, which {dtype} cannot hold; give a larger std or "
+                f"std {self.std} makes values of {largest:.3g}, which {dtype} cannot hold; give a larger std or "
                 "another dtype",
                 parameters=("std",),
             )

@@ -1,7 +1,7 @@
 """The arithmetic of `Normalize` by torch operations: windows and flips, colors, scaling, erased boxes.
 
-The functions whose names end in "_on_cpu" are faster than those for any device and give the same bits. So do the Triton
-kernels.
+The functions whose names end in "_on_cpu" are faster than those for any device and give the same bits. The Triton
+kernels give the same bits, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _BITS = 16
 _BLOCK_VALUES = 1 << 16
 """How many values each thread processes at a time. Their temporaries (512 KiB) then stay in the CPU's cache."""
 _ROW_VALUES = 1 << 12
-"""Each constant is repeated up to this length, so that operations run over long rows. All four take 64 KiB then."""
+"""Each constant is repeated up to this length (64 KiB for all four), or to that of an image row if this is greater, so
+that operations run over long rows."""
 
 
 def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws, size: tuple[int, int]) -> torch.Tensor:
@@ -96,7 +97,7 @@ def apply_color(pixels: torch.Tensor, color: torch.Tensor) -> torch.Tensor:
 
 
 def apply_color_on_cpu(pixels: torch.Tensor, color: torch.Tensor) -> torch.Tensor:
-    """Do the same as `apply_color`, image by image, so that temporaries stay in the CPU's cache. Keeps the strides."""
+    """Do the same as `apply_color`, image by image; temporaries stay in the CPU's cache. Keeps the memory layout."""
     with unfilled_memory():
         result = torch.empty_like(pixels)
     for number in range(len(pixels)):
@@ -194,7 +195,7 @@ def _divisor(number: int, limit: int) -> int:
 def checked_statistics(
     mean: Sequence[float] | None, std: Sequence[float] | None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and std as tuples of equal length, 1 if both are None; raise OptionsError if they are invalid."""
+    """Return mean and std as tuples of equal length (one number if both are None); raise OptionsError if invalid."""
     try:
         means = None if mean is None else tuple(map(float, mean))
         deviations = None if std is None else tuple(map(float, std))
@@ -229,7 +230,7 @@ def stored_statistics(dataset: Any) -> tuple[tuple[float, ...], tuple[float, ...
         where = getattr(dataset, "path", f"a {type(dataset).__name__}")
         raise OptionsError(
             f"{where}: the dataset has no mean and std; give them to Normalize ('h5pack info FILE --stats' and "
-            "h5pack.info(FILE, stats=True) measure them), or use Normalize.imagenet()",
+            "h5pack.info(FILE, stats=True) measure them), or use Normalize.imagenet() for RGB images",
             path=getattr(dataset, "path", None),
         )
     return tuple(map(float, mean)), tuple(map(float, std))

@@ -39,7 +39,7 @@ def find_taps(
     """Return the taps of each row and of each column of the results, with crops and flips applied.
 
     Each tensor is int32, (N, 1 + taps, size): the first tap, in pixels of the image, then the weights of this and the
-    following ones, in units of 2^-16. In the padding, all weights are 0. N is 1 if all images have the same taps.
+    following ones, in units of 2^-16. In the padding, all weights are 0. N is 1 if `draws` is None.
     """
     _, height, width, _ = pixels.shape
     found = []
@@ -126,7 +126,7 @@ def resize_on_cpu(
     flips = torch.zeros(2, count) if draws is None else torch.stack((draws.vertical_flip, draws.flip))
     for number, ((top, left, rows, columns), flip) in enumerate(zip(windows, flips.T.tolist(), strict=True)):
         window = sources[number : number + 1, :, top : top + rows, left : left + columns]
-        # `interpolate` copies a window in any case, unless a flip has copied it.
+        # A flip costs no further copy, because `interpolate` would copy the window otherwise.
         window = window.flip([2 + axis for axis in (0, 1) if flip[axis]]) if any(flip) else window
         found, target = F.interpolate(window, resized, mode="bilinear", antialias=True)[0], targets[number]
         for axis in (0, 1):

@@ -162,7 +162,7 @@ def move_boxes(boxes: torch.Tensor | Sequence[torch.Tensor], axes: Axes) -> torc
     """Return boxes moved like their images, clipped to the output.
 
     A box that is completely outside of the output remains as a box without area, so that boxes keep their order and
-    their labels. Padding rows, which have no area, get none. ``(boxes[..., 2:] > boxes[..., :2]).all(-1)`` selects the
+    their labels. Padding rows still have no area. ``(boxes[..., 2:] > boxes[..., :2]).all(-1)`` selects the
     other boxes.
 
     Parameters
@@ -229,7 +229,7 @@ def move_keypoints(points: torch.Tensor | Sequence[torch.Tensor], axes: Axes) ->
 
 
 def _aligned(parts: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of one value per sample, (N,), with the number of axes of `values`, (N, ...)."""
+    """Reshape `parts`, one value per sample, (N,), to (N, 1, ...) with as many axes as `values`, (N, ...)."""
     return parts.reshape(-1, *[1] * (values.ndim - 1))
 
 

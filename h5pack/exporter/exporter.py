@@ -51,7 +51,7 @@ class ExportReport:
     format: str  #: "png" or "jpeg"
     rows: int  #: rows selected for export
     files: int  #: number of images in the folder
-    bytes: int  #: total size of these images
+    bytes: int  #: total size of these images, and of their masks and further images
     splits: dict[str, int]  #: number of images in each split
     classes: int  #: number of classes with names; 0 if they have none
     num_workers: int
@@ -96,7 +96,8 @@ class ExportReport:
 
     def damage_text(self) -> str:
         """Return lines of text that list the rows that could not be exported (at most 20)."""
-        lines = [f"{self.path}: {counted(len(self.damaged), 'row')} could not be exported; see 'h5pack verify'"]
+        rows = counted(len(self.damaged), "row")
+        lines = [f"{self.path}: {rows} could not be exported; for a pack, see 'h5pack verify'"]
         lines += [f"  row {row.row} ({row.name}): {row.reason}" for row in self.damaged[:_MAX_LISTED]]
         if len(self.damaged) > _MAX_LISTED:
             lines.append(f"  and {len(self.damaged) - _MAX_LISTED:,} more")
@@ -125,7 +126,7 @@ def export(
     """Write the images of an HDF5 file as PNG or JPEG files, in one folder per split and class.
 
     The files get the names stored in the HDF5 file, with the suffix of the export format (the rules are in
-    `h5pack.exporter.names`). ``manifest.csv`` in the same folder lists the split, labels and fields of every row in
+    `h5pack.exporter.names`). ``manifest.csv`` in `folder` lists the split, labels and fields of every exported row in
     stored order. The folder appears under the name `folder` only once it is complete. An interrupted call, even one
     ended by SIGKILL, can be continued with ``resume=True``.
 
@@ -318,7 +319,7 @@ class ExportFolder:
             os.close(descriptor)
 
     def begin(self, *, keep: bool) -> None:
-        """Create `partial` with an empty manifest. Unless `keep` is true, delete an unfinished export first."""
+        """Create `partial` and its manifest if missing. If `keep` is false, delete an unfinished export first."""
         if not keep:
             self.remove_replaced()
             with contextlib.suppress(FileNotFoundError):
@@ -370,7 +371,7 @@ class _Export:
     begin: float  # time.perf_counter() at the start
 
     def run(self) -> ExportReport:
-        """Return the report of the export, which is written unless it may be resumed (`work.keep`) and is complete."""
+        """Write the export, unless `work.keep` is true and it is already complete, and return its report."""
         target, source = self.target, self.source
         advice = "make room, then run again with resume=True"
         with reporting_full_disk(target.partial, advice, "resume=True"), target.locked():

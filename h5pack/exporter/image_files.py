@@ -159,7 +159,7 @@ class ExportResults:
     rows: int = 0
     bytes: int = 0  # total size of the files
     reasons: dict[int, str] = field(default_factory=dict)  # why rows have no file, by their index in the catalog
-    resumed: int = 0  # number of files kept from an earlier run
+    resumed: int = 0  # number of images kept from an earlier run
     copied: int = 0  # number of rows whose stored bytes already have the export's format, and become the files
     differing: int = 0  # number of files that are missing or differ, if `check_only` is true
 

@@ -1,7 +1,7 @@
 """The manifest of an export: a CSV table with the split, labels and fields of each row, in stored order.
 
-Lists, such as boxes, are written as JSON into one cell. ``h5pack convert DIR/manifest.csv`` reads the table and
-restores splits, labels, label columns, fields and row order.
+Lists, such as boxes, are written as JSON into one cell. ``h5pack convert DIR/manifest.csv`` with the options that
+`Manifest.command` returns restores splits, labels, label columns, fields and row order.
 """
 
 from __future__ import annotations

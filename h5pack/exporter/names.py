@@ -27,7 +27,7 @@ from h5pack.sources.catalog import IMAGE_SUFFIXES, Catalog, NameTable, one_split
 MANIFEST = "manifest.csv"
 """Name of the CSV table written into the folder of an export."""
 UNLABELLED = "_no_label"
-"""Class folder of the rows without a label, in a file whose other rows have labels."""
+"""Class folder of the rows without a label, if classes have names."""
 
 _IMAGES = "images"
 _MAX_NUMBERED_CLASSES = 1_000

@@ -162,6 +162,12 @@ def test_wrong_calls(tmp_path: Path) -> None:
     h5pack.convert(flat, tmp_path / "o.h5", **quick())
     with pytest.raises(OutputExistsError):
         h5pack.join([first, first], tmp_path / "o.h5")
+    (tmp_path / "v.h5.partial").write_bytes(b"x")
+    for resume in (False, True):
+        with pytest.raises(OutputExistsError) as error:
+            h5pack.join([first, first], tmp_path / "v.h5", virtual=True, resume=resume)
+        assert error.value.parameters == ("overwrite=True",)
+    h5pack.join([first, first], tmp_path / "v.h5", virtual=True, overwrite=True)
 
 
 @pytest.mark.parametrize("kind", ["pixels", "jpeg"])

@@ -89,7 +89,7 @@ def draw(key: BatchKey, seed: int, augmentation: Augmentation, height: int, widt
 
 
 def _settings(augmentation: Augmentation, height: int, width: int) -> torch.Tensor:
-    """Return the settings of an augmentation for images of this size, int64; the kernel reads them by position."""
+    """Return an int64 tensor of the settings, for images of this size; the kernel reads them by position."""
     windows = augmentation.windows(height, width)
     size = augmentation.output_size(height, width)
     jitter = augmentation.color
@@ -146,7 +146,7 @@ def _rounded(products):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _first_that_fits(state, number, table, root, height, width, smallest):  # type: ignore[no-untyped-def]
-    """Return each sample's first rectangle that fits (-1: none) and its sides, as `data.draws.first_that_fits` does."""
+    """Return the number of each sample's first rectangle that fits (-1: none) and its sides; see `data.draws`."""
     chosen, tall, wide = tl.zeros_like(state) - 1, tl.zeros_like(state), tl.zeros_like(state)
     for attempt in range(_TRIES):
         first = number + 4 * attempt

@@ -5,8 +5,8 @@ depends on columns is computed once: offsets in the source, constants of the cha
 depends on the line is the same for all values of a vector. Lines that do not begin and end at multiples of 16 bytes
 leave a few values at their ends, which separate programs compute one by one.
 
-Pixels are loaded without masks, which would take an instruction for each: where there is none, the image's last row or
-column is read, and then replaced.
+Pixels are loaded without masks, which would take an instruction for each: outside the image, its last row or column is
+read, and the value then replaced.
 
 Flips and windows only change the offsets from which pixels are loaded.
 """
@@ -41,9 +41,9 @@ def _scaled(raw, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignor
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _blackened(is_black, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return coarse, fine and bias that turn whatever is loaded in black columns into the value of 0.
+    """Return coarse, fine and bias that turn whatever is loaded in black columns into the result of a black pixel.
 
-    This saves an instruction a value in the loop over lines.
+    This saves an instruction per value in the loop over lines.
     """
     black = _scaled(tl.full((), 0, tl.int32), centre, coarse, fine, bias, FINE)
     return tl.where(is_black, 0.0, coarse), tl.where(is_black, 0.0, fine), tl.where(is_black, black, bias)
@@ -73,7 +73,7 @@ def _inside(positions, size):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _moved(x, y, advance, draws, samples, lines, width):  # type: ignore[no-untyped-def]
-    """Return the image's column and row of pixels of the result, and the distance of a thread's rows in the image."""
+    """Return column and row in the image of pixels of the result, and the step between a thread's rows there."""
     is_upside_down = tl.load(draws + samples) != 0
     step = tl.where(is_upside_down, -advance, advance)
     row = tl.where(is_upside_down, lines - 1 - y, y) + tl.load(draws + 2 * samples)
@@ -136,9 +136,9 @@ def _copy_rows(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Compute the values of the lines y, y + advance, ... (A, 1) in some columns (A, B) of one image.
+    """Compute the values of the lines y, y + advance, ... (A, 1) in some columns (A, B) of a part (see `image_kernel`).
 
-    `places` are their distances from the last multiple of VALUES before the image's first value.
+    `places` are the positions of the values of line y, from the last multiple of VALUES at or before the part's start.
     """
     image = part
     plane = 0
@@ -180,7 +180,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
             blue = tl.load(source + 2 * stride_channel).to(tl.int32) & bits
         if ERASES:
             in_box = box_row.to(tl.uint32, bitcast=True) < box_height.to(tl.uint32, bitcast=True)
-            # The height's sign bit is 0. Were it a constant, the compiler would test `in_box` for each value.
+            # `box_height >> 31` is 0. With the constant 0, the compiler would test `in_box` for each value.
             kept = box_bits | tl.where(in_box, box_height >> 31, -1)
         for other in tl.static_range(1 if PLANES <= 1 else PLANES):
             if PLANES > 1:

@@ -1,4 +1,4 @@
-"""The launches of the two Triton kernels of `Normalize` that write images. Importing this module requires Triton.
+"""The launches of the two Triton kernels that normalize without resizing. Importing this module requires Triton.
 
 Both use the arithmetic described in `h5pack.device.normalize`, so their results equal those of the torch operations bit
 for bit.
@@ -53,7 +53,7 @@ def normalize(
     if not result.numel():
         return result
     if not pixels.numel():
-        # The result is the padding of images without pixels, which is that of black ones, too.
+        # The result is only padding, which is the same for black images of one pixel.
         pixels = pixels.new_zeros(len(pixels), 1, 1, pixels.shape[3])
     is_flat = draws is None and pixels.is_contiguous() and result.permute(0, 2, 3, 1).is_contiguous()
     with Launching(result.device):
@@ -140,11 +140,11 @@ def _launch_image(
 
 @functools.lru_cache(256)
 def plan_lines(lines: int, length: int, values: int, vectors: int) -> tuple[int, int]:
-    """Return how far apart the lines of a thread are, and in how many programs their vectors are divided.
+    """Return the period, the distance between the lines of a thread, and the number of programs for a part.
 
     A line has `length` values and a program `vectors` vectors of `values` values. In lines that are a period apart, the
     same columns are at multiples of 16 bytes. Of the periods that leave a program at most 16 turns, the one is chosen
-    in which the fewest threads are idle, weighed against the turns and the preparation.
+    for which programs times turns is smallest, where the preparation of a program counts as three turns.
     """
     least = values // math.gcd(length, values)
     per_line = max(1, length // values)

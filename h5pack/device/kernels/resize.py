@@ -204,8 +204,8 @@ def _resize_kernel(  # type: ignore[no-untyped-def]
     draws += image
     count_y, count_x = taps_y, taps_x
     if RANDOM:
-        # An image whose window is enlarged has fewer taps than the largest window. Only draws of another Normalize can
-        # have windows that exceed the image; nothing outside of the tables and the image may be read for them either.
+        # Smaller windows may have fewer taps than the largest window. Only draws of another Normalize can have windows
+        # that exceed the image; nothing outside of the tables and the image may be read for them either.
         extent_y, extent_x = tl.load(draws + _HEIGHT * samples), tl.load(draws + _WIDTH * samples)
         count_y = tl.minimum(tl.cdiv(2 * tl.maximum(extent_y, out_height), out_height), taps_y)
         count_x = tl.minimum(tl.cdiv(2 * tl.maximum(extent_x, out_width), out_width), taps_x)
