@@ -335,7 +335,7 @@ class GroupReader:
                 array[slots[start:stop]] = chunk[rows[start:stop]]
 
     def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Read large rows of a field that only the HDF5 library can read, and copy them to their batches."""
+        """Read large rows that cannot be scattered or copied from decoded chunks, and copy them to their batches."""
         values = self._engine.read(field.name, group.rows[low:high])
         for value, out in zip(values, self._targets(field, group, low, high)[1], strict=True):
             out[...] = value

@@ -117,10 +117,10 @@ class H5Dataset(BatchSource):
 
     Notes
     -----
-    Without `transform` an image is a uint8 tensor with the stored axes, (H, W, C) or (C, H, W). Encoded images may
-    differ in size, but without `decode`, collating images of several sizes into one batch is an error. A label is a
-    Python int or bool if it is a single integer or bool, else a tensor of the stored dtype: of shape () for a single
-    number, (K,) for a row of a table.
+    Without `transform` an image is a tensor with the stored dtype and axes, such as (H, W, C). Encoded images become
+    uint8 and may differ in size, but without `decode`, collating images of several sizes into one batch is an error. A
+    label is a Python int or bool if it is a single integer or bool, else a tensor of the stored dtype: of shape () for
+    a single number, (K,) for a row of a table.
     """
 
     def __init__(
@@ -411,8 +411,8 @@ class H5Dataset(BatchSource):
         rows : ndarray
             int64 (n,), rows of the file in any order.
         out : ndarray, optional
-            (n, ...), in native byte order, to write to. For encoded images it may be an array of objects, (n,), which
-            receives uint8 arrays (h, w, 3) of any size.
+            (n, ...), in native byte order, to write to. For encoded images or masks it may be an array of objects,
+            (n,), which receives arrays (h, w, 3) or (h, w) of any size.
         """
         values = self.engine.read_batch(name, rows, out)
         if self.check:

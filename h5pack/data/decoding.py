@@ -61,7 +61,7 @@ NO_KEY = DrawKey(0, 0)
 """The key of crops that are not random."""
 
 
-_ADVICE = {RandomCrop: "Normalize(crop=RandomCrop(size)) then crops these, which have one size"}
+_ADVICE = {RandomCrop: "Normalize(crop=RandomCrop(size)) can then crop the decoded images, which have one size"}
 
 
 class DrawnIndex(int):
@@ -116,7 +116,7 @@ class Steps(NamedTuple):
 
 
 def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
-    """Return whether a field of this kind can be cropped with `images`; `is_encoded` says whether the field is."""
+    """Return whether a field of this kind can be used with crops of `images`; `is_encoded` says if it is encoded."""
     if kind in schema.PIXEL_KINDS:
         return is_encoded
     return kind not in schema.MOVED_KINDS or isinstance(images, EncodedIndex)

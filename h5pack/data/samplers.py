@@ -206,7 +206,10 @@ class ChunkSampler(Resumable, Sampler[int]):
             skip = 0
 
     def _with_keys(self, indices: list[int], epoch: int, first: int) -> Iterator[int]:
-        """Yield indices with the keys of their random crops. A turn is one index of each stream; `first` numbers it."""
+        """Yield indices with the keys of their random crops.
+
+        A turn is one index of each stream; `first` is the number of the first turn.
+        """
         streams = self.plan.step_streams
         for start in range(0, len(indices), streams):
             turn = first + start // streams
