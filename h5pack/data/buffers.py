@@ -240,7 +240,7 @@ class SharedSegment:
         except OSError as error:
             raise LoaderError(
                 f"cannot allocate {size:,} bytes of shared memory for a batch ({error.strerror}); keep fewer batches "
-                "at a time, or raise the limits on open files (ulimit -n) and shared memory"
+                "at a time, or raise the limits on open files (ulimit -n) and memory"
             ) from error
 
     def __del__(self) -> None:

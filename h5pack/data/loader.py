@@ -135,9 +135,9 @@ class H5Loader(Closeable, Resumable):
         the page cache, and without `streams` or `lanes`, None means at least two batches, and for each thread and the
         caller's 5 MiB of small batches, one batch, or up to 16 MiB of a large one.
     memory_bytes : int, optional
-        Upper bound for the memory in bytes of the batches that each iteration prefetches. The results of transforms and
-        the batches that the caller holds do not count. Rows in the system's page cache do not count either: they belong
-        to the system, and all processes share them. None: half of the memory that is available to this process, divided
+        Upper bound for the memory in bytes of the batches that each iteration prefetches, of small fields that are
+        held, and of decoding. The results of transforms, the batches that the caller holds, and rows in the page cache,
+        which belongs to the system, do not count. None: half of the memory that is available to this process, divided
         among the ranks on this machine.
     pin_memory : bool
         Yield batches in pinned memory, from which copies to a GPU can be asynchronous. Without a GPU, warn and use

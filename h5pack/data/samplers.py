@@ -67,7 +67,7 @@ def _received(loader: weakref.ref[Any], iteration: IterationState) -> int | None
     if batches is None and not iteration.exhausted:
         logging.getLogger("h5pack").warning(
             "state_dict() of a sampler counts batches that DataLoader workers had prefetched when the loop was left; "
-            "give the number of batches that the loop received (batches_consumed=, or rows_consumed=)"
+            "give the number that the loop received (batches_consumed= or rows_consumed=)"
         )
     if batches is None:
         return None

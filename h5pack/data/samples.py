@@ -1,7 +1,7 @@
 """Samples and batches: named tuples ``(image, label, *fields, row)`` and ``(images, labels, *fields, rows)``.
 
-Their types are created for the fields of a dataset, so that unpacking fails if there are fewer or more. In a batch,
-fields whose rows differ in length are lists: of tensors, of str, or of lists of str.
+Their types are created for the fields of a dataset, so that unpacking them into another number of names fails. In a
+batch, fields whose rows differ in length are lists: of tensors, of str, or of lists of str.
 """
 
 from __future__ import annotations
