@@ -317,7 +317,7 @@ class GroupReader:
             self._batches.memory(batch).arrays[field.name][slot : slot + count] = part
 
     def _decode(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Copy rows of one filtered (for example, compressed) chunk to their batches, in the stored byte order."""
+        """Copy rows of one chunk, such as a compressed one, to their batches, in the stored byte order."""
         chunk, rows = self._engine.rows_in_chunk(field.name, group.rows[low:high], keep=self._keep)
         # Sort the rows by position, so that the rows of each batch are adjacent.
         order = np.argsort(group.positions[low:high])

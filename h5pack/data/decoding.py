@@ -1,7 +1,7 @@
 """Crops of encoded images: only the window that a crop needs is decoded, then it is resized into a batch's memory.
 
-By default the pixels are exactly those of decoding the whole image, cutting the window out, and resizing it by torch's
-``interpolate(mode="bilinear", antialias=True)``, which is what torchvision's transforms of tensors do.
+By default the pixels are exactly those of decoding the whole image, then cropping and resizing it with torch's
+``interpolate(mode="bilinear", antialias=True)``, as torchvision's transforms of tensors do.
 """
 
 from __future__ import annotations
