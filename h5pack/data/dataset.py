@@ -73,7 +73,7 @@ class H5Dataset(BatchSource):
     check : bool
         Compare each row that is read (of encoded images, their bytes) with its stored checksum.
     decode : RandomResizedCrop, CenterCrop or Resize, optional
-        For encoded images: decode only the window that this crop needs, and resize it, so that all images are uint8
+        For encoded images: decode the window that this crop needs, and resize it, so that all images are uint8
         (height, width, 3). Random windows are drawn for (seed, epoch, row) of an h5pack sampler or loader, as
         `Normalize` draws them; with other samplers, from torch's random generator. None: whole images.
     exact : bool

@@ -1,4 +1,4 @@
-"""Crops of encoded images: only the window that a crop needs is decoded, then it is resized into a batch's memory.
+"""Crops of encoded images: if possible, only part of an image is decoded, then resized into a batch's memory.
 
 By default the pixels are exactly those of decoding the whole image, then cropping and resizing it with torch's
 ``interpolate(mode="bilinear", antialias=True)``, as torchvision's transforms of tensors do.
