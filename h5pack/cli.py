@@ -43,7 +43,7 @@ _OTHER_WAYS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the nearest valid name for a mistyped one.
+    """A parser whose errors are one line, with the nearest valid option for a mistyped one.
 
     It rejects abbreviated options, because options added later could make an abbreviation ambiguous.
     """

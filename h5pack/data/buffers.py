@@ -7,12 +7,12 @@ thread, while any lock is held. So the callback only appends to deques, which is
 is reused first, because it is most likely in the CPU's caches. Pinned memory is managed by torch's host allocator,
 which reuses it after pending copies to the device have finished.
 
-torch allocates new shared memory for every tensor that is sent between processes, and mapping it takes four times as
-long as copying into it (measured: 14 ms and 3 ms for 30 MB). So each worker has a few reusable *segments* (anonymous
+torch allocates new shared memory for every tensor that is sent between processes, and mapping it takes over four times
+as long as copying into it (measured: 14 ms and 3 ms for 30 MB). So each worker has a few reusable *segments* (anonymous
 memory files). The first byte of a segment's header page says whether the main process still uses it. The main process
 maps a segment for each batch, and clears that byte when the batch's last tensor is freed. A worker reuses a segment
-only when that byte is clear and the worker itself has no array in the segment. If a user's collate function changes the
-batch that `H5Dataset.collate` returned, the batch is sent as ordinary tensors, which torch copies.
+only if it was not sent or that byte is clear, and the worker itself has no array in it. If a user's collate function
+changes the batch that `H5Dataset.collate` returned, the batch is sent as ordinary tensors, which torch copies.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Shape = tuple[tuple[int, ...], npt.DTypeLike]
 
 
 def lay_out(shapes: Sequence[Shape]) -> tuple[list[int], int]:
-    """Return the byte offset of each array, of these (shape, dtype), in a batch's memory, and the total bytes."""
+    """Return the byte offset in a batch's memory of an array for each (shape, dtype), and the total bytes."""
     offsets, size = [], 0
     for shape, dtype in shapes:
         offsets.append(size)
@@ -240,7 +240,7 @@ class SharedSegment:
         except OSError as error:
             raise LoaderError(
                 f"cannot allocate {size:,} bytes of shared memory for a batch ({error.strerror}); keep fewer batches "
-                "at a time, or raise the limits on open files (ulimit -n) and shared memory"
+                "at a time, or raise the limits on open files (ulimit -n) and memory"
             ) from error
 
     def __del__(self) -> None:

@@ -317,7 +317,7 @@ class GroupReader:
             self._batches.memory(batch).arrays[field.name][slot : slot + count] = part
 
     def _decode(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Copy rows of one filtered (for example, compressed) chunk to their batches, in the stored byte order."""
+        """Copy rows of one chunk, such as a compressed one, to their batches, in the stored byte order."""
         chunk, rows = self._engine.rows_in_chunk(field.name, group.rows[low:high], keep=self._keep)
         # Sort the rows by position, so that the rows of each batch are adjacent.
         order = np.argsort(group.positions[low:high])
@@ -335,7 +335,7 @@ class GroupReader:
                 array[slots[start:stop]] = chunk[rows[start:stop]]
 
     def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Read large rows of a field that only the HDF5 library can read, and copy them to their batches."""
+        """Read large rows that cannot be scattered or copied from decoded chunks, and copy them to their batches."""
         values = self._engine.read(field.name, group.rows[low:high])
         for value, out in zip(values, self._targets(field, group, low, high)[1], strict=True):
             out[...] = value

@@ -43,7 +43,7 @@ class BatchSource(Closeable, Dataset[Any]):
         Returns
         -------
         named tuple of Tensor
-            `images` of the stored shape and dtype, (n, ...); `labels`, int64 (n,) if integers, else of the stored
+            `images`, (n, ...), of the samples' shape and dtype; `labels`, int64 (n,) if integers, else of the stored
             dtype; the fields, by their names; `rows`, the row numbers in the files, int64 (n,).
         """
         if isinstance(samples, SampleBatch) and samples.comes_from(self):

@@ -72,7 +72,7 @@ class ConcatPack(BatchSource):
         OptionsError
             If a dataset has transforms, because the datasets may have different ones.
         PackFormatError
-            If the files have different classes or other metadata.
+            If the files differ in their classes or other metadata.
         """
         first, *others = self.datasets
         if not self._plain:

@@ -73,7 +73,7 @@ class H5Dataset(BatchSource):
     check : bool
         Compare each row that is read (of encoded images, their bytes) with its stored checksum.
     decode : RandomResizedCrop, CenterCrop or Resize, optional
-        For encoded images: decode only the window that this crop needs, and resize it, so that all images are uint8
+        For encoded images: decode the window that this crop needs, and resize it, so that all images are uint8
         (height, width, 3). Random windows are drawn for (seed, epoch, row) of an h5pack sampler or loader, as
         `Normalize` draws them; with other samplers, from torch's random generator. None: whole images.
     exact : bool
@@ -117,10 +117,10 @@ class H5Dataset(BatchSource):
 
     Notes
     -----
-    Without `transform` an image is a uint8 tensor with the stored axes, (H, W, C) or (C, H, W). Encoded images may
-    differ in size, but without `decode`, collating images of several sizes into one batch is an error. A label is a
-    Python int or bool if it is a single integer or bool, else a tensor of the stored dtype: of shape () for a single
-    number, (K,) for a row of a table.
+    Without `transform` an image is a tensor with the stored dtype and axes, such as (H, W, C). Encoded images become
+    uint8 and may differ in size, but without `decode`, collating images of several sizes into one batch is an error. A
+    label is a Python int or bool if it is a single integer or bool, else a tensor of the stored dtype: of shape () for
+    a single number, (K,) for a row of a table.
     """
 
     def __init__(
@@ -411,8 +411,8 @@ class H5Dataset(BatchSource):
         rows : ndarray
             int64 (n,), rows of the file in any order.
         out : ndarray, optional
-            (n, ...), in native byte order, to write to. For encoded images it may be an array of objects, (n,), which
-            receives uint8 arrays (h, w, 3) of any size.
+            (n, ...), in native byte order, to write to. For encoded images or masks it may be an array of objects,
+            (n,), which receives arrays (h, w, 3) or (h, w) of any size.
         """
         values = self.engine.read_batch(name, rows, out)
         if self.check:

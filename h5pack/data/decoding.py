@@ -1,7 +1,7 @@
-"""Crops of encoded images: only the window that a crop needs is decoded, then it is resized into a batch's memory.
+"""Crops of encoded images: if possible, only part of an image is decoded, then resized into a batch's memory.
 
-By default the pixels are exactly those of decoding the whole image, cutting the window out, and resizing it by torch's
-``interpolate(mode="bilinear", antialias=True)``, which is what torchvision's transforms of tensors do.
+By default the pixels are exactly those of decoding the whole image, then cropping and resizing it with torch's
+``interpolate(mode="bilinear", antialias=True)``, as torchvision's transforms of tensors do.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ NO_KEY = DrawKey(0, 0)
 """The key of crops that are not random."""
 
 
-_ADVICE = {RandomCrop: "Normalize(crop=RandomCrop(size)) then crops these, which have one size"}
+_ADVICE = {RandomCrop: "Normalize(crop=RandomCrop(size)) can then crop the decoded images, which have one size"}
 
 
 class DrawnIndex(int):
@@ -116,7 +116,7 @@ class Steps(NamedTuple):
 
 
 def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
-    """Return whether a field of this kind can be cropped with `images`; `is_encoded` says whether the field is."""
+    """Return whether a field of this kind can be used with crops of `images`; `is_encoded` says if it is encoded."""
     if kind in schema.PIXEL_KINDS:
         return is_encoded
     return kind not in schema.MOVED_KINDS or isinstance(images, EncodedIndex)

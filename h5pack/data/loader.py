@@ -132,12 +132,12 @@ class H5Loader(Closeable, Resumable):
     prefetch_factor : int, optional
         Number of batches to prefetch, as far as `memory_bytes` allows. None: the batches of two shuffle windows. The
         chunks of a window are read together, so lower values are raised to the batches of one window. While rows are in
-        the page cache, and without `streams` or `lanes`, None means two batches, or of small batches 5 MiB for
-        each of the threads and the caller's.
+        the page cache, and without `streams` or `lanes`, None means at least two batches, and for each thread and the
+        caller's 5 MiB of small batches, one batch, or up to 16 MiB of a large one.
     memory_bytes : int, optional
-        Upper bound for the memory in bytes of the batches that each iteration prefetches. The results of transforms and
-        the batches that the caller holds do not count. Rows in the system's page cache do not count either: they belong
-        to the system, and all processes share them. None: half of the memory that is available to this process, divided
+        Upper bound for the memory in bytes of the batches that each iteration prefetches, of small fields that are
+        held, and of decoding. The results of transforms, the batches that the caller holds, and rows in the page cache,
+        which belongs to the system, do not count. None: half of the memory that is available to this process, divided
         among the ranks on this machine.
     pin_memory : bool
         Yield batches in pinned memory, from which copies to a GPU can be asynchronous. Without a GPU, warn and use
@@ -247,10 +247,12 @@ class H5Loader(Closeable, Resumable):
         # One batch more than the minimum, because the consumer holds one while the next are read.
         needed = (minimum + 1) * batch_bytes + decoding
         if budget < needed:
+            has_window = self.plan.shuffle == "window"
+            source = f" from windows of {self.plan.window} chunks" if has_window else ""
             raise OptionsError(
-                f"memory_bytes is {budget:,}, but batches of {self.batch_size} rows from windows of "
-                f"{self.plan.group_chunks} chunks need {needed:,}; raise it, or give a smaller batch_size or window",
-                parameters=("memory_bytes", "batch_size", "window"),
+                f"memory_bytes is {budget:,}, but batches of {self.batch_size} rows{source} need {needed:,}; raise it, "
+                f"or give a smaller batch_size{' or window' if has_window else ''}",
+                parameters=("memory_bytes", "batch_size", *["window"] * has_window),
             )
         indexes, rows = self._base.engine.indexes, self.plan.rows.unique_count
         # Hold labels and other small fields in memory if they fit, because reading a few small rows at a time is slow.
@@ -279,8 +281,8 @@ class H5Loader(Closeable, Resumable):
         Small batches are filled several at a time, because Python code takes longer than copying one of them. The
         threads share the work on a large one, because a few buffers are more likely to stay in the CPU's cache. Rates
         of 150 KB rows in batches of 38 MB with two threads, as multiples of a memory copy: blocks of 16 MiB in 2
-        buffers 0.96, in 4 buffers 0.87; blocks of 4 MiB in 2 buffers 0.74. The smaller blocks are for small batches:
-        with larger ones the first batch comes later, with smaller ones the checks of several files take longer.
+        buffers 0.96, in 4 buffers 0.87; blocks of 4 MiB in 2 buffers 0.74. Blocks of 5 MiB are for small batches: with
+        larger blocks the first batch comes later, with smaller ones the checks of several files take longer.
         """
         workers = self.num_threads + 1
         size = max(1, batch_bytes)
@@ -393,7 +395,7 @@ class H5Loader(Closeable, Resumable):
         self._pool.prepare()
 
     def close(self) -> None:
-        """Stop all iterations, and free all memory except that of batches in use. The loader may be used again."""
+        """Stop all iterations, and free the loader's buffers except those in use. The loader may be used again."""
         for iterator in list(self._iterators):
             iterator.close()
         self._end_idle_threads()
@@ -421,7 +423,7 @@ class H5Loader(Closeable, Resumable):
         )
 
     def _finish(self, epoch: int, batch: int, memory: BatchMemory) -> Any:
-        """Process the fields of a complete batch, and return the tensors that the loader yields."""
+        """Process the fields of a complete batch, and return the batch that the loader yields."""
         engine, tensors = self._base.engine, []
         for name in self._base.names:
             # Held rows were checked and converted when they were read.
@@ -454,7 +456,7 @@ class H5Loader(Closeable, Resumable):
 
 
 def _require_mixture(sampler: Any, dataset: Any, order: dict[str, Any]) -> None:
-    """Raise an OptionsError unless a batch sampler can be followed, and `order`, the other parameters, is not given."""
+    """Raise an OptionsError unless `sampler` is a MixtureSampler of `dataset` and `order` has only default values."""
     if not isinstance(sampler, MixtureSampler):
         raise OptionsError(
             f"batch_sampler is a {type(sampler).__name__}; H5Loader follows a MixtureSampler only: give it batch_size "
@@ -465,7 +467,7 @@ def _require_mixture(sampler: Any, dataset: Any, order: dict[str, Any]) -> None:
     given = [name for name, value in order.items() if value is not defaults[name].default]
     if given:
         raise OptionsError(
-            f"batch_sampler says which rows are in which batch; give {' and '.join(given)} to the sampler instead",
+            f"batch_sampler says which rows are in which batch; leave out {' and '.join(given)} here",
             parameters=("batch_sampler", *given),
         )
     if sampler.dataset is not dataset:

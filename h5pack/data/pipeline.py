@@ -76,9 +76,9 @@ class Pipeline(BackgroundThreads):
     At most `credits` batches are open or done, but not yet delivered. `finish` receives the number and the memory of
     each complete batch, and returns the batch that the consumer gets. `held` has all rows of some small fields.
     ``draw_key(batches)`` returns the key of random crops, see `h5pack.data.samplers.draw_key`. While rows are in
-    memory, at most `max_gathered` batches are open or done, and a task copies up to `block_rows` rows. If `can_help` is
-    true, the consumer's thread runs such tasks, too, while it waits, and at most `cpus` threads run them. The threads
-    come from `idle`, as in `BackgroundThreads.start`.
+    memory, a task copies up to `block_rows` rows, and with a single stream, at most `max_gathered` batches are open or
+    done. If `can_help` is true, the consumer's thread runs such tasks of a single stream, too, while it waits, and at
+    most `cpus` threads run them. The threads come from `idle`, as in `BackgroundThreads.start`.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Pipeline(BackgroundThreads):
                     self._helping = helping = task is not None
                 if task is None:
                     break
-                # Tensors that are created in the caller's inference mode could not be used outside of it.
+                # Tensors created in the caller's inference mode could not be used by autograd or changed in place.
                 with torch.inference_mode(False):
                     task()
                 del task

@@ -67,7 +67,7 @@ def _received(loader: weakref.ref[Any], iteration: IterationState) -> int | None
     if batches is None and not iteration.exhausted:
         logging.getLogger("h5pack").warning(
             "state_dict() of a sampler counts batches that DataLoader workers had prefetched when the loop was left; "
-            "give the number of batches that the loop received (batches_consumed=, or rows_consumed=)"
+            "give the number that the loop received (batches_consumed= or rows_consumed=)"
         )
     if batches is None:
         return None
@@ -206,7 +206,10 @@ class ChunkSampler(Resumable, Sampler[int]):
             skip = 0
 
     def _with_keys(self, indices: list[int], epoch: int, first: int) -> Iterator[int]:
-        """Yield indices with the keys of their random crops. A turn is one index of each stream; `first` numbers it."""
+        """Yield indices with the keys of their random crops.
+
+        A turn is one index of each stream; `first` is the number of the first turn.
+        """
         streams = self.plan.step_streams
         for start in range(0, len(indices), streams):
             turn = first + start // streams

@@ -1,7 +1,7 @@
 """Samples and batches: named tuples ``(image, label, *fields, row)`` and ``(images, labels, *fields, rows)``.
 
-Their types are created for the fields of a dataset, so that unpacking fails if there are fewer or more. In a batch,
-fields whose rows differ in length are lists: of tensors, of str, or of lists of str.
+Their types are created for the fields of a dataset, so that unpacking them into another number of names fails. In a
+batch, fields whose rows differ in length are lists: of tensors, of str, or of lists of str.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SINGULAR = {IMAGES: "image", LABELS: "label", ROWS: "row"}
 def name_fields(names: Sequence[str], label_name: str | None, with_rows: bool) -> tuple[str, ...]:
     """Return the names of a batch's fields; `names` are the datasets of the images, the labels and further fields.
 
-    A field is named after the last part of its dataset's path. A name that is no Python identifier, or is taken, is
-    changed by replacing characters with "_" and by appending "_".
+    A field is named after the last part of its dataset's path. Characters other than ASCII letters, digits and "_"
+    become "_", a name that does not begin with a letter gets the prefix "field_", and a keyword or taken name a "_".
     """
     found: list[str] = []
     # `count` and `index` are attributes of tuples, `repeats` is one of batches that an `EchoLoader` repeats.

@@ -157,7 +157,7 @@ def _select_rows(
 def _pack_digest(dataset: H5Dataset) -> int | None:
     """Return the CRC-32 of the checksums of the file's first rows; None if it has no checksums.
 
-    A pack that was made again from the same images with another seed has another one.
+    It differs if the same images are packed again with another seed.
     """
     name = checksums_of(dataset.names[0])
     index = dataset.engine.indexes.get(name)

@@ -129,7 +129,7 @@ def _names_lines(title: str, names: list[str]) -> list[str]:
 
 
 def _statistics_text(used: int | None, counts: dict[str, int]) -> str:
-    """Return which rows the statistics are of: `used` rows of the first split, which is that of the training."""
+    """Return a phrase for the rows that the statistics describe: `used` rows of the first split, usually train."""
     if used is None:
         return ""
     split, count = next(iter(counts.items()), ("", 0))

@@ -43,7 +43,7 @@ _INK, _GRAY, _PAPER, _ALARM = "#1b1b1f", "#63636b", "#ffffff", "#b3261e"
 class ShownClass:
     """A class on the sheet."""
 
-    name: str | None  # None if the file has no classes
+    name: str | None  # None if the file has no class labels
     rows: int  # number of rows that have this class
     shown: list[int]  # row numbers, in the file, of this class's images on the sheet
 
@@ -131,7 +131,7 @@ def preview(
     max_classes : int
         Maximum number of classes shown per split. Rows without a label are shown in addition.
     tile : int
-        Length of the longer side of an image on the sheet in pixels, 16 to 4096.
+        Maximum length of the longer side of an image on the sheet in pixels, 16 to 4096.
     seed : int, optional
         Select rows at random with this seed. Default: select evenly spaced rows in stored order.
     images, labels, channel_axis, value_range

@@ -135,8 +135,8 @@ def verify(
 ) -> VerifyReport:
     """Check a pack's structure and the checksum of every row.
 
-    The HDF5 library runs only in worker processes, because a damaged file may crash it. Uncompressed rows are read
-    without the library, compressed and virtual rows through it.
+    The HDF5 library runs only in worker processes, because a damaged file may crash it. Uncompressed images are read
+    without the library, compressed and virtual ones through it.
 
     Parameters
     ----------
@@ -382,7 +382,7 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
         if name != schema.FILENAMES and is_ragged(file, name):
             length = len(item[schema.FIELD_OFFSETS]) - 1
         if length != rows:
-            problems.append(f"{name}: {length:,} rows, but images has {rows:,}")
+            problems.append(f"{name}: {length:,} rows, but there are {rows:,} images")
     splits = file.get(schema.SPLIT_ROWS)
     if isinstance(splits, h5py.Dataset):
         edges = splits[()].reshape(-1, 2)

@@ -14,6 +14,15 @@ _PARAMETERS = {"samples": "num_samples", "trim": "drop_last", "pack_digest": "da
 _OF_SPLIT = ("start", "rows")
 _PACK_DIGEST = "pack_digest"
 _GLOBAL_BATCH = "batch_size times num_replicas"
+# How a saved state differs, and what to do, by the key of its identity.
+_PROBLEMS = {
+    **dict.fromkeys(("order", "mixture"), "by another kind of sampler or h5pack version; resume with the first run's"),
+    _PACK_DIGEST: "for a pack with other rows, or in another order; resume with the pack of the first run",
+    "rows_digest": "for other rows of its file, or other indices of them; resume with the same indices or Subset",
+    "weights_digest": "with other weights; resume with the same weights",
+    "counts": "with other weights of the packs; resume with the same weights",
+    "packs": "for other packs, or with another seed, shuffle or window; resume with those of the first run",
+}
 
 
 def _rows_text(order: dict[str, Any]) -> str:
@@ -137,11 +146,10 @@ class EpochCursor:
                 parameter = _PARAMETERS.get(name, name)
                 if name in _OF_SPLIT:
                     saved, ours = _rows_text(order), _rows_text(self.identity)
-                    problem = f"for {saved} of its file, but this order is for {ours}; resume with the same split"
-                elif name == _PACK_DIGEST:
-                    problem = "for a pack with other rows, or in another order; resume with the pack of the first run"
-                elif name == "rows_digest":
-                    problem = "for other rows of its file, or indices of them; resume with the same indices or Subset"
+                    chosen = "split" if "start" in order and "start" in self.identity else "split, indices or Subset"
+                    problem = f"for {saved} of its file, but this order is for {ours}; resume with the same {chosen}"
+                elif name in _PROBLEMS:
+                    problem = _PROBLEMS[name]
                 else:
                     what = _GLOBAL_BATCH if name == "global_batch" else parameter
                     problem = f"with {what} {order.get(name)!r}, but this order has {self.identity.get(name)!r}"

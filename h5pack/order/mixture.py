@@ -57,7 +57,7 @@ class Mixture:
         return self.plans[0].seed, epoch, steps
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that must be equal to resume from a saved state; numbers and strings only."""
+        """Return the values that must be equal to resume from a saved state, as JSON-serializable values."""
         return {
             "mixture": _VERSION,
             "packs": [{**plan.identity(), "global_batch": None} for plan in self.plans],

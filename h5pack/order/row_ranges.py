@@ -65,7 +65,7 @@ class RowSampler(Protocol):
 class RowRange:
     """Consecutive rows of the file: a split, or all rows. The object's size does not depend on their number.
 
-    `pack_digest` is a checksum by which other files of as many rows differ, if it is known.
+    `pack_digest` is a checksum that differs between files with the same number of rows; None if it is not known.
     """
 
     def __init__(self, start: int, stop: int, chunk_rows: int, pack_digest: int | None = None) -> None:

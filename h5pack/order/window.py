@@ -11,9 +11,9 @@ The order depends only on a plan (`OrderPlan`) and the epoch. Its terms:
 - slot: the index of a row within its batch.
 - chunk group: consecutive chunks of the line that are read together.
 
-Consequently the rows of a step are the same for every number of ranks. Each chunk is read by one rank, except chunks
-that the end of a stream cuts in two. If DataLoader workers take batches in turn and their number divides `lanes`, each
-chunk is also read by one worker.
+Consequently the rows of a step are the same for every number of ranks. Unless all rows are shuffled individually
+("full"), each chunk is read by one rank, except chunks that the end of a stream cuts in two or that padding repeats. If
+DataLoader workers take batches in turn and their number divides `lanes`, each chunk is also read by one worker.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class OrderPlan:
     seed: int = 0
     window: int = DEFAULT_WINDOW  # chunks per shuffle window
     trim: bool = False  # whether rows are left out to make the streams equally long; otherwise rows are repeated
-    drop_last: bool = False  # whether the last batch is left out if it is smaller
+    drop_last: bool = False  # whether the last batch of each lane is left out if it is smaller
     rank: int = 0
     num_replicas: int = 1
     streams: int = 1  # a multiple of ``num_replicas * lanes``
@@ -177,7 +177,7 @@ class OrderPlan:
 
     @cached_property
     def group_chunks(self) -> int:
-        """Number of chunks per chunk group: a shuffle window, or, without one, about as many as fill a batch."""
+        """Number of chunks per chunk group: a shuffle window, or else about a stream's share of a batch."""
         return self.window if self.shuffle == "window" else max(1, self.stream_share // max(1, self.rows.max_rows(1)))
 
     @property

@@ -88,7 +88,7 @@ class ArchiveFile:
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
         self.identity = FileIdentity.of(self.path)
-        self.size = self.identity.size  # in bytes, decompressed
+        self.size = self.identity.size  # in bytes; `keep_copy` sets the size of the decompressed copy
         self.descriptor: Descriptor | None = None
         # Path in /proc of the copy, which is a file without a name, so that it cannot outlive the conversion.
         self.copy_path: str | None = None
@@ -370,7 +370,7 @@ def decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
 
 
 def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kind: str) -> Catalog:
-    """Return the catalog of an archive by the rules for folders; `kind` is one of `arranged`, or "pairs"."""
+    """Return the catalog of an archive by the rules for folders; `kind` is as in `arranged`, or "pairs"."""
     _strip_only_folder(members, kind)
     placed = {}
     rejects = []

@@ -419,7 +419,7 @@ class Catalog:
         return checksum
 
     def identity(self) -> dict[str, int]:
-        """Return a JSON-serializable dict that differs if the images, their order or their tables differ."""
+        """Return a JSON-serializable dict that differs if the images' names, order or tables differ."""
         return {"images": len(self), "names": self.names.checksum, "tables": self.tables_checksum()}
 
     def field_texts(self) -> list[str]:

@@ -75,8 +75,8 @@ class _Annotations:
 def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
     """Return the catalog of a folder as COCO lays it out, or of one annotation file; images are in the files' order.
 
-    `root` is the folder that contains the images, or one of the usual folders of images. Default: `path` if it is a
-    folder, else the folder of the annotation file, or the one above.
+    `root` is the folder that contains the images, directly or in one of the usual subfolders. Default: `path` if it is
+    a folder, else the folder of the annotation file, or the one above.
     """
     files = _annotation_files(path) if path.is_dir() else {_split_of(path): [path]}
     if not files:

@@ -68,6 +68,7 @@ def open_source(
         advice = {
             "hdf5": "check include and exclude, and what the file holds ('h5pack info')",
             "dataset": "check its length, include and exclude",
+            **dict.fromkeys(("manifest", "coco", *_SHARD_KINDS), "check the path, include and exclude"),
         }.get(catalog.kind, "check the path, or select files of other suffixes with include")
         what = "samples" if catalog.kind == "dataset" else "images"
         raise NoImagesError(

@@ -217,8 +217,10 @@ def test_ranks_share_half_of_the_memory(dataset: h5pack.H5Dataset, monkeypatch: 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "24")
     assert loader_of(dataset, window=1).memory_bytes <= 1_000_000 // 24
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "80")
-    with pytest.raises(OptionsError, match="12,500"):
-        loader_of(dataset)
+    for shuffle, advice in (("window", ["window"]), ("full", [])):
+        with pytest.raises(OptionsError, match="12,500") as caught:
+            loader_of(dataset, shuffle=shuffle)
+        assert caught.value.parameters == ("memory_bytes", "batch_size", *advice)
 
 
 def test_batches_stay_unchanged_while_they_are_held(dataset: h5pack.H5Dataset, way: str) -> None:
