@@ -338,7 +338,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("pack", help="file of `h5pack convert`, or another HDF5 file with datasets called images and labels")
     add("--val", metavar="PACK", help="validate on this file")
-    add("--val-split", metavar="NAME", help="validate on this split (default: val or test, else a tenth)")
+    names = "val, valid, validation, test or testing"
+    add("--val-split", metavar="NAME", help=f"validate on this split (default: {names}, else a tenth of the rows)")
     add("--model", choices=MODELS, default="cnn")
     add("--norm", choices=NORMS, default="batch", help="sync or group: the same results on any number of ranks")
     add("--epochs", type=count, default=10)

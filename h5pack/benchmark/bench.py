@@ -232,8 +232,8 @@ class _Comparison:
         interim = self.choose(cache)
         if interim is None:
             return self
-        speed = self.sweep.first_epoch(self.workload.case(interim.variant, cache), self.end)
-        return replace(self, workload=replace(self.workload, first_epoch=speed))
+        speeds = self.sweep.first_epoch(self.workload.case(interim.variant, cache), self.end)
+        return replace(self, workload=replace(self.workload, first_epoch=speeds))
 
     def missing(self, cache: str, not_packed: Sequence[str] = ()) -> list[str]:
         """Return what is missing for a recommendation."""
@@ -384,14 +384,8 @@ class BenchRun:
         """Measure the cases that do not decide the recommendation, as far as time allows."""
         done = {one.case for one in report.measurements}
         others, left = [case for case in every if case not in done], end - self._clock()
-        cases, left_out = plan_cases(others, left)
-        # More seconds would not help if the sample is too small.
-        if left_out and (report.recommendation is None or report.recommendation.compared):
-            enough = enough_seconds(self._settings.seconds, left, others)
-            report.notes.append(
-                f"{len(left_out)} of {len(every)} cases of the tables were not measured for lack of time; about "
-                f"{enough} seconds are enough for all."
-            )
+        cases, _ = plan_cases(others, left)
+        enough = enough_seconds(self._settings.seconds, left, others)
         hot, cold = ([case for case in cases if case.cache == cache] for cache in CACHES)
         left = end - self._clock()
         hot_seconds = left * sum(map(min_seconds, hot)) / (sum(map(min_seconds, cases)) or 1.0)
@@ -399,6 +393,13 @@ class BenchRun:
             sweep.measure(hot, hot_seconds, report.measurements)
         with self._phase("other cases (cold)"):
             sweep.measure(cold, end - self._clock(), report.measurements)
+        tried = {one.case for one in report.measurements if one.reason != NO_TIME}
+        # More seconds would not help if the sample is too small.
+        if not tried.issuperset(every) and (report.recommendation is None or report.recommendation.compared):
+            report.notes.append(
+                f"{len(set(every) - tried)} of {len(every)} cases of the tables were not measured for lack of time; "
+                f"about {enough} seconds are enough for all."
+            )
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -201,7 +201,7 @@ class Measurement:
         """
         if run_off is None or not run_off.speeds:
             return self
-        return run_off if len(run_off.speeds) >= MIN_REPEATS else self.with_repeats_of(run_off)
+        return run_off if len(run_off.speeds) >= MIN_TURNS else self.with_repeats_of(run_off)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-serializable dict, whose keys are stable across versions."""

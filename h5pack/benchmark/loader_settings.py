@@ -35,7 +35,7 @@ class Workload:
     cpus: int  # Number of CPUs that this process may use.
     asked_batch_size: int | None = None  # Batch size that was asked for, if the sample is too small for it.
     split: str | None = None  # Split that a training reads; None: all rows.
-    first_epoch: float | None = None  # Images/s of an epoch that decodes all chunks, if later ones decode none.
+    first_epoch: tuple[float, ...] = ()  # Images/s of epochs that decode all chunks, if later ones decode none.
 
     @property
     def recommended_batch_size(self) -> int:
@@ -124,10 +124,16 @@ def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:
         sentences.append(f"batch_size={size} instead of {asked}: a quarter of {images}, for several batches an epoch.")
     if workload.batch_size < size:
         sentences.append(f"Measured with batch_size={workload.batch_size}: the sample has only {rows}.")
-    if workload.first_epoch is not None:
-        speed = f"{workload.first_epoch:,.0f} images/s"
+    if workload.first_epoch:
+        speed = speed_range_text(workload.first_epoch)
         sentences.append(f"The first epoch decodes each chunk: {speed}. Then the chunks stay in memory.")
     return sentences
+
+
+def speed_range_text(speeds: Sequence[float]) -> str:
+    """Return the median of speeds, and the range of several, such as "1,234 images/s (1,100 to 1,300)"."""
+    span = f" ({min(speeds):,.0f} to {max(speeds):,.0f})" if len(speeds) > 1 else ""
+    return f"{statistics.median(speeds):,.0f} images/s{span}"
 
 
 def ratio_text(ratios: Sequence[float]) -> str:

@@ -63,7 +63,7 @@ class Recommendation:
     # the lowest and the highest. None if no ceiling was measured.
     of_ceiling: tuple[float, float, float] | None = None
     ceiling_threads: int = 0
-    ties: tuple[str, ...]  # Labels of this variant and of those that are not slower than it.
+    ties: tuple[str, ...]  # Labels of this variant and of those without a clear difference to it; all if not compared.
     compared: bool = True  # Whether variants were compared; False if the sample is too small for that.
     reasons: tuple[str, ...]  # Sentences that explain the recommendation.
     command: str  # Command line that converts to the variant; empty if `convert` is False.
@@ -87,7 +87,8 @@ def _cache_reason(workload: Workload, cache: str) -> str:
         then = "so the file stays in memory" if cache == "hot" else "under twice that, so epochs read the disk"
         return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."
     state = f"Judged with the page cache {_CACHE_WORDS[cache]}"
-    return f"{state}: the other state fits a training better ({sizes}), but was not measured."
+    other = _CACHE_WORDS["cold" if cache == "hot" else "hot"]
+    return f"{state}: a {other} one fits a training better ({sizes}), but was not measured."
 
 
 def missing(
@@ -153,15 +154,16 @@ def choose(
 
     Recommend the input file if it was measured, else the variant closest to the default. Recommend another variant only
     if it is faster, usually in at least `MIN_TURNS` turns (see `Measurement.is_faster`), and unusual loader settings
-    only if they are faster. If no variant is near the default, recommend the nearest one that no other beats.
+    only if they are faster. If no variant is near the default, recommend the nearest one that none is likely faster
+    than.
     """
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
         return None
     compared = not _is_short(workload, _pick_variant(found, workload, compare=False).stated.median)
     picked = _pick_variant(found, workload, compare=compared)
-    ties = [one for one in found if not compared or not picked.is_faster(one)]
-    busy = compared and _is_busy(picked, found, ties, workload)
+    ties = [one for one in found if not compared or not (picked.is_likely_faster(one) or one.is_likely_faster(picked))]
+    busy = compared and _is_busy(picked, found, workload)
     variant = picked.variant
     # Compare nothing if the sample is small, so that noise is not taken for a result.
     used, settings_reasons = pick_settings(picked.stated, run_off if compared else (), workload)
@@ -189,7 +191,7 @@ def choose(
         compared=compared,
         reasons=(
             *measuring_reasons(variant, workload),
-            *(_comparison(picked, found, ties, workload) if compared else _epochs(picked, found, workload)),
+            *(_comparison(picked, found, workload) if compared else _epochs(picked, found, workload)),
             *cache_reasons,
             *gain_reasons,
             _cache_reason(workload, cache),
@@ -220,14 +222,11 @@ class _Compared(CaseRepeats):
         mine, others = self.beside(other)
         return mine.is_faster(others, min_turns)
 
-    def is_probably_faster(self, other: _Compared) -> bool:
-        """Return whether this variant was faster in each turn that measured both, and mostly by over 1 / `TIE`."""
+    def is_likely_faster(self, other: _Compared) -> bool:
+        """Return whether this variant is faster, or was in each turn that measured both, mostly by over 1 / `TIE`."""
         ratios = self.ratios(other)
-        return len(ratios) >= MIN_REPEATS and ratios[0] > 1 and TIE * statistics.median(ratios) > 1
-
-    def beats(self, other: _Compared) -> bool:
-        """Return whether this variant is faster than the other, certainly or probably."""
-        return self.is_faster(other, MIN_REPEATS) or self.is_probably_faster(other)
+        was_faster = len(ratios) >= MIN_REPEATS and ratios[0] > 1 and TIE * statistics.median(ratios) > 1
+        return was_faster or self.is_faster(other, MIN_REPEATS)
 
 
 def _compared(
@@ -256,7 +255,7 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
     usual = least_effort(found)
     if compare and _effort(usual.variant, workload)[1] > _NEAR:
         # The default was left out, so of the variants that others do not beat, take the nearest to it.
-        return least_effort([one for one in found if not any(other.beats(one) for other in found)] or found)
+        return least_effort([one for one in found if not any(other.is_likely_faster(one) for other in found)] or found)
     faster = [one for one in found if one.is_faster(usual)] if compare else []
     if usual.variant.is_input and faster:
         return _pick_variant(faster, workload, compare=True)
@@ -264,9 +263,10 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
     return least_effort(fastest or faster or [usual])
 
 
-def _is_busy(picked: _Compared, found: Sequence[_Compared], ties: Sequence[_Compared], workload: Workload) -> bool:
+def _is_busy(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> bool:
     """Return whether no variant is faster than that of least effort, and ratios of speeds vary too much to tell."""
-    spreads = [ratios[-1] / ratios[0] for one in ties if one is not picked and (ratios := one.ratios(picked))]
+    others = [one for one in found if one is not picked and not picked.is_faster(one)]
+    spreads = [ratios[-1] / ratios[0] for one in others if (ratios := one.ratios(picked))]
     usual = min(_effort(one.variant, workload) for one in found)
     return statistics.median(spreads or [1.0]) > _BUSY_SPREAD and _effort(picked.variant, workload) == usual
 
@@ -306,17 +306,15 @@ def epoch_text(rows: int, speed: float) -> str:
     return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-def _comparison(
-    picked: _Compared, found: Sequence[_Compared], ties: Sequence[_Compared], workload: Workload
-) -> list[str]:
+def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:
     """Return sentences that compare the recommended variant with the others, by their speeds in the same turns."""
     if len(found) == 1:
         return ["No other variant was measured."]
     label = "the input file" if picked.variant.is_input else picked.variant.label
-    slower = [one for one in found if one not in ties]
-    faster = [one for one in ties if one is not picked and one.is_probably_faster(picked)]
-    below = [one for one in ties if picked.is_probably_faster(one)]
-    equal = [one for one in ties if one is not picked and one not in (*faster, *below)]
+    slower = [one for one in found if picked.is_faster(one)]
+    faster = [one for one in found if one.is_likely_faster(picked)]
+    below = [one for one in found if picked.is_likely_faster(one) and one not in slower]
+    equal = [one for one in found if one is not picked and one not in (*faster, *below, *slower)]
     why = _why(picked, [*faster, *equal], workload)
     spreads = [ratios[-1] / ratios[0] for one in equal if (ratios := one.ratios(picked))]
     noise = "runs differ by more than these sizes, so " if TIE * max(spreads, default=1.0) > 1 else ""

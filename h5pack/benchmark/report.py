@@ -14,7 +14,7 @@ from h5pack.benchmark.cases import (
     CACHES,
     ENGINES,
     MIN_EPOCH_SECONDS,
-    MIN_TURNS,
+    NO_TIME,
     ORDERS,
     BenchCase,
     CaseRepeats,
@@ -343,7 +343,7 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
         left_reasons, left_notes = max(0, len(reasons) - shown), min(len(report.notes), len(texts) - shown)
         more = [counted(left_reasons, "more reason")] * bool(left_reasons)
         more += [counted(left_notes, "note" if left_notes == len(report.notes) else "more note")] * bool(left_notes)
-        last = f"The whole report, with full=True, has {', '.join(more)}{' and ' * bool(more)}all figures."
+        last = f"Shown only with full=True: {', '.join((*more, 'all figures'))}."
         return [first, code, lines, _bullets("", [about, last], indent="")]
     return [first, code, _bullets("", reasons), [about]]
 
@@ -377,7 +377,7 @@ def _tables(report: BenchReport) -> list[list[str]]:
                 found = [table.found(variant.label, order, engine, cache) for order in table.orders]
                 if any(found):
                     label, chosen = variant.label, report.recommendation
-                    mark = " " if chosen is None or label not in chosen.ties else "="
+                    mark = "=" if chosen is not None and chosen.compared and label in chosen.ties else " "
                     if chosen is not None and label == chosen.variant:
                         mark = ">"
                     rows.append([f"{mark} {label}", _size(variant), engine, *map(_entry, found)])
@@ -386,22 +386,24 @@ def _tables(report: BenchReport) -> list[list[str]]:
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
     if blocks:
         blocks.append(_legend(report))
-    run_off = f"run-off, joined with the comparison of chunk sizes if under {MIN_TURNS} repeats; ratios: as above"
+    run_off = "run-off: speeds and ratios of the answer; a ratio is the median of those within each turn"
     others: list[_Line] = [(one, []) for one in table.others]
     for title, more_heads, found_lines in (("other settings", [], others), (run_off, ["ratio"], _run_off(report))):
         lines = sorted((line for line in found_lines if line[0].speeds), key=lambda line: -line[0].median)
         if lines:
             heads = ["", "order", "engine", "cache", "batch", "window", "threads", "workers", "images/s", *more_heads]
-            rows = [
-                ["-" if value is None else str(value) for value in asdict(one.case).values()] + [_entry(one), *more]
-                for one, more in lines
-            ]
+            rows = [[*_case_cells(one.case), _entry(one), *more] for one, more in lines]
             blocks.append([title, *_aligned(heads, rows)])
     return blocks
 
 
+def _case_cells(case: BenchCase) -> list[str]:
+    found = asdict(case) | ({} if case.num_workers is None else {"engine": "DataLoader"})
+    return ["-" if value is None else str(value) for value in found.values()]
+
+
 def _run_off(report: BenchReport) -> list[_Line]:
-    """Return the run-off, joined with the sweep where its repeats are few, and ratios of H5Loader's speeds.
+    """Return the measurements of the run-off, as the answer states them, and ratios of H5Loader's speeds.
 
     A ratio is a speed divided by that of the recommended settings, in the turns that the answer compares.
     """
@@ -413,14 +415,13 @@ def _run_off(report: BenchReport) -> list[_Line]:
         if chosen is not None and chosen.compared and one.case.num_workers is None:
             best = replace(one.case, variant=chosen.variant, num_threads=chosen.num_threads, window=chosen.window)
             ratios = repeats[one.case].ratios(repeats[best]) if best in repeats else ()
-        shown = one if len(one.speeds) >= MIN_TURNS else repeats[one.case].every
-        lines.append((shown, [f"{statistics.median(ratios):.2f}" if ratios else "-"]))
+        lines.append((repeats[one.case].stated, [f"{statistics.median(ratios):.2f}" if ratios else "-"]))
     return lines
 
 
 def _legend(report: BenchReport) -> list[str]:
     """Return what the marks, engines and orders of the tables mean."""
-    marks = [] if report.recommendation is None else ["> recommended", "= not shown to be slower"]
+    marks = [] if report.recommendation is None else ["> recommended", "= no clear difference to that"]
     if any(variant.compression != "none" for variant in report.variants):
         marks.append("chunk: uncompressed size x stored bytes of all images per byte of their pixels")
     return [
@@ -429,6 +430,7 @@ def _legend(report: BenchReport) -> list[str]:
         "tuned: H5Loader through the HDF5 library, with a chunk cache for reading in any order; single: h5py",
         "default: plain h5py, row by row (sequential: a batch at a time), with its default chunk cache",
         "sequential: as stored; window: window shuffle; full: full shuffle; single: one random index a call",
+        "without ±: a single short repeat, which may be much slower than a whole training",
         "tables and ceilings: measured at different times, so their quotients may differ from the ratios above",
     ]
 
@@ -460,7 +462,9 @@ def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _unmeasured(report: BenchReport) -> list[str]:
     """Return each reason for missing measurements once, with the cases that it applies to."""
     reasons: dict[str, list[BenchCase]] = {}
-    for one in (*report.measurements, *report.run_off):
+    # A note counts the cases of the tables that there was no time for.
+    tried = [one for one in report.measurements if one.reason != NO_TIME]
+    for one in (*tried, *report.run_off):
         if one.reason is not None:
             reasons.setdefault(one.reason, []).append(one.case)
     return [

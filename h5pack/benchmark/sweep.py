@@ -94,22 +94,22 @@ class Sweep:
                 make_hot(Path(variant.path))
             self._tick()
 
-    def first_epoch(self, case: BenchCase, end: float) -> float | None:
-        """Return images/s of the first epoch, which decodes all chunks: the median of several loaders.
+    def first_epoch(self, case: BenchCase, end: float) -> tuple[float, ...]:
+        """Return images/s of the first epoch, which decodes all chunks, of several loaders.
 
-        None unless decoded chunks stay in memory for later epochs, or if `end`, on the clock, has passed.
+        Empty unless decoded chunks stay in memory for later epochs, or if `end`, on the clock, has passed.
         """
         speeds: list[float] = []
         while len(speeds) < MIN_REPEATS and self._clock() < end:
             reader = open_reader(case, self._variants[case.variant], self._seed, SharedDatasets(self._sampled))
             if not isinstance(reader, LoaderReader) or not reader.decodes_once:
                 reader.close()
-                return None
+                return ()
             timing = reader.run(_MAX_LOAD_SECONDS, once=True)
             reader.close()
             speeds.append(timing.rows / timing.seconds)
             self._tick()
-        return statistics.median(speeds) if speeds else None
+        return tuple(speeds)
 
     def measure(
         self,

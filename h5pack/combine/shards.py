@@ -67,13 +67,9 @@ def shards_of(file: Path, out: Path) -> set[Path]:
 class ShardedConversion(Conversion):
     """A conversion with `shard_bytes`."""
 
-    def run(self) -> ConvertReport:
-        """Run the conversion and return its report, which counts all shards."""
-        existing = self.existing_report()
-        if existing is not None:
-            return existing
-        plan, output = self.plan(resumable=True), self.output
-        edges = plan.shard_edges()
+    def _write_all(self, plan: ConvertPlan) -> ConvertReport:
+        """Write all shards and the virtual file; the report counts all shards."""
+        output, edges = self.output, plan.shard_edges()
         plans = [plan.between(start, stop) for start, stop in itertools.pairwise(edges)]
         needed = plan.needed_bytes
         if self.options.filter is not None:

@@ -77,7 +77,7 @@ def _add_compared(bench: argparse.ArgumentParser) -> None:
         ("--engines", "engines", "readers: direct (H5Loader), tuned (HDF5, tuned cache), default (h5py); default: all"),
         ("--cache", "caches", "page-cache states: hot (file cached) or cold (not cached); default: both"),
         ("--compression", "compression", "compression methods, see 'h5pack convert' (default: none)"),
-        ("--batch-size", "batch_size", "rows per batch (default 256)"),
+        ("--batch-size", "batch_size", "rows per batch, at most a quarter of the images (default 256)"),
         ("--window", "window", "chunks that are shuffled together (default 16)"),
         ("--threads", "num_threads", "numbers of threads of H5Loader (default: powers of two and the CPUs, up to 16)"),
         ("--workers", "num_workers", "numbers of DataLoader workers (default: as for --threads)"),

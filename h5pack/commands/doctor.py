@@ -30,7 +30,10 @@ def add(commands: Any) -> None:
     what.add_argument("--images", default="images", metavar="NAME", help="the dataset of images (default: detected)")
     what.add_argument("--labels", default="labels", metavar="NAME", help="the dataset of labels (default: detected)")
     how = doctor.add_argument_group("how to feed it")
-    how.add_argument("--batch-size", type=int, default=256, metavar="N", help="images per batch (default: 256)")
+    how.add_argument(
+        "--batch-size", type=int, default=256, metavar="N",
+        help="images per batch, at most a quarter of the images (default: 256)",
+    )  # fmt: skip
     how.add_argument(
         "--threads", type=int, dest="num_threads", metavar="N",
         help="reading threads of H5Loader (default: 4, or the number of CPUs if that is lower)",

@@ -139,7 +139,8 @@ class FileReport:
                 parts = ", ".join(f"{split} {counts.get(name, 0):,}" for split, counts in splits)
                 lines.append(f"  {name}: {count:,}" + (f" ({parts})" if parts else ""))
         channels = stats.get("channels")
-        if channels is not None:
+        # Those that a pack stores are shown above, with the rows that they are of.
+        if channels is not None and not (self.pack or {}).get("mean"):
             mean, std = number_text(channels["mean"]), number_text(channels["std"])
             lines.append(f"channels of {channels['rows']:,} rows: mean {mean}, std {std}")
         return "\n".join(lines)

@@ -200,9 +200,14 @@ class Evidence:
 
     @property
     def normalize_agrees(self) -> bool:
-        """Whether normalizing takes about the fraction of the loop's time that its speed alone suggests."""
+        """Whether normalizing takes about the fraction of the loop's time that its speed alone suggests.
+
+        False if repeats of normalizing or of the step differ too much to suggest any.
+        """
         normalize, step = self.rates(Stage.NORMALIZE), self.rates(Stage.STEP)
         if normalize is None or step is None or self.normalize_fraction is None:
+            return False
+        if any(rates.high > _UNSTEADY * rates.low for rates in (normalize, step)):
             return False
         alone = step.median / (normalize.median + step.median)
         return alone / _SHARE_NOISE <= self.normalize_fraction <= alone * _SHARE_NOISE
@@ -287,7 +292,7 @@ MAX_STALL = 0.1
 _STALL_NOISE = 0.1
 # Two speeds whose medians differ by at most this factor count as equal, whatever the ranges of their repeats.
 _EQUAL = 1.1
-# If repeats of the same loop differ by more than this factor, nothing is decided.
+# If repeats of the same loop or stage differ by more than this factor, nothing is decided by them.
 _UNSTEADY = 5.0
 # Two speeds whose medians differ by more than this factor count as different, even if an outlier makes ranges overlap.
 _APART = 1.5

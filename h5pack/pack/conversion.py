@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,9 @@ class Conversion:
         if existing is not None:
             return existing
         plan = self.plan(resumable=True)
+        return replace(self._write_all(plan), notes=tuple(note.text for note in plan.notes()))
+
+    def _write_all(self, plan: ConvertPlan) -> ConvertReport:
         self.output.require_space(plan.needed_bytes, in_parts=self.options.part is not None)
         return self.write(plan, self.output)
 

@@ -46,6 +46,7 @@ class ConvertReport:
     already_complete: bool = False  #: before this call, which is possible with ``resume=True``
     part: str | None = None  #: such as "3/16", if only this part was written, which has `images` rows
     shards: int = 0  #: number of packs that a virtual output refers to, as of `shard_bytes`; `bytes` counts them, too
+    notes: tuple[str, ...] = ()  #: remarks of the plan, such as on datasets of the source that are not packed
 
     def to_text(self) -> str:
         """Return the report as one or two lines of text."""

@@ -137,7 +137,7 @@ def test_the_verdict_in_words(figures: dict[str, Any], known: dict[str, Any], pa
 
 def test_a_share_of_normalizing_that_contradicts_its_speed_is_not_stated() -> None:
     known = {**ON_CPU, "stall_fraction": 0.04, "normalize_fraction": 0.36}
-    for speed, stated in ((5_000, True), (50_000, False), (None, False)):
+    for speed, stated in ((5_000, True), (50_000, False), (None, False), (Rates(5_000, 900, 9_000, 5), False)):
         text = report_of(evidence({"copy": None, "everything": 1_500, "normalize": speed}, **known)).verdict_text
         assert ("36 %" in text) is stated
         assert "gain at most 4 %" in text
