@@ -109,7 +109,7 @@ class RowFile:
 
 
 class ContiguousRows(RowBuffer):
-    """Rows that are contiguous in the file; they are written while the buffer is filled."""
+    """Rows that are contiguous in the file; with direct I/O, they are written while the buffer is filled."""
 
     def __init__(self, file: RowFile, start: int, rows: int, row_bytes: int) -> None:
         self._start, self._size = start, rows * row_bytes

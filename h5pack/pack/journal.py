@@ -368,7 +368,7 @@ class SurveyJournal:
             self._waiting.clear()
 
     def append(self, payload: bytes) -> None:
-        """Append one result; until the survey has taken 10 seconds, results are only kept in memory."""
+        """Append one result; until the file is created, results are only kept in memory."""
         if self._given_up:
             return
         self._waiting.append(_framed(_MAGIC, payload))

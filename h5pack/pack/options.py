@@ -193,8 +193,13 @@ class ConvertOptions:
 
     @property
     def continues(self) -> bool:
-        """Whether this run uses what an earlier one has written."""
-        return self.resume or self.finish or self.part is not None
+        """Whether this run may continue what an earlier one has written."""
+        return self.resume or self.in_array_job
+
+    @property
+    def in_array_job(self) -> bool:
+        """Whether this run writes a part of an array job, or finishes one."""
+        return self.part is not None or self.finish
 
     @property
     def channels(self) -> int:

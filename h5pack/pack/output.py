@@ -45,7 +45,7 @@ class ConvertReport:
     seconds: dict[str, float] = field(default_factory=dict)
     already_complete: bool = False  #: before this call, which is possible with ``resume=True``
     part: str | None = None  #: such as "3/16", if only this part was written, which has `images` rows
-    shards: int = 0  #: number of packs that a virtual output refers to, as of `shard_bytes`; `bytes` counts them, too
+    shards: int = 0  #: number of packs that a virtual output refers to, with `shard_bytes`; `bytes` counts them, too
 
     def to_text(self) -> str:
         """Return the report as one or two lines of text."""
@@ -90,7 +90,7 @@ class Output:
         """If several processes write one output, `private` is the suffix of temporary files that only this one uses."""
         self.final = final
         self.partial = self._beside(".partial")  # the file under construction
-        self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is locked
+        self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is ready
         self.survey = self._beside(".partial.survey")  # see `h5pack.pack.journal.SurveyJournal`
         self.journal = self._beside(".partial.journal")  # a folder; see `h5pack.pack.journal`
         self.parts = self._beside(".partial.parts")  # a folder; see `h5pack.cluster.parts`
@@ -145,7 +145,7 @@ class Output:
     def require_space(self, needed: int, *, in_parts: bool = False) -> None:
         """Raise NoSpaceError if `needed` bytes, minus what the unfinished files already occupy, are not free.
 
-        Parts of an array job always continue, so they are not advised to resume.
+        Runs of an array job always continue, so they are not advised to resume.
         """
         held = 0
         shards = (path for path in self.shards.rglob("*") if path.is_file())
@@ -282,7 +282,8 @@ def _require_stale(output: Output, probe: Path) -> None:
 class OutputLock:
     """An flock on ``OUT.partial``, held from the file's creation until it is renamed to the output.
 
-    With `distributed`, also an `OwnerFile`. Raises OutputBusyError if another process holds one of them.
+    With `distributed`, or if there is one already, also an `OwnerFile`. Raises OutputBusyError if another process holds
+    either.
     """
 
     def __init__(self, output: Output, distributed: bool = False) -> None:

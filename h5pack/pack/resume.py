@@ -47,7 +47,7 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
 
 
 class UnfinishedPack:
-    """The unfinished file of a conversion: continued with `resume` if there is one, else created. Call `allocate` next.
+    """The unfinished file of a conversion: continued if the options say so, else created. Call `allocate` next.
 
     With a `PartFile`, other parts may create the file and the journal at the same time. With `distributed`, other
     machines write rows.
@@ -84,7 +84,7 @@ class UnfinishedPack:
         elif plan.to_encode.any():
             self._start_journal()
         if plan.to_encode.any() and isinstance(lock, OutputLock):
-            # The journal begins before the file has its structure. Give it a size, as an empty file would be removed.
+            # The journal begins before the file has its structure. Give the file a size, as an empty one is removed.
             if not os.fstat(lock.descriptor).st_size:
                 os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
             if before is None:

@@ -163,7 +163,7 @@ def _written_together(
 
 
 class _Worker:
-    """The files and the decoder that one worker process uses for one conversion."""
+    """The files and the decoder that one worker uses for one conversion."""
 
     def __init__(self, job: WriteJob, journal: str | None = None) -> None:
         self.job = job
@@ -260,7 +260,7 @@ def _write_groups(worker: _Worker, task: WriteTask) -> list[RowRecord]:
 
 
 def _journal(worker: _Worker, buffers: list[RowBuffer], record: RowRecord) -> None:
-    """Wait until a group's rows are written, and journal its record; `_write_durably` does that after flushing."""
+    """Wait until a group's rows are written, and journal its record unless `_write_durably` does so after flushing."""
     for buffer in buffers:
         buffer.wait()
     if not worker.job.durable:

@@ -25,6 +25,7 @@ from h5pack.errors import (
     OptionsError,
     OutputBusyError,
     OutputExistsError,
+    RejectedImageError,
     ResumeError,
 )
 from h5pack.pack import writer
@@ -139,6 +140,13 @@ def test_parts_must_agree(tmp_path: Path) -> None:
     (tmp_path / "p.h5").rename(tmp_path / "p.h5.partial")
     with pytest.raises(OutputExistsError):
         h5pack.convert(source, tmp_path / "p.h5", num_workers=1, part="1/3", **options)
+
+
+def test_a_strict_part_is_not_advised_to_resume(tmp_path: Path) -> None:
+    source, options = folder(tmp_path)
+    with pytest.raises(RejectedImageError) as caught:
+        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, part="1/1", strict=True, **options)
+    assert caught.value.parameters == ("strict=True",)  # A part always continues; resume=True would be refused.
 
 
 def test_the_example_of_an_array_job_runs_every_part_and_finishes(tmp_path: Path) -> None:
