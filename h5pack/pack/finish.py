@@ -320,8 +320,10 @@ def _is_sound_dataset(file: h5py.File, expected: Expected, addresses: npt.NDArra
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether the ``OUT.partial`` at `path` is marked as complete, so that it only has to be renamed."""
+    """Return whether the ``OUT.partial`` at `path` is marked as complete.
 
+    If it is compressed or a virtual file, it then only has to be renamed.
+    """
     try:
         with h5py.File(path, "r", locking=False) as file:
             return int(file.attrs[schema.COMPLETE]) == 1

@@ -96,7 +96,7 @@ class Output:
         self.parts = self._beside(".partial.parts")  # a folder; see `h5pack.cluster.parts`
         self.shards = self._beside(".partial.shards")  # a folder; see `h5pack.combine.shards`
         self.owner = self._beside(".partial.owner")  # see `OwnerFile`
-        # A sparse file with the pack's final HDF5 metadata, which is then copied into `partial`.
+        # A sparse file with the pack's HDF5 metadata, which is then copied into `partial`.
         self.structure = self._beside(f".partial.structure{private}")
         # The compressed copy of `partial`. It replaces `partial` when the copy is complete.
         self.compressed = self._beside(".partial.compressed")
@@ -135,11 +135,15 @@ class Output:
         if has_unfinished and not overwrite and not resume:
             if self.partial.exists() and is_locked(self.partial):
                 raise OutputBusyError(_busy(self), path=self.final)
+            advice, named = "resume=True, or start over with overwrite=True", ("resume=True", "overwrite=True")
+            if options.part is not None:
+                # A part never discards an unfinished file.
+                advice = f"resume=True instead of part, or delete all files {self.partial}*"
+                named = ("resume=True", "part")
             raise OutputExistsError(
-                f"{self.partial}: belongs to an unfinished conversion; continue it with resume=True, or start over "
-                "with overwrite=True",
+                f"{self.partial}: belongs to an unfinished conversion; continue it with {advice}",
                 path=self.partial,
-                parameters=("resume=True", "overwrite=True"),
+                parameters=named,
             )
 
     def require_space(self, needed: int, *, in_parts: bool = False) -> None:

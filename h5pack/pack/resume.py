@@ -235,7 +235,7 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
     """Raise ResumeError unless `before`, the `identity` that an interrupted run saved, is that of this plan."""
     now = identity(plan)
     if before["h5pack"] != now["h5pack"]:
-        raise _refused(journal, f"was begun by h5pack {before['h5pack']}, but this is h5pack {now['h5pack']}")
+        raise _refused(plan, journal, f"was begun by h5pack {before['h5pack']}, but this is h5pack {now['h5pack']}")
     for name in {**before["options"], **now["options"]}:
         # An option that is missing from the stored options has its default.
         default = getattr(ConvertOptions, name, None)
@@ -243,23 +243,25 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
         if old != value:
             parameter = "source_kind" if name == "source" else name
             difference = f"was begun with {parameter}={old!r}, but resumed with {value!r}"
-            raise _refused(journal, difference, f"{parameter}={old!r}")
+            raise _refused(plan, journal, difference, f"{parameter}={old!r}")
     prints, old_prints = plan.fingerprints, journal.fingerprints()
     if len(prints) != len(old_prints):
         counts = counted(len(old_prints), plan.catalog.noun)
-        raise _refused(journal, f"was begun with {counts}, but {plan.source} now has {len(prints):,}")
+        raise _refused(plan, journal, f"was begun with {counts}, but {plan.source} now has {len(prints):,}")
     changed = np.flatnonzero(prints != old_prints)
     if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
         name = plan.catalog.shown(int(changed[0])) if len(changed) else "a label, split or field"
-        raise _refused(journal, f"{plan.source} has changed since the conversion began (first change: {name})")
+        raise _refused(plan, journal, f"{plan.source} has changed since the conversion began (first change: {name})")
 
 
-def _refused(journal: Journal, difference: str, *parameters: str) -> ResumeError:
-    advice = "resume with the same options and source, or start over with overwrite=True and without resume=True"
+def _refused(plan: ConvertPlan, journal: Journal, difference: str, *parameters: str) -> ResumeError:
     partial = journal.folder.with_suffix("")
-    return ResumeError(
-        f"{partial}: {difference}; {advice}", path=partial, parameters=(*parameters, "overwrite=True", "resume=True")
-    )
+    if plan.options.in_array_job:
+        advice = f"give the same options and source, or delete all files {partial}* to start over"
+    else:
+        advice = "resume with the same options and source, or start over with overwrite=True and without resume=True"
+        parameters = (*parameters, "overwrite=True", "resume=True")
+    return ResumeError(f"{partial}: {difference}; {advice}", path=partial, parameters=parameters)
 
 
 def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tuple[int, int]:

@@ -138,8 +138,9 @@ def test_parts_must_agree(tmp_path: Path) -> None:
             h5pack.convert(source, out, **{"num_workers": 1, "part": "1/3", **options, **settings})
     h5pack.convert(source, tmp_path / "p.h5", num_workers=1, **options)
     (tmp_path / "p.h5").rename(tmp_path / "p.h5.partial")
-    with pytest.raises(OutputExistsError):
+    with pytest.raises(OutputExistsError) as caught:
         h5pack.convert(source, tmp_path / "p.h5", num_workers=1, part="1/3", **options)
+    assert caught.value.parameters == ("resume=True", "part")  # A part never discards an unfinished file.
 
 
 def test_a_strict_part_is_not_advised_to_resume(tmp_path: Path) -> None:
@@ -147,6 +148,11 @@ def test_a_strict_part_is_not_advised_to_resume(tmp_path: Path) -> None:
     with pytest.raises(RejectedImageError) as caught:
         h5pack.convert(source, tmp_path / "o.h5", num_workers=1, part="1/1", strict=True, **options)
     assert caught.value.parameters == ("strict=True",)  # A part always continues; resume=True would be refused.
+    with pytest.raises(RejectedImageError):
+        h5pack.convert(source, tmp_path / "p.h5", num_workers=1, strict=True, **options)
+    with pytest.raises(ResumeError) as other:
+        h5pack.convert(source, tmp_path / "p.h5", num_workers=1, part="1/1", overwrite=True, seed=5, **options)
+    assert other.value.parameters == ("seed=0",)
 
 
 def test_the_example_of_an_array_job_runs_every_part_and_finishes(tmp_path: Path) -> None:
