@@ -249,8 +249,11 @@ class Conversion:
 
     def _write_rows(self, pack: UnfinishedPack, missing: npt.NDArray[np.int64], results: RowResults) -> None:
         tasks = writer.write_tasks(pack.plan, pack.job, pack.all_offsets, missing, self.num_workers)
+        in_flight, resumable = 2 * self.num_workers, not self.options.in_array_job
         with self._stage("write", len(missing)) as advance:
-            for records in run(self._executor, writer.write_rows, tasks, 2 * self.num_workers, writer.describe):
+            for records in run(
+                self._executor, writer.write_rows, tasks, in_flight, writer.describe, resumable=resumable
+            ):
                 for record in records:
                     results.add(record)
                     advance(len(record.packed))

@@ -219,8 +219,11 @@ class UnfinishedPack:
             check_tasks(path, offsets, rows, expected, _CHECK_BYTES)
             for offsets, expected in zip(self.all_offsets, checksums, strict=True)
         )
+        resumable = not self.plan.options.in_array_job
         with stage("check", len(rows) * len(checksums)) as advance:
-            for count, found in run(executor, check_rows_counted, tasks, max_in_flight, describe_check):
+            for count, found in run(
+                executor, check_rows_counted, tasks, max_in_flight, describe_check, resumable=resumable
+            ):
                 wrong.update(found)
                 advance(count)
         return sorted(wrong)

@@ -27,6 +27,7 @@ from h5pack.errors import (
     OutputExistsError,
     RejectedImageError,
     ResumeError,
+    WorkerError,
 )
 from h5pack.pack import writer
 from h5pack.pack.options import ConvertOptions
@@ -153,6 +154,14 @@ def test_a_strict_part_is_not_advised_to_resume(tmp_path: Path) -> None:
     with pytest.raises(ResumeError) as other:
         h5pack.convert(source, tmp_path / "p.h5", num_workers=1, part="1/1", overwrite=True, seed=5, **options)
     assert other.value.parameters == ("seed=0",)
+
+
+def test_a_part_whose_worker_died_is_not_advised_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, options = folder(tmp_path)
+    monkeypatch.setattr(writer, "read_image", lambda *_: os._exit(1))
+    with pytest.raises(WorkerError) as caught:
+        h5pack.convert(source, tmp_path / "o.h5", num_workers=2, start_method="fork", part="1/1", **options)
+    assert caught.value.parameters == ("num_workers",)
 
 
 def test_the_example_of_an_array_job_runs_every_part_and_finishes(tmp_path: Path) -> None:
