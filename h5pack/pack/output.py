@@ -138,8 +138,8 @@ class Output:
             advice, named = "resume=True, or start over with overwrite=True", ("resume=True", "overwrite=True")
             if options.part is not None:
                 # A part never discards an unfinished file.
-                advice = f"resume=True instead of part, or delete all files {self.partial}*"
-                named = ("resume=True", "part")
+                named = ("resume=True", "part='{}/{}'".format(*options.part))
+                advice = f"{named[0]} instead of {named[1]}, or delete all files {self.partial}*"
             raise OutputExistsError(
                 f"{self.partial}: belongs to an unfinished conversion; continue it with {advice}",
                 path=self.partial,

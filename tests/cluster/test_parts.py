@@ -141,7 +141,7 @@ def test_parts_must_agree(tmp_path: Path) -> None:
     (tmp_path / "p.h5").rename(tmp_path / "p.h5.partial")
     with pytest.raises(OutputExistsError) as caught:
         h5pack.convert(source, tmp_path / "p.h5", num_workers=1, part="1/3", **options)
-    assert caught.value.parameters == ("resume=True", "part")  # A part never discards an unfinished file.
+    assert caught.value.parameters == ("resume=True", "part='1/3'")  # A part never discards an unfinished file.
 
 
 def test_a_strict_part_is_not_advised_to_resume(tmp_path: Path) -> None:
