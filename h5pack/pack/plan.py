@@ -296,7 +296,7 @@ class ConvertPlan:
         if self.options.chunk_rows is not None and self.options.chunk_rows > self.rows:
             text = f"chunk_rows exceeds the {self.rows:,} images, which are in one chunk of {self.chunks.rows:,} rows"
             notes.append(Note(text, ("chunk_rows",)))
-        if self.source_bytes and self.file_bytes >= _MANY_TIMES * self.source_bytes:
+        if self.options.keep is None and 0 < _MANY_TIMES * self.source_bytes <= self.file_bytes:
             text = "rows are pixels: keep='jpeg' stores image files instead; a smaller size saves more than compression"
             notes.append(Note(text, ("keep='jpeg'", "size")))
         return tuple(notes)
