@@ -122,7 +122,7 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
     split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, columns.all_fields)
     labels, label_names = _labels(table, chosen)
     packed = {*used, split_column, *chosen, *columns.all_fields}
-    advice = "columns of numbers can be packed with field_columns, others with text_columns"
+    advice = "columns of numbers can be packed with field_columns, those of text with text_columns"
     parameters = ["field_columns", "text_columns"]
     if catalog.kind == "manifest":
         advice = f"{advice}, those of paths with mask_columns or image_columns"
