@@ -374,7 +374,7 @@ def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
 
 
 def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: EncodedFile | None) -> bytes:
-    """Return the bytes of an image's file, or its `encoded` bytes unless that is None.
+    """Return the bytes of an encoded image if `encoded` says where they are, else those of the image's file.
 
     Raises SourceError if the file no longer has `size` bytes, ResumeError if encoded bytes are damaged.
     """

@@ -284,7 +284,7 @@ class TextTable:
         return SourceError(f"{self.path} line {self.lines[row]}: {message}", path=self.path, parameters=parameters)
 
     def column(self, name: str) -> list[str]:
-        """Return the cells of a column as text, without surrounding white space; raise SourceError for a JSON list."""
+        """Return the stripped cells of a column as text; raise SourceError for a list or dict."""
         return [self._cell(row, name, value).strip() for row, value in enumerate(self.values(name))]
 
     def values(self, name: str) -> list[Any]:
