@@ -110,7 +110,7 @@ class CompressTask:
     path: str
     start: int  # the chunk's first row
     offset: int  # the chunk's byte offset in the file
-    shape: tuple[int, ...]  # (rows, H, W, C) or (rows, C, H, W)
+    shape: tuple[int, ...]  # (rows, H, W, C) or (rows, C, H, W); (rows, H, W) for masks
     checksums: npt.NDArray[np.uint32]  # (n,): CRC-32 of each row; in the last chunk, n may be less than its rows
     compression: Compression
     dtype: str = "|u1"

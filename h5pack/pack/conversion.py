@@ -119,13 +119,13 @@ class Conversion:
     def plan(self, *, resumable: bool = False) -> ConvertPlan:
         """List the source, survey its image headers and return the plan.
 
-        With `resumable`, the results of a long survey are saved beside the output, unless a Dask cluster makes it; see
-        `SurveyJournal`. The parts of an array job always save theirs, to share them.
+        With `resumable`, the results of a long survey are saved beside the output, unless it runs on a Dask cluster;
+        see `SurveyJournal`. The parts of an array job always save theirs, to share them.
         """
         if self._plan is None:
             begin = time.perf_counter()
             options, catalog = self.options, self.catalog
-            if options.part is not None or options.finish:
+            if options.in_array_job:
                 count = self._parts.count if options.part is None else options.part[1]
                 self._parts.agree(count, options.content(), catalog)
             executor = open_workers(
@@ -133,7 +133,7 @@ class Conversion:
             )
             self._executor = self._stack.enter_context(executor)
             journal = None
-            if resumable and self._client is None and options.part is None and not options.finish:
+            if resumable and self._client is None and not options.in_array_job:
                 identity = survey_identity(self._source, catalog, options)
                 journal = SurveyJournal(self.output.survey, identity, resume=options.resume)
                 self._stack.enter_context(journal)
@@ -150,7 +150,7 @@ class Conversion:
 
     def _sharing(self, stage: str) -> Executor:
         """Return the executor of a stage whose results all parts of an array job need; see `SharedResults`."""
-        if self.options.part is None and not self.options.finish:
+        if not self.options.in_array_job:
             return self._executor
         return self._parts.shared_results(stage, self._executor, self.num_workers)
 
@@ -170,14 +170,14 @@ class Conversion:
         return replace(self._write_all(plan), notes=tuple(note.text for note in plan.notes()))
 
     def _write_all(self, plan: ConvertPlan) -> ConvertReport:
-        self.output.require_space(plan.needed_bytes, in_parts=self.options.part is not None)
+        self.output.require_space(plan.needed_bytes, in_parts=self.options.in_array_job)
         return self.write(plan, self.output)
 
     def write(self, plan: ConvertPlan, output: Output) -> ConvertReport:
         """Write a pack, or a part of it, as planned; continue an interrupted run if the options say so."""
         in_parts, distributed = self.options.part is not None, self._client is not None or self.options.finish
         lock = PartFile(output) if in_parts else OutputLock(output, distributed)
-        advice = "make room, then run again" + ("" if in_parts else " with resume=True")
+        advice = "make room, then run again" + ("" if self.options.in_array_job else " with resume=True")
         try:
             with reporting_full_disk(output.partial, advice, "resume=True"):
                 pack = UnfinishedPack(plan, output, lock, in_parts or distributed)
@@ -253,8 +253,11 @@ class Conversion:
 
     def _write_rows(self, pack: UnfinishedPack, missing: npt.NDArray[np.int64], results: RowResults) -> None:
         tasks = writer.write_tasks(pack.plan, pack.job, pack.all_offsets, missing, self.num_workers)
+        in_flight, resumable = 2 * self.num_workers, not self.options.in_array_job
         with self._stage("write", len(missing)) as advance:
-            for records in run(self._executor, writer.write_rows, tasks, 2 * self.num_workers, writer.describe):
+            for records in run(
+                self._executor, writer.write_rows, tasks, in_flight, writer.describe, resumable=resumable
+            ):
                 for record in records:
                     results.add(record)
                     advance(len(record.packed))
@@ -287,7 +290,7 @@ class Conversion:
 
 def _refuse_rejects(plan: ConvertPlan, record: RowRecord) -> None:
     for row, reason in record.reasons.items():
-        refuse_reject(plan.source, plan.reject(row, reason), begun=True)
+        refuse_reject(plan.source, plan.reject(row, reason), begun=not plan.options.in_array_job)
 
 
 def _source_name(source: str | os.PathLike[str] | MapStyleDataset) -> str:

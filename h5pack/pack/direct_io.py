@@ -72,7 +72,7 @@ class RowFile:
     def begin_rows(self, offsets: npt.NDArray[np.int64], row_bytes: int) -> RowBuffer:
         """Return a buffer for rows at ascending byte `offsets`, int64 (n,).
 
-        There is memory for two buffers, so first call `wait` on the buffer before the last one.
+        There is memory for two buffers, so first call `wait` on all earlier ones but the last.
         """
         if int(offsets[-1] - offsets[0]) == (len(offsets) - 1) * row_bytes:
             return ContiguousRows(self, int(offsets[0]), len(offsets), row_bytes)
@@ -109,7 +109,7 @@ class RowFile:
 
 
 class ContiguousRows(RowBuffer):
-    """Rows that are contiguous in the file; they are written while the buffer is filled."""
+    """Rows that are contiguous in the file; with direct I/O, they are written while the buffer is filled."""
 
     def __init__(self, file: RowFile, start: int, rows: int, row_bytes: int) -> None:
         self._start, self._size = start, rows * row_bytes

@@ -86,11 +86,11 @@ class EncodeTask:
 
     def __str__(self) -> str:
         """Describe the task's images for the error message if its worker process dies."""
-        return f"{self.names[0]!r} and the {len(self.names) - 1} images after it"
+        return f"{self.names[0]!r}, or one of {len(self.names) - 1} other images"
 
 
 class _EncodeWorker:
-    """The files and the encoder that one worker process uses for one conversion."""
+    """The files and the encoder that one worker uses for one conversion."""
 
     def __init__(self, job: EncodeJob) -> None:
         self.job = job
@@ -157,8 +157,9 @@ def _encode(
 ) -> list[tuple[int, bytes, int, int]]:
     """Encode an image and its masks; return field number, bytes, height and width of each.
 
-    The image has the field number -1, height and width 0 if its file is stored unchanged. It is left out if its file is
-    copied only when rows are written. Raises RejectedImageError if the image or a mask cannot be decoded or encoded.
+    The image has the field number -1, and height and width are 0 if its file is stored unchanged. It is left out if the
+    file is copied only when rows are written. Raises RejectedImageError if the image or a mask cannot be decoded or
+    encoded.
     """
     index, name, decode_path = task.indices[position], task.names[position], task.decode_paths[position]
     found: list[tuple[int, bytes, int, int]] = []
@@ -195,14 +196,15 @@ def encode_images(
     plan = pack.plan
     assert isinstance(plan, KeptPlan)
     places, reasons = EncodedPlaces(len(plan.catalog), len(plan.catalog.pixel_fields)), {}
-    in_parts = isinstance(executor, SharedResults)
+    in_parts, resumable = isinstance(executor, SharedResults), not plan.options.in_array_job
     for path, payload in () if in_parts else pack.journal.payloads(_PREFIX):
         record = EncodedRecord.decode(payload)
         places.add(_data_path(str(path)), record.images)
         reasons.update(record.reasons)
     missing = np.zeros(len(plan.catalog), np.bool_)
     for part, needed in ((places, plan.needs_encoding), *((one, plan.to_encode) for one in places.fields)):
-        for damaged in run(executor, _damaged, _checks(part), 2 * num_workers, lambda task: task.path):
+        checks = run(executor, _damaged, _checks(part), 2 * num_workers, lambda task: task.path, resumable=resumable)
+        for damaged in checks:
             part.owners[damaged] = -1
         missing |= needed & (part.owners < 0)
     todo = np.flatnonzero(missing)
@@ -215,13 +217,13 @@ def encode_images(
     )  # fmt: skip
     tasks = _tasks(plan, job, todo, 1 if in_parts else num_workers)
     try:
-        for written, record in run(executor, encode_task, tasks, 2 * num_workers, str):
+        for written, record in run(executor, encode_task, tasks, 2 * num_workers, str, resumable=resumable):
             places.add(written, record.images)
             reasons.update(record.reasons)
             advance(len({*record.images["index"].tolist()}) + len(record.reasons))
             if options.strict:
                 for index, reason in record.reasons.items():
-                    refuse_reject(plan.source, plan.catalog.reject(index, reason), begun=True)
+                    refuse_reject(plan.source, plan.catalog.reject(index, reason), begun=resumable)
     finally:
         # With one worker, this process did the work, and its lock on its journal file would block a resumed run.
         release()

@@ -119,7 +119,7 @@ def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
 
 
 def _describe(task: _SampleTask) -> str:
-    return f"{task.names[0]!r}, or one of the {len(task.names) - 1} images after it, in the estimate of the time"
+    return f"{task.names[0]!r}, or one of {len(task.names) - 1} other images, in the estimate of the time"
 
 
 @functools.lru_cache(maxsize=1)

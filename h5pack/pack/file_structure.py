@@ -5,7 +5,7 @@ The datasets beside the images (labels, fields, file names, splits, checksums, s
 The structure is written twice, each time to a sparse file whose bytes outside the chunks are then copied into the
 output. HDF5 never opens the output for writing, because a kill while it is open would leave a file that HDF5 refuses to
 open. The first time, the structure is written for the planned rows, which determines the address of every chunk. The
-second time, it is written for the rows that were packed, with all tables after the chunks, and completes the output.
+second time, it is written for the rows that were packed, with all tables, and completes the output.
 HDF5 allocates chunks in order, so the chunks that remain have the same addresses in both structures.
 
 A compressed pack is a separate file. Each of its chunks gets its address when its compressed size is known.
@@ -94,7 +94,7 @@ class FileStructure:
     layout: str  # nhwc or nchw
     compat: bool  # write a file that HDF5 1.8 can read
     attributes: dict[str, str]  # text attributes of the root group, known before the first pixel is written
-    compression: Compression | None = None  # of the chunks; only used by `write_compressed`
+    compression: Compression | None = None  # of the chunks; `write_structure` ignores it
     metadata_bytes: int = 0  # upper bound for both structures; see `plan_metadata`
     fields: tuple[PixelRows, ...] = ()
 
@@ -301,7 +301,7 @@ def create_file(path: Path, structure: FileStructure) -> h5py.File:
         # own, so that the chunks start at a whole MiB. Encoded images have no axis labels, and few chunks.
         access.set_meta_block_size(structure.metadata_block_bytes - (_HEAP_BYTES if structure.row_shape else 0))
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
-    # The caller already holds an flock on the file, which would conflict with HDF5's own file locking.
+    # No other process opens this file, and HDF5's file locking fails on some network file systems.
     access.set_file_locking(False, False)
     return h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, create, access))
 

@@ -228,7 +228,10 @@ def compress(
     )
 
     def chunks() -> Iterator[bytes]:
-        for rows, stored in run(executor, compress_rows, tasks, max_in_flight, describe_task, ordered=True):
+        resumable = not pack.plan.options.in_array_job
+        for rows, stored in run(
+            executor, compress_rows, tasks, max_in_flight, describe_task, ordered=True, resumable=resumable
+        ):
             yield stored
             advance(rows)
 
@@ -320,8 +323,10 @@ def _is_sound_dataset(file: h5py.File, expected: Expected, addresses: npt.NDArra
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether the ``OUT.partial`` at `path` is marked as complete, so that it only has to be renamed."""
+    """Return whether the ``OUT.partial`` at `path` is marked as complete.
 
+    If it is compressed or a virtual file, it then only has to be renamed.
+    """
     try:
         with h5py.File(path, "r", locking=False) as file:
             return int(file.attrs[schema.COMPLETE]) == 1

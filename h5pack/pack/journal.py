@@ -192,7 +192,7 @@ class JournalWriter:
     """
 
     def __init__(self, folder: str, prefix: str = _ROWS, *, durable: bool = False, path: str | None = None) -> None:
-        # The host name, because two machines may use the same process id.
+        # Include the host name, because two machines may use the same process id.
         name = f"{prefix}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.log"
         self.path = path or os.path.join(folder, name)
         create = 0 if path else os.O_CREAT | os.O_EXCL
@@ -368,7 +368,7 @@ class SurveyJournal:
             self._waiting.clear()
 
     def append(self, payload: bytes) -> None:
-        """Append one result; until the survey has taken 10 seconds, results are only kept in memory."""
+        """Append one result; until the file is created, results are only kept in memory."""
         if self._given_up:
             return
         self._waiting.append(_framed(_MAGIC, payload))

@@ -80,7 +80,7 @@ class KeptPlan(ConvertPlan):
     widths: npt.NDArray[np.int32]
     jpeg_bytes: npt.NDArray[np.int64]  # (M,): size of each image's file in the pack
     fits: npt.NDArray[np.bool_]  # (M,): whether the file is stored unchanged
-    # (M,): images that are encoded, or whose files are first copied to a temporary file, group by group of the source
+    # (M,): images that are encoded, or if the source is read by groups, first copied to a temporary file
     needs_encoding: npt.NDArray[np.bool_]
     places: EncodedPlaces | None = None  # None before images are encoded
 

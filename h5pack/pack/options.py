@@ -193,8 +193,13 @@ class ConvertOptions:
 
     @property
     def continues(self) -> bool:
-        """Whether this run uses what an earlier one has written."""
-        return self.resume or self.finish or self.part is not None
+        """Whether this run may continue what an earlier one has written."""
+        return self.resume or self.in_array_job
+
+    @property
+    def in_array_job(self) -> bool:
+        """Whether this run writes a part of an array job, or finishes one."""
+        return self.part is not None or self.finish
 
     @property
     def channels(self) -> int:
@@ -260,11 +265,12 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
             parameters=("draft=True",),
         )
     if options.keep is not None and any(one.kind == schema.IMAGE for one in catalog.pixel_fields):
+        # The further images of an HDF5 file need no option.
+        parameters = (f"keep={options.keep!r}", *(("image_columns",) if options.image_columns else ()))
         raise OptionsError(
-            f"{source}: keep={options.keep!r} cannot store further images of a sample; leave out image_columns or "
-            f"keep={options.keep!r}",
+            f"{source}: {parameters[0]} cannot store further images of a sample; leave out {' or '.join(parameters)}",
             path=source,
-            parameters=(f"keep={options.keep!r}", "image_columns"),
+            parameters=parameters,
         )
     if options.val is not None:
         training_split(source, catalog, options.val)  # Raises an error.

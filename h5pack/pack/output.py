@@ -45,7 +45,7 @@ class ConvertReport:
     seconds: dict[str, float] = field(default_factory=dict)
     already_complete: bool = False  #: before this call, which is possible with ``resume=True``
     part: str | None = None  #: such as "3/16", if only this part was written, which has `images` rows
-    shards: int = 0  #: number of packs that a virtual output refers to, as of `shard_bytes`; `bytes` counts them, too
+    shards: int = 0  #: number of packs that a virtual output refers to, with `shard_bytes`; `bytes` counts them, too
     notes: tuple[str, ...] = ()  #: remarks of the plan, such as on datasets of the source that are not packed
 
     def to_text(self) -> str:
@@ -91,13 +91,13 @@ class Output:
         """If several processes write one output, `private` is the suffix of temporary files that only this one uses."""
         self.final = final
         self.partial = self._beside(".partial")  # the file under construction
-        self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is locked
+        self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is ready
         self.survey = self._beside(".partial.survey")  # see `h5pack.pack.journal.SurveyJournal`
         self.journal = self._beside(".partial.journal")  # a folder; see `h5pack.pack.journal`
         self.parts = self._beside(".partial.parts")  # a folder; see `h5pack.cluster.parts`
         self.shards = self._beside(".partial.shards")  # a folder; see `h5pack.combine.shards`
         self.owner = self._beside(".partial.owner")  # see `OwnerFile`
-        # A sparse file with the pack's final HDF5 metadata, which is then copied into `partial`.
+        # A sparse file with the pack's HDF5 metadata, which is then copied into `partial`.
         self.structure = self._beside(f".partial.structure{private}")
         # The compressed copy of `partial`. It replaces `partial` when the copy is complete.
         self.compressed = self._beside(".partial.compressed")
@@ -136,17 +136,21 @@ class Output:
         if has_unfinished and not overwrite and not resume:
             if self.partial.exists() and is_locked(self.partial):
                 raise OutputBusyError(_busy(self), path=self.final)
+            advice, named = "resume=True, or start over with overwrite=True", ("resume=True", "overwrite=True")
+            if options.part is not None:
+                # A part never discards an unfinished file.
+                named = ("resume=True", "part='{}/{}'".format(*options.part))
+                advice = f"{named[0]} instead of {named[1]}, or delete all files {self.partial}*"
             raise OutputExistsError(
-                f"{self.partial}: belongs to an unfinished conversion; continue it with resume=True, or start over "
-                "with overwrite=True",
+                f"{self.partial}: belongs to an unfinished conversion; continue it with {advice}",
                 path=self.partial,
-                parameters=("resume=True", "overwrite=True"),
+                parameters=named,
             )
 
     def require_space(self, needed: int, *, in_parts: bool = False) -> None:
         """Raise NoSpaceError if `needed` bytes, minus what the unfinished files already occupy, are not free.
 
-        Parts of an array job always continue, so they are not advised to resume.
+        Runs of an array job always continue, so they are not advised to resume.
         """
         held = 0
         shards = (path for path in self.shards.rglob("*") if path.is_file())
@@ -283,7 +287,8 @@ def _require_stale(output: Output, probe: Path) -> None:
 class OutputLock:
     """An flock on ``OUT.partial``, held from the file's creation until it is renamed to the output.
 
-    With `distributed`, also an `OwnerFile`. Raises OutputBusyError if another process holds one of them.
+    With `distributed`, or if there is one already, also an `OwnerFile`. Raises OutputBusyError if another process holds
+    either.
     """
 
     def __init__(self, output: Output, distributed: bool = False) -> None:

@@ -187,7 +187,7 @@ class ConvertPlan:
         return ()
 
     def between(self, start: int, stop: int) -> ConvertPlan:
-        """Return the plan of a shard with the rows `start` to ``stop - 1``; that of row 0 has the rejects known so far.
+        """Return the plan of a shard with rows `start` to ``stop - 1``; only the first has the rejects known so far.
 
         Its chunks are as large as those of this plan, and it has all splits, some of them empty.
         """
@@ -248,8 +248,8 @@ class ConvertPlan:
     def needed_bytes(self) -> int:
         """Upper bound of the disk space in bytes that the conversion needs while it runs.
 
-        The tables are counted twice, because they are first written to a temporary file. A compressed pack also needs
-        space for the uncompressed rows until it is complete.
+        Without compression, the tables are counted twice, because they are first written to a temporary file. With it,
+        space is needed for the uncompressed rows, too, until the pack is complete.
         """
         if self.options.filter is not None:
             return self._data_bytes() + self._chunks_bytes(None) + _METADATA_BYTES
@@ -291,12 +291,12 @@ class ConvertPlan:
         return dict(zip(self.catalog.split_names, itertools.pairwise(starts), strict=True))
 
     def notes(self) -> tuple[Note, ...]:
-        """Return remarks about the source, and about the output's size if that is much larger than the image files."""
+        """Return remarks about the source, too large a `chunk_rows`, and an output much larger than the image files."""
         notes = list(self.catalog.notes)
         if self.options.chunk_rows is not None and self.options.chunk_rows > self.rows:
             text = f"chunk_rows exceeds the {self.rows:,} images, which are in one chunk of {self.chunks.rows:,} rows"
             notes.append(Note(text, ("chunk_rows",)))
-        if self.source_bytes and self.file_bytes >= _MANY_TIMES * self.source_bytes:
+        if self.options.keep is None and 0 < _MANY_TIMES * self.source_bytes <= self.file_bytes:
             text = "rows are pixels: keep='jpeg' stores image files instead; a smaller size saves more than compression"
             notes.append(Note(text, ("keep='jpeg'", "size")))
         return tuple(notes)
@@ -406,7 +406,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
         advice = "check the source"
         if catalog.kind == "manifest" and rejects[0].reason in MISSING_FILE_REASONS:
             folder = options.root or os.path.dirname(os.path.abspath(source))
-            advice = f"relative paths start from {folder}, or from root"
+            advice = f"relative paths start from {folder}; if that is wrong, give root"
         raise NoImagesError(
             f"{source}: none of its {len(catalog):,} {catalog.noun}s can be read as an image ({rejects[0].shown}: "
             f"{rejects[0].reason}); {advice}",
@@ -489,7 +489,7 @@ def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDAr
 
 
 def refuse_reject(source: str, reject: Reject, *, begun: bool) -> None:
-    """Raise RejectedImageError for a reject, as ``strict=True`` requires. `begun` says whether rows were written."""
+    """Raise RejectedImageError, as ``strict=True`` requires. `begun` says whether ``resume=True`` could continue."""
     advice = "or run again without strict=True to leave it out"
     if begun:
         advice = "and start over with overwrite=True, or continue with resume=True and without strict=True"

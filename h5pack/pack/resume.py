@@ -47,7 +47,7 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
 
 
 class UnfinishedPack:
-    """The unfinished file of a conversion: continued with `resume` if there is one, else created. Call `allocate` next.
+    """The unfinished file of a conversion: continued if the options say so, else created. Call `allocate` next.
 
     With a `PartFile`, other parts may create the file and the journal at the same time. With `distributed`, other
     machines write rows.
@@ -84,7 +84,7 @@ class UnfinishedPack:
         elif plan.to_encode.any():
             self._start_journal()
         if plan.to_encode.any() and isinstance(lock, OutputLock):
-            # The journal begins before the file has its structure. Give it a size, as an empty file would be removed.
+            # The journal begins before the file has its structure. Give the file a size, as an empty one is removed.
             if not os.fstat(lock.descriptor).st_size:
                 os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
             if before is None:
@@ -219,8 +219,11 @@ class UnfinishedPack:
             check_tasks(path, offsets, rows, expected, _CHECK_BYTES)
             for offsets, expected in zip(self.all_offsets, checksums, strict=True)
         )
+        resumable = not self.plan.options.in_array_job
         with stage("check", len(rows) * len(checksums)) as advance:
-            for count, found in run(executor, check_rows_counted, tasks, max_in_flight, describe_check):
+            for count, found in run(
+                executor, check_rows_counted, tasks, max_in_flight, describe_check, resumable=resumable
+            ):
                 wrong.update(found)
                 advance(count)
         return sorted(wrong)
@@ -235,7 +238,7 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
     """Raise ResumeError unless `before`, the `identity` that an interrupted run saved, is that of this plan."""
     now = identity(plan)
     if before["h5pack"] != now["h5pack"]:
-        raise _refused(journal, f"was begun by h5pack {before['h5pack']}, but this is h5pack {now['h5pack']}")
+        raise _refused(plan, journal, f"was begun by h5pack {before['h5pack']}, but this is h5pack {now['h5pack']}")
     for name in {**before["options"], **now["options"]}:
         # An option that is missing from the stored options has its default.
         default = getattr(ConvertOptions, name, None)
@@ -243,23 +246,25 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
         if old != value:
             parameter = "source_kind" if name == "source" else name
             difference = f"was begun with {parameter}={old!r}, but resumed with {value!r}"
-            raise _refused(journal, difference, f"{parameter}={old!r}")
+            raise _refused(plan, journal, difference, f"{parameter}={old!r}")
     prints, old_prints = plan.fingerprints, journal.fingerprints()
     if len(prints) != len(old_prints):
         counts = counted(len(old_prints), plan.catalog.noun)
-        raise _refused(journal, f"was begun with {counts}, but {plan.source} now has {len(prints):,}")
+        raise _refused(plan, journal, f"was begun with {counts}, but {plan.source} now has {len(prints):,}")
     changed = np.flatnonzero(prints != old_prints)
     if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
         name = plan.catalog.shown(int(changed[0])) if len(changed) else "a label, split or field"
-        raise _refused(journal, f"{plan.source} has changed since the conversion began (first change: {name})")
+        raise _refused(plan, journal, f"{plan.source} has changed since the conversion began (first change: {name})")
 
 
-def _refused(journal: Journal, difference: str, *parameters: str) -> ResumeError:
-    advice = "resume with the same options and source, or start over with overwrite=True and without resume=True"
+def _refused(plan: ConvertPlan, journal: Journal, difference: str, *parameters: str) -> ResumeError:
     partial = journal.folder.with_suffix("")
-    return ResumeError(
-        f"{partial}: {difference}; {advice}", path=partial, parameters=(*parameters, "overwrite=True", "resume=True")
-    )
+    if plan.options.in_array_job:
+        advice = f"give the same options and source, or delete all files {partial}* to start over"
+    else:
+        advice = "resume with the same options and source, or start over with overwrite=True and without resume=True"
+        parameters = (*parameters, "overwrite=True", "resume=True")
+    return ResumeError(f"{partial}: {difference}; {advice}", path=partial, parameters=parameters)
 
 
 def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tuple[int, int]:

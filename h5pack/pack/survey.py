@@ -54,7 +54,7 @@ class Survey:
     jpeg_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     mask_dtypes: list[str] = field(default_factory=list)  # of each field of masks: that of its widest mask
     orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # Exif's, 1 to 8
-    fields: list[dict[str, Any] | None] = field(default_factory=list)  # those of samples; empty if samples have none
+    fields: list[dict[str, Any] | None] = field(default_factory=list)  # those of each sample; empty for other sources
 
     def add(self, start: int, part: Survey, columns: tuple[str, ...]) -> None:
         """Add a part of the survey, whose first image has the index `start`."""
@@ -149,7 +149,7 @@ def survey(
             advance(len(part.heights))
         done.add(start)
     tasks = _tasks(catalog, max_pixels, resize, keep, done)
-    for start, part, found in run(executor, _survey, tasks, max_in_flight, _describe):
+    for start, part, found in run(executor, _survey, tasks, max_in_flight, _describe, resumable=journal is not None):
         result.add(start, part, columns)
         if labels:
             rows = slice(start, start + len(part.heights))
@@ -243,7 +243,7 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
 
 
 def _turned(catalog: Catalog, survey: Survey) -> Catalog:
-    """Return the catalog with the boxes of upright images; reject images whose size differs from their annotations'."""
+    """Return the catalog with boxes turned with their images; reject images of another size than their annotations."""
     sizes = catalog.annotated_sizes
     if sizes is None:
         return catalog
@@ -333,8 +333,8 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
 def _with_masks(reader: SourceReader, image: SurveyedImage, index: int, task: _Task) -> tuple[SurveyedImage, list[str]]:
     """Return an image with a fingerprint that includes its masks and further images, and their dtypes.
 
-    Raises RejectedImageError if one of them does not have the image's size. If the image may have an Exif orientation,
-    a mask turned by 90 degrees is accepted here; decoding checks it.
+    Raises RejectedImageError if a mask, or without `resize` a further image, has another size. If the image may have an
+    Exif orientation, a mask turned by 90 degrees is accepted here; decoding checks it.
     """
     marks, dtypes = [image.fingerprint], []
     height, width, decode_path = image.header.height, image.header.width, image.header.decode_path

@@ -163,7 +163,7 @@ def _written_together(
 
 
 class _Worker:
-    """The files and the decoder that one worker process uses for one conversion."""
+    """The files and the decoder that one worker uses for one conversion."""
 
     def __init__(self, job: WriteJob, journal: str | None = None) -> None:
         self.job = job
@@ -260,7 +260,7 @@ def _write_groups(worker: _Worker, task: WriteTask) -> list[RowRecord]:
 
 
 def _journal(worker: _Worker, buffers: list[RowBuffer], record: RowRecord) -> None:
-    """Wait until a group's rows are written, and journal its record; `_write_durably` does that after flushing."""
+    """Wait until a group's rows are written, and journal its record unless `_write_durably` does so after flushing."""
     for buffer in buffers:
         buffer.wait()
     if not worker.job.durable:
@@ -374,7 +374,7 @@ def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
 
 
 def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: EncodedFile | None) -> bytes:
-    """Return the bytes of an image's file, or its `encoded` bytes unless that is None.
+    """Return the bytes of an encoded image if `encoded` says where they are, else those of the image's file.
 
     Raises SourceError if the file no longer has `size` bytes, ResumeError if encoded bytes are damaged.
     """

@@ -62,7 +62,7 @@ class HDF5Datasets:
             low, high = self.value_range
             if not (math.isfinite(high - low) and low < high):
                 raise OptionsError(
-                    f"value_range is {low:g} to {high:g}; the first number must be below the second",
+                    f"value_range is {low:g} to {high:g}; give two finite numbers, the first below the second",
                     parameters=("value_range",),
                 )
 
@@ -188,8 +188,8 @@ def find_images(file: h5py.File) -> str:
 def detect_names(path: str | os.PathLike[str], images: str, labels: str) -> tuple[str, str]:
     """Return the names of the datasets of images and labels to read.
 
-    They are the given ones. But "images" and "labels", the defaults, are replaced by detected names in a file without
-    these datasets. Raise PackFormatError if none or several datasets look like images.
+    They are the given ones. But "images" and "labels", the defaults, are replaced by detected names in a file that is
+    not a pack and lacks these datasets. Raise PackFormatError if none or several datasets look like images.
     """
     with open_file(path) as file:
         if images == schema.IMAGES and images not in file and schema.FORMAT not in file.attrs:
@@ -283,7 +283,7 @@ def _label_names(images: str) -> Iterator[str]:
 
 
 def further_datasets(file: h5py.File, images: str) -> list[str]:
-    """Return the paths of the other datasets than images and labels that can be packed as fields."""
+    """Return the paths of the datasets, other than images and labels, that can be packed as fields."""
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
     rows = len(file[images])
     labels = find_labels(file, images, rows)
@@ -299,7 +299,7 @@ def further_datasets(file: h5py.File, images: str) -> list[str]:
 def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str) -> str | None:
     """Return the kind of a field of pixels, `schema.MASK` or `schema.IMAGE`; None for other fields.
 
-    Masks are integers with the height and width of the images, or PNG files in a pack of encoded images.
+    Masks are integers or bools with the height and width of the images, or PNG files in a pack of encoded images.
     """
     if form is None:
         return schema.MASK if is_mask_group(file, name) else None
@@ -373,7 +373,7 @@ def _label_error(path: Path, name: str, found: str, *advice: str) -> SourceError
 
 
 def _read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
-    """Return the values of a field, in native byte order; raise SourceError if they are not numbers."""
+    """Return the values of a field, in native byte order; raise SourceError if they are neither ragged nor numbers."""
     if is_ragged(file, name):
         index = index_ragged(file, name)
         _require_memory(path, name, index.data.rows * index.data.row_bytes)
@@ -433,7 +433,7 @@ def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
 
 @contextlib.contextmanager
 def _reporting(path: Path, name: str) -> Iterator[None]:
-    """Turn any error from reading a dataset into a SourceError that advises leaving it out."""
+    """Turn DamagedRowsError, or any error but an H5PackError, into a SourceError that advises to omit the dataset."""
     try:
         yield
     except DamagedRowsError as error:

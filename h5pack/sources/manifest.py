@@ -38,7 +38,7 @@ LABEL_COLUMNS = ("label", "class", "target", "category")
 JSON_LINES = (".jsonl", ".ndjson")
 SPLIT_COLUMNS = ("split", "partition", "subset", "set")
 _MANY = 10
-"""With at least this many images, a note says so if there are more than half as many classes as images."""
+"""Minimum number of images for the note that there are more than half as many classes as images."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ManifestColumns:
     path: str | None = None  # column of image paths, absolute or relative to `root`; in Parquet and MDS, of images
     labels: tuple[str, ...] = ()  # one column of integers or class names, or several of 0..255
     split: str | None = None  # column of split names
-    fields: tuple[str, ...] = ()  # numeric columns, each of which becomes a field of the pack
+    fields: tuple[str, ...] = ()  # columns of numbers or lists of numbers, which become fields of the pack
     root: str | None = None  # folder that relative paths start from; default: the manifest's folder
     # Each of the columns below becomes a field of the pack, too.
     texts: tuple[str, ...] = ()  # columns of text
@@ -87,10 +87,8 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
             if "\0" in name or not (name or cells is not names):
                 raise table.error(row, f"{name!r} is not a path; correct the line")
     reader = FileReader(columns.root or str(path.parent))
-    # "-" stands for an empty cell, because a NameTable needs a name; `_complete` leaves such rows out.
-    fields = (
-        PixelField(name, kind, NameTable.of(cell or "-" for cell in further[name])) for name, kind in kinds.items()
-    )
+    # `_complete` leaves out the rows in which one of these cells is empty.
+    fields = (PixelField(name, kind, NameTable.of(further[name])) for name, kind in kinds.items())
     catalog = Catalog("manifest", reader, NameTable.of(names), *one_split(len(names)), pixel_fields=tuple(fields))
     catalog = with_columns(catalog, table, columns, {path_column, *further})
     repeated = len(names) - len(set(names))
@@ -124,7 +122,7 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
     split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, columns.all_fields)
     labels, label_names = _labels(table, chosen)
     packed = {*used, split_column, *chosen, *columns.all_fields}
-    advice = "columns of numbers can be packed with field_columns, others with text_columns"
+    advice = "columns of numbers can be packed with field_columns, those of text with text_columns"
     parameters = ["field_columns", "text_columns"]
     if catalog.kind == "manifest":
         advice = f"{advice}, those of paths with mask_columns or image_columns"
@@ -234,7 +232,7 @@ def label_columns(columns: ManifestColumns, header: tuple[str, ...]) -> tuple[st
 
 
 def _usual(header: tuple[str, ...], names: tuple[str, ...], others: Sequence[str] = ()) -> str | None:
-    """Return the column with the first of `names` (in lower case) that a column has, except `others`; or None."""
+    """Return the column whose name, in lower case, comes first in `names`, ignoring `others`; None if there is none."""
     lowered = {column.lower(): column for column in reversed(header) if column not in others}
     return next((lowered[name] for name in names if name in lowered), None)
 
@@ -286,7 +284,7 @@ class TextTable:
         return SourceError(f"{self.path} line {self.lines[row]}: {message}", path=self.path, parameters=parameters)
 
     def column(self, name: str) -> list[str]:
-        """Return the cells of a column as text, without surrounding white space; raise SourceError for a JSON list."""
+        """Return the stripped cells of a column as text; raise SourceError for a list or dict."""
         return [self._cell(row, name, value).strip() for row, value in enumerate(self.values(name))]
 
     def values(self, name: str) -> list[Any]:

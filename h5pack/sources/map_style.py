@@ -41,8 +41,8 @@ IMAGE, LABEL = "image", "label"
 MASKS = ("mask", "masks")
 """The keys of samples that are packed as masks."""
 _NOT_UINT8 = (
-    "images must be uint8, from 0 to 255: leave out the transform that made others (ToTensor), or convert them: floats "
-    "in 0..1 with (255 * image).round(), and then to uint8"
+    "images must be uint8, from 0 to 255: leave out the transform that changed them (ToTensor), or convert them: "
+    "floats in 0..1 with (255 * image).round(), and then to uint8"
 )
 
 
@@ -275,7 +275,7 @@ def _known(dataset: Any) -> _Known:
 
 
 def _attribute(dataset: Any, name: str) -> Any:
-    """Return an attribute of a dataset, or None if there is none, or if it is a property that fails."""
+    """Return an attribute of a dataset; None if there is none, or if a property raises anything but an H5PackError."""
     try:
         return getattr(dataset, name, None)
     except H5PackError:
@@ -340,7 +340,7 @@ def _file_names(dataset: Any, count: int) -> list[str] | None:
 
 
 def _relative(names: list[str], root: Any) -> list[str]:
-    """Return paths relative to the folder `root`, or if not all are below it, to their common folder."""
+    """Return paths relative to the folder `root`, or if not all are below it, absolute ones to their common folder."""
     if isinstance(root, (str, os.PathLike)):
         folder = os.path.join(os.fsdecode(root), "")
         if all(name.startswith(folder) for name in names):

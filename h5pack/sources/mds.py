@@ -52,7 +52,7 @@ class _Shard:
 
 
 def is_mds(path: Path) -> bool:
-    """Return whether a folder, or each of its visible folders, has an index of MDS shards."""
+    """Return whether a folder, or each visible entry of it, has an index of MDS shards."""
     if not path.is_dir():
         return False
     folders = [path] if (path / INDEX).is_file() else [one for one in path.iterdir() if not one.name.startswith(".")]

@@ -25,7 +25,7 @@ _MAX_FILES = 1_000_000
 
 @dataclass(frozen=True)
 class Shards:
-    """The files of a source: those of a folder, sorted, or those of a pattern, in its order."""
+    """The files of a source: those of a folder, sorted (MDS: in the index's order), or of a pattern, in its order."""
 
     root: Path  # the folder that contains the files
     names: list[str]  # of the files, relative to `root`
@@ -38,7 +38,7 @@ class Shards:
 
     @property
     def prefixes(self) -> list[str]:
-        """For each file the prefix of its samples' names: its name without the suffix and "/"; "" for a single file."""
+        """For each file the prefix of its samples' names: its name without suffix, plus "/"; "" for a single file."""
         if len(self.names) == 1:
             return [""]
         ending = "|".join(map(re.escape, sorted((*TAR_SUFFIXES, *TABLE_SUFFIXES), key=len, reverse=True)))
@@ -48,7 +48,7 @@ class Shards:
         """Return the `split_names`, and for each file the index of its split.
 
         A file's split is the folder, or else the word in its name, that is a name of splits, such as "train" in
-        ``train-00000-of-00002.parquet``. If this is none or several for any file, all files are in one split.
+        ``train-00000-of-00002.parquet``. If a file has none or several of these, all files are in one split.
         """
         found = [_split_of(name) for name in self.names]
         if None in found:
@@ -98,11 +98,11 @@ def _kind_of(names: Iterable[str]) -> str:
 
 
 def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shards:
-    """Return the files of a source: a file, a brace pattern such as ``shard-{000..010}.tar``, or a folder.
+    """Return the files of a source, which is a file, a brace pattern such as ``shard-{000..010}.tar``, or a folder.
 
-    Of a folder, these are all files with one of the `suffixes`, possibly none. Patterns of `include` that match one or
-    more of these select among the files, and the other patterns among the samples. Raises SourceError if a file of a
-    brace pattern is missing.
+    Of a folder, these are the files with one of the `suffixes` that are not excluded, possibly none. Patterns of
+    `include` that match one or more of these select among the files, and the other patterns among the samples. Raises
+    SourceError if a file of a brace pattern is missing.
     """
     if os.path.isdir(path):
         names = list(walk(str(path), NameFilter(tuple(f"*{suffix}" for suffix in suffixes), wanted.exclude)).below(""))

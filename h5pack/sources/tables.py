@@ -224,11 +224,12 @@ def _find_images(file: ArchiveFile, schema: Any) -> str:
     found = found or [name for name in binary if name.lower() in IMAGE_COLUMNS] or binary
     if len(found) == 1:
         return str(found[0])
-    problem = f"{', '.join(map(repr, found))} look like images"
-    if not found:
-        held = ", ".join(f"{name!r} {schema.field(name).type}" for name in schema.names)
-        problem = f"has no column of images, which are binary or structs with a field 'bytes' (found: {held})"
-    raise SourceError(f"{file.path}: {problem}; name it with path_column", path=file.path, parameters=("path_column",))
+    if found:
+        problem = f"{', '.join(map(repr, found))} look like images; choose one with path_column"
+        raise SourceError(f"{file.path}: {problem}", path=file.path, parameters=("path_column",))
+    held = ", ".join(f"{name!r} {schema.field(name).type}" for name in schema.names)
+    problem = f"has no column of images, which are binary or structs with a field 'bytes' (found: {held})"
+    raise SourceError(f"{file.path}: {problem}; check the path", path=file.path)
 
 
 def _is_images(kind: Any) -> bool:

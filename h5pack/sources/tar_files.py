@@ -1,6 +1,7 @@
 """The index of a tar file: the names, offsets and sizes of its members.
 
-`tarfile` parses the headers. Its own loop over members ends silently at a damaged header, so it is not used.
+`tarfile` parses the headers that `_plain_header` does not. Its own loop over members ends silently at a damaged header,
+so it is not used.
 """
 
 from __future__ import annotations

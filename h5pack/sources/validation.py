@@ -71,7 +71,7 @@ def choose_val(labels: npt.NDArray[np.int64] | None, count: int, val: float, see
     """Return which of `count` images the split for validation gets, bool (count,): the fraction `val`, rounded.
 
     With `labels`, int64 (count,), each class gives this fraction of its images, rounded down, and the classes with the
-    largest remainders give one more. Both images and classes with equal remainders are chosen by a hash.
+    largest remainders give one more. Images, and classes with equal remainders, are chosen by a hash.
     """
     ids = np.zeros(count, np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
     sizes = np.bincount(ids)

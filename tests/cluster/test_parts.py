@@ -25,7 +25,9 @@ from h5pack.errors import (
     OptionsError,
     OutputBusyError,
     OutputExistsError,
+    RejectedImageError,
     ResumeError,
+    WorkerError,
 )
 from h5pack.pack import writer
 from h5pack.pack.options import ConvertOptions
@@ -137,8 +139,29 @@ def test_parts_must_agree(tmp_path: Path) -> None:
             h5pack.convert(source, out, **{"num_workers": 1, "part": "1/3", **options, **settings})
     h5pack.convert(source, tmp_path / "p.h5", num_workers=1, **options)
     (tmp_path / "p.h5").rename(tmp_path / "p.h5.partial")
-    with pytest.raises(OutputExistsError):
+    with pytest.raises(OutputExistsError) as caught:
         h5pack.convert(source, tmp_path / "p.h5", num_workers=1, part="1/3", **options)
+    assert caught.value.parameters == ("resume=True", "part='1/3'")  # A part never discards an unfinished file.
+
+
+def test_a_strict_part_is_not_advised_to_resume(tmp_path: Path) -> None:
+    source, options = folder(tmp_path)
+    with pytest.raises(RejectedImageError) as caught:
+        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, part="1/1", strict=True, **options)
+    assert caught.value.parameters == ("strict=True",)  # A part always continues; resume=True would be refused.
+    with pytest.raises(RejectedImageError):
+        h5pack.convert(source, tmp_path / "p.h5", num_workers=1, strict=True, **options)
+    with pytest.raises(ResumeError) as other:
+        h5pack.convert(source, tmp_path / "p.h5", num_workers=1, part="1/1", overwrite=True, seed=5, **options)
+    assert other.value.parameters == ("seed=0",)
+
+
+def test_a_part_whose_worker_died_is_not_advised_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, options = folder(tmp_path)
+    monkeypatch.setattr(writer, "read_image", lambda *_: os._exit(1))
+    with pytest.raises(WorkerError) as caught:
+        h5pack.convert(source, tmp_path / "o.h5", num_workers=2, start_method="fork", part="1/1", **options)
+    assert caught.value.parameters == ("num_workers",)
 
 
 def test_the_example_of_an_array_job_runs_every_part_and_finishes(tmp_path: Path) -> None:

@@ -501,6 +501,9 @@ def test_further_images_are_of_the_same_size_and_not_kept(tmp_path: Path) -> Non
         ]
     with pytest.raises(OptionsError, match="keep"):
         h5pack.convert(root / "list.csv", tmp_path / "p.h5", **quick(image_columns="other", keep="jpeg"))
+    with pytest.raises(OptionsError) as caught:
+        h5pack.convert(tmp_path / "o.h5", tmp_path / "p.h5", **quick(keep="jpeg"))
+    assert caught.value.parameters == ("keep='jpeg'",)
 
 
 class Samples:
