@@ -93,9 +93,9 @@ class FilterId(IntEnum):
 
 
 STATISTICS_STEP = 8
-"""If the train split has more than `STATISTICS_SMALL_ROWS` rows, the channel statistics use one row in this many."""
+"""If a train split of pixels has more than `STATISTICS_SMALL_ROWS` rows, its statistics use one row in this many."""
 STATISTICS_SMALL_ROWS = 4_096
-"""If the train split has at most this many rows, the channel statistics use all of them."""
+"""If a train split of pixels, not encoded images, has at most this many rows, its statistics use all of them."""
 
 
 def statistics_step(train_rows: int, encoded: bool = False) -> int:
