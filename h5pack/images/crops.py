@@ -104,7 +104,7 @@ class CenterCrop(_Crop):
         return (longer, self.resize) if width <= height else (self.resize, longer)
 
     def window(self, height: int, width: int) -> tuple[int, int]:
-        """Return the window's first row and column in the resized image; negative if the window is larger.
+        """Return the window's first row and column in the resized image; 0 or less if the window is larger.
 
         `height` and `width` are those of the image before resizing, in pixels.
         """
@@ -190,7 +190,7 @@ class Resize(_Crop):
 
 
 ResizedCrop = CenterCrop | RandomResizedCrop
-"""Crops that may change the scale of an image."""
+"""The crops of `Normalize` that may change the scale of an image."""
 
 
 def check_image_size(crop: ResizedCrop, height: int, width: int) -> None:

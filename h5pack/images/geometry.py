@@ -90,7 +90,7 @@ class Placement:
 
 
 def turned_upright(points: Floats, orientation: int, height: int, width: int) -> Floats:
-    """Return where points, (n, 2), of an image as it is stored are after turning it upright.
+    """Return the points, (n, 2), of a stored image after it is turned upright.
 
     `orientation` is the image's Exif orientation, 5 to 8; `height` and `width` are those of the upright image.
     """
