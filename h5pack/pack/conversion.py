@@ -124,7 +124,7 @@ class Conversion:
         if self._plan is None:
             begin = time.perf_counter()
             options, catalog = self.options, self.catalog
-            if options.part is not None or options.finish:
+            if options.in_array_job:
                 count = self._parts.count if options.part is None else options.part[1]
                 self._parts.agree(count, options.content(), catalog)
             executor = open_workers(
@@ -132,7 +132,7 @@ class Conversion:
             )
             self._executor = self._stack.enter_context(executor)
             journal = None
-            if resumable and self._client is None and options.part is None and not options.finish:
+            if resumable and self._client is None and not options.in_array_job:
                 identity = survey_identity(self._source, catalog, options)
                 journal = SurveyJournal(self.output.survey, identity, resume=options.resume)
                 self._stack.enter_context(journal)
@@ -149,7 +149,7 @@ class Conversion:
 
     def _sharing(self, stage: str) -> Executor:
         """Return the executor of a stage whose results all parts of an array job need; see `SharedResults`."""
-        if self.options.part is None and not self.options.finish:
+        if not self.options.in_array_job:
             return self._executor
         return self._parts.shared_results(stage, self._executor, self.num_workers)
 
@@ -250,7 +250,10 @@ class Conversion:
     def _write_rows(self, pack: UnfinishedPack, missing: npt.NDArray[np.int64], results: RowResults) -> None:
         tasks = writer.write_tasks(pack.plan, pack.job, pack.all_offsets, missing, self.num_workers)
         with self._stage("write", len(missing)) as advance:
-            for records in run(self._executor, writer.write_rows, tasks, 2 * self.num_workers, writer.describe):
+            for records in run(
+                self._executor, writer.write_rows, tasks, 2 * self.num_workers, writer.describe,
+                resumable=not self.options.in_array_job,
+            ):  # fmt: skip
                 for record in records:
                     results.add(record)
                     advance(len(record.packed))

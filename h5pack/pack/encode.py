@@ -195,14 +195,15 @@ def encode_images(
     plan = pack.plan
     assert isinstance(plan, KeptPlan)
     places, reasons = EncodedPlaces(len(plan.catalog), len(plan.catalog.pixel_fields)), {}
-    in_parts = isinstance(executor, SharedResults)
+    in_parts, resumable = isinstance(executor, SharedResults), not plan.options.in_array_job
     for path, payload in () if in_parts else pack.journal.payloads(_PREFIX):
         record = EncodedRecord.decode(payload)
         places.add(_data_path(str(path)), record.images)
         reasons.update(record.reasons)
     missing = np.zeros(len(plan.catalog), np.bool_)
     for part, needed in ((places, plan.needs_encoding), *((one, plan.to_encode) for one in places.fields)):
-        for damaged in run(executor, _damaged, _checks(part), 2 * num_workers, lambda task: task.path):
+        checks = _checks(part)
+        for damaged in run(executor, _damaged, checks, 2 * num_workers, lambda one: one.path, resumable=resumable):
             part.owners[damaged] = -1
         missing |= needed & (part.owners < 0)
     todo = np.flatnonzero(missing)
@@ -215,7 +216,7 @@ def encode_images(
     )  # fmt: skip
     tasks = _tasks(plan, job, todo, 1 if in_parts else num_workers)
     try:
-        for written, record in run(executor, encode_task, tasks, 2 * num_workers, str):
+        for written, record in run(executor, encode_task, tasks, 2 * num_workers, str, resumable=resumable):
             places.add(written, record.images)
             reasons.update(record.reasons)
             advance(len({*record.images["index"].tolist()}) + len(record.reasons))

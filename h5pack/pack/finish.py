@@ -228,7 +228,10 @@ def compress(
     )
 
     def chunks() -> Iterator[bytes]:
-        for rows, stored in run(executor, compress_rows, tasks, max_in_flight, describe_task, ordered=True):
+        for rows, stored in run(
+            executor, compress_rows, tasks, max_in_flight, describe_task,
+            ordered=True, resumable=not pack.plan.options.in_array_job,
+        ):  # fmt: skip
             yield stored
             advance(rows)
 

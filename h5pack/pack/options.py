@@ -192,9 +192,14 @@ class ConvertOptions:
         raise OptionsError(f"{', '.join(given)} {problem}", parameters=(*given, "keep='jpeg'", "max_side"))
 
     @property
+    def in_array_job(self) -> bool:
+        """Whether this run writes or finishes parts of an array job. It always continues, and `resume` is refused."""
+        return self.finish or self.part is not None
+
+    @property
     def continues(self) -> bool:
         """Whether this run uses what an earlier one has written."""
-        return self.resume or self.finish or self.part is not None
+        return self.resume or self.in_array_job
 
     @property
     def channels(self) -> int:

@@ -220,7 +220,10 @@ class UnfinishedPack:
             for offsets, expected in zip(self.all_offsets, checksums, strict=True)
         )
         with stage("check", len(rows) * len(checksums)) as advance:
-            for count, found in run(executor, check_rows_counted, tasks, max_in_flight, describe_check):
+            resumable = not self.plan.options.in_array_job
+            for count, found in run(
+                executor, check_rows_counted, tasks, max_in_flight, describe_check, resumable=resumable
+            ):
                 wrong.update(found)
                 advance(count)
         return sorted(wrong)

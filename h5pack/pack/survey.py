@@ -149,7 +149,7 @@ def survey(
             advance(len(part.heights))
         done.add(start)
     tasks = _tasks(catalog, max_pixels, resize, keep, done)
-    for start, part, found in run(executor, _survey, tasks, max_in_flight, _describe):
+    for start, part, found in run(executor, _survey, tasks, max_in_flight, _describe, resumable=journal is not None):
         result.add(start, part, columns)
         if labels:
             rows = slice(start, start + len(part.heights))

@@ -26,6 +26,7 @@ from h5pack.errors import (
     OutputBusyError,
     OutputExistsError,
     ResumeError,
+    WorkerError,
 )
 from h5pack.pack import writer
 from h5pack.pack.options import ConvertOptions
@@ -116,6 +117,19 @@ def test_a_killed_part_is_run_again(name: str, tmp_path: Path) -> None:
         h5pack.convert(source, out, **finish)
         assert out.read_bytes() == expected, (step, number)
         assert not list(tmp_path.glob(f"{number}.h5.partial*"))
+
+
+def die(task: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_part_whose_worker_died_is_not_advised_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, options = folder(tmp_path)
+    monkeypatch.setattr(writer, "write_rows", die)
+    for settings, advised in (({"part": "1/2"}, ("num_workers",)), ({}, ("num_workers", "resume=True"))):
+        with pytest.raises(WorkerError) as caught:
+            h5pack.convert(source, tmp_path / f"{len(advised)}.h5", num_workers=2, **options, **settings)
+        assert caught.value.parameters == advised
 
 
 def test_parts_must_agree(tmp_path: Path) -> None:
