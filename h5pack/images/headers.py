@@ -49,7 +49,7 @@ class ImageHeader:
     height: int
     width: int
     decode_path: DecodePath
-    orientation: int = 1  # the Exif orientation, 1 to 8
+    orientation: int = 1  # the Exif orientation, 1 to 8 if the file is correct
 
 
 _last_prefix: tuple[bytes, ImageHeader] | None = None

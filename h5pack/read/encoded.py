@@ -323,7 +323,7 @@ def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = Tru
     bytes_index = index_rows(file, data, data_name)
     reason = bytes_index.library_text
     if reason is None and not (bytes_index.raw and bytes_index.complete):
-        reason = "its bytes are compressed"
+        reason = "its bytes are compressed, or not all of them are stored"
     group_rows = contiguous_group_rows(rows, pixel_bytes)
     is_mask = name != schema.ENCODED
     return EncodedIndex(

@@ -43,7 +43,7 @@ class ReadStats:
     rows: int = 0  # number of rows read from the main dataset
     chunk_hits: int = 0  # rows of the main dataset after the first of each visit to a chunk
     chunk_misses: int = 0  # visits to chunks of the main dataset
-    bytes_wanted: int = 0  # total size of the rows that were returned, from all datasets
+    bytes_wanted: int = 0  # total size of the returned rows, from all datasets; encoded images count as row 0 decoded
     bytes_read: int = 0  # bytes read from files or copied from mappings of files; fewer than wanted if compressed
     # Number of system calls and HDF5 library calls: none for rows copied from mappings, one per row in `read_encoded`.
     reads: int = 0
@@ -442,5 +442,8 @@ class Engine:
                 self.files.storage(index.data, source).prefetch(offsets, counts)
 
     def prefetch_chunks(self, name: str, rows: npt.NDArray[np.int64]) -> None:
-        """Start reading the chunks of rows, int64 (n,), into the page cache, unless they are cached already."""
+        """Start reading the chunks of rows, int64 (n,), into the page cache, unless they are cached already.
+
+        Do nothing for chunks that are read through the HDF5 library.
+        """
         self.files.prefetch(self.indexes[name], rows)
