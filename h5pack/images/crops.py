@@ -29,7 +29,7 @@ class _Crop:
         pair = tuple(self.size) if isinstance(self.size, Sequence) else (self.size, self.size)
         if len(pair) != 2 or not all(_is_whole(side, 1, MAX_SIZE) for side in pair):
             raise OptionsError(
-                f"size is {self.size!r}; give pixels from 1 to {MAX_SIZE}, as an int or as (height, width)",
+                f"size is {self.size!r}; give (height, width) in pixels, each an int from 1 to {MAX_SIZE}",
                 parameters=("size",),
             )
         object.__setattr__(self, "size", tuple(map(operator.index, pair)))

@@ -54,7 +54,7 @@ class Placement:
 
     @classmethod
     def shrunk(cls, heights: npt.NDArray[np.int32], widths: npt.NDArray[np.int32], max_side: int | None) -> Placement:
-        """Return how images of these sizes, (M,), are shrunk if a side is longer than `max_side`; None: none is."""
+        """Return how images of these sizes, (M,), are shrunk so that no side is longer than `max_side`, if given."""
         old = np.maximum(np.stack([widths, heights], axis=1), 1)
         new = old.copy()
         for index in np.flatnonzero(old.max(axis=1) > (max_side or np.iinfo(np.int32).max)).tolist():

@@ -56,7 +56,7 @@ class ElasticExecutor(concurrent.futures.Executor):
     """An executor whose number of workers may change."""
 
     def in_flight(self) -> int:
-        """Return the maximum number of tasks that `run` keeps submitted and not yet yielded; asked after each wait."""
+        """Return the maximum number of tasks that `run` keeps submitted and not yet yielded; called after each wait."""
         raise NotImplementedError
 
 
