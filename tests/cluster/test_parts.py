@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import time
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
@@ -22,6 +24,7 @@ from h5pack.cluster.parts import SharedResults
 from h5pack.errors import (
     H5PackError,
     IncompletePackError,
+    NoSpaceError,
     OptionsError,
     OutputBusyError,
     OutputExistsError,
@@ -130,6 +133,18 @@ def test_a_part_whose_worker_died_is_not_advised_to_resume(tmp_path: Path, monke
         with pytest.raises(WorkerError) as caught:
             h5pack.convert(source, tmp_path / f"{len(advised)}.h5", num_workers=2, **options, **settings)
         assert caught.value.parameters == advised
+
+
+@pytest.mark.parametrize("settings", [{}, {"part": "1/2"}])
+def test_a_part_on_a_full_disk_is_not_advised_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    source, options = folder(tmp_path)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("h5pack.pack.conversion.UnfinishedPack", Mock(side_effect=full))
+    with pytest.raises(NoSpaceError) as caught:
+        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, **options, **settings)
+    assert caught.value.parameters == (() if settings else ("resume=True",))
 
 
 def test_parts_must_agree(tmp_path: Path) -> None:
