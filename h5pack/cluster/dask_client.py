@@ -112,7 +112,7 @@ def open_client(address: str) -> Iterator[Any]:
         import distributed
     except ImportError as error:
         raise WorkerError(_NOT_INSTALLED) from error
-    # Errors report lost connections, so silence Dask's loggers, each one because some have levels of their own.
+    # h5pack reports lost connections by errors, so silence each of Dask's loggers; some have levels of their own.
     for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "distributed"]:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     with contextlib.ExitStack() as stack:
@@ -153,7 +153,7 @@ def open_dask_executor(client: Any, shared_object: Any, source: str | None, part
     try:
         replies = client.run(problems, expected, on_error="return")
         found = {
-            worker: [f"cannot import h5pack ({reply})"] if isinstance(reply, BaseException) else reply
+            worker: [f"cannot run h5pack ({reply})"] if isinstance(reply, BaseException) else reply
             for worker, reply in replies.items()
             if reply
         }

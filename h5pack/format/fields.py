@@ -142,7 +142,7 @@ def _numbers_of(row: int, value: Any) -> npt.NDArray[Any] | None:
     if array.ndim and not len(array):
         return None
     if not array.size or array.dtype.kind not in "biuf" or (array.dtype == np.uint64 and array.max() >= 2**63):
-        raise FieldValueError(row, f"contains {_short(value)}, which has entries that are not numbers of 64 bits")
+        raise FieldValueError(row, f"contains {_short(value)}, with entries that are not numbers of at most 64 bits")
     return array
 
 

@@ -62,10 +62,10 @@ def plan_chunks(
     rows. However, it always has at least `schema.ALIGNMENT_THRESHOLD_BYTES` bytes, because smaller chunks would not
     start on a page boundary.
 
-    With `whole_pages`, the number of rows is changed to a multiple with which chunks also end on a page boundary. The
-    chunks are then adjacent in the file, so that all rows are one array in a mapping of the file. If that needs larger
-    chunks, they are enlarged only if `chunk_bytes` is not given, to at most `WHOLE_PAGES_BYTES`, and if `MIN_CHUNKS` of
-    them remain. `chunk_rows` is never changed.
+    With `whole_pages`, the number of rows is changed so that chunks also end on a page boundary. The chunks are then
+    adjacent in the file, so that all rows are one array in a mapping of the file. If that needs larger chunks, they are
+    enlarged only if `chunk_bytes` is not given, to at most `WHOLE_PAGES_BYTES`, and if `MIN_CHUNKS` of them remain.
+    `chunk_rows` is never changed.
     """
     if chunk_rows is not None:
         rows = chunk_rows
@@ -110,7 +110,7 @@ def plan_cache(
     nbytes = in_use * chunk_bytes
     if window is None:
         nbytes = max(nbytes, min(math.prod(grid) * chunk_bytes, 64 * 1024 * 1024))
-        why = "filtered, rows in any order: room for the chunks of a row, and up to 64 MiB of chunks"
+        why = "filtered, rows in any order: room for up to 64 MiB of chunks, at least those of a row"
     else:
         why = f"filtered, window of {window} row-chunks: room for all of them, so that each is decoded once"
     return CachePlan(nbytes, nslots, 1.0, why)

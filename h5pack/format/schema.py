@@ -93,13 +93,13 @@ class FilterId(IntEnum):
 
 
 STATISTICS_STEP = 8
-"""If the train split has more than `STATISTICS_SMALL_ROWS` rows, the channel statistics use one row in this many."""
+"""If a split of pixels has more than `STATISTICS_SMALL_ROWS` rows, its statistics use one row in this many."""
 STATISTICS_SMALL_ROWS = 4_096
-"""If the train split has at most this many rows, the channel statistics use all of them."""
+"""If a split of pixels, not encoded images, has at most this many rows, its statistics use all of them."""
 
 
 def statistics_step(train_rows: int, encoded: bool = False) -> int:
-    """Return the step between the rows of the train split that `/statistics` uses: 1 for a small split, else 8.
+    """Return the step between the rows of a split that `/statistics` uses: 1 for a small split, else 8.
 
     `encoded` rows take far longer to decode than to copy. For them, the step selects at most 128 rows, or about one in
     64 of more than 8,192 rows, but at most 1,024.

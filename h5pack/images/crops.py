@@ -29,7 +29,7 @@ class _Crop:
         pair = tuple(self.size) if isinstance(self.size, Sequence) else (self.size, self.size)
         if len(pair) != 2 or not all(_is_whole(side, 1, MAX_SIZE) for side in pair):
             raise OptionsError(
-                f"size is {self.size!r}; give pixels from 1 to {MAX_SIZE}, as an int or as (height, width)",
+                f"size is {self.size!r}; give (height, width) in pixels, each an int from 1 to {MAX_SIZE}",
                 parameters=("size",),
             )
         object.__setattr__(self, "size", tuple(map(operator.index, pair)))
@@ -104,7 +104,7 @@ class CenterCrop(_Crop):
         return (longer, self.resize) if width <= height else (self.resize, longer)
 
     def window(self, height: int, width: int) -> tuple[int, int]:
-        """Return the window's first row and column in the resized image; negative if the window is larger.
+        """Return the window's first row and column in the resized image; 0 or less if the window is larger.
 
         `height` and `width` are those of the image before resizing, in pixels.
         """
@@ -190,7 +190,7 @@ class Resize(_Crop):
 
 
 ResizedCrop = CenterCrop | RandomResizedCrop
-"""Crops that may change the scale of an image."""
+"""The crops of `Normalize` that may change the scale of an image."""
 
 
 def check_image_size(crop: ResizedCrop, height: int, width: int) -> None:

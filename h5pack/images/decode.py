@@ -400,8 +400,8 @@ def rejecting() -> Iterator[None]:
 def _libtiff_messages() -> Iterator[None]:
     """Keep libtiff, which decodes TIFF files, from writing its messages to standard error.
 
-    If decoding fails, libtiff's first message becomes the reason, because it says more than Pillow's error. All other
-    lines that are written to standard error meanwhile are kept back, and written at the end.
+    If decoding fails, libtiff's first message becomes the reason, because it says more than Pillow's error. Lines of
+    other origin that are written to standard error meanwhile are kept back, and written at the end.
     """
     error: Exception | None = None
     try:

@@ -25,7 +25,8 @@ class JpegEncoder(Decoder):
     """Decodes images, shrinks their longer side to at most `max_side` pixels, and encodes them as JPEG of `quality`.
 
     If `max_side` is None, no image is shrunk. Images of more than `max_pixels` pixels are rejected. The pixels are
-    those of `Decoder`, upright. Gray images stay gray. Chroma is subsampled (4:2:0).
+    those of `Decoder`, upright. Gray images stay gray, unless they have alpha or one bit per pixel. Chroma is
+    subsampled (4:2:0).
     """
 
     def __init__(self, max_side: int | None, quality: int, max_pixels: int) -> None:

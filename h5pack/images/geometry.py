@@ -54,7 +54,7 @@ class Placement:
 
     @classmethod
     def shrunk(cls, heights: npt.NDArray[np.int32], widths: npt.NDArray[np.int32], max_side: int | None) -> Placement:
-        """Return how images of these sizes, (M,), are shrunk if a side is longer than `max_side`; None: none is."""
+        """Return how images of these sizes, (M,), are shrunk so that no side is longer than `max_side`, if given."""
         old = np.maximum(np.stack([widths, heights], axis=1), 1)
         new = old.copy()
         for index in np.flatnonzero(old.max(axis=1) > (max_side or np.iinfo(np.int32).max)).tolist():
@@ -90,7 +90,7 @@ class Placement:
 
 
 def turned_upright(points: Floats, orientation: int, height: int, width: int) -> Floats:
-    """Return where points, (n, 2), of an image as it is stored are after turning it upright.
+    """Return the points, (n, 2), of a stored image after it is turned upright.
 
     `orientation` is the image's Exif orientation, 5 to 8; `height` and `width` are those of the upright image.
     """

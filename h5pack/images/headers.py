@@ -16,7 +16,7 @@ _SOF = (0xC0, 0xC1, 0xC2)
 _APP0, _APP1, _APP14, _SOS = 0xE0, 0xE1, 0xEE, 0xDA
 # Accepted segments: tables, restart intervals, comments, and APPn except APP1, which may have an orientation.
 _ACCEPTED = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)} - {_APP1})
-# APPn segments that Pillow parses. It rejects an image in which they are malformed, so images with them are left to it.
+# Leave images with these APPn segments to Pillow, which parses them and rejects images in which they are malformed.
 _PILLOW_SEGMENTS = (b"MPF\0", b"Photoshop 3.0\0")
 _JFIF_BYTES, _ICC_BYTES, _ADOBE_BYTES = 14, 14, 12
 
@@ -49,7 +49,7 @@ class ImageHeader:
     height: int
     width: int
     decode_path: DecodePath
-    orientation: int = 1  # the Exif orientation, 1 to 8
+    orientation: int = 1  # the Exif orientation, 1 to 8 if the file is correct
 
 
 _last_prefix: tuple[bytes, ImageHeader] | None = None

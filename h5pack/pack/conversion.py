@@ -177,9 +177,10 @@ class Conversion:
         """Write a pack, or a part of it, as planned; continue an interrupted run if the options say so."""
         in_parts, distributed = self.options.part is not None, self._client is not None or self.options.finish
         lock = PartFile(output) if in_parts else OutputLock(output, distributed)
-        advice = "make room, then run again" + ("" if self.options.in_array_job else " with resume=True")
+        resume = () if self.options.in_array_job else ("resume=True",)
+        advice = " with ".join(("make room, then run again", *resume))
         try:
-            with reporting_full_disk(output.partial, advice, "resume=True"):
+            with reporting_full_disk(output.partial, advice, *resume):
                 pack = UnfinishedPack(plan, output, lock, in_parts or distributed)
                 if plan.to_encode.any():
                     with self._stage("encode", int(plan.to_encode.sum())) as advance:

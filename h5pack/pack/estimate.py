@@ -78,7 +78,7 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
                 compression=plan.options.filter,
             )
 
-    samples = list(run(executor, _time_sample, tasks(), 2 * num_workers, _describe))
+    samples = list(run(executor, _time_sample, tasks(), 2 * num_workers, _describe, resumable=False))
     # Leave out each worker's first task, which includes one-time work such as imports.
     timed = [seconds for is_first, seconds in samples if not is_first] or [seconds for _, seconds in samples]
     written = _WRITE_SECONDS_PER_ROW + _WRITE_SECONDS_PER_BYTE * plan.row_bytes

@@ -192,14 +192,14 @@ class ConvertOptions:
         raise OptionsError(f"{', '.join(given)} {problem}", parameters=(*given, "keep='jpeg'", "max_side"))
 
     @property
+    def in_array_job(self) -> bool:
+        """Whether this run writes or finishes parts of an array job. It always continues, and `resume` is refused."""
+        return self.finish or self.part is not None
+
+    @property
     def continues(self) -> bool:
         """Whether this run may continue what an earlier one has written."""
         return self.resume or self.in_array_job
-
-    @property
-    def in_array_job(self) -> bool:
-        """Whether this run writes a part of an array job, or finishes one."""
-        return self.part is not None or self.finish
 
     @property
     def channels(self) -> int:

@@ -218,7 +218,7 @@ class SourceFiles:
 
     def __init__(self, own: ChunkDecoder) -> None:
         self.own = own
-        # Use at most an eighth of the descriptors that this process may have; sysconf returns -1 if there is no limit.
+        # Keep at most one file open per eight descriptors that this process may have; sysconf returns -1 if unlimited.
         descriptors = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
         self.max_open = _MAX_FILES if descriptors < 0 else max(1, min(_MAX_FILES, descriptors // 8))
         self._opened: dict[SourceFile, ChunkDecoder] = {}
@@ -287,7 +287,7 @@ class SourceFiles:
         return ChunkRows(values.reshape(-1), np.arange(len(rows)), size, calls)
 
     def prefetch(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> None:
-        """Start reading the chunks of rows, int64 (n,), into the page cache, without waiting."""
+        """Start reading the chunks of rows, int64 (n,), into the page cache, except those read by the HDF5 library."""
         for file, source, there in index.split_by_source(rows):
             if source.codec is not None:
                 numbers = source.chunks_of(there)

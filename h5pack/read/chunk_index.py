@@ -89,7 +89,7 @@ class ChunkIndex:
 
     @cached_property
     def is_empty(self) -> bool:
-        """Whether no row has allocated storage, so that reads return the fill value without I/O."""
+        """Whether `raw` is true and no row has allocated storage, so that reads return the fill value without I/O."""
         return self.raw and bool((self.addresses < 0).all())
 
     @property
@@ -165,7 +165,7 @@ class ChunkIndex:
     ) -> Iterator[tuple[SourceFile | None, ChunkIndex, npt.NDArray[np.int64]]]:
         """Split `rows` where their source changes; yield the file, the index and the row numbers of each source.
 
-        The file is None for the dataset's own file. Row numbers are yielded as they count in the source.
+        The file is None for the dataset's own file. The row numbers are those in the source.
         """
         yield None, self, rows
 

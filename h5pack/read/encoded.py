@@ -63,7 +63,7 @@ class RowDecoder(Decoder):
         )
 
     def header(self, data: bytes) -> ImageHeader:
-        """Return an image's header with its upright size; raise RejectedImageError for no image or one too large."""
+        """Return an image's header with its upright size; raise RejectedImageError if it is no image or too large."""
         return read_header(data, lambda: io.BytesIO(data), MAX_PIXELS)
 
     def pixels(self, data: bytes) -> npt.NDArray[np.uint8]:
@@ -243,7 +243,7 @@ class EncodedIndex(ChunkIndex):
     def extents(self, start: int, stop: int) -> Iterator[tuple[int | None, int, int]]:
         """Yield the extents of the bytes `start` to `stop` - 1 of the data: source, byte offset, number of bytes.
 
-        The offset counts in the file of the source (see `source_file`).
+        The byte offset is one in the source's file (see `source_file`).
         """
         if self.base is not None:
             yield None, self.base + start, stop - start
@@ -323,7 +323,7 @@ def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = Tru
     bytes_index = index_rows(file, data, data_name)
     reason = bytes_index.library_text
     if reason is None and not (bytes_index.raw and bytes_index.complete):
-        reason = "its bytes are compressed"
+        reason = "its bytes are compressed, or not all of them are stored"
     group_rows = contiguous_group_rows(rows, pixel_bytes)
     is_mask = name != schema.ENCODED
     return EncodedIndex(

@@ -1,10 +1,10 @@
 """The engine that reads rows of a file's datasets, directly if possible, else through the HDF5 library.
 
-There are four paths. Rows in the page cache may be copied from a mapping of the file (`Engine.mapped`, `read_batch`).
-Directly readable rows of `SCATTER_BYTES` or more are scattered: read straight into their buffers, which may be anywhere
-in memory (`Storage`). Smaller directly readable rows are read into a staging buffer and copied from it, because an
-address per row would cost more than copying the row. All other rows are read and decoded by chunk (`ChunkDecoder`), or
-through h5py with a suitable chunk cache (`H5Reader`).
+Rows that are not encoded images take one of four paths. Rows in the page cache may be copied from a mapping of the file
+(`Engine.mapped`, `read_batch`). Directly readable rows of `SCATTER_BYTES` or more are scattered: read straight into
+their buffers, which may be anywhere in memory (`Storage`). Smaller directly readable rows are read into a staging
+buffer and copied from it, because an address per row would cost more than copying the row. All other rows are read and
+decoded by chunk (`ChunkDecoder`), or through h5py with a suitable chunk cache (`H5Reader`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class ReadStats:
     """Counts of what this process has read. The main dataset is the first of the engine's, usually the images."""
 
     rows: int = 0  # number of rows read from the main dataset
-    chunk_hits: int = 0  # rows of the main dataset that were read together with another row of their chunk
+    chunk_hits: int = 0  # rows of the main dataset after the first of each visit to a chunk
     chunk_misses: int = 0  # visits to chunks of the main dataset
-    bytes_wanted: int = 0  # total size of the rows that were returned, from all datasets
+    bytes_wanted: int = 0  # total size of the returned rows, from all datasets; encoded images count as row 0 decoded
     bytes_read: int = 0  # bytes read from files or copied from mappings of files; fewer than wanted if compressed
-    reads: int = 0  # number of system calls and HDF5 library calls; none for rows copied from mappings
+    # Number of system calls and HDF5 library calls: none for rows copied from mappings, one per row in `read_encoded`.
+    reads: int = 0
 
     @property
     def amplification(self) -> float:
@@ -71,7 +72,7 @@ class Engine:
     """Reads rows of several datasets of one file, from any number of threads.
 
     The first of `indexes` belongs to the main dataset, whose rows and chunk reads are counted. With `warn`, a warning
-    is logged for each dataset that is read through the HDF5 library.
+    is logged for each dataset, except checksums, that is read through the HDF5 library.
     """
 
     def __init__(self, path: str, identity: FileIdentity, indexes: dict[str, ChunkIndex], *, warn: bool = True) -> None:
@@ -128,7 +129,7 @@ class Engine:
         return None if mapping is None else MappedDataset(index, mapping, None)
 
     def count_mapped(self, name: str, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> None:
-        """Count rows that are copied from the mapping. `first` and `last` are as for `MappedDataset.ready`."""
+        """Count rows copied from the mapping: runs of consecutive rows, each from ``first[i]`` to ``last[i]``."""
         index = self.indexes[name]
         begins, ends = index.chunks_of(first), index.chunks_of(last)
         chunks = int((ends - begins + 1).sum()) - int(np.count_nonzero(begins[1:] == ends[:-1]))
@@ -180,7 +181,7 @@ class Engine:
         return self.read(name, rows, out) if found is None else found
 
     def _copy_cached(self, name: str, rows: npt.NDArray[np.int64], out: Any) -> npt.NDArray[Any] | None:
-        """Return rows copied from a mapping; None if that is not faster, or impossible as chunks are not adjacent."""
+        """Return rows copied from a mapping; None if that is impossible, or not faster than `read`."""
         index = self.indexes[name]
         if len(rows) < _MIN_CACHED_ROWS or index.row_bytes > _MAX_CACHED_ROW_BYTES or not index.dtype.isnative:
             return None
@@ -237,9 +238,9 @@ class Engine:
         return direct and index.row_bytes >= SCATTER_BYTES
 
     def keeps_byte_order(self, index: ChunkIndex) -> bool:
-        """Return whether rows arrive in stored byte order, because they are scattered or copied from decoded chunks.
+        """Return whether rows are scattered or copied from decoded chunks, which keeps the stored byte order.
 
-        The caller must then swap the bytes if the stored order is not the native one.
+        A caller of `execute` or `rows_in_chunk` must then swap the bytes if that order is not the native one.
         """
         return self.can_scatter(index) or self.can_decode(index)
 
@@ -441,5 +442,8 @@ class Engine:
                 self.files.storage(index.data, source).prefetch(offsets, counts)
 
     def prefetch_chunks(self, name: str, rows: npt.NDArray[np.int64]) -> None:
-        """Start reading the chunks of rows, int64 (n,), into the page cache, unless they are cached already."""
+        """Start reading the chunks of rows, int64 (n,), into the page cache, unless they are cached already.
+
+        Do nothing for chunks that are read through the HDF5 library.
+        """
         self.files.prefetch(self.indexes[name], rows)

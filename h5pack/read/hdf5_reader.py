@@ -22,7 +22,7 @@ class H5Reader:
     """Reads rows, int64 (n,), of the datasets of one file through the HDF5 library, in the given order.
 
     It opens the file on first use in each process, so it can be pickled, and used in forked processes. A method that
-    opens the file raises PackChangedError if it was replaced since it was described. A method that reads raises
+    opens the file raises PackChangedError if the file no longer has this `identity`. A method that reads raises
     ReadError if a system call fails, PackFormatError if HDF5 cannot read the rows for another reason, such as damaged
     chunks.
     """

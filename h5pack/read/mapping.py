@@ -92,7 +92,7 @@ class FileMapping:
 
     @classmethod
     def open(cls, storages: Sequence[Storage], bases: Sequence[int]) -> FileMapping | None:
-        """Map the files of storages, each at its index in `bytes`; return None if the system cannot map them."""
+        """Map the files of storages, file k at ``bytes[bases[k]]``; return None if the system cannot map them."""
         # Other systems have no way to load pages into the page table without the risk of a SIGBUS.
         if sys.platform != "linux" or None in (_mincore, _madvise, _mmap):
             return None

@@ -39,7 +39,7 @@ class RowExtents:
 
     edges: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]  # byte offset of each extent; negative if its rows have no allocated storage
-    # For each extent, how many of its rows are in a different chunk from the row requested before them; the first
+    # For each extent, the number of its rows whose chunk is not that of the row requested just before; the first
     # requested row counts, too.
     chunk_visits: npt.NDArray[np.int64]
     source_ids: npt.NDArray[np.int64] | None = None  # for each extent, the index of its source; None if not virtual
@@ -83,7 +83,7 @@ class ReadPlan:
     def execute(self, out: npt.NDArray[np.uint8], storage_of: Callable[[int | None], Storage]) -> tuple[int, int, int]:
         """Read the rows into `out`, uint8 (n, row_bytes), C-contiguous.
 
-        ``storage_of(source_id)`` must return the storage of a source's file, for None of the dataset's own file.
+        ``storage_of(source_id)`` must return the storage of a source's file, or for None, of the dataset's own file.
         Returns the numbers of chunk visits (see `RowExtents`), of bytes read, and of system calls.
         """
         extents, row_bytes = self.extents, self.index.row_bytes

@@ -129,7 +129,7 @@ def _join(packs: Sequence[FileDescription], index_of: Callable[[FileDescription]
 
 
 def _plain(index: ChunkIndex) -> ChunkIndex:
-    """Return a `ChunkIndex` with those attributes of an index of any type that `join_rows` uses."""
+    """Return a `ChunkIndex` with the attributes that `join_rows` uses, copied from an index of any type."""
     return ChunkIndex(
         name=index.name,
         dtype=index.dtype,

@@ -55,7 +55,8 @@ class FileIdentity:
             same = False
         if not same or status.st_ino != self.inode:
             raise PackChangedError(
-                f"{path}: the file was replaced or rewritten since this dataset was opened; open the dataset again",
+                f"{path}: the file was replaced, rewritten or removed since this dataset was opened; open the dataset "
+                "again",
                 path=path,
             )
 

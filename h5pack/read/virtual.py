@@ -58,7 +58,7 @@ class _Selection:
         return cls(everything, slab, count, tuple(map(int, begins)), tuple(int(last) + 1 for last in lasts))
 
     def rows(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return (first row, row count) if the selection is consecutive whole rows of this shape, else None."""
+        """Return (first row, row count); None unless consecutive whole rows of a dataset of this shape are selected."""
         if self.everything:
             return (0, shape[0]) if shape else None
         counts = tuple(end - begin for begin, end in zip(self.begins, self.ends, strict=True))
@@ -113,8 +113,8 @@ def index_rows(
 ) -> ChunkIndex:
     """Index a dataset like `index_dataset`, and follow virtual mappings and links to the files that hold the rows.
 
-    Returns a `VirtualIndex` if the rows can be read directly from the source files. Raises PackFormatError also if a
-    source is missing, or smaller than its mapping requires.
+    Returns a `VirtualIndex` if at least some rows can be read directly from the source files. Raises PackFormatError
+    also if a source is missing, or smaller than its mapping requires.
     """
     visited = visited or _Visited()
     key = file.filename, name
@@ -187,7 +187,7 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
 
 
 def _whole_rows(dataset: h5py.Dataset, found: h5py.Dataset, mapping: _Mapping) -> tuple[int, int, int] | None:
-    """Return a mapping's (first row, row count, first row in the source); None if it does not map whole rows only."""
+    """Return a mapping's (first row, row count, first row in source); None unless it maps consecutive whole rows."""
     if mapping.here.count == 0:
         return 0, 0, 0
     here, there = mapping.here.rows(dataset.shape), mapping.there.rows(found.shape)

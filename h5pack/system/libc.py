@@ -14,7 +14,7 @@ def libc_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]
     Calls of the function release the GIL. After a failed call, `raise_errno` raises the corresponding OSError.
     """
     try:
-        # Indexing, unlike attribute access, creates a new object, so argument types set elsewhere are not overwritten.
+        # A new CDLL has function objects of its own, so argument types set elsewhere are not overwritten.
         function = ctypes.CDLL(None, use_errno=True)[name]
     except (AttributeError, OSError, TypeError):
         return None

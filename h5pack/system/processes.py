@@ -56,7 +56,7 @@ class ElasticExecutor(concurrent.futures.Executor):
     """An executor whose number of workers may change."""
 
     def in_flight(self) -> int:
-        """Return the maximum number of tasks that `run` keeps submitted and not yet yielded; asked after each wait."""
+        """Return the maximum number of tasks that `run` keeps submitted and not yet yielded; called after each wait."""
         raise NotImplementedError
 
 
@@ -111,7 +111,7 @@ def open_executor(
 
 
 def choose_start_method() -> str:
-    """Return "fork" on Linux if this process has one thread, else "forkserver", or "spawn" if that is not available.
+    """Return "fork" on Linux if this process has one Python thread, else "forkserver", or "spawn" if that is missing.
 
     Fork takes only milliseconds and does not require scripts to have ``if __name__ == "__main__":``. But if the process
     has several threads, the child may inherit a lock that is never released.
@@ -300,7 +300,7 @@ def _unpicklable(value: Any, name: str = "", depth: int = 0) -> str:
 
 
 def _require_start(executor: concurrent.futures.Executor, num_workers: int, advice: str) -> None:
-    """Start all workers, and wait for the first one. Raise WorkerError if it cannot unpickle the shared object."""
+    """Start all workers; wait for the first one. Raise WorkerError if it ends or cannot unpickle the shared object."""
     try:
         started = [executor.submit(_raise_failure) for _ in range(num_workers)]
         while not (done := concurrent.futures.wait(started, _WAIT_SECONDS, concurrent.futures.FIRST_COMPLETED).done):

@@ -33,7 +33,7 @@ def format_bytes(count: float) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """Return an error's type and the line of its message that states the cause; no type if it is h5pack's own error."""
+    """Return an error's type and the line of its message that states the cause; no type for a one-line H5PackError."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import time
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
@@ -22,6 +24,7 @@ from h5pack.cluster.parts import SharedResults
 from h5pack.errors import (
     H5PackError,
     IncompletePackError,
+    NoSpaceError,
     OptionsError,
     OutputBusyError,
     OutputExistsError,
@@ -120,6 +123,31 @@ def test_a_killed_part_is_run_again(name: str, tmp_path: Path) -> None:
         assert not list(tmp_path.glob(f"{number}.h5.partial*"))
 
 
+def die(task: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_part_whose_worker_died_is_not_advised_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, options = folder(tmp_path)
+    monkeypatch.setattr(writer, "write_rows", die)
+    for settings, advised in (({"part": "1/2"}, ("num_workers",)), ({}, ("num_workers", "resume=True"))):
+        with pytest.raises(WorkerError) as caught:
+            h5pack.convert(source, tmp_path / f"{len(advised)}.h5", num_workers=2, **options, **settings)
+        assert caught.value.parameters == advised
+
+
+@pytest.mark.parametrize("settings", [{}, {"part": "1/2"}])
+def test_a_part_on_a_full_disk_is_not_advised_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    source, options = folder(tmp_path)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("h5pack.pack.conversion.UnfinishedPack", Mock(side_effect=full))
+    with pytest.raises(NoSpaceError) as caught:
+        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, **options, **settings)
+    assert caught.value.parameters == (() if settings else ("resume=True",))
+
+
 def test_parts_must_agree(tmp_path: Path) -> None:
     source, options = folder(tmp_path)
     out = tmp_path / "o.h5"
@@ -154,14 +182,6 @@ def test_a_strict_part_is_not_advised_to_resume(tmp_path: Path) -> None:
     with pytest.raises(ResumeError) as other:
         h5pack.convert(source, tmp_path / "p.h5", num_workers=1, part="1/1", overwrite=True, seed=5, **options)
     assert other.value.parameters == ("seed=0",)
-
-
-def test_a_part_whose_worker_died_is_not_advised_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, options = folder(tmp_path)
-    monkeypatch.setattr(writer, "read_image", lambda *_: os._exit(1))
-    with pytest.raises(WorkerError) as caught:
-        h5pack.convert(source, tmp_path / "o.h5", num_workers=2, start_method="fork", part="1/1", **options)
-    assert caught.value.parameters == ("num_workers",)
 
 
 def test_the_example_of_an_array_job_runs_every_part_and_finishes(tmp_path: Path) -> None:

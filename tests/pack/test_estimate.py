@@ -23,7 +23,7 @@ def test_the_mean_of_all_but_first_tasks_is_divided_among_the_workers(
         with Conversion(source, tmp_path / "o.h5", **quick(compression=compression)) as conversion:
             plan = conversion.plan()
             for results, mean in (([(True, 9.0), (False, 1.5), (False, 0.5)], after), ([(True, 2.5)], first)):
-                monkeypatch.setattr(estimate, "run", lambda *_, results=results: iter(results))
+                monkeypatch.setattr(estimate, "run", lambda *_, results=results, **__: iter(results))
                 for workers in (1, 4):
                     seconds = estimate_seconds(plan, None, workers)  # type: ignore[arg-type]
                     assert seconds == pytest.approx(20 * mean / workers, abs=0.11)
