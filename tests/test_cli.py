@@ -179,6 +179,7 @@ def test_a_closed_pipe_gives_no_traceback(tmp_path: Path) -> None:
         ("nothing=1 here", ("nothing=1",), "nothing=1 here"),
         ("another command with again=True", ("again=True",), "another command with --again"),
         ("exclude what is excluded", ("exclude",), "--exclude what is excluded"),
+        ("/x/root/a.csv, root.csv: give root.", ("root",), "/x/root/a.csv, root.csv: give --root."),
     ],
 )
 def test_parameters_in_messages_become_options(message: str, parameters: tuple[str, ...], expected: str) -> None:

@@ -54,10 +54,10 @@ def error_text(error: H5PackError, parser: argparse.ArgumentParser | None) -> st
 
 def option_text(text: str, fragments: Sequence[str], parser: argparse.ArgumentParser) -> str:
     """Return the text with the parameters in `fragments`, such as ``size=64``, replaced by command-line options."""
-    # Replace the longest fragments first, because one fragment may begin with another.
+    # Replace the longest fragments first, because one fragment may begin with another; but not parts of paths.
     for fragment in sorted(fragments, key=len, reverse=True):
         option = _option_text(fragment, parser) or fragment
-        text = re.sub(rf"(?<![\w-]){re.escape(fragment)}(?!\w)", lambda _: option, text)  # noqa: B023
+        text = re.sub(rf"(?<![\w./-]){re.escape(fragment)}(?![\w/]|\.\w)", lambda _: option, text)  # noqa: B023
     return text
 
 
