@@ -178,7 +178,7 @@ class Conversion:
         in_parts, distributed = self.options.part is not None, self._client is not None or self.options.finish
         lock = PartFile(output) if in_parts else OutputLock(output, distributed)
         resume = () if self.options.in_array_job else ("resume=True",)
-        advice = " with ".join(("make room, then run again", *resume))
+        advice = f"make room, then run again{' with resume=True' if resume else ''}"
         try:
             with reporting_full_disk(output.partial, advice, *resume):
                 pack = UnfinishedPack(plan, output, lock, in_parts or distributed)
