@@ -118,7 +118,7 @@ def move_field(kind: str, field: Any, axes: Axes) -> Any:
     count, size = len(axes[0].flip), (axes[0].input, axes[1].input)
     if kind != "mask" and isinstance(field, (list, tuple)):
         valid = all(isinstance(one, torch.Tensor) and one.ndim == 2 and one.shape[1] in _NUMBERS[kind] for one in field)
-        # Tensors with different numbers of columns could not be moved in one call.
+        # The tensors are concatenated, so they must have equal numbers of columns.
         valid = valid and len({one.shape[1] for one in field}) < 2
     else:
         valid = isinstance(field, torch.Tensor) and _SHAPES[kind](tuple(field.shape), size)

@@ -83,7 +83,7 @@ class DiagnoseSettings:
         if self.dtype not in DTYPES:
             raise OptionsError(f"dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}", parameters=("dtype",))
         if not 0 < self.seconds < float("inf"):
-            text = f"seconds is {self.seconds!r}; give the time for all measurements together, above 0"
+            text = f"seconds is {self.seconds!r}; give the total time in seconds, finite and above 0"
             raise OptionsError(text, parameters=("seconds",))
         for name, value in (("model", self.model), ("transform", self.transform)):
             if value is not None and not callable(value):

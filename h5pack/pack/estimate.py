@@ -54,8 +54,8 @@ class _SampleTask:
 def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) -> float:
     """Return an estimate of the seconds that a conversion takes after the survey.
 
-    The workers of `executor`, which share the plan's reader, decode a sample of the images (and compress it, with
-    `compression`) for about 0.3 s, or an eighth of all images if that takes less. Nothing is written.
+    The workers of `executor`, which share the plan's reader, decode (and with `compression`, compress) two tasks of
+    images each, then more until 0.3 s have passed or an eighth of all images is decoded. Nothing is written.
     """
     used, end = 0, time.perf_counter() + _SAMPLE_SECONDS
     step = plan.rows // max(1, len(sampled_rows(*statistics_range(plan, plan.row_order))))

@@ -214,7 +214,7 @@ class Engine:
         return out
 
     def read_range(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows `start` to `stop` - 1, at least one; in one read if all are in one chunk. Errors as in `read`."""
+        """Return rows `start` to `stop` - 1 (`start` < `stop`), like `read`, in one read if all are in one chunk."""
         index = self.indexes[name]
         offset = index.offset_of(start) if index.raw and index.in_own_file and index.complete else None
         if offset is None or start // index.chunk_rows != (stop - 1) // index.chunk_rows:

@@ -338,7 +338,7 @@ _MISSING_FILE_REASONS = {
 }
 
 MISSING_FILE_REASONS = frozenset(_MISSING_FILE_REASONS.values())
-"""The reasons for which a file is rejected before its content is read."""
+"""The reasons for rejecting a file that is missing or cannot be opened."""
 
 
 def missing_file_reason(error: OSError) -> str | None:

@@ -150,7 +150,7 @@ def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int
         _add_image(path, number, entry, images, split, known)
     for category in categories:
         if not isinstance(category, dict) or not isinstance(category.get("id"), int):
-            raise SourceError(f"{path}: the category {category!r:.60} has no id; correct it", path=path)
+            raise SourceError(f"{path}: the category {category!r:.60} has no integer id; correct it", path=path)
         name = str(category.get("name", category["id"]))
         if found.categories.setdefault(category["id"], name) != name:
             other = found.categories[category["id"]]
