@@ -51,7 +51,7 @@ from h5pack.system.machine import available_cpus, available_memory, load_average
 
 _MAX_THREADS = 4
 _TRIED = (1, 2, 4, 8, 16)
-"""Numbers of threads, and of workers, to compare by default: those up to the number of CPUs, and that if below 16."""
+"""Numbers of threads and workers to compare by default: those up to the CPU count, and the CPU count if below 16."""
 _WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.3, 0.25
 """Fractions of the remaining time for warming up, comparing variants, the run-off, and each of two sets of settings."""
 _SMALL_SECONDS = 10.0

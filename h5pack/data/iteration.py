@@ -233,7 +233,7 @@ class _SerialTorch(threading.local):
     _set = staticmethod(libc_function("omp_set_num_threads", None, ctypes.c_int) or (lambda _: None))
 
     def __enter__(self) -> None:
-        # On the first call in a thread, torch sets the thread's number. Make this call before setting it to 1.
+        # torch's first call in a thread sets OpenMP's number of threads. Make it before setting that to 1.
         torch.get_num_threads()
         self._before = self._get()
         self._set(1)

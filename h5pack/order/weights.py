@@ -1,4 +1,4 @@
-"""Drawing rows by class weights or row weights: systematic resampling, which reads no chunk twice in an epoch.
+"""Drawing rows by class or row weights: systematic resampling, which keeps the draws of a chunk together.
 
 The rows, in the file's order, are segments of a line. The length of a segment is the row's weight. An epoch with n
 draws places n equally spaced points on the line, shifted by an offset that is random in each epoch. A row is drawn once

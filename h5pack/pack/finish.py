@@ -203,7 +203,7 @@ def complete(pack: Unfinished, tables: PackTables) -> None:
         _clear(descriptor, last, int(some[-1]) + size)
     copy_structure(output.structure, descriptor, addresses, pack.structure)
     os.fsync(descriptor)
-    _require_sound(pack, is_sound(output.partial, _expected(pack, tables), addresses))
+    _require_sound(output.partial, is_sound(output.partial, _expected(pack, tables), addresses))
 
 
 def compress(
@@ -247,7 +247,7 @@ def complete_compressed(pack: Unfinished, tables: PackTables, chunks: Iterable[b
         write_compressed(path, pack.structure, len(tables.checksums), tables, chunks)
         sync_path(path)
         check = executor.submit(is_sound, path, _expected(pack, tables), None, pack.structure.compression)
-        _require_sound(pack, check.result())
+        _require_sound(path, check.result())
     except BaseException:
         # An incomplete copy cannot be continued, and it may be what filled the disk.
         path.unlink(missing_ok=True)
@@ -280,13 +280,13 @@ def _expected(pack: Unfinished, tables: PackTables) -> list[Expected]:
     ]
 
 
-def _require_sound(pack: Unfinished, sound: bool) -> None:
+def _require_sound(path: Path, sound: bool) -> None:
     if not sound:
         raise H5PackError(
-            f"{pack.output.partial}: the file does not contain what was written to it; check the disk, then run again "
-            "with resume=True",
-            path=pack.output.partial,
-            parameters=("resume=True",),
+            f"{path}: the file does not contain what was written to it; check the disk, then run again with "
+            "resume=True, or with finish=True if that was given",
+            path=path,
+            parameters=("resume=True", "finish=True"),
         )
 
 

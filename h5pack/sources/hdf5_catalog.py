@@ -349,7 +349,7 @@ def _read_labels(path: Path, dataset: h5py.Dataset, name: str) -> tuple[npt.NDAr
         raise _label_error(path, name, f"holds {values.dtype}, which cannot be labels", _OTHER, _NONE)
     whole = values.dtype.kind != "f" or bool((np.isfinite(values) & (values == np.rint(values))).all())
     if not whole or (values.size and not -(2**63) <= int(values.min()) <= int(values.max()) < 2**63):
-        found = f"holds numbers that are not all 64-bit integers (the first is {values.reshape(-1)[0]})"
+        found = f"holds numbers that are not all 64-bit integers (it starts with {values.reshape(-1)[0]})"
         raise _label_error(path, name, found, _OTHER, _NONE, _FIELD)
     if values.ndim == 2:
         columns = attribute_names(dataset, schema.COLUMNS) or ()
