@@ -97,7 +97,7 @@ def subset(
 
 
 def _names(names: str | Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
+    return (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
 
 
 def _require_known(part: Part, parameter: str, names: Sequence[str], known: Sequence[str]) -> None:

@@ -199,7 +199,7 @@ def checked_statistics(
     try:
         means = None if mean is None else tuple(map(float, mean))
         deviations = None if std is None else tuple(map(float, std))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise OptionsError(
             f"mean is {mean!r} and std is {std!r}; give sequences of one number per channel", parameters=("mean", "std")
         ) from error

@@ -139,7 +139,9 @@ def _numbers_of(row: int, value: Any) -> npt.NDArray[Any] | None:
         array = np.asarray(value)
     except ValueError:
         raise FieldValueError(row, "contains lists of different lengths or depths") from None
-    if array.ndim and not len(array):
+    if not array.ndim:
+        raise FieldValueError(row, f"contains {_short(value)}, which is not a list")
+    if not len(array):
         return None
     if not array.size or array.dtype.kind not in "biuf" or (array.dtype == np.uint64 and array.max() >= 2**63):
         raise FieldValueError(row, f"contains {_short(value)}, with entries that are not numbers of at most 64 bits")

@@ -100,12 +100,13 @@ def _kind_of(names: Iterable[str]) -> str:
 def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shards:
     """Return the files of a source, which is a file, a brace pattern such as ``shard-{000..010}.tar``, or a folder.
 
-    Of a folder, these are the files with one of the `suffixes` that are not excluded, possibly none. Patterns of
-    `include` that match one or more of these select among the files, and the other patterns among the samples. Raises
-    SourceError if a file of a brace pattern is missing.
+    Of a folder, these are the files with one of the `suffixes`, in lower or upper case, that are not excluded, possibly
+    none. Patterns of `include` that match one or more of these select among the files, and the other patterns among the
+    samples. Raises SourceError if a file of a brace pattern is missing.
     """
     if os.path.isdir(path):
-        names = list(walk(str(path), NameFilter(tuple(f"*{suffix}" for suffix in suffixes), wanted.exclude)).below(""))
+        patterns = tuple(f"*{case(suffix)}" for suffix in suffixes for case in (str.lower, str.upper))
+        names = list(walk(str(path), NameFilter(patterns, wanted.exclude)).below(""))
         files = tuple(pattern for pattern in wanted.include if any(_selects(pattern, name) for name in names))
         if files:
             names = [name for name in names if NameFilter(files).allows(name)]

@@ -467,6 +467,7 @@ def test_datasets_without_statistics_or_with_different_ones_are_refused(tmp_path
         ({"mean": (0.5, 0.5), "std": (0.2,)}, ("mean", "std")),
         ({"mean": (), "std": ()}, ("mean", "std")),
         ({"mean": 0.5}, ("mean", "std")),
+        ({"mean": ("a",)}, ("mean", "std")),
         ({"mean": (123.7, 116.3, 103.5)}, ("mean",)),
         ({"mean": (float("nan"),)}, ("mean",)),
         *(({"std": (value,)}, ("std",)) for value in (0.0, -1.0, float("nan"))),

@@ -71,6 +71,7 @@ def test_lists_of_one_depth_are_ragged(values: list[Any], dtype: Any, shape: tup
         ([[1], [2**64]], 1),
         ([[2**63]], 0),
         ([[[]]], 0),
+        ([[1], np.array(5)], 1),
     ],
 )
 def test_lists_that_do_not_fit_together_are_an_error(values: list[Any], row: int) -> None:
