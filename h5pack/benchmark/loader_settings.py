@@ -9,7 +9,7 @@ from typing import Any
 
 from h5pack.benchmark.cases import MIN_REPEATS, BenchCase, FileVariant, Measurement
 from h5pack.format.plans import CachePlan, plan_cache
-from h5pack.system.text import counted
+from h5pack.system.text import counted, listed
 
 
 def limited_batch_size(batch_size: int, rows: int) -> int:
@@ -73,23 +73,27 @@ def pick_settings(
 
 
 def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, str]:
-    """Return the number of workers for a DataLoader, one per CPU unless another is faster; and the reason."""
+    """Return the number of workers for a DataLoader, one per CPU unless another is faster; and the reason.
+
+    If `run_off` has other numbers only, because these were asked for, return the fastest of them.
+    """
     case = replace(picked.case, num_threads=1)
-    found = {
-        one.case.num_workers or 0: one
+    tried = {
+        one.case.num_workers: one
         for one in run_off
-        if one.case.num_workers is not None
-        and len(one.speeds) >= MIN_REPEATS
-        and replace(one.case, num_workers=None) == case
+        if one.case.num_workers is not None and replace(one.case, num_workers=None) == case
     }
+    found = {number: one for number, one in tried.items() if len(one.speeds) >= MIN_REPEATS}
     usual = found.get(workload.cpus)
-    faster = [one for one in found.values() if usual is not None and one.is_faster(usual)]
-    best = max(faster, key=lambda one: one.median, default=usual)
+    others = [one for one in found.values() if workload.cpus not in tried or (usual and one.is_faster(usual))]
+    best = max(others, key=lambda one: one.median, default=usual)
     if best is None:
-        why = f"one per CPU; fewer than {MIN_REPEATS} repeats were measured with {counted(workload.cpus, 'worker')}"
+        few = f"there was no time for {MIN_REPEATS} repeats with {listed([str(number) for number in tried])} of them"
+        why = f"one per CPU; {few if tried else 'none were measured'}"
         return workload.cpus, f"If you use a DataLoader instead of H5Loader: num_workers={workload.cpus}, {why}."
     number = best.case.num_workers or 0
     why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"
+    why = why if workload.cpus in tried else "the fastest of the numbers to compare"
     why += f"; {_by_count('num_workers', found, best)}" if len(found) > 1 else ""
     speed = f"{best.median:,.0f} images/s"
     return number, f"If you use a DataLoader instead of H5Loader: num_workers={number} ({speed}), {why}."

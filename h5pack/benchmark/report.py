@@ -31,6 +31,7 @@ from h5pack.system.text import counted, format_bytes, listed
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
 _NOISY_RATIO, _SLOW_RATIO = 1.5, 1.25
+_LONGER = "seconds=300"  # More turns, of whose ratios the extremes are left out, for a busy machine.
 _Line = tuple[Measurement, list[str]]
 """A measurement, and further cells of its line in a table."""
 
@@ -124,8 +125,10 @@ class BenchReport:
     @property
     def parameters(self) -> tuple[str, ...]:
         """The parameters of `bench` and `to_text` that the text may advise to give, such as ``seconds=60``."""
-        if self.recommendation is not None:
-            return (*filter(None, (self._more_rows, self._hint()[1])), "full=True")
+        chosen = self.recommendation
+        if chosen is not None:
+            longer = _LONGER if chosen.busy else ""
+            return (*filter(None, (self._more_rows, self._hint()[1], longer)), "full=True")
         seconds = [] if self.enough_seconds is None else [f"seconds={self.enough_seconds}"]
         return *seconds, "orders='window'", "engines='direct'", "full=True"
 
@@ -152,9 +155,9 @@ class BenchReport:
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is for H5Loader"
         if chosen.busy:
-            again = "measure again when nothing else uses the machine"
+            again = f"measure again when nothing else uses the machine, or longer ({_LONGER})"
             what = f"{what[0].lower()}{what[1:]}"
-            what = f"Speeds vary too much between repeats to compare files; {again}. Until then, {what}"
+            what = f"Speeds vary too much between repeats to compare all files; {again}. Until then, {what}"
         elif chosen.is_default and len(chosen.ties) > 1 and chosen.compared:
             what = f"No chunk size is measurably better: keep the default of {chosen.variant}{size}"
         low, high = chosen.images_per_s_range
@@ -421,14 +424,20 @@ def _run_off(report: BenchReport) -> list[_Line]:
 
 def _legend(report: BenchReport) -> list[str]:
     """Return what the marks, engines and orders of the tables mean."""
-    marks = [] if report.recommendation is None else ["> recommended", "= no clear difference to that"]
+    chosen, engines = report.recommendation, {one.case.engine for one in report.measurements}
+    marks = [] if chosen is None else ["> recommended"]
+    if chosen is not None and chosen.compared and len(chosen.ties) > 1:
+        marks.append("= no clear difference to that")
     if any(variant.compression != "none" for variant in report.variants):
         marks.append("chunk: uncompressed size x stored bytes of all images per byte of their pixels")
+    readers = {
+        "direct": "H5Loader, without the HDF5 library; single: H5Dataset",
+        "tuned": "H5Loader through the HDF5 library, with a chunk cache for reading in any order; single: h5py",
+        "default": "plain h5py, row by row (sequential: a batch at a time), with its default chunk cache",
+    }
     return [
         *marks,
-        "direct: H5Loader, without the HDF5 library; single: H5Dataset",
-        "tuned: H5Loader through the HDF5 library, with a chunk cache for reading in any order; single: h5py",
-        "default: plain h5py, row by row (sequential: a batch at a time), with its default chunk cache",
+        *(f"{name}: {text}" for name, text in readers.items() if name in engines),
         "sequential: as stored; window: window shuffle; full: full shuffle; single: one random index a call",
         "without ±: a single short repeat, which may be much slower than a whole training",
         "tables and ceilings: measured at different times, so their quotients may differ from the ratios above",

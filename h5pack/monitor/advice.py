@@ -233,7 +233,9 @@ class _Rules:
     def _batches(self) -> Iterator[Advice]:
         evidence, half = self.evidence, self.evidence.half_batch_ratio
         rows, size = evidence.batch_rows or 0, evidence.loaded_row_bytes or 0
-        if self.limits(Bottleneck.STEP) and half is not None and half < _OVERHEAD:
+        step = evidence.rates(Stage.STEP)
+        steady = step is None or step.is_steady
+        if self.limits(Bottleneck.STEP) and half is not None and half < _OVERHEAD and steady:
             yield self.make(Remedy.LARGER_BATCH_FOR_STEP, half=100 * half)
         if 0 < rows * size < _SMALL_BATCH_BYTES and self.limits(Bottleneck.LOADER, Bottleneck.COPY):
             yield self.make(Remedy.LARGER_BATCH_FOR_LOADER, rows=rows, size=size)

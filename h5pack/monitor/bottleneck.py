@@ -66,6 +66,11 @@ class Rates:
         """Return whether the ranges from lowest to highest overlap, so that it is unclear which speed is higher."""
         return self.low <= other.high and other.low <= self.high
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether the repeats differ by at most a factor of five; if not, nothing is decided by them."""
+        return self.high <= 5.0 * self.low
+
     def __str__(self) -> str:
         return f"{rate_text(self.median)} images/s"
 
@@ -207,7 +212,7 @@ class Evidence:
         normalize, step = self.rates(Stage.NORMALIZE), self.rates(Stage.STEP)
         if normalize is None or step is None or self.normalize_fraction is None:
             return False
-        if any(rates.high > _UNSTEADY * rates.low for rates in (normalize, step)):
+        if not (normalize.is_steady and step.is_steady):
             return False
         alone = step.median / (normalize.median + step.median)
         return alone / _SHARE_NOISE <= self.normalize_fraction <= alone * _SHARE_NOISE
@@ -292,8 +297,6 @@ MAX_STALL = 0.1
 _STALL_NOISE = 0.1
 # Two speeds whose medians differ by at most this factor count as equal, whatever the ranges of their repeats.
 _EQUAL = 1.1
-# If repeats of the same loop or stage differ by more than this factor, nothing is decided by them.
-_UNSTEADY = 5.0
 # Two speeds whose medians differ by more than this factor count as different, even if an outlier makes ranges overlap.
 _APART = 1.5
 # The step does not wait for a feed whose slowest repeat is this many times as fast as the step's fastest repeat.
@@ -342,7 +345,7 @@ class _StageRules:
         together, producers, demand = self.rates[Stage.EVERYTHING], self._feed_and_copy(), self._demand()
         # If no repeat waited, it does not matter how much their speeds and those of the feed differ.
         waited = high > MAX_STALL
-        if waited and together.high > _UNSTEADY * together.low:
+        if waited and not together.is_steady:
             return Verdict(Outcome.NOISY, stage=Stage.EVERYTHING)
         for stage, rates in ((producers if waited else {}) | self.device).items():
             if together.median > _FASTER * rates.median:

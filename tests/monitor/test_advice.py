@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from h5pack.monitor.advice import Advice, Remedy, advise
-from h5pack.monitor.bottleneck import Encoding, Evidence, Outcome, judge
+from h5pack.monitor.bottleneck import Encoding, Evidence, Outcome, Rates, judge
 from tests.monitor.figures import evidence, rates
 from tests.monitor.test_bottleneck import random_evidence
 
@@ -71,6 +71,7 @@ def remedies(found: list[Advice], *, moves: bool) -> str:
         # The size and type of batches.
         (FED, {"half_batch_ratio": 0.55}, "LARGER_BATCH_FOR_STEP FASTER_STEP", ""),
         (FED, {"half_batch_ratio": 0.9}, "FASTER_STEP", ""),
+        ({**FED, "step": Rates(3_000, 500, 3_100, 5)}, {"half_batch_ratio": 0.55}, "FASTER_STEP", ""),
         (LOADER, {"batch_rows": 8, "loaded_row_bytes": 3_072}, "LARGER_BATCH_FOR_LOADER", ""),
         (COPY, FLOATS, "UINT8_BATCHES", ""),
         (FED, FLOATS, "FASTER_STEP", "UINT8_BATCHES"),
