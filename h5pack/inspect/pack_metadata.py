@@ -145,7 +145,7 @@ def _field_line(name: str, found: dict[str, Any], rows: int) -> str:
     elif None in found["shape"]:
         held = f"{found['dtype']}, in the sizes of the images"
     else:
-        held = f"{found['dtype']} {shape_text(tuple(found['shape'])) or 'number'}"
+        held = f"{found['dtype']}, {shape_text(tuple(found['shape'])) or 'one number'} per row"
     return f"field    {name}: {found['kind']}, {held}"
 
 

@@ -34,8 +34,7 @@ def training_split(source: str, catalog: Catalog, val: float) -> int:
     if validation:
         problem = f"it already has the split {names[validation[0]]!r} for validation"
     raise OptionsError(
-        f"{source}: {parameter} would divide its images for training, but {problem}; leave out {parameter}, or convert "
-        "one of the splits alone",
+        f"{source}: {parameter} would divide its images for training, but {problem}; leave out {parameter}",
         path=None if catalog.kind == "dataset" else source,
         parameters=(parameter,),
     )
