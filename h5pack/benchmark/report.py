@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from h5pack.benchmark.cases import (
@@ -25,7 +27,7 @@ from h5pack.benchmark.cases import (
 )
 from h5pack.benchmark.recommend import Recommendation, epoch_text
 from h5pack.benchmark.sample import MANY_IMAGES
-from h5pack.format.plans import MIN_CHUNKS, CachePlan, plan_chunks
+from h5pack.format.plans import CachePlan, plan_chunks
 from h5pack.system.machine import load_text
 from h5pack.system.text import counted, format_bytes, listed
 
@@ -189,8 +191,10 @@ class BenchReport:
         if chosen is None:
             return "", ""
         if self.kind == "generated" and chosen.is_default:
-            fewest = MIN_CHUNKS * ((chosen.chunk_rows or 1) - 1) + 1
-            return f"Sets of fewer than {fewest:,} images get smaller chunks by default.", ""
+            largest, counts = chosen.chunk_rows or 1, range(1, MANY_IMAGES)
+            default = partial(plan_chunks, row_bytes=self.row_bytes, whole_pages=True)
+            fewest = counts[bisect_left(counts, largest, key=lambda count: default(count).rows)] if largest > 1 else 1
+            return (f"Sets of fewer than {fewest:,} images get smaller chunks by default." if fewest > 1 else ""), ""
         small = not chosen.compared and not self._more_rows
         if small and chosen.convert and len(shape) in (2, 3):
             axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]

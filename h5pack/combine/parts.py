@@ -102,7 +102,7 @@ def is_virtual(part: Part) -> bool:
 
 
 def open_part(path: Path) -> Part:
-    """Open a complete pack; raise SourceError if the file is not a pack, or lacks the checksums of its rows."""
+    """Open a complete pack; raise SourceError if the HDF5 file is not a pack or lacks checksums of its rows."""
     with open_file(path) as file:
         if schema.FORMAT not in file.attrs:
             raise SourceError(f"{path}: is not a pack; make a pack of it with 'h5pack convert'", path=path)

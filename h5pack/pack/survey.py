@@ -107,7 +107,7 @@ class _Task:
     max_pixels: int
     shown: str  # how messages name the first image
     masks: list[tuple[str, list[str]]]  # the kind, and the names of the images' masks, of each field of pixels
-    resize: bool  # whether further images may have another size
+    resize: bool  # whether the images of a sample may differ in size
     keep: bool  # whether JPEG files are kept
 
 

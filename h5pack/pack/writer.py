@@ -387,7 +387,7 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
     if not isinstance(data, bytes) or len(data) != size:
         raise SourceError(
             f"{name}: was {size:,} bytes large and has changed since the conversion began; restore it, then run again "
-            "with resume=True, or start over with overwrite=True and without resume=True",
+            "with resume=True (parts of an array job without it), or start over with overwrite=True instead",
             path=name,
             parameters=("resume=True", "overwrite=True"),
         )
@@ -405,7 +405,7 @@ def read_image(reader: SourceReader, index: int, name: str, field: int | None = 
         # The survey could read this file, so either the storage has failed or the source was changed since.
         raise SourceError(
             f"{name}: {error.strerror or error}, although the survey could read it; restore the source, then run "
-            "again with resume=True",
+            "again with resume=True (parts of an array job without it)",
             path=name,
             parameters=("resume=True",),
         ) from error
