@@ -29,7 +29,7 @@ h5pack join a.h5 b.h5 both.h5             make one pack of several packs
 h5pack subset out.h5 small.h5 --sample 99 make a pack of some rows of another
 h5pack info out.h5                        show what a file contains and how it is stored
 h5pack verify out.h5                      check every row
-h5pack preview out.h5 sheet.png           draw some images of every class
+h5pack preview out.h5 sheet.png           draw some images of each class
 h5pack export out.h5 ./images             write the images as files again
 h5pack bench ./celebA                     measure which chunk size and settings are fastest
 h5pack doctor out.h5                      find the slowest stage of feeding a training step

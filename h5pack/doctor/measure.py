@@ -113,8 +113,8 @@ class Meter:
 
     `step` monitors the batches of the step, and `loader` those of the loader, before they are normalized. Without them,
     the step counts as never waiting, and the consumer of the loader as always waiting. On a GPU, the step's wait is the
-    stall of `step`. On a CPU, batches are normalized in the step's thread, so the step's wait is that of `loader`, and
-    the waits of `step` are longer by the time to normalize. A CUDA `device` is synchronized before each reading.
+    stall that `step` measures. On a CPU, it is the wait that `loader` measures, because there the wait that `step`
+    measures includes normalizing, which the step's thread does. Call `synchronize` before reading them at the end.
     """
 
     def __init__(

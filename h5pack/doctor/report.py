@@ -292,7 +292,7 @@ def _slowed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) ->
     return (
         f"The step is slowed down in the loop, where everything together reaches {together}; alone it reaches {step}. "
         f"But it waits for data only {_stall_text(evidence)} of the time, so the loader is fast enough. Something else "
-        "takes the CPUs: the loader's own threads, or other programs; then the step's threads wait for each other."
+        "takes the CPUs: the loader's own threads, or other programs."
         f"{_threads_text(evidence)} Measure again when nothing else uses the machine, or with more time, "
         f"seconds={_more_seconds(enough_seconds):g}."
     )

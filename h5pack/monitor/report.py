@@ -32,7 +32,7 @@ class FeedReport:
     epoch: int | None
     step: int  #: batches delivered so far: in all epochs if the loader has a length, else by this monitor
     batches: int  #: number of batches that the step received during the period
-    images: int | None  #: number of images in these batches; None if they contain no tensor with an axis
+    images: int | None  #: number of images in these batches; None if they contain no tensor or array with an axis
     seconds: float  #: length of the period
     wait_seconds: float  #: how long the process waited inside next(loader)
     #: How long the step waited. On a CPU: `wait_seconds`. On a CUDA device: how long the step's stream had no work

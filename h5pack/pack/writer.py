@@ -68,8 +68,8 @@ class RowGroup:
     # Of each field that is chunked like the images: byte offset of each row, int64 (n,), and name of each row's mask
     field_offsets: list[npt.NDArray[np.int64]]
     field_names: list[list[str]]
-    # Only with `keep`, where rows are contiguous: the end of each row in bytes after the offset of the first, and where
-    # the encoded bytes of each image are (None: read them from its file).
+    # Only with `keep`, which makes rows contiguous: the end of each row in bytes from the start of the first row, and
+    # the location of each image's encoded bytes (None: read its file).
     ends: list[int]
     encoded: list[EncodedFile | None]
 

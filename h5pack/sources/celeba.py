@@ -14,7 +14,7 @@ from h5pack.sources.folders import walk
 from h5pack.sources.manifest import TextTable, binary_table, integers, read_delimited, read_spaced
 
 _IMAGES = "img_align_celeba"
-# Where the images and the tables may be: as in Kaggle's archive, all in one folder, or as in the university's archives.
+# Where the images and the tables may be: as in Kaggle's archive, as in the university's archives, or in one folder.
 _IMAGE_FOLDERS = (f"{_IMAGES}/{_IMAGES}", _IMAGES, f"Img/{_IMAGES}/{_IMAGES}", f"Img/{_IMAGES}")
 _TABLE_FOLDERS = ("", "Anno", "Eval", "anno", "eval")
 _PARTITIONS = ("train", "val", "test")

@@ -58,7 +58,7 @@ class Listing:
 
 
 def walk(root: str, names: NameFilter, top: str = "") -> Listing:
-    """Find all files in and below the folder `top` of `root` that the filter `names` selects.
+    """Find all files that the filter `names` selects in the folder `top` of `root` and its visible subfolders.
 
     The order does not depend on the file system. Links to files and folders are followed, except loops of links. Raise
     SourceError if a folder cannot be listed, unless the filter excludes everything below that folder.
