@@ -394,12 +394,12 @@ class BenchRun:
         with self._phase("other cases (cold)"):
             sweep.measure(cold, end - self._clock(), report.measurements)
         tried = {one.case for one in report.measurements if one.reason != NO_TIME}
-        # More seconds would not help if the sample is too small.
-        if not tried.issuperset(every) and (report.recommendation is None or report.recommendation.compared):
-            report.notes.append(
-                f"{len(set(every) - tried)} of {len(every)} cases of the tables were not measured for lack of time; "
-                f"about {enough} seconds are enough for all."
-            )
+        left_out = f"{len(set(every) - tried)} of {len(every)} cases of the tables were not measured"
+        if report.recommendation is not None and not report.recommendation.compared:
+            text = f"{left_out}, because the sample is too small to compare them."
+        else:
+            text = f"{left_out} for lack of time; about {enough} seconds are enough for all."
+        report.notes += [] if tried.issuperset(every) else [text]
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -103,8 +103,10 @@ def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> st
     """Return the speeds with other values of a setting as multiples of that with the recommended one."""
     ratios = {value: one.ratios(best) or (one.median / best.median,) for value, one in tried.items() if one is not best}
     others = [f"{name}={value} gives {ratio_text(found)}" for value, found in sorted(ratios.items())]
-    uncertain = any(min(found) > 1 for found in ratios.values())
-    return f"{', '.join(others)} of its speed" + ", too uncertain a difference to prefer it" * uncertain
+    text = f"{', '.join(others)} of its speed"
+    if any(min(found) > 1 for found in ratios.values()):
+        return f"{text}, which varies too much to prefer it"
+    return text + ", no clear difference" * any(max(found) >= 1 for found in ratios.values())
 
 
 def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> tuple[CachePlan | None, list[str]]:

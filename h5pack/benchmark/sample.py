@@ -229,6 +229,12 @@ class BenchSample:
     not_packed: list[str] = field(default_factory=list)  # Labels of variants with chunks, for which time was too short.
 
 
+def usual_sizes(default_chunk_rows: int, row_bytes: int) -> set[int]:
+    """Return the chunk sizes in rows to compare by default, without those that are within 10 % of the default size."""
+    sizes = {max(1, size // row_bytes) for size in DEFAULT_CHUNK_BYTES}
+    return {default_chunk_rows, *(rows for rows in sizes if abs(rows - default_chunk_rows) > 0.1 * default_chunk_rows)}
+
+
 def make_sample(
     source: BenchInput,
     settings: BenchSettings,
@@ -255,7 +261,7 @@ def make_sample(
     count = MANY_IMAGES if source.kind == "generated" else source.num_images
     default_chunk_rows = min(plan_chunks(count, row_bytes, whole_pages=True).rows, source.num_images)
     given = {*settings.chunk_rows, *(max(1, size // row_bytes) for size in settings.chunk_bytes)}
-    wanted = sorted(given or {default_chunk_rows, *(max(1, size // row_bytes) for size in DEFAULT_CHUNK_BYTES)})
+    wanted = sorted(given or usual_sizes(default_chunk_rows, row_bytes))
     if not given and is_small(min(settings.rows or source.num_images, source.num_images), row_bytes):
         wanted, settings = [default_chunk_rows], replace(settings, contiguous=False)
     num_files = len(wanted) * len(settings.compression) + settings.contiguous

@@ -37,6 +37,7 @@ STAGE_TITLES = {
     Stage.EVERYTHING: "everything together",
 }
 _SMALL_GAIN = 1.05
+_SLOWDOWN = 1.25  # A loop that is this many times slower than the step's stages alone is remarked on.
 _FEW_BATCHES = 8  # If an epoch has fewer, its beginning, when no batch is ready, takes much of the time.
 _BAR, _WIDTH = 24, 110  # maximum length of a bar in the text, and of a line
 _PLAIN, _BOTTLENECK, _TOGETHER, _MUTED, _INK = "#9db4c8", "#d1495b", "#33658a", "#777777", "#222222"
@@ -308,6 +309,9 @@ def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> st
         text += f" of the time, normalizing takes {normalize:.0f} %, and the step itself {step:.0f} %"
     else:
         text += " of the time"
+    if verdict.slowdown >= _SLOWDOWN:
+        text += ". It shares the CPUs with the loader: normalizing and the step alone are "
+        text += f"{verdict.slowdown:.1f} times as fast as the loop"
     return f"{text}. A faster loader would gain at most {100 * verdict.gain - 100:.0f} %."
 
 

@@ -104,7 +104,8 @@ class Remedy(Enum):
     )
     FEWER_STEP_THREADS = (
         "PyTorch's {step_threads} threads share the CPUs with the loader and other programs, and wait for each other "
-        "if one is delayed. Try OMP_NUM_THREADS=1 before the command, or torch.set_num_threads(1) in your module."
+        "if one is delayed. Compare with OMP_NUM_THREADS=1 before the command, or torch.set_num_threads(1) in your "
+        "module, which may be faster or slower."
     )
     OWN_MODEL = "The step is a small built-in network. Measure yours: `model`."
     USE_IDLE_GPUS = "{others}: train with {gpus} processes, one on each GPU (torchrun)."
@@ -291,7 +292,7 @@ class _Rules:
         if not (step_limits or self.limits(Bottleneck.NORMALIZE)):
             return
         if evidence.step_competes:
-            yield self.make(Remedy.FEWER_STEP_THREADS, step_threads=evidence.step_threads)
+            yield self.make(Remedy.FEWER_STEP_THREADS, False, step_threads=evidence.step_threads)
         if step_limits and evidence.builtin_step:
             yield self.make(Remedy.OWN_MODEL, False)
             return

@@ -251,6 +251,7 @@ class Verdict:
     # EVERYTHING if its repeats differ too much.
     stage: Stage | None = None
     gain: float = 1.0  # how many times as fast the training would be at most if the step did not wait
+    slowdown: float = 1.0  # FED on a CPU: how many times as fast normalizing and the step are alone as in the loop
     first_epoch: Rates | None = None  # the disk's speed, if the disk slows down only the first epoch
 
     @property
@@ -358,7 +359,8 @@ class _StageRules:
         if stall <= MAX_STALL and not self.evidence.on_gpu and demand.low > _SLOWED * together.high:
             return Verdict(Outcome.SLOWED, **known)
         if stall <= MAX_STALL:
-            return Verdict(Outcome.FED, self._device_parts(), **known)
+            slowdown = 1.0 if self.evidence.on_gpu else demand.median / together.median
+            return Verdict(Outcome.FED, self._device_parts(), slowdown=slowdown, **known)
         slowest = _slowest(producers.values())
         if slowest.low > _AMPLE * demand.high:
             return Verdict(Outcome.CONTENTION, **known)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from h5pack.benchmark.cases import BenchSettings
-from h5pack.benchmark.sample import BenchSample, ScratchFolder, make_sample
+from h5pack.benchmark.sample import BenchSample, ScratchFolder, make_sample, usual_sizes
 from h5pack.combine.convert import convert
 from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, WorkerError
 from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, input_of, sample_of, write_cut_chunks
@@ -64,6 +64,12 @@ def test_a_larger_input_file_is_read_in_whole_chunks(tmp_path: Path, scratch: Sc
 def test_chunks_larger_than_half_the_sample_are_left_out(folder: Path, scratch: ScratchFolder) -> None:
     sample = sample_of(folder, scratch, chunk_rows=(4, 30), contiguous=False)
     assert (labels(sample), len(sample.notes)) == (["4 rows"], 1)
+
+
+def test_sizes_near_the_default_are_not_compared_with_it() -> None:
+    assert usual_sizes(148, 96 * 96 * 3) == {2, 9, 37, 148, 606}  # Not 151, which is 4 MiB.
+    assert usual_sizes(120, 96 * 96 * 3) == {2, 9, 37, 120, 151, 606}
+    assert usual_sizes(1, 20 * 2**20) == {1}
 
 
 def test_variants_that_come_late_are_left_out(folder: Path, scratch: ScratchFolder) -> None:

@@ -279,3 +279,11 @@ def test_rates_of_repeats() -> None:
     assert Rates.of([3.0, 1.0, 2.0]) == Rates(2.0, 1.0, 3.0, 3)
     assert rates(100).overlaps(rates(103))
     assert not rates(100).overlaps(rates(105))
+
+
+def test_a_loop_that_is_slower_than_its_stages_alone_says_by_how_much() -> None:
+    known = {"stall_fraction": 0.04, "normalize_fraction": 0.3}
+    # Normalizing 9,000 images/s and then stepping 3,000 are 2,250 together.
+    verdict = judge(evidence({**ALONE, "everything": 1_125}, **ON_CPU, **known))
+    assert (verdict.outcome, verdict.slowdown) == (Outcome.FED, pytest.approx(2.0))
+    assert judge(evidence(stall_fraction=0.04)).slowdown == 1.0
