@@ -125,11 +125,11 @@ class FileReport:
         lines = [f"{self.path}: {format_bytes(self.bytes)}"]
         lines += ["not an h5pack file"] if self.pack is None else pack_lines(self.pack)
         size = format_bytes(sum(stop - start for start, stop in self.opening))
-        lines.append(f"opening  reads {counted(len(self.opening), 'range')} of the file, {size} in all")
+        lines.append(f"opening  over a network takes {counted(len(self.opening), 'request')}, {size} in all")
         lines += [dataset.to_text(self.path) for dataset in self.datasets]
         lines += [] if any(one.faults for one in self.datasets) else ["faults   none"]
         if self.opening_fix is not None:
-            lines.append(f"to open it with one range, over a network: {shlex.join(self.opening_fix)}")
+            lines.append(f"to open it over a network with one request: {shlex.join(self.opening_fix)}")
         stats = self.stats or {}
         if stats.get("labels"):
             splits = stats.get("split_labels", {}).items()
