@@ -14,7 +14,6 @@ import h5py
 import numpy as np
 
 from h5pack.combine.combination import Combination, CombineReport
-from h5pack.errors import OutputExistsError
 from h5pack.pack import finish
 from h5pack.pack.file_structure import create_file, describe_dataset, describe_file, system_errors
 from h5pack.pack.options import ConvertOptions
@@ -33,16 +32,7 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int =
     """Write the virtual file of a combination. It is never resumed, because it takes no longer than reading tables."""
     begin = time.perf_counter()
     output = Output(out)
-    try:
-        output.check(ConvertOptions(overwrite=overwrite))
-    except OutputExistsError as error:
-        if "resume=True" not in error.parameters:
-            raise
-        raise OutputExistsError(
-            f"{output.partial}: was left by an interrupted call; start over with overwrite=True",
-            path=output.partial,
-            parameters=("overwrite=True",),
-        ) from None
+    output.check(ConvertOptions(overwrite=overwrite), resumable=False)
     lock = OutputLock(output)
     try:
         with reporting_full_disk(output.partial, "make room, then run again"):

@@ -170,14 +170,14 @@ class Conversion:
         return replace(self._write_all(plan), notes=tuple(note.text for note in plan.notes()))
 
     def _write_all(self, plan: ConvertPlan) -> ConvertReport:
-        self.output.require_space(plan.needed_bytes, in_parts=self.options.in_array_job)
+        self.output.require_space(plan.needed_bytes, resumable=self.options.resumable)
         return self.write(plan, self.output)
 
     def write(self, plan: ConvertPlan, output: Output) -> ConvertReport:
         """Write a pack, or a part of it, as planned; continue an interrupted run if the options say so."""
         in_parts, distributed = self.options.part is not None, self._client is not None or self.options.finish
         lock = PartFile(output) if in_parts else OutputLock(output, distributed)
-        resume = () if self.options.in_array_job else ("resume=True",)
+        resume = ("resume=True",) if self.options.resumable else ()
         advice = f"make room, then run again{' with resume=True' if resume else ''}"
         try:
             with reporting_full_disk(output.partial, advice, *resume):
@@ -254,7 +254,7 @@ class Conversion:
 
     def _write_rows(self, pack: UnfinishedPack, missing: npt.NDArray[np.int64], results: RowResults) -> None:
         tasks = writer.write_tasks(pack.plan, pack.job, pack.all_offsets, missing, self.num_workers)
-        in_flight, resumable = 2 * self.num_workers, not self.options.in_array_job
+        in_flight, resumable = 2 * self.num_workers, self.options.resumable
         with self._stage("write", len(missing)) as advance:
             for records in run(
                 self._executor, writer.write_rows, tasks, in_flight, writer.describe, resumable=resumable
@@ -291,7 +291,7 @@ class Conversion:
 
 def _refuse_rejects(plan: ConvertPlan, record: RowRecord) -> None:
     for row, reason in record.reasons.items():
-        refuse_reject(plan.source, plan.reject(row, reason), begun=not plan.options.in_array_job)
+        refuse_reject(plan.source, plan.reject(row, reason), begun=plan.options.resumable)
 
 
 def _source_name(source: str | os.PathLike[str] | MapStyleDataset) -> str:

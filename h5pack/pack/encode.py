@@ -196,7 +196,7 @@ def encode_images(
     plan = pack.plan
     assert isinstance(plan, KeptPlan)
     places, reasons = EncodedPlaces(len(plan.catalog), len(plan.catalog.pixel_fields)), {}
-    in_parts, resumable = isinstance(executor, SharedResults), not plan.options.in_array_job
+    in_parts, resumable = isinstance(executor, SharedResults), plan.options.resumable
     for path, payload in () if in_parts else pack.journal.payloads(_PREFIX):
         record = EncodedRecord.decode(payload)
         places.add(_data_path(str(path)), record.images)

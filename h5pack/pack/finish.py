@@ -228,7 +228,7 @@ def compress(
     )
 
     def chunks() -> Iterator[bytes]:
-        resumable = not pack.plan.options.in_array_job
+        resumable = pack.plan.options.resumable
         for rows, stored in run(
             executor, compress_rows, tasks, max_in_flight, describe_task, ordered=True, resumable=resumable
         ):

@@ -197,6 +197,11 @@ class ConvertOptions:
         return self.finish or self.part is not None
 
     @property
+    def resumable(self) -> bool:
+        """Whether this run is continued with ``resume=True`` if it is interrupted."""
+        return not self.in_array_job
+
+    @property
     def continues(self) -> bool:
         """Whether this run may continue what an earlier one has written."""
         return self.resume or self.in_array_job

@@ -106,9 +106,10 @@ class Output:
     def _beside(self, ending: str) -> Path:
         return self.final.with_name(self.final.name + ending)
 
-    def check(self, options: ConvertOptions, count_parts: Callable[[], int] = int) -> None:
+    def check(self, options: ConvertOptions, count_parts: Callable[[], int] = int, *, resumable: bool = True) -> None:
         """Raise if the conversion could not finish: the folder is not writable, or an existing file is in the way.
 
+        Without `resumable`, the call can only start over if an earlier one was interrupted, and is so advised.
         `count_parts` returns the number of parts of an array job that has begun, or 0. A part may continue only such a
         job, not another unfinished conversion.
         """
@@ -136,21 +137,22 @@ class Output:
         if has_unfinished and not overwrite and not resume:
             if self.partial.exists() and is_locked(self.partial):
                 raise OutputBusyError(_busy(self), path=self.final)
-            advice, named = "resume=True, or start over with overwrite=True", ("resume=True", "overwrite=True")
-            if options.part is not None:
+            named: tuple[str, ...] = ("resume=True", "overwrite=True")
+            advice = "continue it with resume=True, or start over with overwrite=True"
+            if not resumable:
+                named, advice = ("overwrite=True",), "start over with overwrite=True"
+            elif options.part is not None:
                 # A part never discards an unfinished file.
                 named = ("resume=True", "part='{}/{}'".format(*options.part))
-                advice = f"{named[0]} instead of {named[1]}, or delete all files {self.partial}*"
+                advice = f"continue it with {named[0]} instead of {named[1]}, or delete all files {self.partial}*"
             raise OutputExistsError(
-                f"{self.partial}: belongs to an unfinished conversion; continue it with {advice}",
-                path=self.partial,
-                parameters=named,
+                f"{self.partial}: belongs to an interrupted run; {advice}", path=self.partial, parameters=named
             )
 
-    def require_space(self, needed: int, *, in_parts: bool = False) -> None:
+    def require_space(self, needed: int, *, resumable: bool = True) -> None:
         """Raise NoSpaceError if `needed` bytes, minus what the unfinished files already occupy, are not free.
 
-        Runs of an array job always continue, so they are not advised to resume.
+        The error recommends ``resume=True`` if `resumable`.
         """
         held = 0
         shards = (path for path in self.shards.rglob("*") if path.is_file())
@@ -161,9 +163,9 @@ class Output:
         if needed - held > free:
             raise NoSpaceError(
                 f"{self.final}: needs {needed - held:,} bytes more and {self.final.parent} has only {free:,} free; "
-                f"make room and run again{'' if in_parts else ' with resume=True'}, or choose another output",
+                f"make room and run again{' with resume=True' if resumable else ''}, or choose another output",
                 path=self.final,
-                parameters=() if in_parts else ("resume=True",),
+                parameters=("resume=True",) if resumable else (),
             )
 
     def journal_identity(self) -> tuple[int, int] | None:

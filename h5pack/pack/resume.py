@@ -219,7 +219,7 @@ class UnfinishedPack:
             check_tasks(path, offsets, rows, expected, _CHECK_BYTES)
             for offsets, expected in zip(self.all_offsets, checksums, strict=True)
         )
-        resumable = not self.plan.options.in_array_job
+        resumable = self.plan.options.resumable
         with stage("check", len(rows) * len(checksums)) as advance:
             for count, found in run(
                 executor, check_rows_counted, tasks, max_in_flight, describe_check, resumable=resumable
@@ -259,11 +259,11 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
 
 def _refused(plan: ConvertPlan, journal: Journal, difference: str, *parameters: str) -> ResumeError:
     partial = journal.folder.with_suffix("")
-    if plan.options.in_array_job:
-        advice = f"give the same options and source, or delete all files {partial}* to start over"
-    else:
+    if plan.options.resumable:
         advice = "resume with the same options and source, or start over with overwrite=True and without resume=True"
         parameters = (*parameters, "overwrite=True", "resume=True")
+    else:
+        advice = f"give the same options and source, or delete all files {partial}* to start over"
     return ResumeError(f"{partial}: {difference}; {advice}", path=partial, parameters=parameters)
 
 
