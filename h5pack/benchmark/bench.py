@@ -384,7 +384,7 @@ class BenchRun:
         """Measure the cases that do not decide the recommendation, as far as time allows."""
         done = {one.case for one in report.measurements}
         others, left = [case for case in every if case not in done], end - self._clock()
-        cases, _ = plan_cases(others, left)
+        cases = plan_cases(others, left)
         enough = enough_seconds(self._settings.seconds, left, others)
         hot, cold = ([case for case in cases if case.cache == cache] for cache in CACHES)
         left = end - self._clock()

@@ -285,23 +285,20 @@ def usable_seconds(budget: float) -> float:
     return 0.97 * budget - min(0.9, 0.2 * budget)
 
 
-def plan_cases(cases: Sequence[BenchCase], seconds: float) -> tuple[list[BenchCase], list[BenchCase]]:
-    """Return the most important cases that fit into `seconds`, and the rest."""
+def plan_cases(cases: Sequence[BenchCase], seconds: float) -> list[BenchCase]:
+    """Return the most important cases that fit into `seconds`."""
     levels: dict[int, list[BenchCase]] = {}
     for case in cases:
         levels.setdefault(_level(case), []).append(case)
     taken: list[BenchCase] = []
-    left_out: list[BenchCase] = []
     spent = 0.0
     for level in sorted(levels):
         cost = sum(map(min_seconds, levels[level]))
         # Take all cases of a level or none, because variants can only be compared if all of them are measured.
-        if spent + cost > seconds:
-            left_out += levels[level]
-            continue
-        spent += cost
-        taken += levels[level]
-    return taken, left_out
+        if spent + cost <= seconds:
+            spent += cost
+            taken += levels[level]
+    return taken
 
 
 def enough_seconds(budget: float, left: float, cases: Sequence[BenchCase]) -> int:

@@ -131,15 +131,15 @@ def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:
     if workload.batch_size < size:
         sentences.append(f"Measured with batch_size={workload.batch_size}: the sample has only {rows}.")
     if workload.first_epoch:
-        speed = speed_range_text(workload.first_epoch)
+        speeds = workload.first_epoch
+        speed = speed_range_text(statistics.median(speeds), min(speeds), max(speeds))
         sentences.append(f"The first epoch decodes each chunk: {speed}. Then the chunks stay in memory.")
     return sentences
 
 
-def speed_range_text(speeds: Sequence[float]) -> str:
-    """Return the median of speeds, and the range of several, such as "1,234 images/s (1,100 to 1,300)"."""
-    span = f" ({min(speeds):,.0f} to {max(speeds):,.0f})" if len(speeds) > 1 else ""
-    return f"{statistics.median(speeds):,.0f} images/s{span}"
+def speed_range_text(speed: float, low: float, high: float) -> str:
+    """Return a speed and the range of its repeats, such as "1,234 images/s (1,100 to 1,300)"."""
+    return f"{speed:,.0f} images/s" + f" ({low:,.0f} to {high:,.0f})" * (low < high)
 
 
 def ratio_text(ratios: Sequence[float]) -> str:

@@ -25,6 +25,7 @@ from h5pack.benchmark.cases import (
     is_small,
     repeats_json,
 )
+from h5pack.benchmark.loader_settings import speed_range_text
 from h5pack.benchmark.recommend import Recommendation, epoch_text
 from h5pack.benchmark.sample import MANY_IMAGES
 from h5pack.format.plans import CachePlan, plan_chunks
@@ -162,8 +163,7 @@ class BenchReport:
             what = f"Speeds vary too much between repeats to compare all files; {again}. Until then, {what}"
         elif chosen.is_default and len(chosen.ties) > 1 and chosen.compared:
             what = f"No chunk size is measurably better: keep the default of {chosen.variant}{size}"
-        low, high = chosen.images_per_s_range
-        speed = f"{chosen.images_per_s:,.0f} images/s" + f" ({low:,.0f} to {high:,.0f})" * (low < high)
+        speed = speed_range_text(chosen.images_per_s, *chosen.images_per_s_range)
         threads = f"with num_threads={chosen.num_threads}"
         if not chosen.compared and not self._more_rows:
             epoch = f"all {self.num_images:,} images are read in {epoch_text(self.num_images, chosen.images_per_s)}"
