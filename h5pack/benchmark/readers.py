@@ -83,7 +83,7 @@ class CaseReader:
 
 
 class SharedDatasets:
-    """Open datasets that all readers share, so that the chunks of a file, maybe millions, are indexed only once."""
+    """Open datasets that several readers share, so that not each of them indexes a file's chunks, maybe millions."""
 
     def __init__(self, sampled: float = 1.0) -> None:
         self._sampled = sampled

@@ -128,7 +128,7 @@ def missing(
 def finalists(
     variants: Sequence[FileVariant], measurements: Sequence[Measurement], workload: Workload, cache: str
 ) -> list[BenchCase]:
-    """Return the cases to measure again side by side: one per file variant, the fastest first.
+    """Return the cases to measure again side by side: one for each of the fastest variants, the fastest first.
 
     The input file and the variant nearest to the default are always among them, because the others are compared with
     them.

@@ -393,7 +393,7 @@ def _tables(report: BenchReport) -> list[list[str]]:
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
     if blocks:
         blocks.append(_legend(report))
-    run_off = "run-off: speeds and ratios of the answer; a ratio is the median of those within each turn"
+    run_off = "run-off: speeds, and their ratios to the recommended settings (median of the ratios in each turn)"
     others: list[_Line] = [(one, []) for one in table.others]
     for title, more_heads, found_lines in (("other settings", [], others), (run_off, ["ratio"], _run_off(report))):
         lines = sorted((line for line in found_lines if line[0].speeds), key=lambda line: -line[0].median)

@@ -128,8 +128,8 @@ class Sweep:
         the ceiling is measured after each repeat of an H5Loader. Return about how many seconds a repeat of all takes.
 
         If `reload_each_repeat` is true, the file is loaded into the page cache again before each repeat, provided that
-        time remains for enough repeats. The reason is that where the cached pages lie in memory changes the speed of
-        all epochs by up to a fifth, until the file is loaded again.
+        time remains for enough repeats. The place of the cached pages in memory changes the speed of all epochs by up
+        to a fifth, until the file is loaded again.
         """
         shares = sum(min_seconds(case) for case in cases)
         soft_end = self._clock() + seconds

@@ -77,7 +77,7 @@ class ConcatPack(BatchSource):
         first, *others = self.datasets
         if not self._plain:
             raise OptionsError(
-                "the datasets have transforms of samples; give the loader a transform of batches instead",
+                "the datasets have transforms of samples; leave them out, and transform batches instead",
                 parameters=("transform", "target_transform"),
             )
         return first.joined_with(others)

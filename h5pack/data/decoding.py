@@ -37,7 +37,7 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DrawKey:
-    """The key from which, together with their row numbers, the random crops of samples are drawn.
+    """The key that, together with the number of a sample's row, determines its random crop.
 
     `repeat` distinguishes the copies of a row in an epoch: the number of the batch, or 0 if each row comes only once.
     It may be an int64 tensor, (n,).

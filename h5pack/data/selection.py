@@ -122,7 +122,7 @@ def _select_rows(
 ) -> tuple[H5Dataset, RowSet, npt.NDArray[np.int64] | None]:
     """Return the `H5Dataset`, its rows in the file's order, and the position of each row in `indices` or `dataset`.
 
-    The positions are None if all rows of an `H5Dataset` are selected and they are consecutive.
+    The positions are None for an `H5Dataset` of consecutive rows without `indices` or a `Subset`.
     """
     base, subsets = dataset, []
     while isinstance(base, Subset):

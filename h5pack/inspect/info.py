@@ -247,12 +247,13 @@ def describe_dataset(dataset: h5py.Dataset) -> DatasetReport:
     cache = None
     if layout == "chunked":
         cache = plan_cache(shape, dataset.chunks, dataset.id.get_type().get_size(), filtered=bool(filters))
-    varies = isinstance(h5py.check_vlen_dtype(dataset.dtype), np.dtype)
+    element = h5py.check_vlen_dtype(dataset.dtype)
+    varies = element is not None
     kept_bytes = _kept_bytes(dataset)
     faults = _faults(dataset, filters, kept=kept_bytes > 0)
     return DatasetReport(
         name=dataset.name.lstrip("/"),
-        dtype=f"variable-length {h5py.check_vlen_dtype(dataset.dtype)}" if varies else str(dataset.dtype),
+        dtype=f"variable-length {getattr(element, '__name__', element)}" if varies else str(dataset.dtype),
         shape=shape,
         layout=layout,
         chunks=dataset.chunks,

@@ -298,7 +298,7 @@ def _inspect_kept(file: h5py.File) -> _Structure:
 
 
 def _add_kept(file: h5py.File, index: EncodedIndex, found: _Structure) -> None:
-    """Add encoded images or masks to `large`; if another program moved them, check them here instead."""
+    """Add encoded images or masks to `large`, or check them here if their bytes are not stored in one piece."""
     if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
         found.problems.append(f"{index.name}/offsets: the rows do not cover all bytes of {index.data.name}")
     checksums = _checksums(file, index.name, found)

@@ -194,7 +194,7 @@ def _find_card(nvml: Any, device: torch.device) -> Any:
     for card in cards:
         if _decoded(nvml.nvmlDeviceGetUUID(card)) == f"GPU-{uuid}":
             return card
-    raise LookupError(f"{device} is none of the {len(cards)} GPUs that NVML lists")
+    raise LookupError(f"{device} cannot be identified among the {len(cards)} GPUs that NVML lists")
 
 
 def _decoded(value: str | bytes) -> str:

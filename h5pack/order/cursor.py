@@ -18,7 +18,7 @@ _GLOBAL_BATCH = "batch_size times num_replicas"
 _PROBLEMS = {
     **dict.fromkeys(("order", "mixture"), "by another kind of sampler or h5pack version; resume with the first run's"),
     _PACK_DIGEST: "for a pack with other rows, or in another order; resume with the pack of the first run",
-    "rows_digest": "for other rows of its file, or other indices of them; resume with the same indices or Subset",
+    "rows_digest": "for other rows of the file, or other indices; resume with the same indices or Subset",
     "weights_digest": "with other weights; resume with the same weights",
     "counts": "with other weights of the packs; resume with the same weights",
     "packs": "for other packs, or with another seed, shuffle or window; resume with those of the first run",

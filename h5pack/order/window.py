@@ -293,7 +293,7 @@ class _ChunkSequence:
         return derive_key(ORDER_VERSION, self.plan.seed, self.epoch, *parts)
 
     def _starts(self, numbers: Rows) -> Rows:
-        """Return the offsets at which the chunks with the given numbers on the line start."""
+        """Return where on the line the chunks with these numbers start, in rows."""
         rounds, inside = np.divmod(numbers, self.rows.chunk_count)
         if self._edges is not None:
             found: Rows = rounds * self.rows.count + self._edges[inside]

@@ -231,7 +231,7 @@ class KeptPlan(ConvertPlan):
         return super()._tables_bytes() + 16 * (self.rows + 1) + offsets + self._mask_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """See `ConvertPlan`; `shape` has only the number of images, and `encoded_bytes` is the size of all files."""
+        """See `ConvertPlan`; `shape` has only the number of images, and `encoded_bytes` is that of all of them."""
         own = {"shape": [self.rows], "chunk_rows": None, "encoded_bytes": int(self.offsets[-1])}
         return {**super().to_json(), **own}
 

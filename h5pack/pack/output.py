@@ -289,8 +289,8 @@ def _require_stale(output: Output, probe: Path) -> None:
 class OutputLock:
     """An flock on ``OUT.partial``, held from the file's creation until it is renamed to the output.
 
-    With `distributed`, or if there is one already, also an `OwnerFile`. Raises OutputBusyError if another process holds
-    either.
+    It also creates an `OwnerFile`, with `distributed` or if one exists already. Raises OutputBusyError if another
+    process holds either.
     """
 
     def __init__(self, output: Output, distributed: bool = False) -> None:

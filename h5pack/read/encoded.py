@@ -310,7 +310,7 @@ def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = Tru
     outside = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > len(data))
     if outside.any() or not 0 <= offsets[0] <= len(data):
         row = int(outside.argmax()) if rows else 0
-        problem = f"row {row} lies outside of the {len(data):,} bytes of {data_name!r}; {advice}"
+        problem = f"row {row} is not a range of the {len(data):,} bytes of {data_name!r}; {advice}"
         raise dataset_error(file.filename, table_name, problem, (row,))
     height = width = pixel_bytes = 0
     if rows and sized:

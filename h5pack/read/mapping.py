@@ -264,7 +264,7 @@ class MappedDataset:
         return rows if self._files is None else (self.offsets(rows) - self._first) // self.index.row_bytes
 
     def files(self, rows: npt.NDArray[np.int64]) -> list[int]:
-        """Return the numbers in `mapping` of the files that store rows, int64 (n,)."""
+        """Return the numbers in `mapping` of the files that store `rows`, each once."""
         if self._files is None:
             return [0]
         return list(set(self._files[self._chunks_of(rows)[0]].tolist()))

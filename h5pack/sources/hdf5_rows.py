@@ -1,4 +1,4 @@
-"""Rows of an HDF5 file as images: read by the engine, then converted to uint8 pixels with channels last."""
+"""Rows of an HDF5 file as images: encoded images as they are, numbers converted to uint8 pixels, channels last."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def default_range(dtype: np.dtype[Any]) -> tuple[float, float] | None:
 
 
 def mask_dtype(dtype: np.dtype[Any]) -> str | None:
-    """Return the dtype of masks whose numbers are stored as `dtype`; None if these are floats or may exceed int32."""
+    """Return the dtype to which masks of `dtype` are converted; None for floats and numbers that may exceed int32."""
     if dtype.kind == "b" or dtype == np.uint8:
         return "|u1"
     return "<i4" if dtype.kind in "iu" and np.can_cast(dtype, np.int32) else None

@@ -25,7 +25,7 @@ _MAX_FILES = 1_000_000
 
 @dataclass(frozen=True)
 class Shards:
-    """The files of a source: those of a folder, sorted (MDS: in the index's order), or of a pattern, in its order."""
+    """The files of a source: of a folder, sorted (MDS: in the index's order), or of a brace pattern, as it expands."""
 
     root: Path  # the folder that contains the files
     names: list[str]  # of the files, relative to `root`
