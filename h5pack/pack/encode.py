@@ -244,12 +244,12 @@ def _tasks(plan: KeptPlan, job: EncodeJob, indices: npt.NDArray[np.int64], num_w
         yield EncodeTask(
             job=job,
             indices=images,
-            names=[plan.catalog.names[index] for index in images],
+            names=plan.catalog.names.at(images),
             decode_paths=plan.decode_paths[share].tolist(),
             kept=plan.fits[share].tolist(),
             read=plan.needs_encoding[share].tolist(),
             sizes=list(zip(plan.heights[share].tolist(), plan.widths[share].tolist(), strict=True)),
-            masks=[[one.files[index] for index in images] for one in plan.catalog.pixel_fields],
+            masks=[one.files.at(images) for one in plan.catalog.pixel_fields],
         )
 
 

@@ -66,14 +66,14 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
             if number >= 2 * num_workers and (time.perf_counter() > end or used > plan.rows // _SAMPLE_PART):
                 return
             used += len(indices)
-            names = [plan.catalog.names[index] for index in indices]
+            names = plan.catalog.names.at(indices)
             yield _SampleTask(
                 indices=indices,
                 names=names,
                 decode_paths=plan.decode_paths[indices].tolist(),
                 pixels=plan.pixels,
                 fields=plan.pixel_rows,
-                masks=[[one.files[index] for index in indices] for one in plan.catalog.pixel_fields],
+                masks=[one.files.at(indices) for one in plan.catalog.pixel_fields],
                 statistics_step=step,
                 compression=plan.options.filter,
             )

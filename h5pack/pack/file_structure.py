@@ -489,9 +489,9 @@ def _create_names(file: h5py.File, path: str, names: Sequence[str] | NameTable) 
     kind = h5py.string_dtype("utf-8", width)
     table = file.create_dataset(path, (len(names),), kind, chunks=(rows,), compression="gzip", compression_opts=6)
     # Write chunk by chunk to save memory, because one long name makes every string of an array as long.
+    remaining = iter(names)
     for start in range(0, len(names), rows):
-        stop = min(start + rows, len(names))
-        table[start:stop] = utf8([names[index] for index in range(start, stop)], minimum=width)
+        table[start : start + rows] = utf8(list(itertools.islice(remaining, rows)), minimum=width)
 
 
 def options_text(options: dict[str, Any]) -> str:

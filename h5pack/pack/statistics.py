@@ -45,9 +45,10 @@ def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint
     columns = np.zeros((2, lines.shape[0], lines.shape[2]), np.uint64)
     step = max(1, min(_BLOCK_LINES, _BLOCK_BYTES // (lines.shape[0] * lines.shape[2])))
     for start in range(0, lines.shape[1], step):
-        block = lines[:, start : start + step]
+        block = lines[:, start : start + step].astype(np.uint16)
         columns[0] += block.sum(1, dtype=np.uint16)
-        columns[1] += np.multiply(block, block, dtype=np.uint16).sum(1, dtype=np.uint32)
+        block *= block
+        columns[1] += block.sum(1, dtype=np.uint32)
     sums: npt.NDArray[np.uint64] = columns.reshape(2, -1, channels).sum(1) if last else columns.sum(2)
     return sums
 

@@ -285,9 +285,8 @@ def _tasks(catalog: Catalog, max_pixels: int, resize: bool, keep: bool, done: se
         if start in done:
             continue
         indices = range(start, min(start + step, len(catalog)))
-        names = [catalog.names[index] for index in indices]
-        masks = [(one.kind, [one.files[index] for index in indices]) for one in catalog.pixel_fields]
-        yield _Task(start, names, max_pixels, catalog.shown(start), masks, resize, keep)
+        masks = [(one.kind, one.files.at(indices)) for one in catalog.pixel_fields]
+        yield _Task(start, catalog.names.at(indices), max_pixels, catalog.shown(start), masks, resize, keep)
 
 
 def _describe(task: _Task) -> str:

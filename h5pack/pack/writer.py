@@ -110,7 +110,7 @@ def write_tasks(
                 yield WriteTask(job, groups)
                 groups, count = [], 0
             indices = plan.row_order.origins[rows]
-            names = [plan.catalog.names[index] for index in indices.tolist()]
+            names = plan.catalog.names.at(indices)
             decode_paths, some = plan.decode_paths[indices].tolist(), np.flatnonzero(sampled[rows]).tolist()
             ends = row_offsets.edges(int(rows[0]), len(rows))[1:].tolist() if job.keep else []
             encoded = plan.encoded_files(indices) if job.keep else []
@@ -118,7 +118,7 @@ def write_tasks(
                 RowGroup(
                     rows, row_offsets.offsets(rows), indices.tolist(), names, decode_paths, some,
                     [one.offsets(rows) for one in field_offsets] if job.fields else [],
-                    [[one.files[index] for index in indices.tolist()] for one in plan.catalog.pixel_fields],
+                    [one.files.at(indices) for one in plan.catalog.pixel_fields],
                     ends, encoded,
                 )
             )  # fmt: skip

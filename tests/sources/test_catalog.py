@@ -32,6 +32,8 @@ def test_a_name_table_gives_back_every_name(names: list[str]) -> None:
     assert list(table) == names
     assert [table[index] for index in range(len(names))] == names
     assert [table[index] for index in range(-len(names), 0)] == names
+    assert table.at(np.arange(len(names))[::-2]) == names[::-2]
+    assert table.at(range(len(names))) == names
     for index in (len(names), -len(names) - 1):
         with pytest.raises(IndexError):
             table[index]
