@@ -113,6 +113,31 @@ class DeviceStages:
         images, labels = self.images[:count], None if self.labels is None else self.labels[:count]
         return self._measure(lambda: step(images, labels), seconds, count)
 
+    def half_batch_ratio(self, step: Step, seconds: float) -> float | None:
+        """Return the step's images/s with half a batch divided by those with a whole batch; None for a single image.
+
+        The result is the highest of three, so that noise does not make half a batch look slow.
+        """
+        if self._count < 2:
+            return None
+        pairs = [(self.step(step, seconds / 6, 0.5).rate, self.step(step, seconds / 6).rate) for _ in range(3)]
+        return max(half / whole for half, whole in pairs)
+
+    def one_thread_ratio(self, step: Step, seconds: float) -> float:
+        """Return the step's images/s with one of PyTorch's threads on the CPU divided by those with all of them.
+
+        The result is the lowest of three, so that noise does not make one thread look fast.
+        """
+        ratios, threads = [], torch.get_num_threads()
+        for _ in range(3):
+            together = self.step(step, seconds / 6).rate
+            torch.set_num_threads(1)
+            try:
+                ratios.append(self.step(step, seconds / 6).rate / together)
+            finally:
+                torch.set_num_threads(threads)
+        return min(ratios)
+
     def _measure(
         self, call: Callable[[], Any], seconds: float, images: int, max_queued_calls: int = _MAX_QUEUED_CALLS
     ) -> Repeat:

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from h5pack.benchmark.cases import usable_seconds
 from h5pack.doctor.measure import NotMeasured, StageRun, measure_in_turns, min_total_seconds
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport
@@ -261,11 +263,15 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         measure("transform_busy_fraction", Stage.TRANSFORM, lambda: target.transform_busy_fraction(seconds))
         step = self._runs.get(Stage.STEP)
         if step is not None and Stage.STEP not in target.reasons:
+            left, threads = min(0.05 * budget, 0.25 * self._left()), torch.get_num_threads()
             enough = max(6 * step.cost.min_seconds, seconds)
-            if enough < min(0.05 * budget, 0.5 * self._left()):
+            if enough < left:
                 measure("half_batch_ratio", Stage.STEP, lambda: target.half_batch_ratio(enough))
             else:
                 self._unknown.append("whether the batch is too small: there was no time to measure half of one")
+            # One thread may take as many times as long as there are threads.
+            if not target.on_gpu and threads > 1 and max(3 * (1 + threads) * step.cost.min_seconds, seconds) < left:
+                measure("one_thread_ratio", Stage.STEP, lambda: target.one_thread_ratio(enough))
             if target.on_gpu:
                 found["synchronisations"], found["synchronised_at"] = target.synchronisations()
         if not target.on_gpu:

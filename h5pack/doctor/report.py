@@ -11,7 +11,7 @@ from typing import Any
 
 from h5pack.benchmark.plots import check_plot_file, save_figure
 from h5pack.format import schema
-from h5pack.monitor.advice import BOTTLENECK_WORDS, Advice, Remedy
+from h5pack.monitor.advice import BOTTLENECK_WORDS, Advice, threads_advice
 from h5pack.monitor.bottleneck import (
     INTERRUPTED,
     MIN_REPEATS,
@@ -282,10 +282,9 @@ def _more_seconds(enough_seconds: float) -> float:
 
 
 def _threads_text(evidence: Evidence) -> str:
-    """Return advice for a step whose threads compete with those of the loader; empty for any other step."""
-    if not evidence.step_competes:
-        return ""
-    return f" {Advice(Remedy.FEWER_STEP_THREADS, True, {'step_threads': evidence.step_threads}).text}"
+    """Return the advice on the step's threads; empty if there is none."""
+    advice = threads_advice(evidence)
+    return "" if advice is None else f" {advice.text}"
 
 
 def _slowed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:

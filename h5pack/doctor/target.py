@@ -423,15 +423,12 @@ class Target:
             return None
 
     def half_batch_ratio(self, seconds: float) -> float | None:
-        """Return the step's images/s with half a batch divided by those with a whole batch; None if unknown.
+        """See `DeviceStages.half_batch_ratio`."""
+        return None if self._step is None else self._stages.half_batch_ratio(self._step, seconds)
 
-        The result is the highest of three, so that noise does not make half a batch look slow.
-        """
-        stages, step = self._stages, self._step
-        if step is None or len(stages.images) < 2:
-            return None
-        pairs = [(stages.step(step, seconds / 6, 0.5).rate, stages.step(step, seconds / 6).rate) for _ in range(3)]
-        return max(half / whole for half, whole in pairs)
+    def one_thread_ratio(self, seconds: float) -> float | None:
+        """See `DeviceStages.one_thread_ratio`."""
+        return None if self._step is None else self._stages.one_thread_ratio(self._step, seconds)
 
     def synchronisations(self) -> tuple[float | None, str | None]:
         """Return how often a step makes the host wait for the GPU, and ``FILE:LINE`` of the first wait."""

@@ -107,6 +107,10 @@ class Remedy(Enum):
         "if one is delayed. Compare with OMP_NUM_THREADS=1 before the command, or torch.set_num_threads(1) in your "
         "module, which may be faster or slower."
     )
+    ONE_STEP_THREAD = (
+        "PyTorch's {step_threads} threads hold each other up: with one, the step alone is {times:.1f} times as fast. "
+        "Set OMP_NUM_THREADS=1 before the command, or torch.set_num_threads(1) in your module, and measure again."
+    )
     OWN_MODEL = "The step is a small built-in network. Measure yours: `model`."
     USE_IDLE_GPUS = "{others}: train with {gpus} processes, one on each GPU (torchrun)."
     NORMALIZE_ON_GPU = "Normalizing runs on the CPU. The GPU does it in one fast kernel (`device='cuda'`)."
@@ -158,6 +162,18 @@ def advise(verdict: Verdict, evidence: Evidence) -> list[Advice]:
     return list(_Rules(verdict, evidence))
 
 
+def threads_advice(evidence: Evidence) -> Advice | None:
+    """Return advice on the threads of a step on the CPU; None if they compete with nothing, or are faster than one."""
+    if not evidence.step_competes:
+        return None
+    times, values = evidence.one_thread_ratio, {"step_threads": evidence.step_threads}
+    if times is None:
+        return Advice(Remedy.FEWER_STEP_THREADS, False, values)
+    return Advice(Remedy.ONE_STEP_THREAD, True, {**values, "times": times}) if times > _FASTER_ALONE else None
+
+
+# If one thread of PyTorch runs the step this many times as fast as all of them, they hold each other up.
+_FASTER_ALONE = 1.2
 # If reading in stored order is this many times as fast as in the loader's order, the disk loses time with seeks.
 _SEEKS = 1.3
 # If half a batch gives less than this fraction of the images/s of a whole batch, a step has a high fixed cost.
@@ -291,8 +307,9 @@ class _Rules:
             yield self.make(Remedy.USE_IDLE_GPUS, step_limits, others=counted(idle, "idle GPU"), gpus=idle + 1)
         if not (step_limits or self.limits(Bottleneck.NORMALIZE)):
             return
-        if evidence.step_competes:
-            yield self.make(Remedy.FEWER_STEP_THREADS, False, step_threads=evidence.step_threads)
+        threads = threads_advice(evidence)
+        if threads is not None:
+            yield threads
         if step_limits and evidence.builtin_step:
             yield self.make(Remedy.OWN_MODEL, False)
             return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +108,40 @@ def test_the_loop_passes_all_images_and_counts_waiting(dataset: h5pack.H5Dataset
         assert sorted(with_labels[:ROWS]) == list(range(ROWS)), turn
         assert 0 < found.stall_seconds < found.seconds
     loader.close()
+
+
+def with_rates(monkeypatch: pytest.MonkeyPatch, images: int, rates: Callable[[float], float]) -> DeviceStages:
+    """Stages whose step reaches the rates that a function of the batch's fraction gives."""
+    stages = DeviceStages(CPU, (uint8(images, 8, 8, 3), torch.arange(images)), None)
+    monkeypatch.setattr(
+        stages, "step", lambda step, seconds, fraction=1.0: SimpleNamespace(rate=rates(fraction)), raising=True
+    )
+    return stages
+
+
+def test_one_thread_is_compared_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = iter((300.0, 250.0, 900.0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        stages = with_rates(
+            monkeypatch, 4, lambda fraction: {1: lambda: next(alone), 3: lambda: 100.0}[torch.get_num_threads()]()
+        )
+        assert stages.one_thread_ratio(lambda images, labels: None, 0.06) == 2.5
+        assert torch.get_num_threads() == 3
+        # There is no fourth rate, so this step fails with one thread.
+        with pytest.raises(StopIteration):
+            stages.one_thread_ratio(lambda images, labels: None, 0.06)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_half_a_batch_is_compared_with_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = iter((30.0, 60.0, 50.0))
+    stages = with_rates(monkeypatch, 8, lambda fraction: next(halves) if fraction == 0.5 else 100.0)
+    assert stages.half_batch_ratio(lambda images, labels: None, 0.06) == 0.6
+    assert with_rates(monkeypatch, 1, lambda _: 1.0).half_batch_ratio(lambda images, labels: None, 0.06) is None
 
 
 def test_synchronisations_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,7 @@ def random_evidence(random: Random) -> Evidence:
         read_busy_fraction=random.random(),
         transform_busy_fraction=random.random(),
         half_batch_ratio=random.choice((None, 0.5, 0.9)),
+        one_thread_ratio=random.choice((None, 0.6, 2.5)),
         stall_fraction=stalls[1],
         stall_range=(stalls[0], stalls[2]),
         normalize_fraction=None if on_gpu else random.uniform(0, 1 - stalls[1]),
