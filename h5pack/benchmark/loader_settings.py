@@ -93,7 +93,8 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
         return workload.cpus, f"If you use a DataLoader instead of H5Loader: num_workers={workload.cpus}, {why}."
     number = best.case.num_workers or 0
     why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"
-    why = why if workload.cpus in tried else "the fastest of the numbers to compare"
+    if workload.cpus not in tried:
+        why = "the only number measured" if len(tried) == 1 else "the fastest of the numbers to compare"
     why += f"; {_by_count('num_workers', found, best)}" if len(found) > 1 else ""
     speed = f"{best.median:,.0f} images/s"
     return number, f"If you use a DataLoader instead of H5Loader: num_workers={number} ({speed}), {why}."
@@ -127,7 +128,8 @@ def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:
     rows, asked, sentences = counted(workload.sample_rows, "row"), workload.asked_batch_size, []
     size, images = workload.recommended_batch_size, counted(workload.num_images, "image")
     if asked is not None and size < asked:
-        sentences.append(f"batch_size={size} instead of {asked}: a quarter of {images}, for several batches an epoch.")
+        few = f"batch_size={size} instead of {asked}: a quarter of {images}, so that an epoch has several batches"
+        sentences.append(f"{few}. Train with the size that suits your model.")
     if workload.batch_size < size:
         sentences.append(f"Measured with batch_size={workload.batch_size}: the sample has only {rows}.")
     if workload.first_epoch:

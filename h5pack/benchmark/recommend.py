@@ -288,8 +288,9 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
 
 def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:
     """Return a sentence with the durations of short epochs of the variants other than the recommended one, if any."""
+    made = "new chunks of " if picked.variant.is_input else ""
     others = [
-        f"{one.variant.label} {epoch_text(workload.num_images, one.stated.median)}"
+        f"{made}{one.variant.label} {epoch_text(workload.num_images, one.stated.median)}"
         for one in found
         if one is not picked
     ]
@@ -410,7 +411,8 @@ def _code(variant: FileVariant, case: BenchCase, workload: Workload) -> str:
         names += f", fields={fields.split(',')}" if fields else ""
     path = variant.path if variant.is_input else "packed.h5"
     asked = workload.asked_batch_size
-    few = f"  # a quarter of the {workload.num_images:,} images" if asked not in (None, case.batch_size) else ""
+    is_asked = asked in (None, case.batch_size)
+    few = "" if is_asked else f"  # measured with a quarter of the {workload.num_images:,} images"
     return (
         f"dataset = h5pack.H5Dataset({path!r}{names})\n"
         f"loader = h5pack.H5Loader(dataset, batch_size={case.batch_size}, window={case.window}, "

@@ -16,6 +16,7 @@ from h5pack.benchmark.cases import (
     CACHES,
     ENGINES,
     MIN_EPOCH_SECONDS,
+    MIN_REPEATS,
     NO_TIME,
     ORDERS,
     BenchCase,
@@ -299,7 +300,7 @@ def measured_text(speeds: Sequence[float]) -> str:
     median = statistics.median(speeds)
     spread = max(max(speeds) - median, median - min(speeds)) / median
     text = f" ±{100 * spread:.0f}%" if spread < 1 else " ±100%+"
-    return speed_text(median) + (text if len(speeds) > 1 else "")
+    return speed_text(median) + (text if len(speeds) >= MIN_REPEATS else "")
 
 
 def printable(text: str) -> str:
@@ -443,8 +444,8 @@ def _legend(report: BenchReport) -> list[str]:
         *marks,
         *(f"{name}: {text}" for name, text in readers.items() if name in engines),
         "sequential: as stored; window: window shuffle; full: full shuffle; single: one random index a call",
-        "without ±: a single short repeat, which may be much slower than a whole training",
-        "tables and ceilings: measured at different times, so their quotients may differ from the ratios above",
+        f"without ±: fewer than {MIN_REPEATS} short repeats, which may be much slower than a whole training",
+        "tables and ceilings: measured at different times, so quotients of their speeds may differ from the ratios",
     ]
 
 
