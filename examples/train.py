@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import math
 import os
 import sys
@@ -295,6 +296,9 @@ def begin_rank(local_rank: int, options: argparse.Namespace, meeting: str | None
     torch.backends.cudnn.benchmark = not options.deterministic
     device = device_of(options, local_rank)
     if ranks > 1:
+        # DistributedDataParallel imports this, too. If that happens after init_process_group (seen with torch 2.13),
+        # destroy_process_group does not end the threads of gloo, which may then crash the interpreter when it exits.
+        importlib.import_module("torch._dynamo")
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, meeting, rank=rank, world_size=ranks)
     try:

@@ -19,6 +19,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 import h5pack
 from tests.makers import color_folders, quick
@@ -165,6 +166,26 @@ def test_a_killed_run_resumes_on_two_ranks(
     losses, validations = resume(train, pack, killed, "--spawn", "2")
     assert list(losses.values())[14:] == pytest.approx(list(uninterrupted[0].values())[14:], rel=1e-3, abs=1e-5)
     assert [(line["epoch"], line["images"]) for line in validations] == [(epoch, VAL) for epoch in range(EPOCHS)]
+
+
+def begin_and_list_threads(rank: int, folder: Path, options: Any, meeting: str) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    importlib.import_module("train").begin_rank(rank, options, meeting)
+    tasks = Path("/proc/self/task").iterdir()
+    (folder / str(rank)).write_text("\n".join((task / "comm").read_text().strip() for task in tasks))
+
+
+def test_no_thread_of_a_rank_outlives_its_process_group(
+    train: Any, pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A thread of gloo that still holds a tensor when the interpreter is finalized would end the rank with SIGABRT.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    options = train.parse([str(pack), *SMALL, "--epochs", "1", "--spawn", "2"])
+    mp.spawn(begin_and_list_threads, (tmp_path, options, f"file://{tmp_path}/meeting"), 2)
+    for rank in range(2):
+        names = (tmp_path / str(rank)).read_text().split()
+        assert names
+        assert [name for name in names if "gloo" in name] == []
 
 
 def test_two_ranks_of_torchrun_have_the_losses_of_one(pack: Path, uninterrupted: Logs, tmp_path: Path) -> None:
