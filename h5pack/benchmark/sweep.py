@@ -95,9 +95,9 @@ class Sweep:
             self._tick()
 
     def first_epoch(self, case: BenchCase, end: float) -> tuple[float, ...]:
-        """Return images/s of the first epoch, which decodes all chunks, of several loaders.
+        """Return the images/s that each of several loaders reaches in its first epoch, which decodes all chunks.
 
-        Empty unless decoded chunks stay in memory for later epochs, or if `end`, on the clock, has passed.
+        Empty if decoded chunks do not stay in memory for later epochs, or if the clock is past `end`.
         """
         speeds: list[float] = []
         while len(speeds) < MIN_REPEATS and self._clock() < end:

@@ -200,7 +200,7 @@ class H5Dataset(BatchSource):
         return self.decoder is not None and self.decoder.is_random
 
     def row_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a sample's value of one of the datasets in `names`."""
+        """Return the shape of a row of one of the datasets in `names`, before any transform."""
         shape = self.engine.indexes[name].row_shape
         if self.decoder is None or not self.is_cropped(name):
             return shape

@@ -110,7 +110,8 @@ class Pipeline(BackgroundThreads):
         self._batches = OpenBatches()
         self._reader = GroupReader(dataset, pool.fields, self._batches, held, draw_key, keep=keep_decoded)
         # Batches of cached rows are filled one after the other, which uses few buffers, so that they stay in the CPU's
-        # cache. With several streams, a batch has rows of several groups, so whole groups are processed at once.
+        # cache. With several streams or lanes, consecutive batches take rows from several groups, so whole groups are
+        # processed at once.
         self._batchwise = plan.step_streams * plan.lanes == 1
         self._max_gathered = max_gathered
         self._blocks: deque[Block] = deque()  # of a cached group

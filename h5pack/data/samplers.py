@@ -337,8 +337,8 @@ def _require_keys(dataset: Any, base: H5Dataset) -> None:
         )
     if base.is_random and dataset is not base:
         raise OptionsError(
-            "a Subset does not pass on what random crops are drawn from; give the sampler and the DataLoader the "
-            "H5Dataset, and the sampler indices=subset.indices",
+            "random crops are not reproducible through a Subset; give the sampler and the DataLoader the H5Dataset, "
+            "and the sampler indices=subset.indices",
             parameters=("indices=subset.indices",),
         )
 

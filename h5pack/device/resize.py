@@ -23,7 +23,7 @@ from h5pack.images.crops import RandomResizedCrop, ResizedCrop
 
 WEIGHT_BITS = 16
 KEPT_BITS = 6
-"""Bits after the point of pixels that are resized along one axis. 8 + 6 + 16 bits fit into a signed 32-bit integer."""
+"""Fractional bits of pixels between the two passes of resizing. 8 + 6 + 16 bits fit into a signed 32-bit integer."""
 
 
 def max_taps(crop: ResizedCrop, height: int, width: int) -> tuple[int, int]:
@@ -126,7 +126,7 @@ def resize_on_cpu(
     flips = torch.zeros(2, count) if draws is None else torch.stack((draws.vertical_flip, draws.flip))
     for number, ((top, left, rows, columns), flip) in enumerate(zip(windows, flips.T.tolist(), strict=True)):
         window = sources[number : number + 1, :, top : top + rows, left : left + columns]
-        # A flip costs no further copy, because `interpolate` would copy the window otherwise.
+        # A flip of a crop costs no further copy, because `interpolate` copies windows that are not contiguous.
         window = window.flip([2 + axis for axis in (0, 1) if flip[axis]]) if any(flip) else window
         found, target = F.interpolate(window, resized, mode="bilinear", antialias=True)[0], targets[number]
         for axis in (0, 1):

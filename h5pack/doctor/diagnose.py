@@ -32,7 +32,7 @@ from h5pack.system.machine import load_average, load_text, machine_facts
 _WARM_FRACTION = 0.04
 # If the time budget is too short, the error recommends the estimated minimum multiplied by this factor.
 _LEEWAY = 1.25
-# For how many seconds to measure how busy reads and the transform are; fewer if the time budget is small.
+# Seconds of each small measurement; fewer if the time budget is small.
 _SMALL_MEASUREMENT_SECONDS = 0.05
 # Number of stages that are measured last, after the file was dropped from the page cache; time is reserved for them.
 _COLD_STAGES = 2

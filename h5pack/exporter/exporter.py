@@ -56,7 +56,7 @@ class ExportReport:
     classes: int  #: number of classes with names; 0 if they have none
     num_workers: int
     seconds: float
-    resumed_files: int  #: number of images kept from an interrupted run
+    resumed_files: int  #: number of images kept from an earlier run
     copied_files: int  #: number of rows whose stored bytes already have the export's format, and became the files
     renamed_files: int  #: number of images whose stored name could not be kept; the manifest lists stored names
     damaged: tuple[MissingRow, ...]  #: rows that could not be exported

@@ -377,7 +377,7 @@ def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
 
 @contextlib.contextmanager
 def rejecting() -> Iterator[None]:
-    """Turn any error of a decoder into a RejectedImageError, with a reason that is the same in every run."""
+    """Turn errors of decoders, not of storage or memory, into a RejectedImageError whose reason never varies."""
     try:
         yield
     except RejectedImageError:

@@ -110,8 +110,8 @@ class FileReport:
     bytes: int  #: size of the file
     pack: dict[str, Any] | None  #: metadata of a pack; None for other files
     datasets: tuple[DatasetReport, ...]
-    #: (start, stop) ranges of bytes that a program reads to open the file and look up every chunk. Each range is a
-    #: request if the file is read over a network. Gaps of up to 1 MiB between two reads belong to the range.
+    #: (start, stop) ranges of bytes that a program reads to open the file and look up every chunk of datasets with two
+    #: or more axes. Each range is a request if the file is read over a network. It may have gaps of up to 1 MiB.
     opening: tuple[tuple[int, int], ...]
     opening_fix: tuple[str, ...] | None = None  #: command that writes a copy that opens with one range
     stats: dict[str, Any] | None = None  #: class counts and channel statistics, if requested

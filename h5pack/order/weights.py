@@ -67,7 +67,7 @@ class WeightedRows:
         self._drawable = int(np.count_nonzero(self._units))
 
     def epoch_rows(self, key: int) -> EpochDraws:
-        """Return the draws of an epoch, whose points are shifted by the upper 53 bits of the random `key`."""
+        """Return the draws of an epoch. Their common offset follows from the upper 53 bits of the random `key`."""
         return EpochDraws(self, (key >> 11) * self._line >> 53)
 
     def max_rows(self, chunks: int) -> int:

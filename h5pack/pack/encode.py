@@ -34,6 +34,7 @@ from h5pack.pack.writer import join_groups, read_image
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.files import read_all, write_all
 from h5pack.system.processes import run, shared
+from h5pack.system.text import one_of
 
 _PREFIX = "encoded"
 _TASK_IMAGES = 64
@@ -86,7 +87,7 @@ class EncodeTask:
 
     def __str__(self) -> str:
         """Describe the task's images for the error message if its worker process dies."""
-        return f"{self.names[0]!r}, or one of {len(self.names) - 1} other images"
+        return one_of(len(self.names), repr(self.names[0]))
 
 
 class _EncodeWorker:

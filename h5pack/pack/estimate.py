@@ -24,6 +24,7 @@ from h5pack.pack.writer import SampleDecoder
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.arrays import equal_runs, shuffled
 from h5pack.system.processes import run, shared
+from h5pack.system.text import one_of
 
 _SAMPLE_SECONDS = 0.3
 _MAX_SAMPLE = 4_096
@@ -119,7 +120,7 @@ def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
 
 
 def _describe(task: _SampleTask) -> str:
-    return f"{task.names[0]!r}, or one of {len(task.names) - 1} other images, in the estimate of the time"
+    return f"{one_of(len(task.names), repr(task.names[0]))}, in the estimate of the time"
 
 
 @functools.lru_cache(maxsize=1)

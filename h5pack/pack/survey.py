@@ -25,7 +25,7 @@ from h5pack.read.encoded import row_decoder
 from h5pack.sources.catalog import MISSING_FILE_REASONS, Catalog, Note, SourceReader, SurveyedImage, fingerprint
 from h5pack.sources.map_style import with_fields
 from h5pack.system.processes import ElasticExecutor, run, shared
-from h5pack.system.text import counted
+from h5pack.system.text import counted, one_of
 
 _TASK_IMAGES = 512
 # Tasks are larger if there would be more of them, because distributing a task takes time.
@@ -290,7 +290,7 @@ def _tasks(catalog: Catalog, max_pixels: int, resize: bool, keep: bool, done: se
 
 
 def _describe(task: _Task) -> str:
-    return f"{task.shown}, or one of the {len(task.names) - 1} images after it"
+    return one_of(len(task.names), task.shown)
 
 
 def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:

@@ -174,7 +174,7 @@ class ChunkIndex:
         return (SourceDataset(file, self),)
 
     def ranges(self, start: int, stop: int) -> RowRanges:
-        """Split rows `start` to `stop` - 1 into ranges, each within one chunk group of one source."""
+        """Split rows `start` to `stop` - 1 by source and, if they have storage, by chunk group."""
         # Rows without allocated storage are never read, so they can form a single range.
         step = self.rows if self.is_empty else self.group_rows
         firsts = np.append(start, np.arange((start // step + 1) * step, stop, step))
@@ -203,7 +203,7 @@ class SourceDataset:
 
 @dataclass(frozen=True)
 class RowRanges:
-    """Consecutive rows, split into ranges, each within one chunk group of one source. Arrays are (ranges,)."""
+    """Consecutive rows, split by source and, if they have storage, by chunk group. Arrays are (ranges,)."""
 
     firsts: npt.NDArray[np.int64]  # first row of each range
     source_ids: npt.NDArray[np.int64]  # index of each range's source

@@ -171,7 +171,7 @@ class FileMapping:
     def _load(self, number: int, start: int, stop: int, loaded: bool) -> bool:
         """Load bytes of a file into the page table; return False on an error or if too few are in the page cache.
 
-        If they were `loaded` before, only check that they still are in the page cache, which is seven times as fast.
+        If they were `loaded` before and all are still in the page cache, only that is checked: seven times as fast.
         """
         share = self._cached_share(number, start, stop)
         if share < 1 - _MAX_ABSENT:

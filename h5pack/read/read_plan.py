@@ -46,7 +46,7 @@ class RowExtents:
 
 
 def plan_extents(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> RowExtents:
-    """Divide `rows`, int64 (n,), into extents without reordering them. Ascending rows give the fewest extents."""
+    """Divide `rows`, int64 (n,), into extents without reordering them. Ascending rows usually give the fewest."""
     if not len(rows):
         return RowExtents(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
     chunks = index.chunks_of(rows)

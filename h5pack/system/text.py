@@ -12,6 +12,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s")
 
 
+def one_of(count: int, first: str) -> str:
+    """Describe `count` images, one of which may be the cause of an error, by the name of the first."""
+    return first if count == 1 else f"one of {counted(count, 'image')}, the first {first}"
+
+
 def splits_text(names: Iterable[str]) -> str:
     """Return which splits a file has, for messages: "its splits are 'train', 'val'" or "it has no splits"."""
     known = ", ".join(map(repr, names))

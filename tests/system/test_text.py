@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from h5pack.errors import OptionsError
-from h5pack.system.text import counted, error_line, format_bytes, listed
+from h5pack.system.text import counted, error_line, format_bytes, listed, one_of
 
 WORKER = "Caught TypeError in DataLoader worker process 0.\nOriginal Traceback (most ...):\nTypeError: no"
 
 
 def test_counts_and_lists() -> None:
     assert [counted(count, "row") for count in (0, 1, 2000)] == ["0 rows", "1 row", "2,000 rows"]
+    assert [one_of(count, "'a'") for count in (1, 2)] == ["'a'", "one of 2 images, the first 'a'"]
     assert [counted(2, noun) for noun in ("batch", "class")] == ["2 batches", "2 classes"]
     assert [listed(names) for names in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == ["", "a", "a and b", "a, b and c"]
 
