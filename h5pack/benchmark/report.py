@@ -445,7 +445,7 @@ def _legend(report: BenchReport) -> list[str]:
         *(f"{name}: {text}" for name, text in readers.items() if name in engines),
         "sequential: as stored; window: window shuffle; full: full shuffle; single: one random index a call",
         f"without ±: fewer than {MIN_REPEATS} short repeats, which may be much slower than a whole training",
-        "tables and ceilings: measured at different times, so quotients of their speeds may differ from the ratios",
+        "speeds are medians of repeats at different times, so their quotients may differ from the ratios",
     ]
 
 

@@ -23,7 +23,7 @@ from h5pack.monitor.bottleneck import (
     Verdict,
     rate_text,
 )
-from h5pack.system.text import counted
+from h5pack.system.text import counted, listed
 
 STAGE_TITLES = {
     Stage.COLD_STORED: "storage cold, stored order",
@@ -311,7 +311,20 @@ def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> st
     if verdict.slowdown >= _SLOWDOWN:
         text += ". It shares the CPUs with the loader: normalizing and the step alone are "
         text += f"{verdict.slowdown:.1f} times as fast as the loop"
-    return f"{text}. A faster loader would gain at most {100 * verdict.gain - 100:.0f} %."
+    return f"{text}. A faster loader would gain at most {100 * verdict.gain - 100:.0f} %.{_unsteady_text(evidence)}"
+
+
+def _unsteady_text(evidence: Evidence) -> str:
+    """Return which stages' repeats differ too much to decide anything; empty if none do."""
+    known = {stage: evidence.rates(stage) for stage in (Stage.NORMALIZE, Stage.STEP, Stage.EVERYTHING)}
+    ranges = [
+        f"'{STAGE_TITLES[stage]}' ({rate_text(rates.low)} to {rate_text(rates.high)} images/s)"
+        for stage, rates in known.items()
+        if rates is not None and not rates.is_steady
+    ]
+    what = "differ more than fivefold, so only the share of waiting is certain"
+    again = "Measure again when nothing else uses the machine"
+    return f" Repeats of {listed(ranges)} {what}. {again}." if ranges else ""
 
 
 def _limited_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:

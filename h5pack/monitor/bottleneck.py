@@ -154,7 +154,7 @@ class Evidence:
     read_busy_fraction: float | None = None
     transform_busy_fraction: float | None = None
     half_batch_ratio: float | None = None  # the step's images/s with half a batch, divided by those with a whole one
-    one_thread_ratio: float | None = None  # the same with one thread of PyTorch on the CPU, divided by all threads
+    one_thread_ratio: float | None = None  # the step's images/s with one thread of PyTorch, divided by those with all
     synchronisations: float | None = None  # how often a step makes the process wait for the CUDA device
     synchronised_at: str | None = None  # FILE:LINE of the first such wait
     gpus: int | None = None  # number of GPUs that this process may use

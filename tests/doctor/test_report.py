@@ -141,6 +141,7 @@ def test_a_share_of_normalizing_that_contradicts_its_speed_is_not_stated() -> No
         text = report_of(evidence({"copy": None, "everything": 1_500, "normalize": speed}, **known)).verdict_text
         assert ("36 %" in text) is stated
         assert "gain at most 4 %" in text
+        assert ("'normalize' (900 to 9,000 images/s)" in text) is isinstance(speed, Rates)
 
 
 @pytest.mark.parametrize("seed", range(100))
