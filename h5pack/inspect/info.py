@@ -406,11 +406,11 @@ def _label_counts(labels: h5py.Dataset, parts: Sequence[Sequence[int]] = ()) -> 
 
 
 def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:
-    """Return mean and standard deviation of each channel, measured on evenly spaced rows; None without images.
+    """Return mean and std of each channel, measured on evenly spaced rows; None unless numeric with 4 axes and rows.
 
     The channel axis is the last one if its length is 1, 3 or 4, else axis 1.
     """
-    if images.ndim != 4 or images.dtype.kind not in "iuf":
+    if images.ndim != 4 or images.dtype.kind not in "iuf" or not len(images):
         return None
     rows = np.unique(np.linspace(0, len(images) - 1, min(len(images), _MAX_SAMPLED_ROWS)).astype(np.int64))
     axis = 3 if images.shape[3] in (1, 3, 4) else 1

@@ -190,8 +190,8 @@ def _require_missing(catalog: Catalog, reasons: dict[int, str], max_pixels: int)
             if str(error) == reason:
                 continue
         raise WorkerError(
-            f"{catalog.shown(index)}: another machine cannot read it ({reason}), but this one can; give all of them "
-            "the same mounts"
+            f"{catalog.shown(index)}: another machine cannot read it ({reason}), but this one finds no such problem; "
+            "give all machines the same mounts"
         )
 
 

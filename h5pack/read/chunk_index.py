@@ -157,7 +157,7 @@ class ChunkIndex:
         return None
 
     def source_file(self, source_id: int | None) -> SourceFile | None:
-        """Return the file of the source with this index; None stands for the dataset's own file."""
+        """Return the file of the source with this index; both are None for the dataset's own file."""
         return None
 
     def split_by_source(

@@ -307,7 +307,7 @@ def _require_header(number: int, parameters: tuple[int, ...], encoded: MallocBuf
     promised, block = int.from_bytes(header[:8], "big"), int.from_bytes(header[8:], "big")
     if len(header) < _HEADER_BYTES or promised != size or not 0 < block <= max(size, _MAX_BLOCK_BYTES):
         found = f"{promised:,} bytes in blocks of {block:,}"
-        raise ValueError(f"the chunk's header is damaged: it says {found}, but the chunk has {size:,} bytes")
+        raise ValueError(f"the chunk's header is damaged: it says {found}, but a chunk has {size:,} bytes decoded")
 
 
 @functools.cache

@@ -224,8 +224,8 @@ def _visit_sources(dataset: h5py.Dataset, depth: int, visit: _Visit) -> None:
         path = _find(name.replace("%%", "%"), dataset.file.filename)
         if path is None:
             raise PackFormatError(
-                f"{_where(dataset)} is virtual, and its source file {name} is missing; restore it at that path, or in "
-                "the folder of the virtual file, where relative paths start",
+                f"{_where(dataset)} is virtual, and its source file {name} is missing; restore it at that path (a "
+                "relative one starts in the virtual file's folder)",
                 path=name,
             )
         try:

@@ -239,7 +239,7 @@ def _usual(header: tuple[str, ...], names: tuple[str, ...], others: Sequence[str
 
 def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any] | None, tuple[str, ...] | None]:
     if len(columns) > 1:
-        advice = "; give one label column of class names, or pack numbers that are not labels with field_columns"
+        advice = "; give one label column of class names, or use field_columns for numbers that are not labels"
         return binary_table(table, columns, advice), columns
     if not columns:
         return None, None

@@ -173,6 +173,14 @@ def test_statistics_of_a_foreign_file_are_measured(tmp_path: Path) -> None:
     assert stats["labels"] == {"0": 14, "1": 13, "2": 13}
 
 
+def test_a_file_without_rows_has_no_statistics(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("images", (0, 4, 4, 3), np.uint8, maxshape=(None, 4, 4, 3))
+    report = h5pack.info(tmp_path / "f.h5", stats=True)
+    assert report.stats["channels"] is None
+    json.dumps(report.to_json(), allow_nan=False)
+
+
 def test_all_kinds_of_datasets_are_described(tmp_path: Path) -> None:
     kinds = {"scalar": 3, "text": "hello", "empty": h5py.Empty("f4"), "strings": ["a", "bc"]}
     with h5py.File(hdf5_file(tmp_path / "f.h5", **kinds), "a") as file:
