@@ -370,7 +370,7 @@ def _gain(
     measurements: Sequence[Measurement],
     compared: Sequence[Measurement],
 ) -> tuple[float | None, list[str]]:
-    """Return how much faster the variant is than the input file read by h5py, and sentences about this speedup."""
+    """Return the speedup of `picked` over the input file read by h5py, and sentences on how that file is read."""
     label = next((one.label for one in variants if one.is_input), None)
     if label == picked.case.variant:
         return None, []

@@ -379,7 +379,7 @@ class H5Dataset(BatchSource):
         return self._samples([list(tensor.numpy()[: len(rows)]) for tensor in batch[: len(self.names)]], rows, lists)
 
     def _samples(self, columns: list[list[Any]], rows: npt.NDArray[np.int64], lists: Sequence[list[Any]]) -> list[Any]:
-        """Return samples made of `columns`, the values of each dataset of `names`, and of row numbers and `lists`."""
+        """Return samples of `columns` (the values of each dataset in `names`), `lists` and, if wanted, row numbers."""
         if self.with_rows:
             columns.append(rows.tolist())
         samples, new, last = [], sample_type(self.field_names, self._lists), len(self.names)

@@ -176,7 +176,7 @@ class ExportResults:
 def export_tasks(
     reader: HDF5RowReader, paths: NameTable, masks: Sequence[NameTable], num_workers: int
 ) -> Iterator[ExportTask]:
-    """Divide all rows into tasks, in stored order. Rows of the same chunk group stay in one task."""
+    """Divide all rows into tasks, in stored order. Rows of one group of the reader stay in one task."""
     count = len(paths)
     everything = np.arange(count, dtype=np.int64)
     max_rows = max(1, -(-count // (num_workers * _TASKS_PER_WORKER)))

@@ -109,7 +109,7 @@ def _index(file: ArchiveFile) -> Members:
     file.require_unchanged()
     _resolve(members, links)
     if _continues(file, position, size):
-        text = f"bytes after the end mark of {os.path.basename(file.path)}, at byte {position:,}, are not read"
+        text = f"bytes after the end mark at byte {position:,} of {os.path.basename(file.path)} are not read"
         members.notes = (Note(text),)
     return members
 
