@@ -24,7 +24,7 @@ from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.description import FileDescription, checksums_of, describe_file
 from h5pack.read.encoded import has_kept_images, is_encoded, is_mask_group
 from h5pack.read.engine import Engine
-from h5pack.read.hdf5 import attribute_names, dataset_names, open_file, require_dataset, text
+from h5pack.read.hdf5 import attribute_names, dataset_names, datasets_text, open_file, require_dataset, text
 from h5pack.read.ragged import find_field, index_ragged, is_ragged, own_fields, read_ragged
 from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import require_sources
@@ -176,9 +176,8 @@ def find_images(file: h5py.File) -> str:
     found = [name for name in dataset_names(file) if _looks_like_images(file[name])]
     if len(found) == 1:
         return found[0]
-    held = ", ".join(f"{name!r} {file[name].dtype} {file[name].shape}" for name in dataset_names(file)) or "none"
     shapes = "numbers (N, H, W), (N, H, W, C) or (N, C, H, W), or encoded images"
-    problem = f"none of its datasets looks like images: {shapes} (found: {held})"
+    problem = f"none of its datasets looks like images: {shapes} (found: {datasets_text(file)})"
     if found:
         problem = f"{', '.join(map(repr, found))} look like images"
     path, parameter = file.filename, "images=NAME"

@@ -159,6 +159,26 @@ def test_numbers_unknown_to_numpy_are_refused(foreign: Path) -> None:
     assert list(describe_file(foreign).indexes) == ["images"]
 
 
+def test_a_missing_dataset_is_answered_with_those_that_there_are(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["train/X"], file["train/y"] = IMAGES, np.arange(6)
+        # NumPy has no dtype for a bit field.
+        h5py.h5d.create(file.id, b"bits", h5py.h5t.STD_B8LE, h5py.h5s.create_simple((3,)))
+    with pytest.raises(PackFormatError) as caught:
+        h5pack.H5Dataset(tmp_path / "f.h5")
+    assert caught.value.parameters == ("images=NAME",)
+    assert all(part in str(caught.value) for part in ("'train/X' uint8 (6, 5, 4, 3)", "'train/y' int64 (6,)", "'bits'"))
+    with h5py.File(tmp_path / "f.h5", "a") as file:
+        for number in range(30):
+            file[f"a/{number:02d}"] = [1]
+    with pytest.raises(PackFormatError) as caught:
+        h5pack.H5Dataset(tmp_path / "f.h5")
+    # Those with the most axes come first, since they may be the images.
+    assert "its datasets are 'train/X' uint8 (6, 5, 4, 3), " in str(caught.value)
+    assert str(caught.value).count("'a/") == 20 - 1
+    assert " and 13 more" in str(caught.value)
+
+
 def test_unfinished_packs_and_newer_formats(copy: Path) -> None:
     with h5py.File(copy, "r+") as file:
         del file.attrs["h5pack_complete"]
