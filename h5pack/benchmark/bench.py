@@ -394,12 +394,11 @@ class BenchRun:
         with self._phase("other cases (cold)"):
             sweep.measure(cold, end - self._clock(), report.measurements)
         tried = {one.case for one in report.measurements if one.reason != NO_TIME}
-        left_out = f"{len(set(every) - tried)} of {len(every)} cases of the tables"
-        if report.recommendation is not None and not report.recommendation.compared:
-            text = f"So small a sample is measured only for a few seconds: {left_out} are missing."
-        else:
-            text = f"{left_out} were not measured for lack of time; about {enough} seconds are enough for all."
-        report.notes += [] if tried.issuperset(every) else [text]
+        chosen, left_out = report.recommendation, len(set(every) - tried)
+        # A sample that is too small to compare variants is measured only for a few seconds, as the answer implies.
+        if left_out and (chosen is None or chosen.compared):
+            text = f"{left_out} of {len(every)} cases of the tables were not measured for lack of time"
+            report.notes.append(f"{text}; about {enough} seconds are enough for all of them.")
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -161,7 +161,7 @@ class BenchReport:
         if chosen.busy:
             again = f"measure again when nothing else uses the machine, or longer ({_LONGER})"
             what = f"{what[0].lower()}{what[1:]}"
-            what = f"Speeds vary too much between repeats to compare all files; {again}. Until then, {what}"
+            what = f"Speeds vary too much between repeats to say which file is fastest; {again}. Until then, {what}"
         elif chosen.is_default and len(chosen.ties) > 1 and chosen.compared:
             what = f"No chunk size is measurably better: keep the default of {chosen.variant}{size}"
         speed = speed_range_text(chosen.images_per_s, *chosen.images_per_s_range)
@@ -315,7 +315,7 @@ def machine_text(machine: dict[str, Any]) -> str:
     """Return the processor, CPUs, memory and file system as text, as far as they are known."""
     parts = [printable(str(machine["processor"]))] if machine.get("processor") else []
     parts += [counted(int(machine["cpus"]), "CPU")] if machine.get("cpus") else []
-    parts += [f"{machine['memory_gb']:g} GB of memory"] if machine.get("memory_gb") else []
+    parts += [f"{format_bytes(1e9 * machine['memory_gb'])} of memory"] if machine.get("memory_gb") else []
     parts += [printable(str(machine["file_system"]))] if machine.get("file_system") else []
     return ", ".join(parts) or "unknown machine"
 

@@ -272,6 +272,11 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             # One thread may take as many times as long as there are threads.
             if not target.on_gpu and threads > 1 and max(3 * (1 + threads) * step.cost.min_seconds, seconds) < left:
                 measure("one_thread_ratio", Stage.STEP, lambda: target.one_thread_ratio(enough))
+            elif not target.on_gpu and threads > 1:
+                self._unknown.append(
+                    f"whether PyTorch's {threads} threads slow the step down: there was no time to run it with one; "
+                    "compare with OMP_NUM_THREADS=1"
+                )
             if target.on_gpu:
                 found["synchronisations"], found["synchronised_at"] = target.synchronisations()
         if not target.on_gpu:

@@ -299,19 +299,24 @@ def _slowed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) ->
 
 
 def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
-    stall = evidence.stall_fraction or 0.0
+    stall, threads = evidence.stall_fraction or 0.0, threads_advice(evidence)
     names = _named(verdict.bottlenecks)
-    text = f"{names[0].upper()}{names[1:]} limits the training: the step waits for data {_stall_text(evidence)}"
+    text = f"{names[0].upper()}{names[1:]} limits the training"
+    if threads is not None and threads.moves:
+        times, step_threads = evidence.one_thread_ratio, evidence.step_threads
+        text += f", slowed down by PyTorch's {step_threads} threads (with one, the step is {times:.1f} times as fast)"
+    text += f": the step waits for data {_stall_text(evidence)}"
     if evidence.normalize_fraction is not None and evidence.normalize_agrees:
         normalize = 100 * evidence.normalize_fraction
         step = 100 - normalize - 100 * stall
         text += f" of the time, normalizing takes {normalize:.0f} %, and the step itself {step:.0f} %"
     else:
         text += " of the time"
-    if verdict.slowdown >= _SLOWDOWN:
-        text += ". It shares the CPUs with the loader: normalizing and the step alone are "
-        text += f"{verdict.slowdown:.1f} times as fast as the loop"
-    return f"{text}. A faster loader would gain at most {100 * verdict.gain - 100:.0f} %.{_unsteady_text(evidence)}"
+    unsteady = _unsteady_text(evidence)
+    if verdict.slowdown >= _SLOWDOWN and not unsteady:
+        text += f". Alone, normalizing and the step are {verdict.slowdown:.1f} times as fast as in the loop, "
+        text += "where other threads or programs take CPUs from them"
+    return f"{text}. A faster loader would gain at most {100 * verdict.gain - 100:.0f} %.{unsteady}"
 
 
 def _unsteady_text(evidence: Evidence) -> str:

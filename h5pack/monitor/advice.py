@@ -308,7 +308,7 @@ class _Rules:
         if not (step_limits or self.limits(Bottleneck.NORMALIZE)):
             return
         threads = threads_advice(evidence)
-        if threads is not None:
+        if threads is not None and threads.moves:
             yield threads
         if step_limits and evidence.builtin_step:
             yield self.make(Remedy.OWN_MODEL, False)

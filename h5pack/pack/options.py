@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -343,7 +344,7 @@ def parse_part(part: str | Sequence[int]) -> tuple[int, int]:
     """Return (number, count) from a pair of numbers, or from text such as "3/16"; parts are numbered from 1."""
     pair = part.split("/") if isinstance(part, str) else part
     try:
-        number, count = (int(value) for value in pair)
+        number, count = (int(value) if isinstance(value, str) else operator.index(value) for value in pair)
     except (TypeError, ValueError):
         raise invalid("part", part, " is not NUMBER/COUNT, such as 3/16") from None
     if not 1 <= number <= count:

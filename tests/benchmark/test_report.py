@@ -187,7 +187,7 @@ def test_the_full_text_has_every_case_and_note() -> None:
     text = report.to_text(full=True)
     assert report.fix is not None
     assert report.fix not in text  # The command that is recommended has the chunks to convert to.
-    parts = ["no space left on device", "61.2k", report.notes[0], "8.2 GB", "memory copy, 2 threads"]
+    parts = ["no space left on device", "61.2k", report.notes[0], "7.64 GiB of memory", "memory copy, 2 threads"]
     parts += [variant.label for variant in report.variants]
     # The recommended variant and its ties are marked.
     for part in (*parts, "\n> 36 rows", "\n= 9 rows", "\n  2 rows"):

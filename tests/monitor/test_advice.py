@@ -82,7 +82,7 @@ def remedies(found: list[Advice], *, moves: bool) -> str:
         (ON_CPU, {"pinned": False, "on_gpu": False}, "USE_GPU", ""),
         (ON_CPU, {"pinned": False, **NO_GPU}, "LESS_ARITHMETIC", ""),
         # Only a step in several threads competes for the CPUs. That of the doctor is not to be made faster.
-        (ON_CPU, {**NO_GPU, "step_threads": 2}, "LESS_ARITHMETIC", "FEWER_STEP_THREADS"),
+        (ON_CPU, {**NO_GPU, "step_threads": 2}, "LESS_ARITHMETIC", ""),
         (ON_CPU, {**NO_GPU, "step_threads": 1}, "LESS_ARITHMETIC", ""),
         (ON_CPU, {**NO_GPU, "step_threads": 2, "one_thread_ratio": 80.0}, "ONE_STEP_THREAD LESS_ARITHMETIC", ""),
         (ON_CPU, {**NO_GPU, "step_threads": 2, "one_thread_ratio": 1.1}, "LESS_ARITHMETIC", ""),
