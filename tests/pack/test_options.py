@@ -14,7 +14,7 @@ import pytest
 
 import h5pack
 from h5pack.errors import OptionsError
-from h5pack.pack.options import ConvertOptions, parse_bytes, parse_range, parse_size
+from h5pack.pack.options import ConvertOptions, parse_bytes, parse_part, parse_range, parse_size
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.detect import SourceOptions
 from h5pack.sources.hdf5_catalog import HDF5Datasets
@@ -119,6 +119,13 @@ def test_every_option_either_changes_content_or_does_not() -> None:
     assert ConvertOptions(**least, seed=2**63 - 1, size=(1, 1), draft=True).content()["draft"]
     for name, value in ELSEWHERE.items():
         assert ConvertOptions(**{name: value}).content() == default  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("part", ["3", "0/2", "3/2", "a/b", "1.5/2", (1.5, 2), (1,), 7])
+def test_parts_that_do_not_exist_are_refused(part: Any) -> None:
+    with pytest.raises(OptionsError) as caught:
+        parse_part(part)
+    assert caught.value.parameters[0].startswith("part=")
 
 
 def test_the_source_gets_its_options() -> None:
