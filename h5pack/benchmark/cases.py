@@ -328,7 +328,7 @@ def exceeds_decode_budget(variant: FileVariant, batch_size: int) -> bool:
 def all_cases(
     variants: Sequence[FileVariant], settings: BenchSettings, batch_size: int, num_threads: int
 ) -> list[BenchCase]:
-    """Return all cases that `settings` ask for, regardless of time."""
+    """Return all cases that `settings` ask for and the variants allow, regardless of time."""
     cases = []
     window = settings.window[0]
     for variant in variants:

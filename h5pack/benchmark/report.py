@@ -206,9 +206,9 @@ class BenchReport:
         return "", ""
 
     def ceiling_of(self, cache: str) -> Ceiling | None:
-        """Return the ceiling for a page-cache state, if possible the one that the recommendation is compared with.
+        """Return the ceiling for a page-cache state, preferably the one that the recommendation is compared with.
 
-        None for the state that did not decide, because its cases had no ceiling measured beside them.
+        None if the recommendation is based on the other state: then no ceiling was measured for this one.
         """
         measured = [one for one in self.ceilings if one.cache == cache and one.speeds]
         chosen = self.recommendation
@@ -474,7 +474,7 @@ def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _unmeasured(report: BenchReport) -> list[str]:
-    """Return each reason for missing measurements once, with the cases that it applies to."""
+    """Return each reason for missing measurements once, with its number of cases and the first."""
     reasons: dict[str, list[BenchCase]] = {}
     # A note counts the cases of the tables that there was no time for.
     tried = [one for one in report.measurements if one.reason != NO_TIME]

@@ -66,7 +66,7 @@ class PartsFolder:
             if old != new:
                 raise ResumeError(
                     f"{self.folder}: this part and earlier ones differ in the {name} ({_difference(old, new)}); give "
-                    "all parts the same source, options and packages, or start over: delete all files "
+                    "all parts the same source, options and packages, or start over: delete all of "
                     f"{self.folder.with_suffix('')}*",
                     path=self.folder,
                 )

@@ -1,7 +1,7 @@
 """Making one pack of the rows of others: its tables and structure, and the steps from an empty file to the output.
 
-The output gets its name once it is complete, and every step can be repeated after a kill: rows are copied again unless
-the file has them already, by their checksums; then the tables are added as at the end of a conversion.
+The output gets its name once it is complete, and every step can be repeated after a kill. Uncompressed rows are copied
+only if their checksums do not match those in the file; a compressed output is written from the beginning.
 """
 
 from __future__ import annotations

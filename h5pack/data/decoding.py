@@ -116,7 +116,7 @@ class Steps(NamedTuple):
 
 
 def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
-    """Return whether a field of this kind can be used with crops of `images`; `is_encoded` says if it is encoded."""
+    """Return whether a field of this kind, encoded or not, can be used with crops of `images`."""
     if kind in schema.PIXEL_KINDS:
         return is_encoded
     return kind not in schema.MOVED_KINDS or isinstance(images, EncodedIndex)

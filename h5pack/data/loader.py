@@ -132,8 +132,8 @@ class H5Loader(Closeable, Resumable):
     prefetch_factor : int, optional
         Number of batches to prefetch, as far as `memory_bytes` allows. None: the batches of two shuffle windows. The
         chunks of a window are read together, so lower values are raised to the batches of one window. While rows are in
-        the page cache, and without `streams` or `lanes`, None means at least two batches, and for each thread and the
-        caller's 5 MiB of small batches, one batch, or up to 16 MiB of a large one.
+        the page cache, and without `streams` or `lanes`, None means fewer: at least two batches, and enough for each
+        thread, including the caller's, to copy 5 MiB of small batches, one batch, or 16 MiB of a large one.
     memory_bytes : int, optional
         Upper bound for the memory in bytes of the batches that each iteration prefetches, of small fields that are
         held, and of decoding. The results of transforms, the batches that the caller holds, and rows in the page cache,

@@ -206,15 +206,14 @@ class ImageTransform:
 
     def _kinds(self, transform: Normalize, batch: Any, images: torch.Tensor, size: tuple[int, int]) -> dict[Any, str]:
         """Return the kind of each field to move, by key or index; raise OptionsError if `transform.fields` is wrong."""
-        elements = named_elements(batch)
+        elements, names = named_elements(batch), ", ".join(map(repr, named_elements(batch)))
         kinds = {}
         for name, kind in transform.fields.items():
             # An index is valid, too, if the element has a name.
             found = name if name in elements else next((n for n, (index, _) in elements.items() if index == name), None)
             if found is None:
                 raise OptionsError(
-                    f"fields names {name!r}, but the batch has the elements {', '.join(map(repr, elements))}; name one "
-                    "of them",
+                    f"fields names {name!r}, but the batch has the elements {names}; name one of them, and each once",
                     parameters=("fields",),
                 )
             index, _ = elements.pop(found)

@@ -124,7 +124,7 @@ class DeviceStages:
         return max(half / whole for half, whole in pairs)
 
     def one_thread_ratio(self, step: Step, seconds: float) -> float:
-        """Return the step's images/s with one of PyTorch's threads on the CPU divided by those with all of them.
+        """Return the step's images/s with one of PyTorch's CPU threads, divided by its images/s with all threads.
 
         The result is the lowest of three, so that noise does not make one thread look fast.
         """

@@ -215,7 +215,7 @@ def _labels(catalog: Catalog, name: _ColumnNames, lost: list[str]) -> tuple[list
     if unreadable is not None:
         # `h5pack convert` rejects a label column that mixes numbers and words, and reads one of numbers only as
         # integers, so class names that look like numbers cannot be labels.
-        lost.append(f"the names of classes (a table cannot hold the name {unreadable!r}, so labels are numbers)")
+        lost.append(f"the names of classes (convert cannot read back the name {unreadable!r}, so labels are numbers)")
         return [ManifestColumn(name("label"), labels)], [ManifestColumn(name("class"), labels, names)]
     used = {names[label] for label in np.unique(labels).tolist() if label != schema.NO_LABEL}
     unused = [word for word in names if word not in used]
@@ -232,7 +232,7 @@ def _field(
     if isinstance(values, RaggedRows):
         mean = len(values.data) * math.prod(values.data.shape[1:]) // max(1, len(values))
         if mean > _MAX_FIELD_NUMBERS and values.kind not in schema.TEXT_KINDS:
-            lost.append(f"the field {field!r}, which has {mean:,} numbers per row and is not in the table")
+            lost.append(f"the field {field!r}, which has on average {mean:,} numbers per row and is not in the table")
             return
         plain = values.data.dtype in (np.int64, np.float64) or values.kind != schema.RAGGED
         if not plain:

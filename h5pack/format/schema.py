@@ -101,8 +101,8 @@ STATISTICS_SMALL_ROWS = 4_096
 def statistics_step(train_rows: int, encoded: bool = False) -> int:
     """Return the step between the rows of a split that `/statistics` uses: 1 for a small split, else 8.
 
-    `encoded` rows take far longer to decode than to copy. For them, the step selects at most 128 rows, or about one in
-    64 of more than 8,192 rows, but at most 1,024.
+    Decoding `encoded` rows takes far longer than copying rows. So their step selects at most 128 of up to 8,192 rows,
+    and about one in 64 of more rows, at most 1,024.
     """
     if encoded:
         return max(1, -(-train_rows // max(128, min(1024, train_rows // 64))))

@@ -206,9 +206,9 @@ class Evidence:
 
     @property
     def normalize_agrees(self) -> bool:
-        """Whether normalizing takes about the fraction of the loop's time that its speed alone suggests.
+        """Whether normalizing takes about the fraction of the loop's time that separate measurements suggest.
 
-        False if repeats of normalizing or of the step differ too much to suggest any.
+        False if repeats of normalizing or of the step differ too much, or if one of the two was not measured.
         """
         normalize, step = self.rates(Stage.NORMALIZE), self.rates(Stage.STEP)
         if normalize is None or step is None or self.normalize_fraction is None:

@@ -172,7 +172,7 @@ def _encode(
             if task.read[position]:
                 found.append((-1, source, 0, 0))
             if task.masks:
-                # The masks of a file with an Exif orientation must be turned with it.
+                # If the file has an Exif orientation, its masks must be turned upright.
                 upright = upright_of(source) if decode_path == DecodePath.PILLOW else upright
         else:
             data, height, width = worker.encoder.encode(source, decode_path)

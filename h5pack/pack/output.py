@@ -88,7 +88,7 @@ class Output:
     """Paths of a conversion's output, which exists only when it is complete, and of the temporary files beside it."""
 
     def __init__(self, final: Path, private: str = "") -> None:
-        """If several processes write one output, `private` is the suffix of temporary files that only this one uses."""
+        """`private` is the suffix of temporary files that only this process uses, if several write the output."""
         self.final = final
         self.partial = self._beside(".partial")  # the file under construction
         self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is ready
@@ -144,7 +144,7 @@ class Output:
             elif options.part is not None:
                 # A part never discards an unfinished file.
                 named = ("resume=True", "part='{}/{}'".format(*options.part))
-                advice = f"continue it with {named[0]} instead of {named[1]}, or delete all files {self.partial}*"
+                advice = f"continue it with {named[0]} instead of {named[1]}, or delete all of {self.partial}*"
             raise OutputExistsError(
                 f"{self.partial}: belongs to an interrupted run; {advice}", path=self.partial, parameters=named
             )

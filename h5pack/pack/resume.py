@@ -263,7 +263,7 @@ def _refused(plan: ConvertPlan, journal: Journal, difference: str, *parameters: 
         advice = "resume with the same options and source, or start over with overwrite=True and without resume=True"
         parameters = (*parameters, "overwrite=True", "resume=True")
     else:
-        advice = f"give the same options and source, or delete all files {partial}* to start over"
+        advice = f"give the same options and source, or delete all of {partial}* to start over"
     return ResumeError(f"{partial}: {difference}; {advice}", path=partial, parameters=parameters)
 
 

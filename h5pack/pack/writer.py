@@ -228,7 +228,7 @@ def _write_durably(task: WriteTask) -> list[RowRecord]:
         worker.journal.end()
     finally:
         worker.close()
-    # Not after an error, because the file's last record may be incomplete; the next task then creates a new file.
+    # After an error, the next task creates a new journal file, because the last record of this one may be incomplete.
     _local.durable = (job, worker.journal.path)
     return records
 

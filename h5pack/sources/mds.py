@@ -120,7 +120,7 @@ def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         if isinstance(error, SourceError):
             raise
-        raise SourceError(f"{path}: is not an index of MDS shards ({error}); write it again", path=path) from error
+        raise SourceError(f"{path}: cannot be read as an index of MDS shards ({error}); check it", path=path) from error
 
 
 def _read_shard(path: Path, encodings: dict[str, str], fixed: Sequence[int], samples: int) -> _Shard:

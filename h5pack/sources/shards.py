@@ -47,8 +47,8 @@ class Shards:
     def splits(self) -> tuple[tuple[str, ...], list[int]]:
         """Return the `split_names`, and for each file the index of its split.
 
-        A file's split is the folder, or else the word in its name, that is a name of splits, such as "train" in
-        ``train-00000-of-00002.parquet``. If a file has none or several of these, all files are in one split.
+        A file's split is its folder if that has the name of a split, or else such a word in the file's name: "train" in
+        ``train-00000-of-00002.parquet``. If a file has none or several, all files are in one split.
         """
         found = [_split_of(name) for name in self.names]
         if None in found:

@@ -14,7 +14,7 @@ from h5pack.system.arrays import shuffled_split
 from h5pack.system.text import counted
 
 _NAME = "val"
-_HASH = 2**32  # far above the numbers of splits, so that choosing a split and shuffling it are independent
+_HASH = 2**32  # far above any split number, so that choosing images for it is independent of shuffling a split
 
 
 def training_split(source: str, catalog: Catalog, val: float) -> int:
