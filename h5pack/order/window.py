@@ -383,6 +383,10 @@ def merge_groups(groups: Iterable[ChunkGroup], max_rows: int, max_batches: int) 
             waiting, rows = [], 0
         waiting.append(group)
         rows += len(group.rows)
+        if rows >= max_rows:
+            # Do not compute the next group before it is needed.
+            yield _merged(waiting)
+            waiting, rows = [], 0
     if waiting:
         yield _merged(waiting)
 

@@ -448,3 +448,12 @@ def test_single_row_chunks_come_in_few_groups() -> None:
     merged = list(merge_groups(plan.chunk_groups(0), 144, plan.max_group_batches))
     assert {len(group.rows) for group in merged[:-1]} == {144}
     assert np.array_equal(np.sort(np.concatenate([group.rows for group in merged])), np.arange(4_096))
+
+
+@pytest.mark.parametrize(("max_rows", "computed"), [(256, 1), (300, 2), (512, 2)])
+def test_merging_computes_no_group_before_it_is_needed(max_rows: int, computed: int) -> None:
+    plan = OrderPlan(RowRange(0, 4_096, 16), 256, window=16)
+    taken = []
+    groups = (taken.append(group) or group for group in plan.chunk_groups(0))
+    next(merge_groups(groups, max_rows, plan.max_group_batches))
+    assert len(taken) == computed

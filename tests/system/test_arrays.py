@@ -70,6 +70,24 @@ def test_shuffles_are_pinned() -> None:
     assert sorted(shuffled(1000, 7).tolist()) == list(range(1000))
 
 
+@pytest.mark.parametrize("count", [1_999, 2_000, 12_480, 60_000, 60_001])
+@pytest.mark.parametrize("bits", [8, 40, 64])
+def test_a_shuffle_sorts_by_hash_then_number(count: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weak hashes, many are equal. `shuffled` drops the high bits, as many as `count` has."""
+
+    def weak(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        splitmix64_array(values)
+        values &= np.uint64((1 << bits) - 1)
+        return values
+
+    monkeypatch.setattr(arrays, "splitmix64_array", weak)
+    kept = (1 << (64 - (count - 1).bit_length())) - 1
+    hashes = [value & kept for value in hash_sequence(count, 3).tolist()]
+    found = shuffled(count, 3)
+    assert found.dtype == np.int64
+    assert found.tolist() == sorted(range(count), key=hashes.__getitem__)
+
+
 def slow_shuffled_split(count: int, seed: int, split: int) -> list[int]:
     """The positions, sorted by the whole hash of their number."""
     key = splitmix64((seed * SPLITMIX64_GAMMA + (split + 1) * 0xD1B54A32D192ED03) % 2**64)
