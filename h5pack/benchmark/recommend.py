@@ -351,7 +351,7 @@ def _why(picked: _Compared, others: Sequence[_Compared], workload: Workload) -> 
         return "the default is recommended"
     if all(_effort(picked.variant, workload) <= _effort(one.variant, workload) for one in others):
         return "this one is nearest to the default"
-    return "this one is recommended, which was more reliably fast"
+    return "this one is recommended, because its advantage is more certain"
 
 
 def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) -> str:

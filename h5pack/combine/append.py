@@ -51,9 +51,9 @@ def append(
     """Add the images of a source to a pack, after its rows.
 
     The new images are packed with the options of the pack's images. Then a file with all rows is written beside the
-    pack, and replaces it once it is complete; until then, and if anything fails, the pack is unchanged. The rows that
-    are in the pack already share their blocks with the old file if the file system can do that (XFS, Btrfs), and are
-    copied otherwise. The new images of a virtual file become a further pack beside it, such as ``NAME-00003.h5``, with
+    pack, and replaces it once it is complete; until then, and if anything fails, the pack is unchanged. If the file
+    system supports it (XFS, Btrfs), the new file shares the disk blocks of the pack's existing rows; otherwise these
+    rows are copied. The new images of a virtual file become a further pack beside it, such as ``NAME-00003.h5``, with
     the lowest number that it does not use yet. Classes keep their numbers; new ones get the numbers after them.
 
     Parameters

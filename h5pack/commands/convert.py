@@ -54,7 +54,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--limit", type=int, metavar="N", help="pack at most N images, evenly spaced in SOURCE")
     what.add_argument(
         "--val", type=float, metavar="FRACTION",
-        help="move FRACTION of each class of the images for training to a split val, such as 0.1",
+        help="move FRACTION (such as 0.1) of the training images of each class to a split named val",
     )  # fmt: skip
     what.add_argument(
         "--root", metavar="DIR",

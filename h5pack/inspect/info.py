@@ -139,7 +139,7 @@ class FileReport:
                 parts = ", ".join(f"{split} {counts.get(name, 0):,}" for split, counts in splits)
                 lines.append(f"  {name}: {count:,}" + (f" ({parts})" if parts else ""))
         channels = stats.get("channels")
-        # Those that a pack stores are shown above, with the rows that they are of.
+        # A pack's stored mean and std are shown already, with the number of rows that they were computed from.
         if channels is not None and not (self.pack or {}).get("mean"):
             mean, std = number_text(channels["mean"]), number_text(channels["std"])
             lines.append(f"channels of {channels['rows']:,} rows: mean {mean}, std {std}")

@@ -47,7 +47,7 @@ class ChunkIndex:
     group_rows: int  # rows that are read together: one chunk, or up to 4 MiB of a contiguous dataset
     addresses: npt.NDArray[np.int64]
     fill: bytes = b""  # one row of fill values in stored byte order; empty if every chunk has allocated storage
-    library_reason: str | None = None  # why rows are read through the HDF5 library; None if not, or only single chunks
+    library_reason: str | None = None  # why rows are read through the HDF5 library; None if at most single chunks are
     is_encoded: bool = False  # whether rows are encoded images
     codec: Codec | None = None  # None unless chunks are filtered or hold only parts of rows
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))

@@ -349,8 +349,8 @@ def _roles(root: str, folders: list[str]) -> tuple[str, list[str]]:
     if len(images) != 1 or not targets:
         names = ", ".join(map(repr, folders)) or "none"
         raise SourceError(
-            f"{root}: its folders ({names}) must be one of images and one or several of masks; name them 'images' and "
-            "'masks', or skip others with exclude",
+            f"{root}: its folders ({names}) must be one folder of images and one or several of masks; name them "
+            "'images' and 'masks', or skip others with exclude",
             path=root,
             parameters=("exclude",),
         )

@@ -128,7 +128,7 @@ def _launch_image(
         ERASES=changes.erases,
         COLORS=changes.colors,
         FINE=result.dtype == torch.float32,
-        # A thread may prepare offsets of lines and columns that it never reads.
+        # Whether offsets need 64 bits. Sizes count twice, since threads may compute offsets past the end, never read.
         WIDE=2 * sum(sizes) + 2 * lines * length >= 1 << 31,
         WHOLE=is_whole,
         VECTORS=vectors,
