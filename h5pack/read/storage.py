@@ -174,6 +174,8 @@ class Storage:
                 else:
                     self._fill(descriptor, buffers[start], offset, partial(describe, start))
                     start, offset = start + 1, offset + size
+        # Another program may have written into the file since it was opened.
+        self.identity.require(self.path, descriptor)
         return calls
 
     def read_into(self, out: npt.NDArray[Any], offset: int, describe: Callable[[int], str]) -> int:
@@ -185,6 +187,7 @@ class Storage:
             # Older versions of NumPy cannot export the buffer of a datetime array (ValueError).
             got = 0
         if got == out.nbytes:
+            self.identity.require(self.path, descriptor)
             return 1
         # Retry through the slow path, which handles short reads and errors.
         buffer = np.array([[out.__array_interface__["data"][0], out.nbytes]], np.uint64)

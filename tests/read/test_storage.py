@@ -9,7 +9,8 @@ import os
 import pickle
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -247,8 +248,29 @@ def put_other_file(path: Path) -> None:
     path.with_name("new.h5").rename(path)
 
 
-@pytest.mark.parametrize("change", [put_other_file, Path.unlink, lambda path: os.utime(path, ns=(1, 1))])
-def test_a_file_that_changes_while_it_is_open_is_noticed_within_a_second(
+@pytest.mark.parametrize("rows", [[3], range(20), [19, 2, 3]])
+@pytest.mark.parametrize("size", [1, None])
+def test_a_file_that_is_written_while_it_is_open_is_noticed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Sequence[int], size: int | None
+) -> None:
+    monkeypatch.setattr(storage_module, "CHECK_SECONDS", 1000.0)
+    path, values, engine = pack_of_rows(tmp_path)
+    assert np.array_equal(engine.read("x", rows), values[list(rows)])
+    time.sleep(0.02)  # The kernel's clock for modification times advances every few milliseconds.
+    # Cut it and make it as long as before, or write its first byte again.
+    whole, first = path.stat().st_size, path.read_bytes()[:1]
+    if size is not None:
+        os.truncate(path, size)
+        os.truncate(path, whole)
+    else:
+        with path.open("r+b") as file:
+            file.write(first)
+    with pytest.raises(PackChangedError):
+        engine.read("x", rows)
+
+
+@pytest.mark.parametrize("change", [put_other_file, Path.unlink])
+def test_a_file_that_is_replaced_while_it_is_open_is_noticed_within_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
 ) -> None:
     path, values, engine = pack_of_rows(tmp_path)
