@@ -1,8 +1,8 @@
 """`bench`: within a time budget, pack a sample with several chunk sizes, time reading it, and recommend one size.
 
-A file variant is the sample with one chunk size and compression. A case is a file variant, an order and a reader. What
-decides the recommendation is measured first: one case for each variant, and in a run-off the fastest of them again and
-then other settings. The rest of the time is for the tables.
+A file variant is the sample with one chunk size and compression. A case is a file variant, an order and a reader. The
+cases that decide the recommendation are measured first: one case for each variant, then, in a run-off, the fastest of
+these again, and other settings for the best one. The remaining time is for the cases that only appear in the tables.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.3, 
 _SMALL_SECONDS = 10.0
 """Seconds for measuring a sample that is too small to compare variants, unless many variants were asked for."""
 _REST_TURNS = 4
-"""Repeat the run-off if as many turns of the comparison fit into the rest of the time."""
+"""Repeat the run-off if the remaining time is longer than this number of turns of the comparison."""
 
 
 def bench(
@@ -96,7 +96,7 @@ def bench(
     source : path, optional
         Any path that `convert` accepts as its source. None: generate images.
     seconds : float
-        Time budget for everything, including packing. What decides the recommendation is measured first.
+        Time budget for everything, including packing. The cases that decide the recommendation are measured first.
     chunk_rows, chunk_bytes : int or sequence of int
         Chunk sizes to compare, in rows or bytes. Default: 64 KiB to 16 MiB, and the default of `convert`.
     contiguous : bool
@@ -178,10 +178,10 @@ class _Comparison:
     sweep: Sweep
     ceilings: Ceilings
     clock: Callable[[], float]
-    end: float  # On the clock.
+    end: float  # A time of `clock`.
 
     def compare(self, cases: Sequence[BenchCase]) -> tuple[str, float]:
-        """Measure the cases that compare variants; return their page-cache state and the seconds of a repeat of all."""
+        """Measure the cases that compare variants; return the measured page-cache state and the seconds of one turn."""
         turn, cache, left, found = 0.0, "hot", self.end - self.clock(), self.report.measurements
         for cache in deciding_caches(self.workload, self.settings.caches):
             chosen = [case for case in cases if case == self.workload.case(case.variant, cache)]
@@ -228,7 +228,7 @@ class _Comparison:
         return sum(len(one.speeds) for one in self.report.run_off)
 
     def with_first_epoch(self, cache: str) -> _Comparison:
-        """Return this comparison, with the speed of the first epoch of the recommended file if later ones differ."""
+        """Return this comparison. If only first epochs decode chunks, add the speeds of such epochs to `workload`."""
         interim = self.choose(cache)
         if interim is None:
             return self
@@ -367,7 +367,7 @@ class BenchRun:
         if not report.missing:
             comparison = comparison.with_first_epoch(cache)
             report.recommendation = comparison.choose(cache)
-        # More time would not help if the cases that decide all failed, or were not asked for.
+        # More time would not help if all deciding cases failed, or none of them was asked for.
         elif not failed.issuperset(case for case in every if case == workload.case(case.variant, cache)):
             needed = report.seconds["packing"] + report.seconds["warming up"] + (MIN_REPEATS + 1) * turn
             report.enough_seconds = math.ceil(LEEWAY * max(needed, settings.seconds))
@@ -395,7 +395,7 @@ class BenchRun:
             sweep.measure(cold, end - self._clock(), report.measurements)
         tried = {one.case for one in report.measurements if one.reason != NO_TIME}
         chosen, left_out = report.recommendation, len(set(every) - tried)
-        # A sample that is too small to compare variants is measured only for a few seconds, as the answer implies.
+        # Omit this note if the sample is too small to compare variants: it is meant to be measured only for seconds.
         if left_out and (chosen is None or chosen.compared):
             text = f"{left_out} of {len(every)} cases of the tables were not measured for lack of time"
             report.notes.append(f"{text}; about {enough} seconds are enough for all of them.")
@@ -445,7 +445,7 @@ def _require_time(left: float, needed: float, packing: float, settings: BenchSet
 
 
 def _merge(measurements: list[Measurement], more: Sequence[Measurement]) -> None:
-    """Add more measurements, those of a case that was measured before as further repeats of it."""
+    """Append `more` to `measurements`; if a case is already there, add the repeats to its measurement instead."""
     for one in more:
         slot = next((slot for slot, before in enumerate(measurements) if before.case == one.case), None)
         if slot is None:

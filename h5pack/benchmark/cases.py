@@ -24,13 +24,13 @@ DEFAULT_CHUNK_BYTES = tuple(1024 * size for size in (64, 256, 1024, 4096, 16384)
 MIN_REPEATS = 3
 """Minimum number of repeats for a reliable median."""
 MIN_TURNS = 5
-"""Number of turns that must agree that one file variant is faster than another, unless it is much faster."""
+"""Number of turns (see `Sweep`) in which one file variant must be faster than another, unless it is much faster."""
 REPEATS = 4
 """Number of repeats to aim for in each case; slow cases get fewer."""
 TIE = 0.95
 """A speed of at least this fraction of another counts as equal: repeats differ by as much even on an idle machine."""
 _CLEAR = 1.25
-"""A speed that is this many times another in each of several turns is faster, however much the multiples differ."""
+"""A case is faster if its ratio to another exceeds this in each of several turns, however much the ratios vary."""
 HOPELESS = 0.6
 """A case whose fastest repeat is below this fraction of another's slowest is slower, however few repeats there are."""
 MIN_EPOCH_SECONDS = 0.005
@@ -109,7 +109,7 @@ class FileVariant:
     chunk_rows: int | None
     chunk_bytes: int | None
     row_bytes: int  # Size of a decoded row in bytes.
-    compression: str  # As for `convert`; for the input file, the names of its HDF5 filters. "none" if there is none.
+    compression: str  # As for `convert`. For the input file: its HDF5 filters, "encoded images" or "none".
     stored_bytes: int  # Size of the dataset of images in the file.
     overhead: float  # stored_bytes divided by the size of the array in memory.
     is_input: bool = False  # True for the input file itself, False for a file converted from it.
@@ -141,8 +141,8 @@ class Measurement:
     speeds: tuple[float, ...] = ()  # Images/s of each repeat.
     amplification: float | None = None  # Bytes requested from the file per byte of delivered images; None if unknown.
     hit_rate: float | None = None  # Fraction of rows whose chunk was already read for another row, if known.
-    reason: str | None = None  # Why the case was not measured; None if it was.
-    # Images/s of the ceiling, measured after each repeat with `ceiling_threads` threads; empty if it was not.
+    reason: str | None = None  # Why the case, or one of its repeats, was not measured; else None.
+    # Images/s of the ceiling, measured after each repeat with `ceiling_threads` threads; empty if not measured.
     ceilings: tuple[float, ...] = ()
     turns: tuple[int, ...] = ()  # The turn in which each repeat was measured: repeats of one turn are compared.
 
@@ -153,7 +153,7 @@ class Measurement:
 
     @property
     def of_ceiling(self) -> tuple[float, ...]:
-        """The speed of each repeat, divided by that of the ceiling beside it; empty if that is not known."""
+        """The speed of each repeat divided by the ceiling's speed after it; empty if the ceiling was not measured."""
         matched = len(self.ceilings) == len(self.speeds)
         return tuple(map(operator.truediv, self.speeds, self.ceilings)) if matched else ()
 
@@ -170,11 +170,12 @@ class Measurement:
         return tuple(ratios[outliers : len(ratios) - outliers])
 
     def is_faster(self, other: Measurement, min_turns: int = MIN_REPEATS) -> bool:
-        """Return whether this case is faster in each turn that measured both, of which there must be `min_turns`.
+        """Return whether this case is faster than `other`, by the ratios of their speeds in turns that measured both.
 
-        The lowest ratio of their speeds must be above 1.05. It must also be above 1.25, or above the highest ratio
-        divided by it: on a busy machine ratios vary, so a few of them may all be above 1 by chance. If it is above
-        both, `MIN_REPEATS` turns are enough. One repeat is enough if the speeds are as far apart as `HOPELESS` says.
+        There must be `min_turns` such turns, and the lowest ratio must be above 1.05. On a busy machine ratios vary, so
+        a few of them may all be above 1 by chance. Therefore, the lowest ratio must also be above 1.25, or above their
+        spread: the highest ratio divided by the lowest. If it is above 1.25 and above the spread, `MIN_REPEATS` turns
+        are enough. One repeat is enough if the speeds are as far apart as `HOPELESS` says.
         """
         if not self.speeds or not other.speeds:
             return False
@@ -197,7 +198,7 @@ class Measurement:
         """Return this measurement of the sweep with the speeds replaced by those of the run-off.
 
         The run-off is more reliable, because it loads the file into the page cache again before each repeat. If it has
-        too few repeats for a median, the speeds of the sweep are kept in addition.
+        fewer than `MIN_TURNS` repeats, the speeds of the sweep are kept in addition.
         """
         if run_off is None or not run_off.speeds:
             return self
@@ -230,12 +231,12 @@ class Measurement:
 class CaseRepeats:
     """The repeats of one case in the sweep and in the run-off."""
 
-    stated: Measurement  # Those of the run-off if they are enough for a median, else all.
-    every: Measurement
+    stated: Measurement  # The repeats of the run-off if there are at least `MIN_TURNS`, else all repeats.
+    every: Measurement  # All repeats.
 
     @classmethod
     def of(cls, sweep: Measurement | None, run_off: Measurement | None) -> CaseRepeats:
-        """Join the measurements of a case, of which one may be missing."""
+        """Join the two measurements of a case, one of which may be None."""
         if sweep is None or run_off is None:
             one = sweep or run_off
             assert one is not None
@@ -243,7 +244,7 @@ class CaseRepeats:
         return cls(sweep.updated_by(run_off), sweep.with_repeats_of(run_off))
 
     def beside(self, other: CaseRepeats) -> tuple[Measurement, Measurement]:
-        """Return the measurements of both to compare: those of the run-off if they share enough turns, else all."""
+        """Return two measurements to compare: both `stated` if these share `MIN_TURNS` turns, else both `every`."""
         if len(self.stated.ratios(other.stated)) >= MIN_TURNS:
             return self.stated, other.stated
         return self.every, other.every
@@ -277,7 +278,7 @@ def repeats_json(speeds: Sequence[float]) -> dict[str, Any] | None:
 
 
 def usable_seconds(budget: float) -> float:
-    """Return for how long of a time budget to measure.
+    """Return how many seconds of a time budget packing and measuring may take.
 
     The rest is for the report, for removing temporary files, and for the end of the process, which takes up to 0.7 s
     after torch was imported.
@@ -313,7 +314,7 @@ def min_seconds(case: BenchCase) -> float:
 
 
 def min_bench_seconds(cases: Sequence[BenchCase]) -> float:
-    """Return how long at least the cases that compare variants take, with the minimum number of repeats."""
+    """Return the minimum time for measuring `cases`, with the minimum number of repeats."""
     return MIN_REPEATS * sum(_MIN_CASE_SECONDS[case.cache] for case in cases)
 
 

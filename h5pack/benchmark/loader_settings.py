@@ -56,7 +56,7 @@ def pick_settings(
 ) -> tuple[Measurement, list[str]]:
     """Return the measurement whose window and number of threads are recommended, and the reasons.
 
-    It is that of the usual settings, unless another one with enough repeats is clearly faster.
+    Return the measurement of the usual settings, unless another one with enough repeats is clearly faster.
     """
     case = picked.case
     alike = [one for one in run_off if replace(one.case, window=case.window, num_threads=case.num_threads) == case]
@@ -75,7 +75,7 @@ def pick_settings(
 def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, str]:
     """Return the number of workers for a DataLoader, one per CPU unless another is faster; and the reason.
 
-    If `run_off` has other numbers only, because these were asked for, return the fastest of them.
+    If one per CPU was not tried, because other numbers were asked for, return the fastest of these.
     """
     case = replace(picked.case, num_threads=1)
     tried = {
@@ -88,7 +88,9 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
     others = [one for one in found.values() if workload.cpus not in tried or (usual and one.is_faster(usual))]
     best = max(others, key=lambda one: one.median, default=usual)
     if best is None:
-        few = f"there was no time for {MIN_REPEATS} repeats with {listed([str(number) for number in tried])} of them"
+        few = (
+            f"there was no time for {MIN_REPEATS} repeats with num_workers={listed([str(number) for number in tried])}"
+        )
         why = f"one per CPU; {few if tried else 'none were measured'}"
         return workload.cpus, f"If you use a DataLoader instead of H5Loader: num_workers={workload.cpus}, {why}."
     number = best.case.num_workers or 0
@@ -101,19 +103,20 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
 
 
 def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> str:
-    """Return the speeds with other values of a setting as multiples of that with the recommended one."""
+    """Return a text with the speeds of other values of a setting, as multiples of the recommended value's speed."""
     ratios = {value: one.ratios(best) or (one.median / best.median,) for value, one in tried.items() if one is not best}
     others = [f"{name}={value} gives {ratio_text(found)}" for value, found in sorted(ratios.items())]
     text = f"{', '.join(others)} of its speed"
     if any(min(found) > 1 for found in ratios.values()):
-        return f"{text}, which varies too much to prefer it"
+        return f"{text}; the ratios vary too much to prefer another value"
     return text + ", no clear difference" * any(max(found) >= 1 for found in ratios.values())
 
 
 def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> tuple[CachePlan | None, list[str]]:
-    """Return the chunk cache for reading the converted file with h5py, and a sentence about it; None if not converted.
+    """Return the chunk cache for reading the converted file with h5py, and a sentence about it.
 
-    The cache is computed, because no case measures h5py with a tuned cache in window shuffle.
+    Return None and no sentence for the input file or a file without chunks. The cache is computed, because no case
+    measures h5py with a tuned cache in window shuffle.
     """
     if variant.is_input or variant.chunk_rows is None:
         return None, []
@@ -145,6 +148,6 @@ def speed_range_text(speed: float, low: float, high: float) -> str:
 
 
 def ratio_text(ratios: Sequence[float]) -> str:
-    """Return the median of ratios, and the range of several, such as "1.12 (1.05 to 1.20)"."""
+    """Return the median of ratios, and their range if there are several, such as "1.12 (1.05 to 1.20)"."""
     span = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
     return f"{statistics.median(ratios):.2f}{span}"

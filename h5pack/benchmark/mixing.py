@@ -82,7 +82,8 @@ class MixingReport:
     # `expected_distance` by 5 % of the smaller of two numbers: `expected_distance`, and its difference to the mean
     # label distance of single rows. With more classes than rows per batch, that difference is small.
     allowed_distance: float | None
-    enough_window: int | None  # Smallest window shown to mix labels as well as a full shuffle; None if none was.
+    # Smallest window shown to mix labels as well as a full shuffle; None without such a window, or without labels.
+    enough_window: int | None
     orders: tuple[OrderMixing, ...]  # The windows in ascending order, then the full shuffle, then the stored order.
 
     @property

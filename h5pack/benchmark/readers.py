@@ -83,7 +83,7 @@ class CaseReader:
 
 
 class SharedDatasets:
-    """Open datasets that several readers share, so that not each of them indexes a file's chunks, maybe millions."""
+    """Datasets shared by several readers, so that the chunks of a file, maybe millions, are indexed only once."""
 
     def __init__(self, sampled: float = 1.0) -> None:
         self._sampled = sampled
@@ -95,7 +95,8 @@ class SharedDatasets:
         key = variant.label, library
         if key not in self._datasets:
             dataset = H5Dataset(variant.path, images=variant.images, labels=variant.labels)
-            if not variant.is_input:  # A sample fits into the cache more often than the whole file would.
+            # Scale the cache like the sample, or the sample would fit into it even if the whole file would not.
+            if not variant.is_input:
                 dataset.engine.chunks.cache.capacity = int(DECODED_BYTES * self._sampled)
             self._datasets[key] = through_library(dataset) if library else dataset
         return self._datasets[key]
@@ -158,7 +159,7 @@ class LoaderReader(CaseReader):
         return self._dataset.stats().rows
 
     def _bytes_read(self) -> int | None:
-        # Rows in the page cache are copied without a read call.
+        # The base class counts read calls, but rows in the page cache are copied without a read call.
         return self._dataset.stats().bytes_read
 
     def hit_rate(self) -> float | None:

@@ -37,7 +37,7 @@ from h5pack.pack.options import convert_command
 from h5pack.system.text import counted, format_bytes
 
 _MAX_FINALISTS = 6
-_NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) stands for it.
+_NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) counts as the default.
 _BUSY_SPREAD = 1.5  # If the speed ratios of ties vary by more than this factor, the machine counts as busy.
 _CACHE_WORDS = {"hot": "warm", "cold": "cold"}
 
@@ -84,7 +84,7 @@ def _cache_reason(workload: Workload, cache: str) -> str:
     memory = format_bytes(workload.memory_bytes)
     sizes = f"{workload.num_images:,} images take {format_bytes(size)}, and {memory} of memory is available"
     if cache == deciding_caches(workload, ("hot", "cold"))[0]:
-        then = "so the file stays in memory" if cache == "hot" else "under twice that, so epochs read the disk"
+        then = "so the file stays in memory" if cache == "hot" else "less than twice their size, so epochs read the disk"
         return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."
     state = f"Judged with the page cache {_CACHE_WORDS[cache]}"
     other = _CACHE_WORDS["cold" if cache == "hot" else "hot"]
@@ -119,7 +119,7 @@ def missing(
         if repeats < MIN_REPEATS and not slow and case not in failed:
             phrases.append(f"{variant.label}: {repeats} of {MIN_REPEATS} repeats")
     if not found and not phrases:
-        phrases.append("H5Loader in window shuffle without errors; the whole report, with full=True, lists them")
+        phrases.append("H5Loader in window shuffle, which failed; the whole report, with full=True, lists the errors")
     if len(planned) < 2 and not_packed:
         phrases.append(f"not packed: {', '.join(not_packed)}")
     return phrases
@@ -130,14 +130,14 @@ def finalists(
 ) -> list[BenchCase]:
     """Return the cases to measure again side by side: one for each of the fastest variants, the fastest first.
 
-    The input file and the variant nearest to the default are always among them, because the others are compared with
-    them.
+    The input file and the variant nearest to the default are always included, because all others are compared with
+    these two.
     """
     some = _comparable(variants, measurements, workload, cache)
     found = sorted(some, key=lambda one: -one.median)
     packed = {one.label: _effort(one, workload) for one in variants if not one.is_input}
     given = [one.label for one in variants if one.is_input]
-    # Of two that are equally near, the first one, as `choose` does.
+    # If two are equally near, take the first one, as `choose` does.
     nearest = min((one.case.variant for one in some if one.case.variant in packed), key=packed.__getitem__, default="")
     fast = [one for one in found[:_MAX_FINALISTS] if one.median >= HOPELESS * found[0].median]
     return [one.case for one in found if one in fast or one.case.variant in (nearest, *given)]
@@ -154,8 +154,8 @@ def choose(
 
     Recommend the input file if it was measured, else the variant closest to the default. Recommend another variant only
     if it is faster, usually in at least `MIN_TURNS` turns (see `Measurement.is_faster`), and unusual loader settings
-    only if they are faster. If no variant is near the default, recommend the nearest one that none is likely faster
-    than.
+    only if they are faster. If no variant is near the default, leave out the variants that another one is likely faster
+    than, and recommend the nearest of the others.
     """
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
@@ -223,7 +223,10 @@ class _Compared(CaseRepeats):
         return mine.is_faster(others, min_turns)
 
     def is_likely_faster(self, other: _Compared) -> bool:
-        """Return whether this variant is faster, or was in each turn that measured both, mostly by over 1 / `TIE`."""
+        """Return whether this variant is faster than the other, or likely faster.
+
+        Likely faster: the ratio of speeds is above 1 in each turn that measured both, and its median above 1 / `TIE`.
+        """
         ratios = self.ratios(other)
         was_faster = len(ratios) >= MIN_REPEATS and ratios[0] > 1 and TIE * statistics.median(ratios) > 1
         return was_faster or self.is_faster(other, MIN_REPEATS)
@@ -254,7 +257,7 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
 
     usual = least_effort(found)
     if compare and _effort(usual.variant, workload)[1] > _NEAR:
-        # The default was left out, so of the variants that others do not beat, take the nearest to it.
+        # The default was left out: of the variants that no other is likely faster than, take the nearest to the default.
         return least_effort([one for one in found if not any(other.is_likely_faster(one) for other in found)] or found)
     faster = [one for one in found if one.is_faster(usual)] if compare else []
     if usual.variant.is_input and faster:
@@ -264,7 +267,7 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
 
 
 def _is_busy(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> bool:
-    """Return whether no variant is faster than that of least effort, and ratios of speeds vary too much to tell."""
+    """Return whether the variant of least effort is picked, but speeds vary too much to tell if others are faster."""
     others = [one for one in found if one is not picked and not picked.is_faster(one)]
     spreads = [ratios[-1] / ratios[0] for one in others if (ratios := one.ratios(picked))]
     usual = min(_effort(one.variant, workload) for one in found)
@@ -297,8 +300,8 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload) -
     if not others:
         return []
     images = counted(workload.num_images, "image")
-    why = "not compared, because a good part of that is the start of an epoch"
-    return [f"Epochs of {images} with the others: {', '.join(others)}; {why}."]
+    why = "not compared, because starting an epoch takes much of this time"
+    return [f"Epochs of {images} with the other variants: {', '.join(others)}; {why}."]
 
 
 def epoch_text(rows: int, speed: float) -> str:
@@ -346,12 +349,12 @@ def _turns_text(picked: _Compared, found: Sequence[_Compared]) -> str:
 def _why(picked: _Compared, others: Sequence[_Compared], workload: Workload) -> str:
     """Return why a variant is recommended rather than others that are not slower."""
     if picked.variant.is_input:
-        return "keeping the file is the least work"
+        return "the input file is kept, which is the least work"
     if workload.is_default(picked.variant):
         return "the default is recommended"
     if all(_effort(picked.variant, workload) <= _effort(one.variant, workload) for one in others):
-        return "this one is nearest to the default"
-    return "this one is recommended, because its advantage is more certain"
+        return "the one nearest to the default is recommended"
+    return "the one whose advantage is more certain is recommended"
 
 
 def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) -> str:
@@ -370,7 +373,7 @@ def _gain(
     measurements: Sequence[Measurement],
     compared: Sequence[Measurement],
 ) -> tuple[float | None, list[str]]:
-    """Return the speedup of `picked` over the input file read by h5py, and sentences on how that file is read."""
+    """Return the speedup of `picked` over h5py reading the input file, and sentences with the input file's speeds."""
     label = next((one.label for one in variants if one.is_input), None)
     if label == picked.case.variant:
         return None, []
@@ -412,7 +415,7 @@ def _code(variant: FileVariant, case: BenchCase, workload: Workload) -> str:
     path = variant.path if variant.is_input else "packed.h5"
     asked = workload.asked_batch_size
     is_asked = asked in (None, case.batch_size)
-    few = "" if is_asked else f"  # measured with a quarter of the {workload.num_images:,} images"
+    few = "" if is_asked else f"  # batch_size: a quarter of the {workload.num_images:,} images"
     return (
         f"dataset = h5pack.H5Dataset({path!r}{names})\n"
         f"loader = h5pack.H5Loader(dataset, batch_size={case.batch_size}, window={case.window}, "

@@ -35,7 +35,7 @@ from h5pack.system.text import counted, format_bytes, listed
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
 _NOISY_RATIO, _SLOW_RATIO = 1.5, 1.25
-_LONGER = "seconds=300"  # More turns, of whose ratios the extremes are left out, for a busy machine.
+_LONGER = "seconds=300"  # For a busy machine: with more turns, more outliers are left out of the ratios.
 _Line = tuple[Measurement, list[str]]
 """A measurement, and further cells of its line in a table."""
 
@@ -68,13 +68,14 @@ class BenchReport:
     variants: list[FileVariant] = field(default_factory=list)
     ceilings: list[Ceiling] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)  #: Results of the sweep.
-    run_off: list[Measurement] = field(default_factory=list)  #: Fastest cases again; other windows, threads, workers.
+    #: Results of the run-off: the fastest variants again, then other windows and numbers of threads and workers.
+    run_off: list[Measurement] = field(default_factory=list)
     faults: tuple[str, ...] = ()  #: Properties of the input file that slow down reading.
     fix: str | None = None  #: A command that fixes the faults; None without faults.
     notes: list[str] = field(default_factory=list)  #: Remarks on what was left out or assumed.
     recommendation: Recommendation | None = None  #: None if too little was measured to recommend anything.
     missing: list[str] = field(default_factory=list)  #: What else must be measured for a recommendation.
-    enough_seconds: int | None = None  #: Seconds that are likely enough for a recommendation, if it needs more.
+    enough_seconds: int | None = None  #: Time budget that is likely enough, if a longer one is needed.
     seconds: dict[str, float] = field(default_factory=dict)  #: Duration of each phase; "all" is the total.
     pack_images_per_s: float | None = None  #: Speed of packing; None if nothing was packed.
     load: float | None = None  #: Load average of the machine before the run; None if unknown.
@@ -149,7 +150,7 @@ class BenchReport:
         if not self.complete and chosen is None:
             return "Interrupted before anything could be recommended."
         if chosen is None and self.enough_seconds is None:
-            return "Nothing can be recommended, because what decides it was not measured."
+            return "Nothing can be recommended, because the deciding cases were not measured."
         if chosen is None:
             return (
                 f"Too little was measured to recommend anything: give more time, seconds={self.enough_seconds} or more."
@@ -222,8 +223,8 @@ class BenchReport:
 def _ratio_text(chosen: Recommendation) -> str:
     """Return the recommended speed in relation to that of the ceiling.
 
-    It is empty if the ceiling was not measured, or if the ratio varies by more than a factor of 1.5. A ratio above 1 is
-    noise, because the ceiling is measured after the reading, unless a compressed file is read cold.
+    Return an empty text if the ceiling was not measured, or if the ratio varies by more than a factor of 1.5. Except
+    for cold reads of compressed files, a ratio above 1 is noise: the ceiling is measured after the reading.
     """
     median, low, high = chosen.of_ceiling or (0.0, 0.0, math.inf)
     if high > _NOISY_RATIO * low:
@@ -269,7 +270,7 @@ class SweepTable:
         return self._found.get((variant, order, engine, cache))
 
     def compared(self) -> list[FileVariant]:
-        """Return the input file and uncompressed variants; if none is packed in chunks, also one compression's."""
+        """Return the input file and uncompressed variants; if only compressed ones have chunks, also one compression's."""
         made = [one.compression for one in self.variants if not one.is_input and one.chunk_rows is not None]
         first = made[0] if made else "none"
         return [one for one in self.variants if one.is_input or one.compression in ("none", first)]
@@ -390,7 +391,7 @@ def _tables(report: BenchReport) -> list[list[str]]:
                         mark = ">"
                     rows.append([f"{mark} {label}", _size(variant), engine, *map(_entry, found)])
         if rows:
-            title = f"images/s, page cache {cache}: median, farthest repeat, and bytes read per byte delivered"
+            title = f"images/s, page cache {cache}: median, largest deviation of a repeat, and bytes read per byte delivered"
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
     if blocks:
         blocks.append(_legend(report))
@@ -432,9 +433,9 @@ def _legend(report: BenchReport) -> list[str]:
     chosen, engines = report.recommendation, {one.case.engine for one in report.measurements}
     marks = [] if chosen is None else ["> recommended"]
     if chosen is not None and chosen.compared and len(chosen.ties) > 1:
-        marks.append("= no clear difference to that")
+        marks.append("= no clear difference to the recommended")
     if any(variant.compression != "none" for variant in report.variants):
-        marks.append("chunk: uncompressed size x stored bytes of all images per byte of their pixels")
+        marks.append("chunk: uncompressed size x ratio of stored to uncompressed bytes of all images")
     readers = {
         "direct": "H5Loader, without the HDF5 library; single: H5Dataset",
         "tuned": "H5Loader through the HDF5 library, with a chunk cache for reading in any order; single: h5py",
@@ -474,7 +475,7 @@ def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _unmeasured(report: BenchReport) -> list[str]:
-    """Return each reason for missing measurements once, with its number of cases and the first."""
+    """Return each reason for missing measurements once, with the number of its cases and the first of them."""
     reasons: dict[str, list[BenchCase]] = {}
     # A note counts the cases of the tables that there was no time for.
     tried = [one for one in report.measurements if one.reason != NO_TIME]

@@ -49,7 +49,7 @@ from h5pack.system.text import counted, listed
 MIN_IMAGES = 8
 MANY_IMAGES = 1_000_000
 MAX_SAMPLE_BYTES = 512 * 1024 * 1024
-# Of small images, generate enough that an epoch takes many milliseconds.
+# If images are small, generate more of them, so that an epoch takes many milliseconds.
 _GENERATED_IMAGES, _GENERATED_BYTES, _GENERATED_SIZE = 4_000, 96 * 1024 * 1024, (218, 178)
 _FALLBACK_SIZE = (224, 224)
 _PROBE_IMAGES, _PROBE_BYTES, _PROBE_SECONDS = (64, 512), 64 * 1024 * 1024, 0.1
@@ -230,7 +230,7 @@ class BenchSample:
 
 
 def usual_sizes(default_chunk_rows: int, row_bytes: int) -> set[int]:
-    """Return the chunk sizes in rows to compare by default, without those that are within 10 % of the default size."""
+    """Return the chunk sizes in rows to compare: the default size, and usual sizes that differ by more than 10 %."""
     sizes = {max(1, size // row_bytes) for size in DEFAULT_CHUNK_BYTES}
     return {default_chunk_rows, *(rows for rows in sizes if abs(rows - default_chunk_rows) > 0.1 * default_chunk_rows)}
 
@@ -271,7 +271,7 @@ def make_sample(
         packer.notes.append(f"The sample has fewer than {settings.rows:,} rows: there are only {rows:,} images.")
     if len(chunk_rows) < len(wanted):
         left_out = listed([f"{count:,}" for count in wanted if count not in chunk_rows])
-        packer.notes.append(f"Chunks of {left_out} rows were left out: {rows:,} rows make less than two.")
+        packer.notes.append(f"Chunks of {left_out} rows were left out: {rows:,} rows fill fewer than two of them.")
     scratch.require(int(1.1 * rows * row_bytes * num_files))
     # Put the sizes closest to the default first, because the last ones are left out if time is short.
     chunk_rows.sort(key=lambda count: abs(math.log(count / default_chunk_rows)))
@@ -307,7 +307,7 @@ class _Packer:
         self._source, self._folder = source.source, folder
         self.options = source.options
         self.notes: list[str] = []
-        self._workers: dict[str, int] = {}  # One, once it is known that several cannot be used.
+        self._workers: dict[str, int] = {}  # {"num_workers": 1} once workers failed to start.
 
     def probe(self) -> tuple[int, float]:
         """Convert a few images; return the bytes per row, and the estimated images/s when all CPUs convert."""

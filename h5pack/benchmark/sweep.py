@@ -31,12 +31,13 @@ class _CaseState:
     case: BenchCase
     reload: bool  # Whether to load the file into the page cache again before each repeat.
     allowance: float  # Seconds that all repeats may take together.
-    end: float  # When the last repeat must end, on the clock.
-    late_end: float | None = None  # Until when to repeat beyond the allowance, up to `MIN_REPEATS`; None: do not.
+    end: float  # When the last repeat must end, as a time of `Sweep`'s clock.
+    # When repeats beyond the allowance must end, which are made up to `MIN_REPEATS`; None: make no such repeats.
+    late_end: float | None = None
     run_seconds: float = 0.0  # Duration of the last repeat, without loading; at first an estimate.
     speeds: list[float] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)  # Number of the turn that measured each repeat.
-    ceilings: list[float] = field(default_factory=list)  # Beside each repeat; fewer if there is none.
+    ceilings: list[float] = field(default_factory=list)  # Images/s of the ceiling after each repeat; fewer if not measured.
     spent: float = 0.0  # Seconds that the repeats have taken so far.
     load_seconds: float = 0.0  # Duration of the longest loading.
     bytes_per_row: list[float] = field(default_factory=list)
@@ -52,7 +53,10 @@ class _CaseState:
         return self.run_seconds + (self.load_seconds if self.reloads_next() else 0.0)
 
     def is_due(self, now: float) -> bool:
-        """Return whether the case gets another repeat: a first one, and more within its allowance, if they fit."""
+        """Return whether another repeat would end in time and is the first, within the allowance, or below `MIN_REPEATS`.
+
+        Repeats below `MIN_REPEATS` may exceed the allowance only if there is a `late_end`.
+        """
         few = self.late_end is not None and len(self.speeds) < MIN_REPEATS
         within = few or not self.speeds or self.spent + self.next_seconds() <= self.allowance
         end = self.late_end if few and self.late_end is not None else self.end
@@ -125,11 +129,11 @@ class Sweep:
 
         Each case gets a share of the time in proportion to its `min_seconds`, so slow cases get fewer repeats, maybe
         none. With `end`, each gets `MIN_REPEATS` even if that takes longer, but until `end` at most. With `ceilings`,
-        the ceiling is measured after each repeat of an H5Loader. Return about how many seconds a repeat of all takes.
+        the ceiling is measured after each repeat of an H5Loader. Return the estimated seconds of one repeat of all cases.
 
         If `reload_each_repeat` is true, the file is loaded into the page cache again before each repeat, provided that
-        time remains for enough repeats. The place of the cached pages in memory changes the speed of all epochs by up
-        to a fifth, until the file is loaded again.
+        time remains for enough repeats. Speeds depend by up to a fifth on where the cached pages lie in memory, which
+        changes only when the file is loaded again.
         """
         shares = sum(min_seconds(case) for case in cases)
         soft_end = self._clock() + seconds
