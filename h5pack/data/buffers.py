@@ -2,17 +2,18 @@
 
 Copying rows to new memory is slow, because the kernel zeroes each page at its first access (measured: 15,700 images/s
 instead of 70,000). So the memory of a batch returns to the `BufferPool` when the batch's last tensor is freed. The pool
-has a weak reference to the array that the tensors share, whose callback may run in the garbage collector, in any
-thread, while any lock is held. So the callback only appends to deques, which is atomic. The most recently used memory
-is reused first, because it is most likely in the CPU's caches. Pinned memory is managed by torch's host allocator,
-which reuses it after pending copies to the device have finished.
+has a weak reference to the array that the tensors share. The callback of this reference may run in the garbage
+collector, in any thread, while any lock is held. So the callback only appends to deques, which is atomic. The most
+recently used memory is reused first, because it is most likely in the CPU's caches. Pinned memory is managed by torch's
+host allocator, which reuses it after pending copies to the device have finished.
 
 torch allocates new shared memory for every tensor that is sent between processes, and mapping it takes over four times
 as long as copying into it (measured: 14 ms and 3 ms for 30 MB). So each worker has a few reusable *segments* (anonymous
 memory files). The first byte of a segment's header page says whether the main process still uses it. The main process
 maps a segment for each batch, and clears that byte when the batch's last tensor is freed. A worker reuses a segment
-only if it was not sent or that byte is clear, and the worker itself has no array in it. If a user's collate function
-changes the batch that `H5Dataset.collate` returned, the batch is sent as ordinary tensors, which torch copies.
+only if neither process uses it: the worker has no array in the segment, and the segment was not sent or its byte is
+clear. If a user's collate function changes the batch that `H5Dataset.collate` returned, the batch is sent as ordinary
+tensors, which torch copies.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch.utils.data import get_worker_info
 from h5pack.errors import LoaderError
 from h5pack.system.machine import huge_page_memory
 
-_deterministic: Any = torch.utils.deterministic  # mypy does not see its property.
+_deterministic: Any = torch.utils.deterministic  # mypy does not see `fill_uninitialized_memory`.
 _ALIGNMENT = 64
 _PAGE = 4096
 
@@ -46,7 +47,7 @@ Shape = tuple[tuple[int, ...], npt.DTypeLike]
 
 
 def lay_out(shapes: Sequence[Shape]) -> tuple[list[int], int]:
-    """Return the byte offset in a batch's memory of an array for each (shape, dtype), and the total bytes."""
+    """Lay out an array for each (shape, dtype) in a batch's memory; return their byte offsets and the total bytes."""
     offsets, size = [], 0
     for shape, dtype in shapes:
         offsets.append(size)
@@ -67,10 +68,10 @@ class BatchField:
 
 @contextlib.contextmanager
 def unfilled_memory() -> Iterator[None]:
-    """Leave the memory of new tensors as it is, for tensors that are then overwritten completely.
+    """Keep torch from filling new tensors with a value. Use this for tensors that are then overwritten completely.
 
-    Otherwise ``torch.use_deterministic_algorithms`` fills every new tensor, which takes as long as copying it. The
-    setting belongs to the process, so the last of several threads restores it.
+    With ``torch.use_deterministic_algorithms``, torch otherwise fills every new tensor, which takes as long as copying
+    it. The setting belongs to the process, so the last of several threads restores it.
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield
@@ -302,7 +303,7 @@ class SharedMemory:
 
 
 class SharedBatch(list[torch.Tensor]):
-    """The tensors of one batch, in a segment. The main process receives a list."""
+    """The tensors of one batch, in a segment. When the batch is sent, the main process gets them as a plain list."""
 
     def __init__(self, segment: SharedSegment, shapes: Sequence[Shape]) -> None:
         self._segment, self._shapes = segment, shapes
@@ -310,7 +311,7 @@ class SharedBatch(list[torch.Tensor]):
         self._signatures = [_signature(tensor) for tensor in self]
 
     def reduced(self, tensors: list[torch.Tensor]) -> Any:
-        """Mark the segment as sent; return the function and arguments with which the main process gets its tensors.
+        """Mark the segment as sent; return the function and arguments that recreate the tensors in the main process.
 
         Return None if `tensors` are no longer those in the segment, or if the segment was sent before.
         """

@@ -33,7 +33,7 @@ TASK_BYTES = 8 * 1024 * 1024
 the work among the threads."""
 
 _MIN_CROPS, _MAX_CROPS, _CROPPED_BYTES = 8, 64, 64 * 1024 * 1024
-"""Bounds of the number of images that one task crops, and the bytes that the pixels of these whole images should have.
+"""Bounds of the number of images that one task crops, and about how many bytes of pixels these images have uncropped.
 
 64 crops of photos of 512 pixels take 40 ms. CPU time of one crop with two threads: 628 us in tasks of 32, 596 us in
 tasks of 64, 584 us in tasks of 128, because drawing the windows takes 0.2 to 0.5 ms per task. But larger tasks leave
@@ -90,7 +90,7 @@ class OpenBatches:
             start += rows
 
     def arrays_of(self, block: Block) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays, by field, to which a block's rows are to be copied in their order."""
+        """Return an array for each field, by name, to which a block's rows are to be copied in the block's order."""
         batch, slot, _ = block.spans[0]
         # The memory of the other batches follows that of the first.
         return self._memory[batch].part(slot, len(block.rows)).arrays
@@ -114,9 +114,9 @@ class OpenBatches:
 class PlannedGroup:
     """A chunk group, and the read plan of each field whose rows are read from the file directly into the batches.
 
-    If `runs` is given, all rows are in memory, and are copied batch after batch instead. It holds the first and the
-    last row of each run of consecutive rows, both int64 (runs,). Then `found` has the rows' locations in each field
-    that is in the page cache, in the order of their slots.
+    If `runs` is given, all rows are in memory, and are copied in blocks (see `Block`) instead. `runs` holds the first
+    and the last row of each run of consecutive rows, two arrays int64 (n,). In this case `found` has the rows'
+    locations in each field that is in the page cache, in the order of their slots.
     """
 
     group: ChunkGroup
@@ -275,7 +275,8 @@ class GroupReader:
 
     def fill(self, block: Block) -> None:
         """Copy a block's rows from memory to its batches."""
-        # Memory may have become scarce since the group was planned. Waiting for pages one by one would be slow.
+        # The kernel may have dropped pages since the group was planned. Copying from the mapping would wait for these
+        # pages one by one, so read the rows with the engine instead.
         in_memory = time.monotonic() - block.checked < CHECK_SECONDS or self._ready(block.rows, block.rows)
         for name, part in self._batches.arrays_of(block).items():
             if name == ROWS:
@@ -335,7 +336,7 @@ class GroupReader:
                 array[slots[start:stop]] = chunk[rows[start:stop]]
 
     def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Read large rows that cannot be scattered or copied from decoded chunks, and copy them to their batches."""
+        """Copy large rows to their batches via a new array, if they can neither be scattered nor come from decoded chunks."""
         values = self._engine.read(field.name, group.rows[low:high])
         for value, out in zip(values, self._targets(field, group, low, high)[1], strict=True):
             out[...] = value
@@ -363,7 +364,7 @@ def _cut_rows(rows: npt.NDArray[np.int64], max_rows: int) -> list[int]:
 
 
 def _cut_runs(edges: list[int], row_bytes: int) -> list[int]:
-    """Combine runs of rows into tasks of about `TASK_BYTES`, without cutting a run; `edges` is as `run_edges` returns.
+    """Combine runs of rows into tasks of about `TASK_BYTES`, without cutting a run; `edges` are those of the runs.
 
     Return the index of the first run of each task, followed by the number of runs.
     """

@@ -56,7 +56,7 @@ class BatchSource(Closeable, Dataset[Any]):
         raise NotImplementedError
 
     def draw_key(self, indices: Sequence[Any]) -> DrawKey:
-        """Return the key from which the crops of samples are drawn; `indices` are those of a sampler or a user."""
+        """Return the key from which the crops of samples are drawn; `indices` come from a sampler or from a user."""
         return key_of(indices) if self.is_random else NO_KEY
 
     def read_batch(self, rows: npt.NDArray[np.int64], key: DrawKey = NO_KEY) -> list[torch.Tensor]:
@@ -73,7 +73,8 @@ class BatchSource(Closeable, Dataset[Any]):
     def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:
         """Return the values of a batch or a sample in the order of `field_names`.
 
-        `values` are those of `read_batch`, `lists` those of `read_lists`.
+        For a batch, `values` is what `read_batch` returns, and `lists` what `read_lists` returns. For a sample, each
+        has one row of these instead.
         """
         raise NotImplementedError
 
@@ -130,7 +131,7 @@ class SampleBatch(Sequence[Any]):
         self._samples: list[Any] | None = None
 
     def comes_from(self, source: BatchSource) -> bool:
-        """Return whether `source` is the dataset that this batch reads from, so that it may collate the batch."""
+        """Return whether this batch reads from `source`. Only then may `source` collate the batch."""
         return self._source is source
 
     @property

@@ -119,7 +119,7 @@ class ConcatPack(BatchSource):
         """
         batch: list[torch.Tensor] = []
         for dataset, positions, inner in self._by_dataset(indices):
-            # These rows are only a part of the batch, into which they are copied, so they need no shared memory.
+            # Only the whole batch needs shared memory. These rows are a part of it, and are copied into it below.
             parts = dataset.read_batch(dataset.file_rows(inner), key.at(positions), share=False)
             if not batch:
                 shapes = [((len(indices), *part.shape[1:]), part.numpy().dtype.str) for part in parts]
@@ -158,7 +158,7 @@ class ConcatPack(BatchSource):
         return np.searchsorted(self.offsets, indices, "right") - 1
 
     def _by_dataset(self, indices: Rows) -> Iterator[tuple[H5Dataset, Rows, Rows]]:
-        """Yield each dataset with samples in `indices`, their positions there, and their indices in the dataset."""
+        """Split `indices` by dataset: yield each dataset, its samples' positions in `indices`, and their indices in it."""
         owners = self._owners(indices)
         for owner in np.unique(owners).tolist():
             positions = np.flatnonzero(owners == owner)
@@ -182,7 +182,7 @@ def _field_texts(dataset: H5Dataset) -> tuple[str, str, str, str]:
     texts = {name: f"{row_shape} {dtype}" for name, row_shape, dtype in batch_fields(dataset)}
     texts |= {name: f"{one.kind} {one.data.row_shape} {one.data.native_dtype}" for name, one in dataset.ragged.items()}
     if dataset.transform is not None and dataset.engine.indexes[dataset.names[0]].is_encoded:
-        # The shape is only that of row 0, and a transform makes images of several sizes equal.
+        # `row_shape` is only the shape of row 0. Images of other sizes are fine, because a transform can resize them.
         texts[dataset.names[0]] = "encoded images"
     images, labels = texts.pop(dataset.names[0]), texts.pop(dataset.label_name or "", "")
     return images, labels, ", ".join(texts.values()), "with_rows=True" if dataset.with_rows else ""

@@ -36,8 +36,8 @@ from h5pack.system.text import splits_text
 class H5Dataset(BatchSource):
     """Samples of an HDF5 file: named tuples ``(image, label, *fields, row)``.
 
-    Parts that the file does not have, or that are not requested, are left out. So without labels, a sample has one
-    element: ``sample.image``. The names of `fields` are the last parts of their paths.
+    Parts that the file does not have, or that are not requested, are left out. So a sample that has only an image has
+    one element: ``sample.image``. Each field is named after the last part of its path.
 
     The dataset works with fork, spawn and forkserver workers, because the file is opened on first use in each process
     and the dataset owns no thread. The rows of a batch are read together (``__getitems__``): directly from the file if
@@ -48,15 +48,15 @@ class H5Dataset(BatchSource):
     ----------
     path : path or sequence of path
         A pack (a file that h5pack wrote), or any HDF5 file with a dataset that has one sample per entry of axis 0. The
-        samples are arrays of numbers or encoded images. Encoded images are those of a pack that keeps JPEG bytes, or
-        rows of variable-length uint8 that hold the bytes of a JPEG, PNG or other image file. They are decoded to RGB
+        samples are arrays of numbers or encoded images. Encoded images are the JPEG bytes that a pack keeps, or rows of
+        variable-length uint8 that hold the bytes of a JPEG, PNG or other image file. They are decoded to RGB
         (H, W, 3). A list of files, or a pattern such as ``"shards/*.h5"``, is read as one file with the rows of all.
     split : str or sequence of str, optional
         Name of one of the file's splits, or names of several, whose samples follow each other in that order; None: all
         rows.
     transform : callable, optional
         Called with each image as a Pillow image, as torchvision's ``ImageFolder`` does. Images other than uint8 gray or
-        RGB are passed as tensors, like those of samples without `transform`.
+        RGB are passed as the tensors that samples have without `transform`.
     target_transform : callable, optional
         Called with each label.
     images : str
@@ -66,18 +66,18 @@ class H5Dataset(BatchSource):
         Path of the dataset of labels in the file; None: no labels. If the file has no dataset at the default path, the
         samples have no labels.
     fields : sequence of str
-        Names of fields of a pack, or paths of further datasets with one row per image, such as masks. Their rows
-        follow the label: as tensors, as str if they are text, as lists of str if they are several texts.
+        Names of fields of a pack, or paths of further datasets with one row per image, such as masks. In a sample they
+        come after the label. A row is a tensor, a str if it is one text, or a list of str if it is several texts.
     with_rows : bool
         Append the row number in the file, an int, to each sample.
     check : bool
-        Compare each row that is read (of encoded images, their bytes) with its stored checksum.
+        Compare each row that is read with its stored checksum. Encoded images are compared by their encoded bytes.
     decode : RandomResizedCrop, CenterCrop or Resize, optional
         For encoded images: decode the window that this crop needs, and resize it, so that all images are uint8
         (height, width, 3). Random windows are drawn for (seed, epoch, row) of an h5pack sampler or loader, as
         `Normalize` draws them; with other samplers, from torch's random generator. None: whole images.
     exact : bool
-        With `decode`, True: the pixels are those of decoding the whole image, then cropping and resizing it. False: an
+        With `decode`, True: the pixels are as if the whole image was decoded, then cropped and resized. False: an
         image whose window is at least twice as large as the result is decoded at a fraction of its size, which is
         faster.
 
@@ -94,7 +94,7 @@ class H5Dataset(BatchSource):
     field_names : tuple of str
         Names of the parts of a batch: "images", "labels", the fields, "rows".
     names : tuple of str
-        Paths of the datasets that a sample consists of: images, labels, fields; without those in `ragged`.
+        Paths of the datasets that a sample consists of: images, labels, and the fields that are not in `ragged`.
     ragged : dict of str to RaggedIndex
         Path and index of each field whose rows differ in length. In a batch these are lists.
     kinds : dict of str to str
@@ -118,7 +118,7 @@ class H5Dataset(BatchSource):
     Notes
     -----
     Without `transform` an image is a tensor with the stored dtype and axes, such as (H, W, C). Encoded images become
-    uint8 and may differ in size, but without `decode`, collating images of several sizes into one batch is an error. A
+    uint8. Without `decode` they may differ in size; collating images of several sizes into one batch is an error. A
     label is a Python int or bool if it is a single integer or bool, else a tensor of the stored dtype: of shape () for
     a single number, (K,) for a row of a table.
     """
@@ -261,7 +261,7 @@ class H5Dataset(BatchSource):
         return self.samples_at(self._rows(indices), self.draw_key(indices))
 
     def samples_at(self, rows: npt.NDArray[np.int64], key: DrawKey) -> Sequence[Any]:
-        """Return samples as `__getitems__` does, of rows of the file, int64 (n,). Random crops are drawn from `key`."""
+        """Return the samples of `rows` of the file, int64 (n,), like `__getitems__`. Random crops are drawn from `key`."""
         if self.transform is not None or self.target_transform is not None:
             return self._load(rows, key)
         return SampleBatch(rows, self, self._load if self._encoded else None, key)
@@ -297,7 +297,7 @@ class H5Dataset(BatchSource):
         return batch
 
     def joined_with(self, others: Sequence[H5Dataset]) -> H5Dataset:
-        """Return one dataset of the samples of this one and of others, which have the same fields."""
+        """Return one dataset with the samples of this dataset, then of `others`, which must have the same fields."""
         made, datasets = copy.copy(self), (self, *others)
         made._pack = join_descriptions([one._pack for one in datasets])
         starts = np.cumsum([0, *(one.engine.indexes[one.names[0]].rows for one in datasets)])
@@ -334,8 +334,8 @@ class H5Dataset(BatchSource):
     ) -> list[list[Any]]:
         """Return the values of rows of each field in `ragged`: tensors, str or lists of str.
 
-        Boxes and keypoints move with images that are cropped; random crops are drawn from `key`. `held` has the rows of
-        fields that were read before, by path.
+        Boxes and keypoints move with images that are cropped; random crops are drawn from `key`. `held` has, by path,
+        fields whose `rows` were read before and are not read again.
 
         Raises
         ------
@@ -359,7 +359,7 @@ class H5Dataset(BatchSource):
     def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:
         """Return the values of a batch or a sample in the order of `field_names`.
 
-        `values` are those of the datasets in `names` and the row numbers, `lists` those of the fields in `ragged`.
+        `values` has an element per dataset in `names`, then the row numbers; `lists` has one per field in `ragged`.
         """
         if not lists:
             return values
@@ -391,7 +391,7 @@ class H5Dataset(BatchSource):
     def decode_rows(
         self, name: str, rows: npt.NDArray[np.int64], outs: Sequence[npt.NDArray[Any]], key: DrawKey
     ) -> None:
-        """Decode crops of encoded images or masks, in rows of the file, int64 (n,), into `outs`, one array per row.
+        """Decode a crop of each encoded image or mask in `rows` of the file, int64 (n,), into its array in `outs`.
 
         Checksums are not verified.
         """
@@ -476,7 +476,7 @@ class H5Dataset(BatchSource):
 
 
 def _split_names(split: Any) -> tuple[str, ...]:
-    """Return the names of the splits in the parameter `split`; none for None, which means all rows."""
+    """Return the names in the parameter `split`; an empty tuple if it is None, which means all rows."""
     if split is None:
         return ()
     names = (split,) if isinstance(split, str) else tuple(split) if isinstance(split, Sequence) else ()
@@ -491,7 +491,7 @@ def is_class_label(index: Any) -> bool:
 
 
 def batch_fields(dataset: H5Dataset) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
-    """Return the name, row shape and dtype of each tensor of a batch except that of the row numbers."""
+    """Return the name, row shape and dtype of each tensor of a batch, except of the tensor with the row numbers."""
     fields = []
     for name in dataset.names:
         index = dataset.engine.indexes[name]

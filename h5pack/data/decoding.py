@@ -1,7 +1,7 @@
 """Crops of encoded images: if possible, only part of an image is decoded, then resized into a batch's memory.
 
-By default the pixels are exactly those of decoding the whole image, then cropping and resizing it with torch's
-``interpolate(mode="bilinear", antialias=True)``, as torchvision's transforms of tensors do.
+By default the pixels are exactly the same as if the whole image was decoded, then cropped and resized with torch's
+``interpolate(mode="bilinear", antialias=True)``, which torchvision's transforms of tensors use.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Steps(NamedTuple):
     def move_mask(self, mask: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         """Write the crop of an image's mask, (h, w), into `out`. Each pixel is a copy of the mask's nearest pixel.
 
-        That is the pixel under its centre, as in torch's ``interpolate(mode="nearest-exact")``. The padding is that of
-        packs: 255, or -1 in int32.
+        The nearest pixel is the one under the centre of the pixel of the crop, as in torch's
+        ``interpolate(mode="nearest-exact")``. Padding has the same value as in packs: 255, or -1 in int32.
         """
         found = []
         for axis in range(2):
@@ -128,7 +128,7 @@ def crop_decoder(
     """Return a decoder of crops of the dataset `images` of the file `path`.
 
     Raise OptionsError if the images are stored as pixels, if there are `unmoved` fields (masks, boxes or keypoints that
-    cannot be cropped with the images), or if `crop` is of another type.
+    cannot be cropped with the images), or if `crop` is not a `DecodeCrop`.
     """
     problem, parameters = "", ["decode"]
     if not images.is_encoded:
@@ -143,13 +143,13 @@ def crop_decoder(
 
 
 class CropDecoder:
-    """Decodes crops of encoded images. If `exact` is false, they may be decoded at a fraction of their size."""
+    """Decodes crops of encoded images. If `exact` is false, images may be decoded at a fraction of their size."""
 
     def __init__(self, crop: DecodeCrop, exact: bool) -> None:
         if not isinstance(crop, DecodeCrop):
             raise OptionsError(
                 f"decode is {crop!r}; give RandomResizedCrop(size), CenterCrop(size, resize=size) or Resize((height, "
-                f"width)); {_ADVICE.get(type(crop), 'other changes are options of Normalize')}",
+                f"width)); {_ADVICE.get(type(crop), 'for other transforms, see the options of Normalize')}",
                 parameters=("decode",),
             )
         self.crop, self.exact = crop, exact
@@ -274,7 +274,7 @@ class CropDecoder:
     def _scaled(self, data: bytes, header: ImageHeader, steps: Steps) -> Pixels | None:
         """Return a window of the image decoded at a fraction of its size.
 
-        Return None if the window is less than twice as large as its result, or the image cannot be decoded like that.
+        Return None if the window is less than twice as large as its result, or the image cannot be decoded at a smaller size.
         """
         top, left, height, width = steps.window
         share = max(one / other for one, other in zip(steps.resized, (height, width), strict=True))

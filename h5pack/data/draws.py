@@ -22,7 +22,8 @@ from h5pack.system.arrays import SPLITMIX64_FACTORS, SPLITMIX64_GAMMA
 DRAWS = 64
 """Number of draws that are reserved for each repeat of a row."""
 TRIES = 10
-"""Number of rectangles to try per image. If none fits, nothing is erased, or the crop's fallback is used."""
+"""Number of random rectangles to try per image, for a crop or a box to erase. If none of them fits into the image, the
+crop's fallback is used, or nothing is erased."""
 CROP_STREAM = 1
 """The stream of draws (see `random_words`) from which resized crops are drawn."""
 STEPS = 4096
@@ -42,7 +43,7 @@ class BatchKey:
 
     rows: torch.Tensor  #: The index of each sample in the file's datasets: int64, (N,), on the images' device.
     epoch: int
-    repeats: int | torch.Tensor = 0  #: Number of the repeat by an `EchoLoader`; 0: none. An int, or int64, (N,).
+    repeats: int | torch.Tensor = 0  #: Distinguishes several uses of a row in an epoch; 0: the first. An int, or int64, (N,).
     view: int = 0  #: Which of several augmented views of the same images: 0, 1, ...
 
 
@@ -110,7 +111,8 @@ def crop_windows(key: BatchKey, seed: int, crop: RandomResizedCrop, height: Any,
     `height` and `width` are ints for images of one size, else int64 tensors, (N,).
     """
     words = random_words(key, seed, 4 * TRIES, stream=CROP_STREAM)
-    # The ratio is width / height here, and height / width in boxes to erase. A window may be the whole image.
+    # `first_that_fits` takes the ratio as height / width, but a crop's ratio is width / height. So exchange the sides.
+    # With ``smallest=1`` a window may be as large as the image.
     fits, window_width, window_height, word_top, word_left = first_that_fits(
         words, crop.scale, crop.ratio, width, height, smallest=1
     )

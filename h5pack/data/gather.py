@@ -36,7 +36,7 @@ class HeldRows:
             dataset.read_rows(name, np.asarray(part), self._values[low : low + len(part)])
 
     def gather(self, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
-        """Copy rows to `out`, (n, ...), C-contiguous, in the order of `rows`, int64 (n,); dtypes may differ."""
+        """Copy rows, int64 (n,), in this order to `out`, (n, ...), C-contiguous, which may have another dtype."""
         positions = rows - self._start if self._rows is None else np.searchsorted(self._rows, rows)
         if out.dtype == self._values.dtype:
             np.take(self._values, positions, axis=0, out=out, mode="clip")
@@ -45,7 +45,7 @@ class HeldRows:
 
 
 class HeldLists:
-    """Fields whose rows differ in length, read into private memory by `load`: from the first to the last of `rows`.
+    """Fields whose rows differ in length. `load` reads all rows from the first to the last of `rows` into private memory.
 
     `sizes` has the bytes of each field that is held, smallest first, in total at most `max_bytes`. The other fields are
     read from the file.
@@ -112,7 +112,7 @@ class CachedRows:
         return RowLocations(self.mapped.offsets(rows) // self._unit, self.mapped.files(rows))
 
     def gather(self, found: RowLocations, out: npt.NDArray[Any]) -> None:
-        """Copy located rows to `out`, (n, ...), C-contiguous. `ready` must have returned True for them recently."""
+        """Copy located rows to `out`, (n, ...), C-contiguous. `MappedDataset.ready` must have returned True recently."""
         self.mapped.mapping.require_whole(found.files)
         flat = out.reshape(-1).view(np.uint8).reshape(len(found.positions), self.mapped.index.row_bytes)
         if self.mapped.array is not None:

@@ -39,7 +39,7 @@ class Closeable:
 
 
 class BatchIterator(Closeable, Iterator[Any]):
-    """Base class of iterators over batches. As a context manager, it closes the iterator.
+    """Base class of iterators over batches. The end of a ``with`` block closes the iterator.
 
     A subclass implements `_next_batch` and `_release`, and may extend `_finish`. After an error or `close()`, ``next``
     raises `LoaderError`; after the last batch, StopIteration. `loader` is the loader's name in messages such
@@ -212,7 +212,7 @@ _idle: weakref.WeakSet[IdleThreads] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop all threads before the interpreter exits, because a thread that still reads then could crash it."""
+    """Stop all threads before the interpreter exits, because a thread that is still reading could crash it."""
     for threads in list(_live):
         if threads.process == os.getpid():
             threads.stop()
@@ -233,7 +233,7 @@ class _SerialTorch(threading.local):
     _set = staticmethod(libc_function("omp_set_num_threads", None, ctypes.c_int) or (lambda _: None))
 
     def __enter__(self) -> None:
-        # torch's first call in a thread sets OpenMP's number of threads. Make it before setting that to 1.
+        # torch's first call in a thread sets OpenMP's number of threads. Make that call before setting the number to 1.
         torch.get_num_threads()
         self._before = self._get()
         self._set(1)

@@ -121,22 +121,22 @@ class H5Loader(Closeable, Resumable):
     Parameters
     ----------
     dataset : H5Dataset, ConcatPack or Subset
-        Must have no `transform` or `target_transform`, which are for single samples. The loader's are for batches.
+        Must have no `transform` or `target_transform`, which take single samples. Those of the loader take batches.
     batch_size, shuffle, seed, window, drop_last, rank, num_replicas, streams, lanes, indices, weights, num_samples
         As for `ChunkBatchSampler`, which yields the same order for the same parameters.
     batch_sampler : MixtureSampler, optional
-        A sampler of `dataset`, which must be a `ConcatPack`. Its batches are read; `batch_size` to `num_samples` must
-        not be given. The loader and the sampler have one state, as if the sampler were a DataLoader's.
+        A sampler of `dataset`, which must be a `ConcatPack`. It determines the batches, so `batch_size` to
+        `num_samples` must not be given. The loader and the sampler share one state: save and load it with either.
     num_threads : int, optional
         Number of threads that read. None: 4, or the number of CPUs that this process may use if that is smaller.
     prefetch_factor : int, optional
         Number of batches to prefetch, as far as `memory_bytes` allows. None: the batches of two shuffle windows. The
-        chunks of a window are read together, so lower values are raised to the batches of one window. While rows are in
-        the page cache, and without `streams` or `lanes`, None means fewer: at least two batches, and enough for each
-        thread, including the caller's, to copy 5 MiB of small batches, one batch, or 16 MiB of a large one.
+        chunks of a window are read together, so lower values are raised to the batches of one window. For rows in the
+        page cache, and without `streams` or `lanes`, None means fewer: at least two batches, and enough to keep each
+        thread and the caller's thread busy. A thread copies up to 5 MiB of small batches, or 16 MiB of a large batch.
     memory_bytes : int, optional
-        Upper bound for the memory in bytes of the batches that each iteration prefetches, of small fields that are
-        held, and of decoding. The results of transforms, the batches that the caller holds, and rows in the page cache,
+        Upper bound in bytes for the batches that each iteration prefetches, the small fields that are held in memory,
+        and the memory for decoding. The results of transforms, the batches that the caller holds, and rows in the page cache,
         which belongs to the system, do not count. None: half of the memory that is available to this process, divided
         among the ranks on this machine.
     pin_memory : bool
@@ -144,13 +144,13 @@ class H5Loader(Closeable, Resumable):
         pageable memory.
     transform : callable, optional
         Called with the images of each batch, a tensor (n, ...), in the reading threads. So it must be thread-safe, and
-        batches arrive in any order. If it has a parameter ``generator``, it receives a torch Generator seeded by (seed,
+        must not rely on the order of the batches. If it has a parameter ``generator``, it receives a torch Generator seeded by (seed,
         epoch, batch, rank), so that its random numbers are the same in every run.
     target_transform : callable, optional
         Called with the labels of each batch, in the same way as `transform`.
     decode, exact
-        For encoded images, as for `H5Dataset`, whose own settings they replace. Crops are drawn for (seed, epoch, row),
-        with `weights` also for the batch: they do not depend on threads, ranks or resumes.
+        For encoded images, as for `H5Dataset`. If `decode` is given, both replace the dataset's. Random crops depend on
+        (seed, epoch, row), with `weights` also on the batch, but not on threads, ranks or resumes.
     num_workers : None
         Not supported. An error recommends `num_threads` instead of DataLoader's worker processes.
 
@@ -278,11 +278,11 @@ class H5Loader(Closeable, Resumable):
     def _plan_blocks(self, batch_bytes: int, wanted: int | None) -> None:
         """Decide how many cached rows one task copies, and how many batches are filled in advance.
 
-        Small batches are filled several at a time, because Python code takes longer than copying one of them. The
-        threads share the work on a large one, because a few buffers are more likely to stay in the CPU's cache. Rates
+        Small batches are filled several at a time, because Python code takes longer than copying one of them. A large
+        batch is shared by the threads, so that few buffers are in use, which are likely to stay in the CPU's cache. Rates
         of 150 KB rows in batches of 38 MB with two threads, as multiples of a memory copy: blocks of 16 MiB in 2
         buffers 0.96, in 4 buffers 0.87; blocks of 4 MiB in 2 buffers 0.74. Blocks of 5 MiB are for small batches: with
-        larger blocks the first batch comes later, with smaller ones the checks of several files take longer.
+        larger blocks the first batch comes later, with smaller ones checking that files are unchanged costs more.
         """
         workers = self.num_threads + 1
         size = max(1, batch_bytes)
@@ -358,7 +358,7 @@ class H5Loader(Closeable, Resumable):
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last delivered batch of the running iteration; numbers and strings only.
+        """Return the state after the last delivered batch of the running iteration. It can be saved as JSON.
 
         Once an epoch has been consumed to its end, the state is the start of the next epoch.
         """
@@ -442,7 +442,7 @@ class H5Loader(Closeable, Resumable):
         return new_batch(self._base.field_names, self._base.arranged(tensors, lists))
 
     def _transformed(self, name: str, tensor: torch.Tensor, epoch: int, batch: int) -> Any:
-        """Apply the transform of a field, if any, to its tensor. The result is pinned if the loader pins batches."""
+        """Return a field's tensor, transformed if the field has a transform, and pinned if the loader pins batches."""
         if name not in self._transforms:
             return tensor
         function, seeded = self._transforms[name]
@@ -459,8 +459,8 @@ def _require_mixture(sampler: Any, dataset: Any, order: dict[str, Any]) -> None:
     """Raise an OptionsError unless `sampler` is a MixtureSampler of `dataset` and `order` has only default values."""
     if not isinstance(sampler, MixtureSampler):
         raise OptionsError(
-            f"batch_sampler is a {type(sampler).__name__}; H5Loader follows a MixtureSampler only: give it batch_size "
-            "and the other parameters of the order, or give the sampler to a DataLoader",
+            f"batch_sampler is a {type(sampler).__name__}; H5Loader takes only a MixtureSampler: give batch_size and the "
+            "other parameters of the order to H5Loader instead, or give the sampler to a DataLoader",
             parameters=("batch_sampler", "batch_size"),
         )
     defaults = inspect.signature(H5Loader).parameters

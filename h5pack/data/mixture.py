@@ -35,7 +35,7 @@ class MixtureSampler(BatchOrder):
         Rows per batch of this rank.
     weights : sequence of float, optional
         Proportions of the packs, above 0. They are exact if they are proportional to integers with a sum of at most
-        10,000, else rounded to 1/10,000 of their sum. None: the packs' lengths, but at least 1/5,000 for each.
+        10,000, else rounded to 1/10,000 of their sum. None: the packs' lengths, but at least 1/5,000 of their sum.
     num_samples : int, optional
         Number of rows per epoch over all ranks. None: the total number of rows of the packs.
     shuffle : {"window", "full", "chunk", False}

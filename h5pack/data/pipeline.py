@@ -16,7 +16,7 @@ the largest group is enough to avoid a deadlock.
 A planning thread computes the order a few groups ahead, and makes the kernel start reading data that is not in the page
 cache. A reading thread runs the next task. If there is none, it issues the next group. If that is not possible, it
 sleeps until a token in `_wake` signals a change. The rows of a group that is in the page cache are copied block by
-block: a part of a large batch, or several small batches. The consumer, while it waits, copies blocks, too.
+block. A block is a part of a large batch, or several small batches. The consumer, while it waits, copies blocks, too.
 
 `stop` sets a flag and puts tokens into queues. The garbage collector may call it in any thread while any lock is held,
 so neither `stop` nor anything that it calls may take a lock.
@@ -75,10 +75,11 @@ class Pipeline(BackgroundThreads):
 
     At most `credits` batches are open or done, but not yet delivered. `finish` receives the number and the memory of
     each complete batch, and returns the batch that the consumer gets. `held` has all rows of some small fields.
-    ``draw_key(batches)`` returns the key of random crops, see `h5pack.data.samplers.draw_key`. While rows are in
-    memory, a task copies up to `block_rows` rows, and with a single stream, at most `max_gathered` batches are open or
-    done. If `can_help` is true, the consumer's thread runs such tasks of a single stream, too, while it waits, and at
-    most `cpus` threads run them. The threads come from `idle`, as in `BackgroundThreads.start`.
+    ``draw_key(batches)`` returns the key of random crops, see `h5pack.data.samplers.draw_key`. For groups in
+    the page cache, a task copies up to `block_rows` rows. With a single stream and lane, at most `max_gathered` batches
+    are open or done while such groups are copied. In this case, if `can_help` is true, the consumer's thread also
+    copies while it waits, and at most `cpus` threads copy. The threads come from `idle`, as in
+    `BackgroundThreads.start`.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Pipeline(BackgroundThreads):
                     task()
                 del task
             except Exception as error:
-                # Deliver the batches that are done already first, as after an error in another thread.
+                # First deliver the batches that are done, as after an error in another thread.
                 self._done.put(error)
                 self.stop()
                 self._helping = False
@@ -250,7 +251,7 @@ class Pipeline(BackgroundThreads):
     def _next_task(self) -> Task | None:
         while not self._stopping:
             with self._lock:
-                # Test `_planning` before `_planned`: `_planning` is cleared after the last group is queued.
+                # Whether no task will be added: every group was planned and issued, and no block is left to copy.
                 over = not self._planning and not self._planned and not self._blocks
                 task = self._take(helping=False)
                 if task is not None:
@@ -266,7 +267,7 @@ class Pipeline(BackgroundThreads):
         return None
 
     def _take(self, *, helping: bool) -> Task | None:
-        """Return a task that can be run now, if there is any. The caller must hold the lock."""
+        """Return a task that can be run now, or None. The caller must hold the lock."""
         if not self._tasks and not self._blocks and self._planned:
             self._issue()
         task = None
@@ -293,7 +294,7 @@ class Pipeline(BackgroundThreads):
         self._arrive(block.spans)
 
     def _wake_one(self) -> None:
-        """Wake a reading thread, unless as many are awake as are useful. The caller must hold the lock."""
+        """Wake a reading thread if fewer than `_useful` are awake. The caller must hold the lock."""
         if self._awake < self._useful and not self._wake.qsize():
             self._wake.put(None)
 

@@ -46,12 +46,14 @@ def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArr
 def _received_by_loop(iteration: IterationState) -> Callable[[], int | None] | None:
     """Return a function that counts what the loop has received; None unless a DataLoader with workers iterates.
 
-    Such a DataLoader requests items before the loop does, and only its iterator, which is found on the stack, counts
-    the batches that it yielded. torchdata's StatefulDataLoader has other iterators, and counts by itself.
+    Such a DataLoader requests items before the loop does. Only the DataLoader's iterator counts the batches that the
+    loop received, so find that iterator on the stack. torchdata's StatefulDataLoader has other iterators, and counts by
+    itself.
     """
     frame, loader = sys._getframe(2), None
     for _ in range(_MAX_FRAMES):
-        # Only in frames of torch: until Python 3.13, `f_locals` keeps all variables of a frame alive until it returns.
+        # Use `f_locals` only of torch's frames. Before Python 3.13, it keeps a frame's variables alive until the frame
+        # returns.
         found = frame.f_locals.get("self") if frame.f_globals.get("__name__") == _LOADER_MODULE else None
         if any(one.__name__ == "_MultiProcessingDataLoaderIter" for one in type(found).__mro__):
             loader = weakref.ref(found)
@@ -320,7 +322,7 @@ class ChunkBatchSampler(BatchOrder):
 
 
 def draw_key(plan: OrderPlan, epoch: int, batches: Any) -> DrawKey:
-    """Return the key of random crops; `batches` is the number of the rows' batch, or of each row's, int64 (n,).
+    """Return the key of random crops; `batches` is the number of a batch, or int64 (n,), that of each row's batch.
 
     The number matters only if an epoch may have several copies of a row, whose random crops must differ.
     """

@@ -1,6 +1,6 @@
 """Samples and batches: named tuples ``(image, label, *fields, row)`` and ``(images, labels, *fields, rows)``.
 
-Their types are created for the fields of a dataset, so that unpacking them into another number of names fails. In a
+Each dataset has types with exactly its fields, so that unpacking a sample into another number of names fails. In a
 batch, fields whose rows differ in length are lists: of tensors, of str, or of lists of str.
 """
 
@@ -32,7 +32,8 @@ def name_fields(names: Sequence[str], label_name: str | None, with_rows: bool) -
     """Return the names of a batch's fields; `names` are the datasets of the images, the labels and further fields.
 
     A field is named after the last part of its dataset's path. Characters other than ASCII letters, digits and "_"
-    become "_", a name that does not begin with a letter gets the prefix "field_", and a keyword or taken name a "_".
+    become "_". A name that does not begin with a letter gets the prefix "field_". A Python keyword, or a name that is
+    already in use, gets "_" at its end.
     """
     found: list[str] = []
     # `count` and `index` are attributes of tuples, `repeats` is one of batches that an `EchoLoader` repeats.

@@ -14,9 +14,12 @@ _PARAMETERS = {"samples": "num_samples", "trim": "drop_last", "pack_digest": "da
 _OF_SPLIT = ("start", "rows")
 _PACK_DIGEST = "pack_digest"
 _GLOBAL_BATCH = "batch_size times num_replicas"
-# How a saved state differs, and what to do, by the key of its identity.
+# For keys of an identity: the end of a message that begins "the state was saved", and says what to do.
 _PROBLEMS = {
-    **dict.fromkeys(("order", "mixture"), "by another kind of sampler or h5pack version; resume with the first run's"),
+    **dict.fromkeys(
+        ("order", "mixture"),
+        "by another kind of sampler or h5pack version; resume with those of the first run",
+    ),
     _PACK_DIGEST: "for a pack with other rows, or in another order; resume with the pack of the first run",
     "rows_digest": "for other rows of the file, or other indices; resume with the same indices or Subset",
     "weights_digest": "with other weights; resume with the same weights",
@@ -52,7 +55,7 @@ class IterationState:
     start: int = 0  # the batch or row at which this iteration started: above 0 if it resumed from a saved state
     count: int = 0  # batches or rows delivered since `start`
     exhausted: bool = False  # whether a sampler's iteration was asked for more than the epoch has left
-    # Returns how many of `count` the training loop has received. None, as the function or its result: all of `count`.
+    # Returns how many of `count` the training loop has received. If it is None or returns None: all of them.
     received: Callable[[], int | None] | None = None
 
 
@@ -106,8 +109,8 @@ class EpochCursor:
     def state(self, count: int | None = None) -> dict[str, Any]:
         """Return the state after `count` batches or rows of the running iteration.
 
-        None: after all received so far, or, if these are all of an exhausted epoch, at the start of the next one. If no
-        iteration is running, return the state at the start of the next iteration.
+        None: after everything that was received so far. If that is all of an exhausted epoch, return the state at the
+        start of the next epoch. If no iteration is running, return the state at the start of the next iteration.
         """
         iteration = self.iteration
         if count is None and self._running:
@@ -139,7 +142,7 @@ class EpochCursor:
                 f"the state is invalid ({error!r}): it was not saved by a sampler or loader of this kind, which counts "
                 f"{self.unit}; give what its state_dict() returned"
             ) from error
-        # The pack first: in another one, splits and chunks may differ, too.
+        # Compare the pack first, because in another pack, splits and chunks may differ, too.
         for name in {_PACK_DIGEST: None, **self.identity, **order}:
             if not _agrees(order.get(name), self.identity.get(name), name):
                 hint = "; to change the number of ranks, give streams= from the first run" if name == "streams" else ""

@@ -49,7 +49,7 @@ class Mixture:
 
     @cached_property
     def places(self) -> list[Rows]:
-        """The position in a period of each row of each pack; int64 (counts[number],)."""
+        """For each pack, the positions of its rows in a period; ``places[i]`` is int64 (counts[i],)."""
         return [np.flatnonzero(self.owners == number) for number in range(len(self.plans))]
 
     def draws_of(self, epoch: int, steps: Any) -> tuple[int, int, Any]:
@@ -195,9 +195,9 @@ def schedule(counts: Sequence[int]) -> Rows:
     """Return a sequence, int64 (sum of counts,), with ``counts[i]`` copies of each number i, spread evenly.
 
     Among the first n items, the number of copies of i differs from the share of i, ``n * counts[i] / sum(counts)``, by
-    less than 1. Copy j (from 0) goes to one of the positions at which that share grows from j to j + 1. Of the copies
-    that may come next, the one with the earliest last position is chosen. This finds a position for every copy (Baruah,
-    Cohen, Plaxton and Varvel 1996, "Proportionate progress").
+    less than 1. For this, copy j (from 0) of i must be at one of the positions at which the share of i grows from j to
+    j + 1. Each position gets the copy that is allowed there and has the earliest deadline, which is its last allowed
+    position. This finds a position for every copy (Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate progress").
     """
     whole = sum(counts)
     later = [(0, number, 0) for number, count in enumerate(counts) if count]

@@ -33,8 +33,8 @@ _BLOCK_ROWS = 1 << 16
 def balanced_weights(labels: Rows, unlabelled: int | None) -> npt.NDArray[np.float64] | None:
     """Return weights, float64 (n,), with an equal sum for each class of `labels`, int64 (n,).
 
-    Rows with the label `unlabelled` (None: no label is special) are in no class and get weight 0. Returns None if all
-    rows are such.
+    Rows with the label `unlabelled` (None: no label is special) are in no class and get weight 0. Returns None if no row
+    is in a class.
     """
     classes, counts = np.unique(labels, return_counts=True)
     shares = 1 / counts
@@ -96,7 +96,7 @@ class WeightedRows:
         return {**self.rows.identity(), "samples": self.count, "weights_digest": self._digest}
 
     def chunk_edges(self, offset: int) -> Rows:
-        """Return the number of draws before each chunk, and at the end that of all draws; int64, (chunk_count + 1,)."""
+        """Return the number of draws before each chunk, then the number of all draws; int64, (chunk_count + 1,)."""
         return self._draws_before(self._sums, offset)
 
     def row_edges(self, chunks: Rows, offset: int) -> tuple[Rows, Rows, Rows]:
@@ -166,7 +166,7 @@ class EpochDraws:
         return self._weighted.rows.rows_at(found)
 
     def _groups(self, owners: Rows) -> Iterator[tuple[int, int, Rows]]:
-        """Divide ascending chunk numbers into slices of few distinct chunks; yield each one's (start, stop, chunks)."""
+        """Divide ascending chunk numbers into slices of few distinct chunks; yield each slice's (start, stop, chunks)."""
         max_chunks = max(1, _BLOCK_ROWS // self.chunk_rows)
         chunks, heads = np.unique(owners, return_index=True)
         heads = np.append(heads, len(owners))
@@ -178,8 +178,8 @@ class EpochDraws:
 def _in_units(weights: npt.NDArray[np.float64]) -> Rows:
     """Scale weights to integers whose sum is about 2^60, int64 (n,); equal weights stay equal."""
     count = len(weights)
-    # Scaling by a power of two keeps all digits. With the first power, the sum would not overflow even if all rows had
-    # the largest weight. The sum of the weights scaled by it then determines the final power.
+    # Scaling by a power of two keeps all digits. First use a power with which the sum would not overflow even if all
+    # rows had the largest weight. The sum of the weights, scaled with this power, then determines the final power.
     power = _LINE_BITS - count.bit_length() - int(np.frexp(weights.max())[1])
     coarse = sum(int(part.sum()) for _, part in _scaled(weights, power))
     power += _LINE_BITS - (coarse + count).bit_length()

@@ -68,7 +68,7 @@ class ChunkGroup:
             start += span[2]
 
     def in_slot_order(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return values, (n, ...), given in the order of `rows`, in the order of the slots to which the rows go."""
+        """Reorder values, (n, ...), from the order of `rows` to the order of the slots to which the rows go."""
         ordered = np.empty_like(values)
         ordered[self.positions] = values
         return ordered
@@ -310,7 +310,7 @@ class _ChunkSequence:
             number = int(np.searchsorted(self._edges, inside, "right")) - 1
         else:
             # If all chunks were full, the offset would be in chunk ``inside // chunk_rows``. The two short chunks make
-            # later chunks start earlier, by less than two full chunks in all, so it may be in one of the next two.
+            # later chunks start earlier, by less than two full chunks in all, so one of the next two may contain it.
             near = inside // self.rows.chunk_rows + np.arange(3)
             near = near[near < self.rows.chunk_count]
             number = int(near[np.searchsorted(self._starts(near), inside, "right") - 1])
@@ -345,7 +345,7 @@ class _ChunkSequence:
             window += 1
 
     def _rows_between(self, numbers: Rows, edges: Rows) -> tuple[Rows, Rows]:
-        """Return the rows and indices from ``edges[i]`` to ``edges[i + 1]`` on the line, in chunk ``numbers[i]``."""
+        """Return rows and indices of each chunk ``numbers[i]``: from ``edges[i]`` to ``edges[i + 1] - 1`` on the line."""
         starts = self._starts(numbers)
         chunks = numbers % self.rows.chunk_count
         if self._permutation is not None:

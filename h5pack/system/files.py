@@ -68,8 +68,8 @@ def clone_range(source: int, target: int, start: int, count: int, offset: int) -
     """Make `count` bytes from `start` of `source` appear at `offset` of `target`, by sharing blocks instead of copying.
 
     The blocks are shared until one of the files is written there. `source` and `target` are file descriptors. Returns
-    False if the file system cannot share blocks (XFS, Btrfs and others can), or if an argument is not a multiple of its
-    block size. Raises OSError if the disk is full.
+    False if the file system cannot share blocks (XFS, Btrfs and others can), or if `start`, `count` or `offset` is not
+    a multiple of the block size. Raises OSError if the disk is full.
     """
     try:
         import fcntl
@@ -227,9 +227,10 @@ def cached_pages(path: Path) -> int:
 
 
 def drop_cache(path: Path) -> int:
-    """Drop a file's pages from the page cache, and return how many remain in it; at least 1 without posix_fadvise.
+    """Drop a file's pages from the page cache, and return how many remain in it.
 
-    If this machine is virtual, its host may still have the pages in a cache of its own.
+    Without posix_fadvise, no page can be dropped, and the result is at least 1, which means that it did not work. If
+    this machine is virtual, its host may still have the pages in a cache of its own.
     """
     if not hasattr(os, "posix_fadvise"):
         return max(1, cached_pages(path))

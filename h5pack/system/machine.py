@@ -146,7 +146,10 @@ def _meminfo_available(meminfo: Path) -> int:
 
 
 def _memory_left(folder: Path, limit: str, usage: str, droppable: str) -> list[int]:
-    """Return the bytes left below a control group's limit, [] without one. `limit` and `usage` name its files."""
+    """Return the number of bytes left below a control group's limit, as a list; [] if there is no limit.
+
+    `limit` and `usage` name the files of the group in `folder`. `droppable` names a value in its file memory.stat.
+    """
     try:
         maximum = (folder / limit).read_text().strip()
         if maximum == "max":

@@ -56,7 +56,7 @@ class ElasticExecutor(concurrent.futures.Executor):
     """An executor whose number of workers may change."""
 
     def in_flight(self) -> int:
-        """Return the maximum number of tasks that `run` keeps submitted and not yet yielded; called after each wait."""
+        """Return how many tasks may be submitted and not yet yielded. `run` asks again each time before it submits."""
         raise NotImplementedError
 
 
@@ -223,7 +223,7 @@ def _require_importable_main(advice: str) -> None:
         return
     if not os.path.exists(path):
         raise WorkerError(
-            f"{path}: worker processes cannot import the main program, which is not in a file; save it as one{advice}",
+            f"{path}: worker processes cannot import the main program, which is not in a file; save it in a file{advice}",
             path=path,
             parameters=(ONE_WORKER,),
         )
@@ -309,7 +309,7 @@ def _require_start(executor: concurrent.futures.Executor, num_workers: int, advi
     except (BrokenProcessPool, ConnectionError, EOFError) as error:
         raise WorkerError(
             "a worker process ended while it started; standard error has the reason, which is often that the main "
-            f'script cannot be imported: put what it runs under if __name__ == "__main__":{advice}',
+            f'script cannot be imported: put the code that it runs under if __name__ == "__main__":{advice}',
             parameters=(ONE_WORKER,),
         ) from error
 
@@ -341,7 +341,7 @@ def _die_with_parent() -> None:
 
 
 def _kill(executor: concurrent.futures.ProcessPoolExecutor) -> None:
-    """Kill the workers. This is safe because rows that they are still writing have not been journaled.
+    """Kill the workers. A conversion records rows only after writing them, so no half-written row counts as written.
 
     Private API: ``_processes``, ``_result_queue`` and ``_executor_manager_thread``, because an executor has no public
     way to kill its workers before Python 3.14.
