@@ -48,7 +48,7 @@ class ColorJitter:
     parameter, and the angle h from -hue to hue. A pixel p = (red, green, blue) becomes::
 
         grey   = 0.299 red + 0.587 green + 0.114 blue
-        p      = grey + s * (rotation of p - grey by h in the plane of I and Q of the YIQ colors)
+        p      = grey + s * ((p - grey) rotated by h in the plane of I and Q of the YIQ color space)
         result = b * (c * p + (1 - c) * level)
 
     Parameters
@@ -107,7 +107,7 @@ class Augmentation:
     erase_ratio: tuple[float, float] = (0.3, 3.3)  # Range of the box's height / width; drawn log-uniformly.
     vertical_flip: float = 0.0  # Probability of a vertical flip.
     color: ColorJitter | None = None
-    level: float = 127.5  # The grey level that contrast keeps.
+    level: float = 127.5  # The grey level that a change of contrast leaves unchanged.
 
     def __post_init__(self) -> None:
         # These values are converted to tuples of floats because they are part of the key of a cached table.
@@ -199,15 +199,19 @@ class AugmentationDraws:
     box_left: torch.Tensor  #: First column of the box.
     box_height: torch.Tensor  #: Height of the box; 0 if nothing is erased.
     box_width: torch.Tensor  #: Width of the box.
-    #: Height of the crop window, in pixels of the image: that of the result, unless the window is resized. The window
-    #: of ``CenterCrop(resize=...)`` is the whole image; the middle is cut out after resizing.
+    #: Height of the crop window, in pixels of the image; equal to the result's height unless the window is resized. The
+    #: window of ``CenterCrop(resize=...)`` is the whole image; the middle is cut out after resizing.
     crop_height: torch.Tensor
     crop_width: torch.Tensor  #: Width of the crop window.
-    #: The 3 x 4 matrix of each sample, row by row, in units of 2^-16: int32, (12, N). The last column is added.
+    #: The 3 x 4 color matrix of each sample, row by row, in units of 2^-16: int32, (12, N). Its last column holds the
+    #: offsets that are added to red, green and blue.
     color: torch.Tensor | None = None
 
     def block(self) -> torch.Tensor:
-        """Return a tensor in whose memory the tensors of `GEOMETRY` follow each other, copied only if necessary."""
+        """Return a tensor at whose address the tensors named in `GEOMETRY` begin, one directly after the other.
+
+        They are copied only if they do not lie in memory like this already.
+        """
         parts = [getattr(self, name) for name in GEOMETRY]
         first, size = parts[0].data_ptr(), parts[0].nbytes
         if all(part.is_contiguous() and part.data_ptr() == first + number * size for number, part in enumerate(parts)):
@@ -307,7 +311,8 @@ def _boxes(words: torch.Tensor, augmentation: Augmentation, height: int, width: 
 def color_table(device: torch.device) -> torch.Tensor:
     """Return int64, (2 * 4096 + 18,), in units of 2^-16: cosines and sines of a full turn, and two 3 x 3 matrices.
 
-    The first matrix maps colors to grey. The second maps a color of YIQ components (Y, I, Q) to that of (0, -Q, I).
+    The first matrix maps colors to grey. The second maps the color with the YIQ components (Y, I, Q) to the color with
+    the components (0, -Q, I).
     """
 
     def make() -> torch.Tensor:

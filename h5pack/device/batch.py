@@ -31,8 +31,8 @@ class EchoedBatch(list[Any]):
     def mark(batch: Any, repeats: int | torch.Tensor) -> Any:
         """Return a batch that shares the memory of `batch` and has the attribute `repeats`. `batch` does not change.
 
-        A tuple, named tuple, list or dict becomes an instance of a subclass of its type. A tensor is detached, and
-        another mapping is copied shallowly. Any other object is returned without the attribute.
+        A tuple, named tuple, list or dict becomes an instance of a subclass of its type. A tensor is detached. A
+        mapping that is not a dict is copied shallowly. Any other object is returned without the attribute.
         """
         if isinstance(batch, torch.Tensor):
             marked: Any = batch.detach()
@@ -136,7 +136,10 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def batch_size_and_bytes(batch: Any) -> tuple[int | None, int]:
-    """Return the length of the first tensor or array with an axis (None if none has one), and the bytes of all."""
+    """Return the length of the first tensor or array that has an axis, and the total bytes of all tensors and arrays.
+
+    The length is None if no tensor or array has an axis.
+    """
     if isinstance(batch, torch.Tensor):
         return (batch.shape[0] if batch.dim() else None), batch.nbytes
     if not isinstance(batch, (list, tuple, Mapping)):

@@ -102,8 +102,9 @@ class DeviceCopier:
     """Moves the batches of one iteration to a device and transforms them there.
 
     The prefetch thread calls `enter` and `copy`; the consumer's thread calls the other methods. With `keep_images`,
-    images that are the same tensor as in the batch before, as in the repeats of an `EchoLoader`, are copied only once,
-    if the first transform is a `Normalize` or `Views` of such, which do not change them in place.
+    repeated images are copied only once: if the images of a batch are the same tensor as those of the batch before, as
+    in the repeats of an `EchoLoader`, their copy is used again. The first transform must not change this copy in place,
+    so it has to be a `Normalize`, or a `Views` whose transforms are all `Normalize`; otherwise images are always copied.
     """
 
     def __init__(self, operations: CudaOperations, transform: ImageTransform | None, keep_images: bool = False) -> None:
@@ -178,7 +179,7 @@ class DeviceCopier:
         return self._kept[1]
 
     def _copied_list(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Queue one copy for a whole list of tensors, because a copy of a few boxes takes as long as one of many."""
+        """Queue one copy for a whole list of tensors, because copying one small tensor takes as long as copying all."""
         joined = self._operations.copy(self._operations.pin(torch.cat(tensors)))
         return list(torch.split(joined, [len(tensor) for tensor in tensors]))
 

@@ -198,7 +198,8 @@ class EchoLoader(LoaderWrapper):
             "version": 1,
             "factor": [self.factor.numerator, self.factor.denominator] if isinstance(self.factor, Fraction) else _AUTO,
             "most": None if fixed else self.max_factor,
-            # States of version 1 also describe a shuffle buffer, which no longer exists, here and in "sizes".
+            # The shuffle buffer of earlier releases no longer exists, but states of version 1 still have its entries:
+            # these two and "sizes".
             "shuffle_buffer": 0,
             "seed": None,
         }

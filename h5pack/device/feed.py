@@ -25,9 +25,10 @@ from h5pack.system.text import counted
 class DeviceFeed(LoaderWrapper):
     """A loader that delivers the batches of another loader on a device.
 
-    On CUDA, a thread fetches batches from the loader and copies them from pinned memory. While the training step runs,
-    they are copied and transformed on CUDA streams of their own. On the CPU, each batch is fetched and transformed in
-    the caller's thread when it is requested. Both deliver the same batches if the transform gives the same results.
+    On CUDA, a thread fetches batches from the loader and queues their copies from pinned memory. The copies and the
+    transforms run on separate CUDA streams, while the training step runs. On the CPU, each batch is fetched and
+    transformed in the caller's thread when it is requested. The batches on CUDA and on the CPU are the same if the
+    transform gives the same results on both.
 
     Parameters
     ----------
@@ -39,14 +40,15 @@ class DeviceFeed(LoaderWrapper):
         Default: the CUDA device whose index is in torchrun's environment variable LOCAL_RANK, else the current CUDA
         device. Without CUDA, the CPU.
     transform : callable or sequence of callable, optional
-        Called with a batch's images on the device, or with the batch itself if `transform.whole_batch` is true, and
-        returns what takes their place. If `transform.keyed` is true, a `BatchKey` is the second argument. For other
-        transforms, torch's generators of the CPU and of CUDA are seeded from `torch.initial_seed()`, the epoch, the
-        batch's number in the epoch, and the rank. Transforms in a sequence are applied in its order.
+        Called with a batch's images on the device. The result replaces the images. If `transform.whole_batch` is true,
+        the transform is called with the batch, and the result replaces the batch. If `transform.keyed` is true, a
+        `BatchKey` is the second argument. For other transforms, torch's generators of the CPU and of CUDA are seeded
+        from `torch.initial_seed()`, the epoch, the batch's number in the epoch, and the rank. Transforms in a sequence
+        are applied in its order.
     prefetch_factor : int
-        Maximum number of batches that are copied to the device before the step requests them. With the batch of the
-        step, and that of the step before if the device has not finished it, up to ``prefetch_factor + 2`` batches are
-        on the device. Batches are prefetched only for CUDA devices.
+        Maximum number of batches that are copied to the device before the step requests them. The device also holds
+        the batch of the current step and, until it has finished the previous step, the batch of that step. So up to
+        ``prefetch_factor + 2`` batches are on the device. Batches are prefetched only for CUDA devices.
     image_key : int or str, optional
         Where the images are in a batch: an index, a key, or the field name of a named tuple. Default: the tensor itself
         if the batch is a tensor, the key "images" or "image" of a mapping, and the first element of a list or tuple.

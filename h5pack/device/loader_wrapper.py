@@ -19,7 +19,8 @@ class FetchedBatch:
 
     batch: Any
     epoch: int
-    # The index of the batch in its epoch, from 0, or in its iteration if no state says where that began.
+    # The index of the batch in its epoch, from 0. If no state says at which batch of the epoch the iteration began, the
+    # index in the iteration.
     number: int
     count: int  # How many batches have been fetched in this iteration, including this one.
     state: dict[str, Any] | None  # The loader's state when this batch had been fetched; None if not recorded.
@@ -151,12 +152,12 @@ class LoaderWrapper:
         self._iteration, self._next_iteration = self._next_iteration, self._next_iteration + 1
         state = self._loader_state() if record else None
         self._cursor = DeliveryCursor(self._iteration, 0, state)
-        # Only wrappers that record states use the numbers of batches.
+        # Only wrappers that record states use `FetchedBatch.number`.
         first = self._first_number(state) if record else 0
         return self._cursor, BatchFetcher(self, iterator, self._iteration, record, first)
 
     def _first_number(self, state: dict[str, Any] | None) -> int:
-        """Return the index in its epoch of the first batch of the iteration that was just begun; 0 if unknown.
+        """Return the index, within the epoch, of the first batch of the iteration that has just begun; 0 if unknown.
 
         `state` is the loader's state at the beginning of the iteration.
         """
@@ -283,7 +284,7 @@ def with_samplers(loader: Any) -> list[Any]:
 
 
 def _epoch_of(loader: Any, *, counted: bool) -> int | None:
-    """Return the epoch of the loader or its sampler, if it counts epochs itself; None if there is none.
+    """Return the epoch of the loader or sampler that counts epochs itself; None if neither does.
 
     With ``counted=False``, return the epoch of a sampler that does not count, such as torch's DistributedSampler, on
     which users must call set_epoch.

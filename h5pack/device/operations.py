@@ -22,8 +22,8 @@ _BITS = 16
 _BLOCK_VALUES = 1 << 16
 """How many values each thread processes at a time. Their temporaries (512 KiB) then stay in the CPU's cache."""
 _ROW_VALUES = 1 << 12
-"""Each constant is repeated up to this length (64 KiB for all four), or to that of an image row if this is greater, so
-that operations run over long rows."""
+"""Each constant is repeated for several image rows, up to this many values (64 KiB for all four constants), or for one
+image row if that alone is longer. Operations then run over long rows."""
 
 
 def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws, size: tuple[int, int]) -> torch.Tensor:

@@ -7,7 +7,8 @@ the first of them. So the consumer has to wait only if the loader has no batch r
 consumer's thread, so this thread's modes (no_grad, autocast) and profiler apply to them.
 
 The host may queue many training steps before the device has done them, but the batches of these steps need memory.
-Therefore the thread copies a batch only when the device has finished with the batch ``prefetch_factor + 2`` before.
+Therefore the thread copies a batch only when the device has finished the step of the batch that was delivered
+``prefetch_factor + 2`` batches earlier.
 
 If the loader or a launch fails, the batches before the error are delivered first, and then the error is raised.
 
@@ -57,7 +58,7 @@ class PrefetchThread(BackgroundThreads):
         self.start(feed=self._run)
 
     def get(self, *, seconds: float | None) -> Any:
-        """Return the next batch or `EndOfBatches`; None if none comes within `seconds` (no limit if that is None)."""
+        """Return the next batch or `EndOfBatches`; None if neither comes within `seconds` (None: wait without limit)."""
         self.require_own_process("feed")
         try:
             return self._batches.get(timeout=seconds)
@@ -115,8 +116,8 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
         self._finalizer = self.thread.stop_with(self)
 
     def __next__(self) -> FetchedBatch:
-        # The consumer has queued its work on the batch that was delivered last. The event of the batch before that one
-        # was recorded at the last request.
+        # `_consumed` was recorded at the last request: it is the event after the work on the batch before the last
+        # delivered one. By now, the consumer has also queued its work on the last delivered batch.
         self.thread.release(self._consumed)
         self._consumed = self._copier.consumed() if self._delivered else None
         while self._end is None and len(self._launched) <= self._prefetch_factor:

@@ -55,7 +55,7 @@ class ProfilerRanges:
 
 @contextlib.contextmanager
 def profiler_range(name: str) -> Iterator[None]:
-    """A context manager whose block profilers show as the range ``"h5pack: {name}"``."""
+    """A context manager. Profilers show its block as the range ``"h5pack: {name}"``."""
     # Without CUDA, the NVTX library may be missing, and calling it would raise an error.
     ranges = ProfilerRanges(nvtx=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     ranges.begin(f"h5pack: {name}")

@@ -38,8 +38,9 @@ def find_taps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the taps of each row and of each column of the results, with crops and flips applied.
 
-    Each tensor is int32, (N, 1 + taps, size): the first tap, in pixels of the image, then the weights of this and the
-    following ones, in units of 2^-16. In the padding, all weights are 0. N is 1 if `draws` is None.
+    Each tensor is int32, (N, 1 + taps, size). Along axis 1, it holds the position of the first tap, in pixels of the
+    image, and then the weights of the first tap and of the taps after it, in units of 2^-16. In the padding, all weights
+    are 0. N is 1 if `draws` is None.
     """
     _, height, width, _ = pixels.shape
     found = []
@@ -120,7 +121,7 @@ def resize_on_cpu(
             min(top, left, rows - 1, columns - 1, height - top - rows, width - left - columns) < 0
             for top, left, rows, columns in windows
         ):
-            # Draws of another Normalize may exceed the image; `resize` defines the result.
+            # Windows drawn by another Normalize may exceed the image. Only `resize` handles them.
             result = resize(pixels, *find_taps(draws, crop, pixels))
             return result.permute(0, 3, 1, 2).contiguous() if planar else result
     flips = torch.zeros(2, count) if draws is None else torch.stack((draws.vertical_flip, draws.flip))

@@ -24,8 +24,9 @@ Size = tuple[int, int]
 class AxisMap:
     """How rows or columns of images become those of the output.
 
-    A window of each image is resized; a part of the result is the output, which is flipped in some images. A coordinate
-    x becomes ``(x - begin) * resized / extent - offset``, and in a flipped image ``size`` minus that.
+    A window of each image is resized. The output is a part of the resized window, and is flipped in some images. A
+    coordinate x becomes ``(x - begin) * resized / extent - offset``. In a flipped image, it becomes ``size`` minus this
+    value.
     """
 
     begin: torch.Tensor  # First pixel of the window in the image: int64, (N,).
@@ -72,7 +73,7 @@ def axes_of(
     Parameters
     ----------
     images : Tensor
-        The batch, of which only the length and the device matter.
+        The batch. Only its length and its device are used.
     draws : AugmentationDraws or None
         What `Normalize.draw` returned.
     crop : int, RandomCrop, CenterCrop or RandomResizedCrop
@@ -162,8 +163,8 @@ def move_boxes(boxes: torch.Tensor | Sequence[torch.Tensor], axes: Axes) -> torc
     """Return boxes moved like their images, clipped to the output.
 
     A box that is completely outside of the output remains as a box without area, so that boxes keep their order and
-    their labels. Padding rows still have no area. ``(boxes[..., 2:] > boxes[..., :2]).all(-1)`` selects the
-    other boxes.
+    their labels. A row without area that only pads an image's boxes, such as four zeros, still has no area afterwards.
+    ``(boxes[..., 2:] > boxes[..., :2]).all(-1)`` selects the boxes with an area.
 
     Parameters
     ----------

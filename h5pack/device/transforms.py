@@ -109,8 +109,8 @@ class ImageTransform:
     """A wrapper that applies the transform of a `DeviceFeed`, or a sequence of them, to a batch.
 
     `seconds` is the total time spent in calls of the transforms. `dataset` is the loader's dataset, None if unknown.
-    Raises OptionsError if a transform is not callable or a compiled `Normalize` with fields, or if it needs row numbers
-    but the dataset does not provide them.
+    Raises OptionsError if a transform is not callable, is a compiled `Normalize` with fields, or needs row numbers that
+    the dataset does not provide.
     """
 
     def __init__(self, transform: Any, image_key: Hashable | None, dataset: Any = None) -> None:
@@ -152,7 +152,7 @@ class ImageTransform:
     def __call__(self, batch: Any, epoch: int) -> Any:
         """Return the transformed batch; raise OptionsError if images, row numbers or fields are missing."""
         with profiler_range("transform"):
-            # The key belongs to the samples as they were loaded: a transform of whole batches may drop the row numbers.
+            # Make the key from the loaded batch, because a transform of whole batches may drop the row numbers.
             key = self._key(batch, images_of(batch, self.image_key), epoch) if self.keyed else None
             begin = time.perf_counter()
             for transform in self.transforms:
@@ -213,7 +213,7 @@ class ImageTransform:
             found = name if name in elements else next((n for n, (index, _) in elements.items() if index == name), None)
             if found is None:
                 raise OptionsError(
-                    f"fields names {name!r}, but the batch has the elements {names}; name one of them, and each once",
+                    f"fields has the key {name!r}, but the batch has the elements {names}; use these, each at most once",
                     parameters=("fields",),
                 )
             index, _ = elements.pop(found)
@@ -246,7 +246,8 @@ class ImageTransform:
             )
         is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2 and not hasattr(batch, "_fields")
         if is_pair and not self._gives_rows:
-            # Integer labels look like row numbers. Used as such, they would augment a class's images all alike.
+            # Integer labels look like row numbers. If they were used as row numbers, all images of a class would be
+            # augmented alike.
             raise OptionsError(
                 f"the transform {self._name} needs row numbers, but the second of the batch's two elements may be "
                 f"labels; {_ADVICE}, or make the batches dicts with the key 'rows'"

@@ -34,13 +34,13 @@ from h5pack.system.text import error_line
 Transform = Callable[[torch.Tensor], torch.Tensor]
 Loss = Callable[[Any, Any], torch.Tensor]
 Step = Callable[[torch.Tensor, "torch.Tensor | None"], Any]
-# Maximum number of calls between synchronisations with a GPU. After each, the GPU is idle for about 20 us, which is as
-# long as a short call takes, and calls are launched into an empty queue.
+# Maximum number of calls between synchronisations with a GPU. After each synchronisation, the queue is empty, and the
+# GPU is idle for about 20 us, which is as long as a short call takes.
 _MAX_QUEUED_CALLS = 256
 # The same for copies to the GPU: each queued copy holds device memory until the GPU has made it.
 _MAX_QUEUED_COPIES = 8
-# Maximum number of copies of the batch that are normalized in turns. Even a tiny batch needs no more: the time of its
-# calls is that of launching them.
+# Maximum number of copies of the batch that are normalized in turns. Even a tiny batch needs no more, because its calls
+# take only as long as their launch.
 _MAX_COPIES = 16
 _PREFETCH_FACTOR = 2
 # Number of batches that a `DeviceFeed` prefetches for a GPU, including those that wait in host memory.
@@ -232,8 +232,8 @@ def make_step(
 ) -> tuple[Step, str]:
     """Return a step that runs the user's model (see `h5pack.diagnose`), and a description of it.
 
-    `shape` is that of an image as the step receives it: (C, H, W), or another one if rows are not images. `classes` is
-    None if unknown. `dtype` is that of the images. Raises OptionsError if no step can be made.
+    `shape` is the shape of an image as the step receives it: (C, H, W), or any other shape if rows are not images.
+    `classes` is None if unknown. `dtype` is the dtype of the images. Raises OptionsError if no step can be made.
     """
     if model is None:
         network = _small_network(shape, classes or _DEFAULT_OUTPUTS)

@@ -39,7 +39,8 @@ _COLD_STAGES = 2
 # At least this many batches are normalized and run through the step: one at first, and then, for the trial and each of
 # three repeats, one alone and two in the loop.
 _MIN_BATCHES = 13
-# Measuring is refused if it needs more than this many times the time that is left, on a busy and on an idle machine.
+# Measuring is refused if it needs more than the remaining time multiplied by this factor: the first on a busy machine,
+# the second on an idle one.
 _SLACK_BUSY, _SLACK = 3.0, 1.5
 # The stages that most verdicts need (see `Diagnosis._is_needed`). Others are left out if time is short.
 _NEEDED = frozenset({Stage.LOADER, Stage.TRANSFORM, Stage.STEP, Stage.NORMALIZE, Stage.COPY, Stage.EVERYTHING})
@@ -203,10 +204,10 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return self._end - time.perf_counter()
 
     def _try_out(self, runs: Sequence[StageRun]) -> list[StageRun]:
-        """Run stages briefly to learn their cost, first those without which no verdict is possible.
+        """Run stages briefly to learn their cost, the needed ones first (see `_is_needed`).
 
-        Return the stages to measure: of the needed ones those that ran, and as many others as the time allows. Raise
-        OptionsError if there is far too little time for the needed ones.
+        Return the stages to measure: all needed stages that ran, and as many other stages as the time allows. Raise
+        OptionsError if there is far too little time for the needed stages.
         """
         tried: list[StageRun] = []
         for run in sorted(runs, key=lambda run: not self._is_needed(run.stage)):
@@ -226,7 +227,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
     def _is_hopeless(self, needed: float) -> bool:
         """Return whether `needed` seconds are clearly more than are left.
 
-        If they are only a little more, or the machine is busy, which may pass, measuring shows what is possible.
+        If they are only a little more, try to measure. The limit is higher on a busy machine, which may become idle.
         """
         return needed > (_SLACK_BUSY if load_text(self._load) else _SLACK) * self._left()
 
@@ -268,8 +269,8 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             if enough < left:
                 measure("half_batch_ratio", Stage.STEP, lambda: target.half_batch_ratio(enough))
             else:
-                self._unknown.append("whether the batch is too small: there was no time to measure half of one")
-            # One thread may take as many times as long as there are threads.
+                self._unknown.append("whether the batch is too small: there was no time to measure half a batch")
+            # With one thread, the step may take up to `threads` times as long.
             if not target.on_gpu and threads > 1 and max(3 * (1 + threads) * step.cost.min_seconds, seconds) < left:
                 measure("one_thread_ratio", Stage.STEP, lambda: target.one_thread_ratio(enough))
             elif not target.on_gpu and threads > 1:
@@ -326,7 +327,8 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         before = (self._measuring or time.perf_counter()) - self._begun
         measuring = max(min_seconds, min_total_seconds(run.cost for run in self._runs.values()))
         if not self._measuring and Stage.EVERYTHING not in self._runs:
-            # The loop takes at least as long as all others, for each of two batches.
+            # The loop is not included yet. It needs two batches, and each takes at least as long as all
+            # other stages together.
             measuring *= 3
         # Never recommend fewer seconds than were given, even if that is the estimate.
         before = max(before, self._settings.seconds - measuring)

@@ -113,8 +113,9 @@ class Meter:
 
     `step` monitors the batches of the step, and `loader` those of the loader, before they are normalized. Without them,
     the step counts as never waiting, and the consumer of the loader as always waiting. On a GPU, the step's wait is the
-    stall that `step` measures. On a CPU, it is the wait that `loader` measures, because there the wait that `step`
-    measures includes normalizing, which the step's thread does. Call `synchronize` before reading them at the end.
+    stall that `step` measures. On a CPU, the step's wait is the wait that `loader` measures: the wait that `step`
+    measures includes normalizing there, which the step's thread does. At the end of a measurement, call `synchronize`
+    before reading the waits.
     """
 
     def __init__(
@@ -145,12 +146,12 @@ class Meter:
         """Return for how many seconds the step's thread has normalized, in all iterations together; 0 on a GPU."""
         if self._step is None or self._loader is None or self._cuda is not None:
             return self._normalized
-        # Read the inner monitor first: between the two readings, its wait may only grow.
+        # Read the inner monitor first. Waits only grow, so the outer wait, read later, cannot be the smaller one.
         loader, step = self._loader.report().wait_seconds, self._step.report().wait_seconds
         return self._normalized + max(0.0, step - loader)
 
     def starved(self) -> float | None:
-        """Return for how many seconds the loader's consumer has waited, in all iterations; None if it only waits."""
+        """Return for how many seconds the loader's consumer has waited, in all iterations; None without monitors."""
         return None if self._loader is None else self._starved + self._loader.report().wait_seconds
 
 
@@ -213,8 +214,8 @@ def measure_epochs(
     an epoch is shorter than `seconds`, run as many whole epochs as fit, and include the time to start each. If the
     first epoch is longer, stop it when the time is up. The measurement then leaves out
 
-    - the first `prefetched` batches, because the loader read them before they were requested, if they took at most half
-      of the time, and if the loader read most of the other batches later;
+    - the first `prefetched` batches, which the loader read before they were requested. They are not left out if they
+      took more than half of the time, or if the loader had read most of the other batches by then, too;
     - otherwise, if the loader is faster than its consumer, the time until the first batch.
 
     `ready_images` returns how many images are ready in the loader; they count as loaded if the consumer mostly waits.
@@ -237,8 +238,8 @@ def measure_epochs(
                 batches += 1
                 if not longest and batches >= _MIN_BATCHES and time.perf_counter() >= deadline:
                     end = _Mark.end(images, meter, ready_images())
-                    # Leave out the prefetched batches, unless the rest of the time is short, or most of its images were
-                    # ready at its beginning, which happens if a busy machine lets the loader's threads hardly run.
+                    # Leave out the prefetched batches, unless the rest of the time is short, or most of the images in
+                    # it were ready when it began. That happens if a busy machine lets the loader's threads hardly run.
                     rest, roomy = settled.until(end), 2 * (end.time - settled.time) >= end.time - start.time
                     if batches > prefetched > 0 and roomy and 2 * rest.images >= images - settled.images:
                         return rest
@@ -345,7 +346,7 @@ class ChunkReader:
         self._dataset.engine.read(self._dataset.names[0], rows, out[: last - first])
 
     def _blocks(self, first: int, rows: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of the split's rows, from `first` to `last` - 1, each of at most one chunk group."""
+        """Yield (start, stop) of ranges of the split's rows below `rows`, each within one chunk group."""
         unit = self._index.group_rows
         while first < rows:
             edge = first + unit - int(self._dataset.rows[first]) % unit

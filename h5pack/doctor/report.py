@@ -37,7 +37,7 @@ STAGE_TITLES = {
     Stage.EVERYTHING: "everything together",
 }
 _SMALL_GAIN = 1.05
-_SLOWDOWN = 1.25  # A loop that is this many times slower than the step's stages alone is remarked on.
+_SLOWDOWN = 1.25  # The text says so if normalizing and the step alone are this many times as fast as the loop.
 _FEW_BATCHES = 8  # If an epoch has fewer, its beginning, when no batch is ready, takes much of the time.
 _BAR, _WIDTH = 24, 110  # maximum length of a bar in the text, and of a line
 _PLAIN, _BOTTLENECK, _TOGETHER, _MUTED, _INK = "#9db4c8", "#d1495b", "#33658a", "#777777", "#222222"
@@ -104,7 +104,7 @@ class DoctorReport:
         )
 
     def advice_texts(self, *, moves: bool) -> list[str]:
-        """Return the texts of the advice that would relieve the bottleneck, or of all other advice."""
+        """Return the texts of the advice that would relieve the bottleneck if `moves`, else of all other advice."""
         return [one.text for one in self.advice if one.moves == moves]
 
     def to_json(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class DoctorReport:
 
 
 def _listed(title: str, report: DoctorReport, *, moves: bool) -> list[str]:
-    """Return the lines of the advice that would relieve the bottleneck, or of all other advice, with a title."""
+    """Return a title and the lines of the advice that `moves` selects (see `DoctorReport.advice_texts`)."""
     texts = report.advice_texts(moves=moves)
     lines = [line for number, text in enumerate(texts, 1) for line in _wrapped(text, f"{number}. " if moves else "- ")]
     return ["", title, *lines] if lines else []
@@ -239,9 +239,9 @@ def _not_measured_text(verdict: Verdict, evidence: Evidence, enough_seconds: flo
 def _too_little_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
     assert verdict.stage is not None
     rates = evidence.rates(verdict.stage)
-    times = "never" if rates is None else f"only {counted(rates.repeats, 'time')}"
+    times = "never measured" if rates is None else f"measured only {counted(rates.repeats, 'time')}"
     return (
-        f"Too little was measured to say what limits the training: '{STAGE_TITLES[verdict.stage]}' {times}, and "
+        f"Too little was measured to say what limits the training: '{STAGE_TITLES[verdict.stage]}' was {times}, and "
         f"{MIN_REPEATS} times are needed. Give at least seconds={enough_seconds:g}."
         f"{_known_text(evidence)}{_threads_text(evidence)}"
     )

@@ -44,8 +44,8 @@ from h5pack.system.text import error_line
 DTYPES = ("float32", "bfloat16", "float16")
 # A file larger than this fraction of the available memory is assumed not to stay in the page cache.
 _CACHED_FRACTION = 0.8
-# Each cold repeat starts to read at a row this fraction of all rows after the start of the previous repeat, so that
-# the starts are spread evenly.
+# Each cold repeat starts this fraction of all rows after the start of the previous repeat, modulo the number of rows, so
+# that the starts are spread evenly.
 _GOLDEN = 0.618
 # From how many images the time for a batch is estimated.
 _FEW_IMAGES = (8, 64)
@@ -173,7 +173,7 @@ def touch_batch(batch: Any) -> int:
 
 
 def _first_rows(batch: Any, rows: int) -> Any:
-    """Return the first rows of a batch's tensors, as far as these have a row for each image."""
+    """Return a batch with only the first `rows` rows of the tensors that have one row per image."""
     count = len(images_of(batch))
     return map_tensors(batch, lambda tensor: tensor[:rows] if tensor.dim() and len(tensor) == count else tensor)
 
@@ -313,7 +313,7 @@ class Target:
             self._try(lambda: self._stages.try_step(step))
 
     def _try(self, call: Callable[[], None]) -> bool:
-        """Call what makes or runs the step. If that fails, record the failure, use no step, and return False."""
+        """Call `call`, which makes or runs the step. If it fails, record the failure, use no step, and return False."""
         try:
             call()
             return True
@@ -327,9 +327,9 @@ class Target:
             return False
 
     def hot_runs(self) -> list[StageRun]:
-        """Return the stages that are measured with the rows in the page cache; set the `reasons` why others are not."""
+        """Return the stages to measure with the rows in the page cache; record in `reasons` why others are left out."""
         some = f"{self.hot_rows:,} of {len(self.dataset):,} rows" if self.hot_rows < len(self.dataset) else None
-        how = "by system calls, while H5Loader may copy rows from a mapping" if self.index.raw else None
+        how = "by system calls, whereas H5Loader may copy rows from a mapping of the file" if self.index.raw else None
         how = "; ".join(filter(None, (some, how))) or None
         threads = max(1, self.loaders.parallel)
 

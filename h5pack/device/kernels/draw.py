@@ -164,7 +164,7 @@ def _first_that_fits(state, number, table, root, height, width, smallest):  # ty
 
 @triton.jit
 def _draw_boxes(line, here, samples, state, number, settings, boxes):  # type: ignore[no-untyped-def]
-    """Store the first box that fits of each sample, as `augment._boxes` does."""
+    """Store each sample's first box that fits, as `augment._boxes` does."""
     height, width, root = tl.load(settings + 8), tl.load(settings + 9), tl.load(settings + 10)
     chosen, tall, wide = _first_that_fits(state, number + _BOX, boxes, root, height, width, 0)
     erased = (chosen >= 0) & _chance(_word(state, number + _ERASE), tl.load(settings + 2))
@@ -178,7 +178,7 @@ def _draw_boxes(line, here, samples, state, number, settings, boxes):  # type: i
 
 @triton.jit
 def _draw_windows(line, here, samples, state, number, table):  # type: ignore[no-untyped-def]
-    """Store the first window that fits of each sample, as `data.draws.crop_windows` does."""
+    """Store each sample's first window that fits, as `data.draws.crop_windows` does."""
     height, width, root = tl.load(table), tl.load(table + 1), tl.load(table + 2)
     chosen, wide, tall = _first_that_fits(state, number, table + 7, root, width, height, 1)
     fits, place = chosen >= 0, number + 4 * chosen

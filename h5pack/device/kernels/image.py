@@ -1,12 +1,12 @@
 """The Triton kernel that writes images moved, colored, normalized and erased. Importing this module requires Triton.
 
-A thread computes 16 bytes of the result at a time, always the same columns of every n-th line of an image, so all that
-depends on columns is computed once: offsets in the source, constants of the channels, the columns of the box. What
-depends on the line is the same for all values of a vector. Lines that do not begin and end at multiples of 16 bytes
-leave a few values at their ends, which separate programs compute one by one.
+A thread computes one vector (16 bytes of the result) at a time, always in the same columns of every n-th line of an
+image. So all that depends on columns is computed once: offsets in the source, constants of the channels, the columns of
+the box. What depends on the line is the same for all values of a vector. Lines that do not begin and end at multiples
+of 16 bytes leave a few values at their ends, which separate programs compute one by one.
 
-Pixels are loaded without masks, which would take an instruction for each: outside the image, its last row or column is
-read, and the value then replaced.
+Pixels are loaded without masks, which would take an instruction for each pixel. For positions outside the image, its
+last row or column is read instead, and the value is then replaced.
 
 Flips and windows only change the offsets from which pixels are loaded.
 """
@@ -30,8 +30,8 @@ def _load_constants(constants, CHANNELS: tl.constexpr, FINE: tl.constexpr):  # t
 @triton.jit  # type: ignore[untyped-decorator]
 def _scaled(raw, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return (raw / 255 - mean) / std in float32, of int32 `raw`, as described in `h5pack.device.normalize`."""
-    # The float 2^23 + raw is 2^23 with raw in its lowest bits, so no integer has to be converted, which would take four
-    # times as long as another instruction. The difference is exact.
+    # 0x4B000000 is the float 2^23, and with the bits of raw it is the float 2^23 + raw. So no integer has to be
+    # converted, which would take four times as long as another instruction. The difference is exact.
     steps = (raw | 0x4B000000).to(tl.float32, bitcast=True) - (centre + 8388608.0)
     small = bias
     if FINE:
@@ -60,20 +60,22 @@ def _load_row(colors, samples):  # type: ignore[no-untyped-def]
 def _outside(positions, size):  # type: ignore[no-untyped-def]
     """Return -1 (all bits set) for positions outside 0..size-1, else 0.
 
-    Such bits stay in registers during a loop, unlike booleans, and one instruction applies two of them.
+    Unlike booleans, these integers stay in registers during a loop, and one instruction can apply two of them as masks.
     """
     return (positions | (size - 1 - positions)) >> 31
 
 
 @triton.jit
 def _inside(positions, size):  # type: ignore[no-untyped-def]
-    """Return positions as uint32, those outside 0..size-1 replaced by size-1, so that there is something to load."""
+    """Return positions as uint32. Those outside 0..size-1 become size-1, so that every load is inside the image."""
     return tl.minimum(positions.to(tl.uint32, bitcast=True), (size - 1).to(tl.uint32, bitcast=True))
 
 
 @triton.jit
 def _moved(x, y, advance, draws, samples, lines, width):  # type: ignore[no-untyped-def]
-    """Return column and row in the image of pixels of the result, and the step between a thread's rows there."""
+    """Return from which column and row of the image the pixels (x, y) of the result come, and the step
+    from one line of a thread to the next, in rows of the image.
+    """
     is_upside_down = tl.load(draws + samples) != 0
     step = tl.where(is_upside_down, -advance, advance)
     row = tl.where(is_upside_down, lines - 1 - y, y) + tl.load(draws + 2 * samples)
@@ -85,8 +87,11 @@ def _place(  # type: ignore[no-untyped-def]
     x, y, advance, draws, samples, width, lines, width_out, stride_x,
     MOVES: tl.constexpr, PADDED: tl.constexpr, ERASES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Return what `_copy_rows` needs to know of its pixels: offset in a line, row and step of rows in the source, bits
-    to keep of the pixels; row in the erased box, its height, bits to keep of the values there.
+    """Return what `_copy_rows` needs for the pixels (x, y) of the result.
+
+    - In the source: the offset within a row, the row, the step to the row of the thread's next line, and the bits to
+      keep of the loaded pixels.
+    - In the result: the row in the erased box, the height of the box, and the bits to keep of the values in these rows.
     """
     box_row, box_height, box_bits = y, lines, x
     if ERASES:
@@ -136,9 +141,10 @@ def _copy_rows(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Compute the values of the lines y, y + advance, ... (A, 1) in some columns (A, B) of a part (see `image_kernel`).
+    """Compute the values of the lines y, y + advance, ... of a part (see `image_kernel`) in the given columns.
 
-    `places` are the positions of the values of line y, from the last multiple of VALUES at or before the part's start.
+    `y` is (A, 1); `column` is (A, B). `places`, also (A, B), are the positions in the result of the values of line y,
+    counted from the last multiple of VALUES at or before the start of the part.
     """
     image = part
     plane = 0
@@ -163,7 +169,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
         of_red, of_green, of_blue, added = _load_row(of_image + 4 * channel * samples, samples)
     else:
         offset += channel * stride_channel
-    # In the loop, one addition of 64 bits makes an address of this.
+    # The loop then needs only one 64-bit addition for each address.
     of_columns = pixels + image * stride_image + offset
     left = tl.where(known, lines - y, 0)
     start = part * size * (PLANES if PLANES > 1 else 1) // VALUES
@@ -247,22 +253,23 @@ def image_kernel(  # type: ignore[no-untyped-def]
     VECTORS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Write some vectors of a part of the result, which has lines 0, 1, ...
+    """Write some vectors of a part of the result. PLANES says what the part and its lines 0, 1, ... are.
 
-    PLANES is 0 if a line holds all channels of its pixels; a part is an image then. Otherwise a line belongs to one
-    plane; a part is an image, all planes of which a program computes, or, if PLANES is 1, a single plane.
+    - 0: A part is an image, and a line holds all channels of its pixels.
+    - 1: A part is a single plane (a channel of an image), and a line is a row of this plane.
+    - More: A part is an image with this many planes. A program computes the same lines in all of them.
     """
     program = tl.program_id(0)
     programs = blocks if WHOLE else blocks + 1
     block = program % programs
     part = (program // programs).to(tl.int64)
-    # How far the part begins after a multiple of 16 bytes of the result.
+    # Number of values from the last multiple of 16 bytes in the result to the start of the part.
     shift = 0
     if not WHOLE:
         size = lines.to(tl.int64) * length
         shift = ((part * size) % VALUES).to(tl.int32)
     if WHOLE or block < blocks:
-        # Whole vectors. In the lines of a thread, a period apart, the same columns are at multiples of 16 bytes.
+        # Whole vectors. The lines of a thread are a period apart, so vectors begin at the same columns in all of them.
         vector = block * VECTORS + tl.arange(0, VECTORS)
         per_line = tl.maximum(length // VALUES, 1)
         y = vector // per_line

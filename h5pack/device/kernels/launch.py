@@ -32,7 +32,7 @@ def interpreted() -> bool:
 def load(device: torch.device) -> None:
     """Compile the smallest kernel and load it on a device; raise UnusableError if that fails.
 
-    It needs what all kernels need: a C compiler, ptxas, and a driver that knows its output.
+    This needs what all kernels need: a C compiler, ptxas, and a driver that can load the output of ptxas.
     """
     if interpreted():
         return
@@ -43,7 +43,8 @@ def load(device: torch.device) -> None:
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:
-        torch.cuda.synchronize(device)  # Raises the error of an earlier kernel that loading only reported.
+        # If the error comes from an earlier kernel, not from loading, this raises it.
+        torch.cuda.synchronize(device)
         raise UnusableError(str(error)) from error
 
 

@@ -34,8 +34,8 @@ for its columns in many lines of an image."""
 _IMAGE_VALUES = 512
 """Values that a program of the image kernel computes at a time: 8 for each thread."""
 _MAX_TURNS = 16
-"""Maximum number of turns of `_IMAGE_VALUES` values in a program: enough to hide its preparation, which takes about as
-long as three turns."""
+"""Maximum number of turns of a program's loop, each of which computes `_IMAGE_VALUES` values. This many turns hide the
+preparation of the program, which takes about as long as three turns."""
 
 
 def normalize(
@@ -128,7 +128,8 @@ def _launch_image(
         ERASES=changes.erases,
         COLORS=changes.colors,
         FINE=result.dtype == torch.float32,
-        # Whether offsets need 64 bits. Sizes count twice, since threads may compute offsets past the end, never read.
+        # Whether offsets need 64 bits. Sizes count twice, because threads also compute offsets past the end, but do not
+        # use them.
         WIDE=2 * sum(sizes) + 2 * lines * length >= 1 << 31,
         WHOLE=is_whole,
         VECTORS=vectors,
@@ -140,11 +141,12 @@ def _launch_image(
 
 @functools.lru_cache(256)
 def plan_lines(lines: int, length: int, values: int, vectors: int) -> tuple[int, int]:
-    """Return the period, the distance between the lines of a thread, and the number of programs for a part.
+    """Return the period (the distance between the lines of a thread) and the number of programs for a part.
 
-    A line has `length` values and a program `vectors` vectors of `values` values. In lines that are a period apart, the
-    same columns are at multiples of 16 bytes. Of the periods that leave a program at most 16 turns, the one is chosen
-    for which programs times turns is smallest, where the preparation of a program counts as three turns.
+    A line has `length` values. A program computes `vectors` vectors of `values` values at a time. In lines that are a
+    period apart, the same columns are at multiples of 16 bytes. Among the periods with which a program has at most 16
+    turns, choose the one with the smallest product of programs and turns. The preparation of a program counts as three
+    turns.
     """
     least = values // math.gcd(length, values)
     per_line = max(1, length // values)

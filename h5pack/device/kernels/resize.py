@@ -2,10 +2,11 @@
 
 `_tap_kernel` writes the taps of each row and column of the results (see `h5pack.device.resize`), with windows and flips
 applied. Its arithmetic is too long to be repeated for each pixel. `_resize_kernel` computes a tile of rows x columns of
-one image from them, and then colors, normalizes and erases it like `h5pack.device.kernels.image`. In a channels_last
-result, a row is a line of pixels with all their channels; in a contiguous result, it is a line of one channel's plane.
+one image from these taps, and then colors, normalizes and erases it like `h5pack.device.kernels.image`. In a
+channels_last result, a row is a line of pixels with all their channels; in a contiguous result, it is a line of one
+channel's plane.
 
-All results equal those of the torch operations, because both compute with integers up to the levels from 0 to 255.
+All results equal those of the torch operations, because both compute the levels (0 to 255) with integers.
 """
 
 from __future__ import annotations
@@ -204,8 +205,8 @@ def _resize_kernel(  # type: ignore[no-untyped-def]
     draws += image
     count_y, count_x = taps_y, taps_x
     if RANDOM:
-        # Smaller windows may have fewer taps than the largest window. Only draws of another Normalize can have windows
-        # that exceed the image; nothing outside of the tables and the image may be read for them either.
+        # Smaller windows may have fewer taps than the largest window. Draws of another Normalize may have windows that
+        # exceed the image. The minimum keeps them from reading taps outside of the tables.
         extent_y, extent_x = tl.load(draws + _HEIGHT * samples), tl.load(draws + _WIDTH * samples)
         count_y = tl.minimum(tl.cdiv(2 * tl.maximum(extent_y, out_height), out_height), taps_y)
         count_x = tl.minimum(tl.cdiv(2 * tl.maximum(extent_x, out_width), out_width), taps_x)
