@@ -84,7 +84,7 @@ def _cache_reason(workload: Workload, cache: str) -> str:
     memory = format_bytes(workload.memory_bytes)
     sizes = f"{workload.num_images:,} images take {format_bytes(size)}, and {memory} of memory is available"
     if cache == deciding_caches(workload, ("hot", "cold"))[0]:
-        then = "so the file stays in memory" if cache == "hot" else "less than twice their size, so epochs read the disk"
+        then = "so the file stays in memory" if cache == "hot" else "under twice that size, so epochs read the disk"
         return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."
     state = f"Judged with the page cache {_CACHE_WORDS[cache]}"
     other = _CACHE_WORDS["cold" if cache == "hot" else "hot"]
@@ -257,7 +257,7 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
 
     usual = least_effort(found)
     if compare and _effort(usual.variant, workload)[1] > _NEAR:
-        # The default was left out: of the variants that no other is likely faster than, take the nearest to the default.
+        # The default was left out: of the variants that no other likely beats, take the nearest to the default.
         return least_effort([one for one in found if not any(other.is_likely_faster(one) for other in found)] or found)
     faster = [one for one in found if one.is_faster(usual)] if compare else []
     if usual.variant.is_input and faster:

@@ -270,7 +270,7 @@ class SweepTable:
         return self._found.get((variant, order, engine, cache))
 
     def compared(self) -> list[FileVariant]:
-        """Return the input file and uncompressed variants; if only compressed ones have chunks, also one compression's."""
+        """Return the input file and uncompressed variants; if only compressed ones have chunks, also those of one."""
         made = [one.compression for one in self.variants if not one.is_input and one.chunk_rows is not None]
         first = made[0] if made else "none"
         return [one for one in self.variants if one.is_input or one.compression in ("none", first)]
@@ -391,7 +391,7 @@ def _tables(report: BenchReport) -> list[list[str]]:
                         mark = ">"
                     rows.append([f"{mark} {label}", _size(variant), engine, *map(_entry, found)])
         if rows:
-            title = f"images/s, page cache {cache}: median, largest deviation of a repeat, and bytes read per byte delivered"
+            title = f"images/s, page cache {cache}: median, largest deviation, and bytes read per byte delivered"
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
     if blocks:
         blocks.append(_legend(report))

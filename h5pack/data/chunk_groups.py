@@ -336,7 +336,7 @@ class GroupReader:
                 array[slots[start:stop]] = chunk[rows[start:stop]]
 
     def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Copy large rows to their batches via a new array, if they can neither be scattered nor come from decoded chunks."""
+        """Read large rows that cannot be scattered or copied from decoded chunks, and copy them to their batches."""
         values = self._engine.read(field.name, group.rows[low:high])
         for value, out in zip(values, self._targets(field, group, low, high)[1], strict=True):
             out[...] = value

@@ -261,7 +261,7 @@ class H5Dataset(BatchSource):
         return self.samples_at(self._rows(indices), self.draw_key(indices))
 
     def samples_at(self, rows: npt.NDArray[np.int64], key: DrawKey) -> Sequence[Any]:
-        """Return the samples of `rows` of the file, int64 (n,), like `__getitems__`. Random crops are drawn from `key`."""
+        """Return the samples of `rows` of the file, int64 (n,), like `__getitems__`. `key` determines random crops."""
         if self.transform is not None or self.target_transform is not None:
             return self._load(rows, key)
         return SampleBatch(rows, self, self._load if self._encoded else None, key)

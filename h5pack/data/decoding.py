@@ -274,7 +274,8 @@ class CropDecoder:
     def _scaled(self, data: bytes, header: ImageHeader, steps: Steps) -> Pixels | None:
         """Return a window of the image decoded at a fraction of its size.
 
-        Return None if the window is less than twice as large as its result, or the image cannot be decoded at a smaller size.
+        Return None if the window is less than twice as large as its result, or the image cannot be decoded at a smaller
+        size.
         """
         top, left, height, width = steps.window
         share = max(one / other for one, other in zip(steps.resized, (height, width), strict=True))

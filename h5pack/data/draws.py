@@ -43,7 +43,7 @@ class BatchKey:
 
     rows: torch.Tensor  #: The index of each sample in the file's datasets: int64, (N,), on the images' device.
     epoch: int
-    repeats: int | torch.Tensor = 0  #: Distinguishes several uses of a row in an epoch; 0: the first. An int, or int64, (N,).
+    repeats: int | torch.Tensor = 0  #: Number of each use of a row in an epoch; 0: the first. An int, or int64, (N,).
     view: int = 0  #: Which of several augmented views of the same images: 0, 1, ...
 
 

@@ -45,7 +45,7 @@ class HeldRows:
 
 
 class HeldLists:
-    """Fields whose rows differ in length. `load` reads all rows from the first to the last of `rows` into private memory.
+    """Fields whose rows differ in length. `load` reads the rows from the first to the last of `rows` into memory.
 
     `sizes` has the bytes of each field that is held, smallest first, in total at most `max_bytes`. The other fields are
     read from the file.
@@ -112,7 +112,7 @@ class CachedRows:
         return RowLocations(self.mapped.offsets(rows) // self._unit, self.mapped.files(rows))
 
     def gather(self, found: RowLocations, out: npt.NDArray[Any]) -> None:
-        """Copy located rows to `out`, (n, ...), C-contiguous. `MappedDataset.ready` must have returned True recently."""
+        """Copy located rows to `out`, (n, ...), C-contiguous. `mapped.ready` must have returned True for them."""
         self.mapped.mapping.require_whole(found.files)
         flat = out.reshape(-1).view(np.uint8).reshape(len(found.positions), self.mapped.index.row_bytes)
         if self.mapped.array is not None:

@@ -136,16 +136,16 @@ class H5Loader(Closeable, Resumable):
         thread and the caller's thread busy. A thread copies up to 5 MiB of small batches, or 16 MiB of a large batch.
     memory_bytes : int, optional
         Upper bound in bytes for the batches that each iteration prefetches, the small fields that are held in memory,
-        and the memory for decoding. The results of transforms, the batches that the caller holds, and rows in the page cache,
-        which belongs to the system, do not count. None: half of the memory that is available to this process, divided
-        among the ranks on this machine.
+        and the memory for decoding. The results of transforms, the batches that the caller holds, and rows in the page
+        cache, which belongs to the system, do not count. None: half of the memory that is available to this process,
+        divided among the ranks on this machine.
     pin_memory : bool
         Yield batches in pinned memory, from which copies to a GPU can be asynchronous. Without a GPU, warn and use
         pageable memory.
     transform : callable, optional
         Called with the images of each batch, a tensor (n, ...), in the reading threads. So it must be thread-safe, and
-        must not rely on the order of the batches. If it has a parameter ``generator``, it receives a torch Generator seeded by (seed,
-        epoch, batch, rank), so that its random numbers are the same in every run.
+        must not rely on the order of the batches. If it has a parameter ``generator``, it receives a torch Generator
+        seeded by (seed, epoch, batch, rank), so that its random numbers are the same in every run.
     target_transform : callable, optional
         Called with the labels of each batch, in the same way as `transform`.
     decode, exact
@@ -279,7 +279,7 @@ class H5Loader(Closeable, Resumable):
         """Decide how many cached rows one task copies, and how many batches are filled in advance.
 
         Small batches are filled several at a time, because Python code takes longer than copying one of them. A large
-        batch is shared by the threads, so that few buffers are in use, which are likely to stay in the CPU's cache. Rates
+        batch is shared by the threads: few buffers are then in use, which are likely to stay in the CPU's cache. Rates
         of 150 KB rows in batches of 38 MB with two threads, as multiples of a memory copy: blocks of 16 MiB in 2
         buffers 0.96, in 4 buffers 0.87; blocks of 4 MiB in 2 buffers 0.74. Blocks of 5 MiB are for small batches: with
         larger blocks the first batch comes later, with smaller ones checking that files are unchanged costs more.
@@ -459,8 +459,8 @@ def _require_mixture(sampler: Any, dataset: Any, order: dict[str, Any]) -> None:
     """Raise an OptionsError unless `sampler` is a MixtureSampler of `dataset` and `order` has only default values."""
     if not isinstance(sampler, MixtureSampler):
         raise OptionsError(
-            f"batch_sampler is a {type(sampler).__name__}; H5Loader takes only a MixtureSampler: give batch_size and the "
-            "other parameters of the order to H5Loader instead, or give the sampler to a DataLoader",
+            f"batch_sampler is a {type(sampler).__name__}; H5Loader takes only a MixtureSampler: give batch_size and "
+            "the other parameters of the order to H5Loader instead, or give the sampler to a DataLoader",
             parameters=("batch_sampler", "batch_size"),
         )
     defaults = inspect.signature(H5Loader).parameters

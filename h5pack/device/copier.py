@@ -104,7 +104,7 @@ class DeviceCopier:
     The prefetch thread calls `enter` and `copy`; the consumer's thread calls the other methods. With `keep_images`,
     repeated images are copied only once: if the images of a batch are the same tensor as those of the batch before, as
     in the repeats of an `EchoLoader`, their copy is used again. The first transform must not change this copy in place,
-    so it has to be a `Normalize`, or a `Views` whose transforms are all `Normalize`; otherwise images are always copied.
+    so it has to be a `Normalize`, or `Views` whose transforms are all `Normalize`; otherwise images are always copied.
     """
 
     def __init__(self, operations: CudaOperations, transform: ImageTransform | None, keep_images: bool = False) -> None:

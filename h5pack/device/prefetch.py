@@ -58,7 +58,7 @@ class PrefetchThread(BackgroundThreads):
         self.start(feed=self._run)
 
     def get(self, *, seconds: float | None) -> Any:
-        """Return the next batch or `EndOfBatches`; None if neither comes within `seconds` (None: wait without limit)."""
+        """Return the next batch or `EndOfBatches`; None if neither comes within `seconds` (None: wait forever)."""
         self.require_own_process("feed")
         try:
             return self._batches.get(timeout=seconds)

@@ -39,8 +39,8 @@ def find_taps(
     """Return the taps of each row and of each column of the results, with crops and flips applied.
 
     Each tensor is int32, (N, 1 + taps, size). Along axis 1, it holds the position of the first tap, in pixels of the
-    image, and then the weights of the first tap and of the taps after it, in units of 2^-16. In the padding, all weights
-    are 0. N is 1 if `draws` is None.
+    image, and then the weights of the first tap and of the taps after it, in units of 2^-16. In the padding, all
+    weights are 0. N is 1 if `draws` is None.
     """
     _, height, width, _ = pixels.shape
     found = []

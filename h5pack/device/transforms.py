@@ -213,7 +213,7 @@ class ImageTransform:
             found = name if name in elements else next((n for n, (index, _) in elements.items() if index == name), None)
             if found is None:
                 raise OptionsError(
-                    f"fields has the key {name!r}, but the batch has the elements {names}; use these, each at most once",
+                    f"fields has the key {name!r}, but the batch has the elements {names}; use each at most once",
                     parameters=("fields",),
                 )
             index, _ = elements.pop(found)

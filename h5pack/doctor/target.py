@@ -44,8 +44,8 @@ from h5pack.system.text import error_line
 DTYPES = ("float32", "bfloat16", "float16")
 # A file larger than this fraction of the available memory is assumed not to stay in the page cache.
 _CACHED_FRACTION = 0.8
-# Each cold repeat starts this fraction of all rows after the start of the previous repeat, modulo the number of rows, so
-# that the starts are spread evenly.
+# Each cold repeat starts this fraction of all rows after the start of the previous one, modulo the number of rows: so
+# the starts are spread evenly.
 _GOLDEN = 0.618
 # From how many images the time for a batch is estimated.
 _FEW_IMAGES = (8, 64)

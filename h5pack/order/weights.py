@@ -33,8 +33,8 @@ _BLOCK_ROWS = 1 << 16
 def balanced_weights(labels: Rows, unlabelled: int | None) -> npt.NDArray[np.float64] | None:
     """Return weights, float64 (n,), with an equal sum for each class of `labels`, int64 (n,).
 
-    Rows with the label `unlabelled` (None: no label is special) are in no class and get weight 0. Returns None if no row
-    is in a class.
+    Rows with the label `unlabelled` (None: no label is special) are in no class and get weight 0. Returns None if no
+    row is in a class.
     """
     classes, counts = np.unique(labels, return_counts=True)
     shares = 1 / counts
@@ -166,7 +166,7 @@ class EpochDraws:
         return self._weighted.rows.rows_at(found)
 
     def _groups(self, owners: Rows) -> Iterator[tuple[int, int, Rows]]:
-        """Divide ascending chunk numbers into slices of few distinct chunks; yield each slice's (start, stop, chunks)."""
+        """Divide ascending chunk numbers into slices of few distinct chunks; yield (start, stop, chunks) of each."""
         max_chunks = max(1, _BLOCK_ROWS // self.chunk_rows)
         chunks, heads = np.unique(owners, return_index=True)
         heads = np.append(heads, len(owners))

@@ -345,7 +345,7 @@ class _ChunkSequence:
             window += 1
 
     def _rows_between(self, numbers: Rows, edges: Rows) -> tuple[Rows, Rows]:
-        """Return rows and indices of each chunk ``numbers[i]``: from ``edges[i]`` to ``edges[i + 1] - 1`` on the line."""
+        """Return rows and indices of each chunk ``numbers[i]``: ``edges[i]`` to ``edges[i + 1] - 1`` on the line."""
         starts = self._starts(numbers)
         chunks = numbers % self.rows.chunk_count
         if self._permutation is not None:

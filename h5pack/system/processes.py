@@ -223,7 +223,7 @@ def _require_importable_main(advice: str) -> None:
         return
     if not os.path.exists(path):
         raise WorkerError(
-            f"{path}: worker processes cannot import the main program, which is not in a file; save it in a file{advice}",
+            f"{path}: worker processes cannot import the main program, which is not in a file; save it as one{advice}",
             path=path,
             parameters=(ONE_WORKER,),
         )
