@@ -158,7 +158,7 @@ class ConcatPack(BatchSource):
         return np.searchsorted(self.offsets, indices, "right") - 1
 
     def _by_dataset(self, indices: Rows) -> Iterator[tuple[H5Dataset, Rows, Rows]]:
-        """Split `indices` by dataset: yield each dataset, where its samples are there, and their indices in it."""
+        """Split `indices` by dataset: yield (dataset, positions in `indices`, indices in the dataset) of each."""
         owners = self._owners(indices)
         for owner in np.unique(owners).tolist():
             positions = np.flatnonzero(owners == owner)
