@@ -178,7 +178,7 @@ class _Comparison:
     sweep: Sweep
     ceilings: Ceilings
     clock: Callable[[], float]
-    end: float  # A time of `clock`.
+    end: float  # As returned by `clock`.
 
     def compare(self, cases: Sequence[BenchCase]) -> tuple[str, float]:
         """Measure the cases that compare variants; return the measured page-cache state and the seconds of one turn."""

@@ -30,7 +30,7 @@ REPEATS = 4
 TIE = 0.95
 """A speed of at least this fraction of another counts as equal: repeats differ by as much even on an idle machine."""
 _CLEAR = 1.25
-"""A case is faster if its ratio to another exceeds this in each of several turns, however much the ratios vary."""
+"""A case is faster if its speed is over this many times another's in each of several turns, however ratios vary."""
 HOPELESS = 0.6
 """A case whose fastest repeat is below this fraction of another's slowest is slower, however few repeats there are."""
 MIN_EPOCH_SECONDS = 0.005

@@ -84,7 +84,7 @@ def _cache_reason(workload: Workload, cache: str) -> str:
     memory = format_bytes(workload.memory_bytes)
     sizes = f"{workload.num_images:,} images take {format_bytes(size)}, and {memory} of memory is available"
     if cache == deciding_caches(workload, ("hot", "cold"))[0]:
-        then = "so the file stays in memory" if cache == "hot" else "under twice that size, so epochs read the disk"
+        then = "so the file stays in memory" if cache == "hot" else "under twice their size, so epochs read the disk"
         return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."
     state = f"Judged with the page cache {_CACHE_WORDS[cache]}"
     other = _CACHE_WORDS["cold" if cache == "hot" else "hot"]
@@ -225,7 +225,8 @@ class _Compared(CaseRepeats):
     def is_likely_faster(self, other: _Compared) -> bool:
         """Return whether this variant is faster than the other, or likely faster.
 
-        Likely faster: the ratio of speeds is above 1 in each turn that measured both, and its median above 1 / `TIE`.
+        It is likely faster if, in at least `MIN_REPEATS` turns that measured both, all ratios of their speeds are above
+        1, and the median of the ratios is above 1 / `TIE`.
         """
         ratios = self.ratios(other)
         was_faster = len(ratios) >= MIN_REPEATS and ratios[0] > 1 and TIE * statistics.median(ratios) > 1
@@ -257,7 +258,7 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
 
     usual = least_effort(found)
     if compare and _effort(usual.variant, workload)[1] > _NEAR:
-        # The default was left out: of the variants that no other likely beats, take the nearest to the default.
+        # The default was left out. Of the variants that no other is likely faster than, take the nearest to it.
         return least_effort([one for one in found if not any(other.is_likely_faster(one) for other in found)] or found)
     faster = [one for one in found if one.is_faster(usual)] if compare else []
     if usual.variant.is_input and faster:

@@ -270,7 +270,7 @@ class SweepTable:
         return self._found.get((variant, order, engine, cache))
 
     def compared(self) -> list[FileVariant]:
-        """Return the input file and uncompressed variants; if only compressed ones have chunks, also those of one."""
+        """Return the input file and uncompressed variants; if all chunked ones are compressed, also one method's."""
         made = [one.compression for one in self.variants if not one.is_input and one.chunk_rows is not None]
         first = made[0] if made else "none"
         return [one for one in self.variants if one.is_input or one.compression in ("none", first)]

@@ -31,13 +31,14 @@ class _CaseState:
     case: BenchCase
     reload: bool  # Whether to load the file into the page cache again before each repeat.
     allowance: float  # Seconds that all repeats may take together.
-    end: float  # When the last repeat must end, as a time of `Sweep`'s clock.
-    # When repeats beyond the allowance must end, which are made up to `MIN_REPEATS`; None: make no such repeats.
+    end: float  # When the last repeat must end, as returned by the clock of `Sweep`.
+    # Until this time, repeats may exceed the allowance if there are fewer than `MIN_REPEATS`; None: they may not.
     late_end: float | None = None
     run_seconds: float = 0.0  # Duration of the last repeat, without loading; at first an estimate.
     speeds: list[float] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)  # Number of the turn that measured each repeat.
-    ceilings: list[float] = field(default_factory=list)  # Images/s of the ceiling after each repeat, if measured.
+    # Images/s of the ceiling, measured after each repeat; fewer than `speeds` if it could not be measured.
+    ceilings: list[float] = field(default_factory=list)
     spent: float = 0.0  # Seconds that the repeats have taken so far.
     load_seconds: float = 0.0  # Duration of the longest loading.
     bytes_per_row: list[float] = field(default_factory=list)
@@ -53,9 +54,9 @@ class _CaseState:
         return self.run_seconds + (self.load_seconds if self.reloads_next() else 0.0)
 
     def is_due(self, now: float) -> bool:
-        """Return whether another repeat would end in time, and is the first, in the allowance, or below `MIN_REPEATS`.
+        """Return whether another repeat would end in time and is the first, within the allowance, or needed.
 
-        Repeats below `MIN_REPEATS` may exceed the allowance only if there is a `late_end`.
+        With `late_end`, repeats are needed until there are `MIN_REPEATS`.
         """
         few = self.late_end is not None and len(self.speeds) < MIN_REPEATS
         within = few or not self.speeds or self.spent + self.next_seconds() <= self.allowance
@@ -129,7 +130,7 @@ class Sweep:
 
         Each case gets a share of the time in proportion to its `min_seconds`, so slow cases get fewer repeats, maybe
         none. With `end`, each gets `MIN_REPEATS` even if that takes longer, but until `end` at most. With `ceilings`,
-        the ceiling is measured after each repeat of an H5Loader. Return the estimated seconds of a repeat of all cases.
+        the ceiling is measured after each repeat of an H5Loader. Return the estimated seconds of one turn.
 
         If `reload_each_repeat` is true, the file is loaded into the page cache again before each repeat, provided that
         time remains for enough repeats. Speeds depend by up to a fifth on where the cached pages lie in memory, which

@@ -55,11 +55,11 @@ class Expectations:
     versions: dict[str, str]
     source: str | None  # absolute path; None if the source is a dataset, or a pattern rather than a file or folder
     source_bytes: int | None  # size of a source that is one file, else None
-    probe: str  # a file beside the output that contains the token
+    probe: str  # path of a file beside the output; the file contains the token
 
     @classmethod
     def here(cls, source: str | None, partial: Path) -> Expectations:
-        """Return what this process has, and create the probe file."""
+        """Return the versions and the source of this process as expectations, and create the probe file."""
         token = secrets.token_hex(8)
         source = None if source is None or not os.path.exists(source) else os.path.abspath(source)
         size = os.path.getsize(source) if source is not None and os.path.isfile(source) else None
@@ -69,7 +69,7 @@ class Expectations:
 
 
 def problems(expected: Expectations) -> list[str]:
-    """Return how this process differs from `expected`; it writes a file to the output's folder and removes it."""
+    """Return how this process differs from `expected`. To check the output's folder, write and remove a file there."""
     versions = decoder_versions()
     found = [
         f"has {name} {versions[name]} instead of {version}"

@@ -2,9 +2,9 @@
 
 Each part makes the same plan, so it needs the results of the whole survey. No part waits for a particular other one,
 which may never be started, or may be killed. Instead, all parts submit the same tasks: `SharedResults` gives task N to
-the first part that creates the file ``N.claim``, and that part saves the result as ``N.result``. A part without other
-work also runs tasks that another part has claimed but not saved for a long time. At worst a task runs twice, which
-gives the same result.
+the first part that creates the file ``N.claim``, and that part saves the result as ``N.result``. If a part has no other
+work and no result arrives for a while, it also runs tasks that other parts have claimed. At worst a task runs several
+times, which gives the same result.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PartsFolder:
             temporary.mkdir()
             (temporary / "job.json").write_text(json.dumps(job, indent=1))
             try:
-                # Renaming is atomic and fails if the folder exists, because that is not empty.
+                # Renaming is atomic and fails if the folder exists, because an existing one is not empty.
                 temporary.rename(self.folder)
             except OSError:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -108,7 +108,7 @@ class SharedResults(ElasticExecutor):
         self._longest_seconds, self._changed = 0.0, time.monotonic()
 
     def in_flight(self) -> int:
-        """See `ElasticExecutor`. This also collects results that other parts have saved, and runs tasks that they left.
+        """See `ElasticExecutor`. Also collect results that other parts have saved, and run tasks they did not finish.
 
         The number of tasks is enough for the workers of all parts, because other parts run most of them.
         """

@@ -32,7 +32,7 @@ def print_report(report: Any, arguments: argparse.Namespace) -> None:
 def add_hdf5(group: Any) -> None:
     """Add the options that say which datasets of an HDF5 file hold images and labels, and how to interpret images."""
     group.add_argument(
-        "--images", metavar="NAME", help="dataset of images, arrays or encoded files (default: detected)"
+        "--images", metavar="NAME", help="dataset of images, as arrays or encoded files (default: detected)"
     )
     labels = group.add_mutually_exclusive_group()
     labels.add_argument("--labels", metavar="NAME", help="dataset of labels (default: detected)")
@@ -54,7 +54,7 @@ def error_text(error: H5PackError, parser: argparse.ArgumentParser | None) -> st
 
 def option_text(text: str, fragments: Sequence[str], parser: argparse.ArgumentParser) -> str:
     """Return the text with the parameters in `fragments`, such as ``size=64``, replaced by command-line options."""
-    # Replace the longest fragments first, because one fragment may begin with another; but not parts of paths.
+    # Replace the longest fragments first, because one may begin with another. Do not replace parts of paths.
     for fragment in sorted(fragments, key=len, reverse=True):
         option = _option_text(fragment, parser) or fragment
         text = re.sub(rf"(?<![\w./-]){re.escape(fragment)}(?![\w/]|\.\w)", lambda _: option, text)  # noqa: B023

@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     sample.add_argument(
         "--size",
         metavar="HxW",
-        help="height and width of every packed image, or one number for a square (default: 224 if images differ)",
+        help="height and width of every packed image, or one number for a square (default: 224 if sizes differ)",
     )
     sample.add_argument(
         "--source", dest="source_kind", metavar="KIND", help="kind of SOURCE, see 'h5pack convert' (default: detected)"
@@ -79,7 +79,7 @@ def _add_compared(bench: argparse.ArgumentParser) -> None:
         ("--compression", "compression", "compression methods, see 'h5pack convert' (default: none)"),
         ("--batch-size", "batch_size", "rows per batch, at most a quarter of the images (default 256)"),
         ("--window", "window", "chunks that are shuffled together (default 16)"),
-        ("--threads", "num_threads", "numbers of threads of H5Loader (default: powers of two and the CPUs, up to 16)"),
+        ("--threads", "num_threads", "numbers of H5Loader threads (default: powers of 2 and the CPU count, up to 16)"),
         ("--workers", "num_workers", "numbers of DataLoader workers (default: as for --threads)"),
     ):
         what.add_argument(option, dest=name, metavar="A,B", help=text)
@@ -129,7 +129,7 @@ def _print_mixing(report: Any, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_report(report, arguments)
         return
-    # The option --window names the window to judge, and after it others.
+    # The option --window first names the window to judge, then the windows to compare it with.
     text = report.to_text().replace("windows=SIZES", f"--window {report.window},SIZES")
     print(option_text(text, (f"epochs={report.epochs}",), arguments.parser))
 

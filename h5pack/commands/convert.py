@@ -81,7 +81,7 @@ def _add_columns(what: Any) -> None:
         help="the manifest's columns of numbers, or of lists of numbers, to store as fields",
     )  # fmt: skip
     what.add_argument(
-        "--mask-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of paths of masks, PNG files"
+        "--mask-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of paths of masks (PNG files)"
     )
     what.add_argument(
         "--image-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of paths of further images"
@@ -136,7 +136,8 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     file.add_argument(
         "--shard-bytes", metavar="SIZE",
-        help="write files OUT-00000.h5 and so on of at most SIZE, such as 50GiB, and OUT as a virtual file over them",
+        help="write files of at most SIZE, such as 50GiB, named OUT-00000.h5 and so on, and OUT as a virtual file over "
+        "them",
     )  # fmt: skip
     file.add_argument("--compat", action="store_true", help="write a file that HDF5 1.8 can read")
 
@@ -159,8 +160,9 @@ def _add_execution(convert: argparse.ArgumentParser) -> None:
         "to start N workers on this machine",
     )  # fmt: skip
     how.add_argument(
-        "--part", metavar="K/N", help="write only part K of N, one process of an array job; then run with --finish"
-    )
+        "--part", metavar="K/N",
+        help="write only part K of N (one process of an array job); after all parts, run with --finish",
+    )  # fmt: skip
     how.add_argument("--finish", action="store_true", help="complete OUT when all parts are written")
     how.add_argument("--dry-run", action="store_true", help="print the plan, but write nothing")
     how.add_argument("--overwrite", action="store_true", help="replace OUT when the new file is complete")

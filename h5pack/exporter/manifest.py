@@ -56,7 +56,7 @@ class ManifestColumn:
             return [named[value] for value in cells.tolist()]
         if cells.dtype.kind == "b":
             cells = cells.view(np.uint8)
-        # Python numbers, because parsing their str() gives exactly the same values.
+        # Return Python numbers, because parsing their str() gives exactly the same values.
         return cells.tolist()  # type: ignore[no-any-return]
 
     @property
@@ -172,7 +172,7 @@ def plan_manifest(source: SourceRows, names: ExportNames) -> Manifest:
 
 
 def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
-    """Return the `--source` with which the folders restore all but the order of rows; None if there is none."""
+    """Return the `--source` with which the folders restore all but the order of rows; None if they cannot."""
     classes = list(catalog.label_names or ())
     if catalog.fields or not names.exact_folders or [*_lost_splits(catalog)] or classes != sorted(classes):
         return None
@@ -213,7 +213,7 @@ def _labels(catalog: Catalog, name: _ColumnNames, lost: list[str]) -> tuple[list
         return [ManifestColumn(name("label"), labels)], []
     unreadable = next((word for word in names if not _is_word(word)), None)
     if unreadable is not None:
-        # `h5pack convert` rejects a label column that mixes numbers and words, and reads one of numbers only as
+        # `h5pack convert` rejects a label column that mixes numbers and words, and reads a column of only numbers as
         # integers, so class names that look like numbers cannot be labels.
         lost.append(f"the names of classes (convert cannot read back the name {unreadable!r}, so labels are numbers)")
         return [ManifestColumn(name("label"), labels)], [ManifestColumn(name("class"), labels, names)]

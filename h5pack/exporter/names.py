@@ -4,11 +4,12 @@
   folders, they are not repeated. A file without splits has no split folders.
 - ``.``, ``..`` and a leading ``/`` are removed from the stored name, and control characters become ``_``. A path
   component that begins with a dot gets ``_`` in front, because readers of image folders skip hidden files.
-- A suffix of the export format is kept, and a suffix of another image format is replaced by it. To all other names, the
-  suffix of the export format is appended.
+- A suffix of the export format is kept. A suffix of another image format is replaced by the export format's first
+  suffix, which is also appended to all other names.
 - If a row has no stored name, or one that is too long for the file system, its file is named after the row number.
-- If there are masks or further images, all images are in the folder ``images``. Beside it, each field has a folder of
-  its name, whose files have the same names up to the suffix.
+- If there are masks or further images, all images are in the folder ``images``. Beside it, each field of masks or
+  further images has a folder with the field's name. A file has the same path there as the row's image has in
+  ``images``, except for the suffix.
 - A name that is already used by an earlier row or by a folder gets ``~2``, ``~3``, ... before its suffix.
 """
 
