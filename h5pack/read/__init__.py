@@ -1,1 +1,1 @@
-"""Reading of rows from HDF5 files, directly or through the HDF5 library."""
+"""Read rows of HDF5 files, directly or through the HDF5 library."""

@@ -1,7 +1,7 @@
-"""Reads, decodes and caches chunks that are filtered (compressed), and joins chunks that hold only parts of rows.
+"""Read, decode and cache filtered (for example, compressed) chunks, and join chunks that hold only parts of rows.
 
 A decoded chunk is cached because later batches of the same shuffle window need its other rows. Chunks are read from the
-engine's own file or from the source files of its virtual datasets.
+engine's own file, or from the source files of its virtual datasets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from h5pack.system.arrays import equal_runs
 DECODED_BYTES = 192 * 1024 * 1024
 """Default capacity of the cache: 48 chunks of 4 MiB, which are three shuffle windows of the default 16 chunks."""
 _SPARSE_FACTOR = 4
-"""If fewer than one in this many rows of an unfiltered chunk are requested, reading only these rows is cheaper."""
+"""If less than 1/4 of the rows of an unfiltered chunk are requested, reading only these rows is cheaper."""
 _MAX_FILES = 256
 """Maximum number of source files kept open. Each may use two descriptors, one of them inside the HDF5 library."""
 
@@ -46,7 +46,7 @@ class _CacheState:
 
 
 class DecodedChunks:
-    """A least-recently-used cache of decoded chunks; each process has its own. `capacity` is in bytes."""
+    """A least-recently-used cache of decoded chunks. `capacity` is in bytes. Processes do not share the chunks."""
 
     def __init__(self, capacity: int = DECODED_BYTES) -> None:
         self.capacity = capacity
@@ -55,7 +55,7 @@ class DecodedChunks:
     def _own_state(self) -> _CacheState:
         state = self._state
         if state.process != os.getpid():
-            # A single assignment, so that no other thread sees a partly initialized state.
+            # Assign a complete new state at once, so that no other thread sees a partly initialized one.
             state = self._state = _CacheState()
         return state
 
@@ -74,7 +74,7 @@ class DecodedChunks:
         return key in self._own_state().chunks
 
     def get(self, key: Hashable, decode: Callable[[], npt.NDArray[np.uint8]], *, keep: bool) -> npt.NDArray[np.uint8]:
-        """Return a cached chunk, or else call `decode` and return its result, which is cached if `keep` is true.
+        """Return the chunk cached under `key`, or else the result of `decode`, which is then cached if `keep` is true.
 
         Two threads may decode the same chunk at the same time. That wastes time, but the results are correct.
         """
@@ -106,11 +106,11 @@ class ChunkRows(NamedTuple):
     values: npt.NDArray[np.uint8]  # 1-D: the bytes of whole rows, one after the other; may be read-only
     positions: npt.NDArray[np.int64]  # the index of each requested row among the rows in `values`
     size: int  # bytes read from the file
-    calls: int  # number of system calls or HDF5 library calls; chunks that are joined count as one
+    calls: int  # number of system calls or HDF5 library calls; reading several chunks to join them counts as one
 
 
 class ChunkDecoder:
-    """Reads and decodes the chunks of one file. It is thread-safe, and other decoders may use the same `cache`."""
+    """Reads and decodes the chunks of one file. It is thread-safe, and several decoders may share one `cache`."""
 
     def __init__(self, storage: Storage, reader: H5Reader, cache: DecodedChunks | None = None) -> None:
         self.storage, self.reader = storage, reader
@@ -120,7 +120,8 @@ class ChunkDecoder:
     def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
         """Return the decoded chunk that contains `rows`, int64 (n,), or these rows alone if that is cheaper.
 
-        All of the rows must be in the same chunk, and the dataset must have a codec. If `keep`, the chunk is cached.
+        All rows must be in the same chunk, and the dataset must have a codec. If `keep` is true, a decoded chunk is
+        cached.
         """
         assert index.codec is not None
         chunk = int(rows[0]) // index.chunk_rows
@@ -141,7 +142,7 @@ class ChunkDecoder:
     def _load(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
         """Return all rows of chunk number `chunk`, decoded; chunks are numbered along axis 0.
 
-        Bytes beyond the dataset's last row are undefined.
+        The last chunk may end with undefined bytes, which belong to no row.
         """
         first = chunk * index.chunk_rows
         stop = min(index.rows, first + index.chunk_rows)
@@ -155,7 +156,7 @@ class ChunkDecoder:
         return self._assemble(index, chunk)
 
     def _assemble(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        """Return whole rows, joined from several chunks, each of which holds a part of every row."""
+        """Return whole rows, joined from all chunks with the number `chunk` along axis 0, which hold parts of them."""
         assert index.chunk_shape is not None
         rows = np.empty((index.chunk_rows, *index.row_shape), index.dtype)
         fill = np.frombuffer(index.fill, index.dtype).reshape(index.row_shape) if index.fill else None
@@ -203,7 +204,7 @@ class ChunkDecoder:
     def read_through_library(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> ChunkRows:
         """Read exactly these rows through the HDF5 library, and return their bytes in stored byte order."""
         values = np.empty((len(rows), *index.row_shape), index.native_dtype)
-        # open() raises if the file was replaced.
+        # Raise PackChangedError if the file was replaced, which the HDF5 library would not notice.
         self.storage.open()
         calls = self.reader.read(index.name, rows, values)
         stored = values.astype(index.dtype, copy=False).reshape(-1).view(np.uint8)
@@ -218,7 +219,7 @@ class SourceFiles:
 
     def __init__(self, own: ChunkDecoder) -> None:
         self.own = own
-        # Keep at most one file open per eight descriptors that this process may have; sysconf returns -1 if unlimited.
+        # Keep open at most one file per eight descriptors that the process may have; sysconf returns -1 if unlimited.
         descriptors = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
         self.max_open = _MAX_FILES if descriptors < 0 else max(1, min(_MAX_FILES, descriptors // 8))
         self._opened: dict[SourceFile, ChunkDecoder] = {}
@@ -243,7 +244,7 @@ class SourceFiles:
         found = opened.get(file)
         if found is None:
             storage, reader = Storage(file.path, file.identity), H5Reader(file.path, file.identity)
-            # `dict.setdefault` is atomic, so one of two racing threads wins, and no lock can stay locked in a forked
+            # `dict.setdefault` is atomic, so one of two racing threads wins. A lock might stay locked in a forked
             # child.
             found = opened.setdefault(file, ChunkDecoder(storage, reader, self.own.cache))
             while len(opened) > self.max_open:
@@ -257,20 +258,20 @@ class SourceFiles:
         return self.decoder(index.source_file(source_id)).storage
 
     def check_unchanged(self, index: ChunkIndex) -> None:
-        """Raise PackChangedError if one of the source files of a dataset was replaced since it was indexed."""
+        """Raise PackChangedError if a source file of a dataset was replaced since the dataset was indexed."""
         for file in index.files:
             file.identity.require(file.path)
 
     def check_unchanged_throttled(self, index: ChunkIndex) -> None:
-        """Call `check_unchanged`, but at most once per second: the HDF5 library does not notice replaced sources."""
+        """Call `check_unchanged`, at most once per second. The HDF5 library does not notice replaced source files."""
         if index.files and time.monotonic() - self._checked.get(index.name, 0.0) > CHECK_SECONDS:
             self.check_unchanged(index)
             self._checked[index.name] = time.monotonic()
 
     def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
-        """Return rows of one chunk, like `ChunkDecoder.rows_in_chunk`, but of any dataset.
+        """Return rows of one chunk, like `ChunkDecoder.rows_in_chunk`. The dataset may be virtual or have no codec.
 
-        In a virtual dataset, the rows must belong to one range (consecutive rows in one chunk of one source).
+        The rows of a virtual dataset must be in one of its ranges (see `VirtualIndex`).
         """
         ((file, source, there),) = index.split_by_source(rows)
         decoder = self.decoder(file)
@@ -279,15 +280,14 @@ class SourceFiles:
         if source.library_reason is not None:
             return decoder.read_through_library(source, there)
         if source.is_empty:
-            # One index stands for all sources without storage that have the same fill value. Its row numbers mean
-            # nothing.
+            # Sources without storage share one index if their fill values are equal, so `there` is meaningless here.
             return ChunkRows(np.frombuffer(source.fill, np.uint8), np.zeros(len(rows), np.int64), 0, 0)
         values = np.empty((len(rows), index.row_bytes), np.uint8)
         _, size, calls = plan_reads(source, there).execute(values, lambda _: decoder.storage)
         return ChunkRows(values.reshape(-1), np.arange(len(rows)), size, calls)
 
     def prefetch(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> None:
-        """Start reading the chunks of rows, int64 (n,), into the page cache, except those read by the HDF5 library."""
+        """Start reading the chunks of rows, int64 (n,), into the page cache, unless the HDF5 library reads the rows."""
         for file, source, there in index.split_by_source(rows):
             if source.codec is not None:
                 numbers = source.chunks_of(there)

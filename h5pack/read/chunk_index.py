@@ -33,28 +33,28 @@ of the user block, an optional prefix before the HDF5 data."""
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkIndex:
-    """The locations of a dataset's rows in its file. Axis 0 is the row.
+    """The locations of a dataset's rows in its file. Rows are entries along axis 0.
 
     The arrays `addresses`, `sizes` and `filter_masks` are those of a `ChunkTable`. They are empty if `library_reason`
-    is given. `sizes` and `filter_masks` are used only with a codec. A size of -1 marks a chunk that must be read
+    is not None. `sizes` and `filter_masks` are used only with a codec. A size of -1 marks a chunk that must be read
     through the HDF5 library, because the file does not say whether it was filtered.
     """
 
     name: str
     dtype: np.dtype[Any]  # in stored byte order
     shape: tuple[int, ...]
-    chunk_rows: int  # consecutive rows stored together: those of a chunk, or all rows of a contiguous dataset
-    group_rows: int  # rows that are read together: one chunk, or up to 4 MiB of a contiguous dataset
+    chunk_rows: int  # number of rows stored together: those of a chunk, or all rows of a contiguous dataset
+    group_rows: int  # number of rows read together: those of a chunk, or up to 4 MiB of a contiguous dataset
     addresses: npt.NDArray[np.int64]
     fill: bytes = b""  # one row of fill values in stored byte order; empty if every chunk has allocated storage
-    library_reason: str | None = None  # why rows are read through the HDF5 library; None if at most single chunks are
+    library_reason: str | None = None  # why all rows are read through the HDF5 library; None if they are not
     is_encoded: bool = False  # whether rows are encoded images
-    codec: Codec | None = None  # None unless chunks are filtered or hold only parts of rows
+    codec: Codec | None = None  # only if chunks are filtered or hold only parts of rows, and h5pack can decode them
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     filter_masks: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
-    stored_checksums: npt.NDArray[np.uint32] | None = None  # (chunks,): CRC-32 of each chunk as it is stored, if known
+    stored_checksums: npt.NDArray[np.uint32] | None = None  # (chunks,): CRC-32 of each chunk's stored bytes, if known
     chunk_shape: tuple[int, ...] | None = None  # shape of chunks if they hold only parts of rows, else None
-    external_files: frozenset[SourceFile] = frozenset()  # further files, whose replacement HDF5 would not notice
+    external_files: frozenset[SourceFile] = frozenset()  # other files with rows; HDF5 does not notice if they change
 
     @property
     def rows(self) -> int:
@@ -73,7 +73,7 @@ class ChunkIndex:
 
     @cached_property
     def native_dtype(self) -> np.dtype[Any]:
-        """The dtype of rows that are returned to the caller, in native byte order."""
+        """The dtype of returned rows, which is `dtype` in native byte order."""
         native: np.dtype[Any] = self.dtype.newbyteorder("=")
         return native
 
@@ -84,7 +84,7 @@ class ChunkIndex:
 
     @property
     def raw(self) -> bool:
-        """Whether every row is stored unfiltered and contiguously, so that it can be read with one direct read."""
+        """Whether rows are stored unfiltered and contiguously, so that one direct read can fetch a row."""
         return self.library_reason is None and self.codec is None
 
     @cached_property
@@ -94,12 +94,12 @@ class ChunkIndex:
 
     @property
     def library_text(self) -> str | None:
-        """Why rows are read through the HDF5 library; None if at most single chunks are."""
+        """Why all rows, or all rows of a source, are read through the HDF5 library; None if neither is the case."""
         return self.library_reason
 
     @property
     def decoding_bytes(self) -> int:
-        """Memory in bytes for reading and decoding one chunk; 0 if rows are read directly into their buffers."""
+        """Memory in bytes that is needed to read and decode one chunk; 0 if no chunk must be decoded."""
         if self.codec is None:
             return 0
         # Three buffers: the stored chunk, the decoded chunk, and the rows joined from several chunks.
@@ -107,13 +107,13 @@ class ChunkIndex:
 
     @property
     def decoded_bytes(self) -> int:
-        """Size in bytes of all decoded chunks; 0 if rows are read directly into their buffers."""
+        """Total size in bytes of all decoded chunks; 0 if no chunk must be decoded."""
         chunk_bytes = self.chunk_rows * self.row_bytes
         return -(-self.rows // self.chunk_rows) * chunk_bytes if self.decoding_bytes else 0
 
     @property
     def in_own_file(self) -> bool:
-        """Whether `addresses` are offsets in the dataset's own file; those of a `VirtualIndex` are in other files."""
+        """Whether `addresses` are byte offsets in the dataset's own file; false for a `VirtualIndex`."""
         return True
 
     @property
@@ -157,15 +157,15 @@ class ChunkIndex:
         return None
 
     def source_file(self, source_id: int | None) -> SourceFile | None:
-        """Return the file of the source with this index; both are None for the dataset's own file."""
+        """Return the file of source number `source_id`. None stands for the dataset's own file."""
         return None
 
     def split_by_source(
         self, rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[SourceFile | None, ChunkIndex, npt.NDArray[np.int64]]]:
-        """Split `rows` where their source changes; yield the file, the index and the row numbers of each source.
+        """Split `rows` into runs with the same source; for each run, yield the source's file, index and row numbers.
 
-        The file is None for the dataset's own file. The row numbers are those in the source.
+        The file is None for the dataset's own file. The row numbers are those of the run's rows in the source.
         """
         yield None, self, rows
 
@@ -183,7 +183,7 @@ class ChunkIndex:
         return RowRanges(firsts, zeros, zeros, addresses)
 
     def fill_of(self, row: int) -> bytes:
-        """Return a row of fill values, for a row without allocated storage."""
+        """Return one row of fill values as bytes, for a row without allocated storage."""
         return self.fill
 
     def describe(self, rows: npt.NDArray[np.int64], position: int) -> str:
@@ -212,7 +212,7 @@ class RowRanges:
 
 
 def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkIndex:
-    """Return the index of a numeric dataset; check its chunks if rows can be read directly.
+    """Return the index of a numeric dataset; check the locations of its chunks unless HDF5 must read all rows.
 
     `dataset` was opened as `name` in `file`, but may belong to another file if `name` is a link. Raises PackFormatError
     if a filter's decoder is missing, or if checked chunks extend past the end of the file, overlap, or are off the
@@ -241,7 +241,7 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
             stored = table.sizes.copy()
             stored_checksums = _stored_checksums(file, name, table)
             if codec.steps:
-                # With H5Pset_chunk_opts, an edge chunk may be unfiltered although its mask is 0. Leave it to HDF5.
+                # With H5Pset_chunk_opts, an edge chunk may be unfiltered although its mask is 0. HDF5 must read it.
                 at_edge = _reaches_past_edge(dataset).reshape(stored.shape)
                 table.sizes[at_edge & (stored == codec.size) & (table.filter_masks == 0)] = -1
         _require_inside(file, name, table.addresses, stored, chunk_rows, dataset.shape[0])
@@ -276,14 +276,14 @@ def _stored_checksums(file: h5py.File, name: str, table: ChunkTable) -> npt.NDAr
 
 
 def contiguous_group_rows(rows: int, row_bytes: int) -> int:
-    """Return the rows of a chunk group in a dataset without chunks: as `plan_chunks` chooses, but at most 4,096."""
+    """Return the number of rows in a chunk group of a dataset without chunks: that of `plan_chunks`, at most 4,096."""
     if row_bytes >= DEFAULT_CHUNK_BYTES:
         return 1
     return min(_MAX_GROUP_ROWS, plan_chunks(max(1, rows), max(1, row_bytes)).rows)
 
 
 def _library_reason(file: h5py.File, dataset: h5py.Dataset) -> str | None:
-    """Return why a dataset's rows cannot be read directly, or None if they can."""
+    """Return why a dataset's rows must be read through the HDF5 library, or None if h5pack can read them directly."""
     create = dataset.id.get_create_plist()
     layout = create.get_layout()
     versions = f"h5py {h5py.version.version} with HDF5 {h5py.version.hdf5_version}"
@@ -323,7 +323,7 @@ def _read_table(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkTable
 
 def _contiguous_table(dataset: h5py.Dataset) -> ChunkTable:
     offset = dataset.id.get_offset()
-    # HDF5 adds the user block to the offset even without allocated storage, so the offset alone does not show this.
+    # Without allocated storage, the offset may be the size of the user block instead of None, so check the status, too.
     absent = offset is None or dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED
     size = math.prod(dataset.shape) * dataset.dtype.itemsize
     return ChunkTable(np.array([-1 if absent else offset]), np.array([size]), np.zeros(1, np.uint32))
@@ -346,7 +346,7 @@ def _require_inside(
     chunk_rows: int,
     rows: int,
 ) -> None:
-    """Raise PackFormatError if chunks extend past the end of the file or overlap, as their pixels would be wrong."""
+    """Raise PackFormatError if chunks extend past the end of the file or overlap, because their rows would be wrong."""
     numbers = np.flatnonzero(addresses >= 0)
     starts, stored = addresses.reshape(-1)[numbers], sizes.reshape(-1)[numbers]
     file_size = os.path.getsize(file.filename)

@@ -1,4 +1,4 @@
-"""Decoders for HDF5 filters. They run in parallel threads, because they hold neither HDF5's lock nor the GIL.
+"""Decoders for HDF5 filters. They can run in parallel threads, because they hold neither HDF5's lock nor the GIL.
 
 Filter plugins, which HDF5 loads as shared libraries, are called through the same C interface (`H5Z_func_t` of
 H5Zpublic.h) that HDF5 uses, but from several threads at once. The package hdf5plugin provides the plugins.
@@ -46,7 +46,7 @@ class MallocBuffer:
             _free(self.address)
 
     def release(self) -> int:
-        """Give up ownership of the memory, so that the caller must free it, and return its address."""
+        """Give up ownership of the memory and return its address. The caller must free the memory."""
         address, self.address = self.address, None
         assert address is not None
         return address
@@ -84,7 +84,7 @@ class Codec:
             if step.number in _DECODERS:
                 data = _DECODERS[step.number](_to_array(data), step.parameters, self.size)
             else:
-                # The decoded size is known only for the filter at position 0, which encoded the plain chunk.
+                # The decoded size is known only for filter 0, because it was the first to encode the chunk.
                 data = decode_plugin(step.number, step.parameters, _to_malloc(data), None if position else self.size)
         decoded = _to_array(data)
         if len(decoded) != self.size:
@@ -201,8 +201,8 @@ def fletcher32(data: Bytes) -> tuple[int, int]:
     parts = [(_FLETCHER_WORDS, *pair) for pair in sums.tolist()]
     parts.append((len(tail), float(tail.sum()), float((tail * np.arange(len(tail), 0, -1)).sum())))
     for count, plain, weighted in parts:
-        # Each of the `count` words of this part raises the weight of every word in the parts before it by one. `first`
-        # is still the sum of those parts; `weighted` already contains the weights within this part.
+        # Appending a part raises the weight of every earlier word by `count`. `first` is the plain sum of the earlier
+        # words; `weighted` is the weighted sum of the part.
         second += count * first + int(weighted)
         first += int(plain)
     return _folded(first), _folded(second)
@@ -225,14 +225,14 @@ _PLUGINS: dict[int, str] = {
     FilterId.LZ4: "lz4",
     FilterId.ZSTD: "zstd",
 }
-"""File names (after "libh5") of the filter plugins that keep no state between calls, or protect it by a lock."""
+"""File names (after "libh5") of the filter plugins that several threads may call at once."""
 _REVERSE = 0x0100
 _MAX_DECODED_BYTES = 1 << 40
 """Larger results are errors: plugins report failures as 0, or as a negative number, which is huge when unsigned."""
 _BITSHUFFLE_COMPRESSOR = 4
-"""Index of bitshuffle's parameter that selects the compressor."""
+"""Index of the bitshuffle parameter that selects the compressor."""
 _BITSHUFFLE_WITH_HEADER = (2, 3)
-"""Values of this parameter for LZ4 and Zstd, whose chunks begin with a header. Other values mean no compression."""
+"""Values of that parameter for LZ4 and Zstd, whose chunks begin with a header. Other values mean no compression."""
 _HEADER_BYTES = 12
 _MAX_BLOCK_BYTES = 1 << 30
 
@@ -283,7 +283,7 @@ def decode_plugin(
     count = encoded.size
     encoded.release()
     decoded = function(_REVERSE, len(parameters), values, count, ctypes.byref(room), ctypes.byref(pointer))
-    # Take ownership of the memory at `pointer` even after a failure: a plugin frees its input only if it replaces it.
+    # Take ownership of the memory at `pointer` even after a failure: it is the input, or the buffer that replaced it.
     failed = not 0 < decoded < _MAX_DECODED_BYTES
     result = MallocBuffer(0 if failed else decoded, pointer.value)
     if failed:
@@ -292,7 +292,7 @@ def decode_plugin(
 
 
 def _require_header(number: int, parameters: tuple[int, ...], encoded: MallocBuffer, size: int) -> None:
-    """Raise ValueError if a chunk's header has wrong sizes, because the plugins of LZ4 and bitshuffle rely on them.
+    """Raise ValueError if a chunk's header has wrong sizes. The LZ4 and bitshuffle plugins trust these sizes.
 
     The header has two big-endian integers: the decoded size (8 bytes) and the size of the blocks (4 bytes).
     """
@@ -307,7 +307,7 @@ def _require_header(number: int, parameters: tuple[int, ...], encoded: MallocBuf
     promised, block = int.from_bytes(header[:8], "big"), int.from_bytes(header[8:], "big")
     if len(header) < _HEADER_BYTES or promised != size or not 0 < block <= max(size, _MAX_BLOCK_BYTES):
         found = f"{promised:,} bytes in blocks of {block:,}"
-        raise ValueError(f"the chunk's header is damaged: it says {found}, but a chunk has {size:,} bytes decoded")
+        raise ValueError(f"the chunk's header is damaged: it says {found}, but a decoded chunk has {size:,} bytes")
 
 
 @functools.cache

@@ -42,21 +42,21 @@ class FileDescription:
     """
 
     path: str  # absolute
-    identity: FileIdentity  # of the file as it was described; it may be replaced later
+    identity: FileIdentity  # identity of the file when it was described; the file may be replaced later
     indexes: dict[str, ChunkIndex]
     layout: str | None  # "nhwc" (also for encoded images) or "nchw"; None if not stored
-    labels: str | None  # path of the label dataset; None without labels
+    labels: str | None  # path of the label dataset; None if there are no labels
     fields: tuple[str, ...]  # paths of further datasets with one row per image
     classes: tuple[str, ...] | None  # class names of integer labels; None if the file has none
     columns: tuple[str, ...] | None  # column names of a label table; None if the file has none
     splits: dict[str, RowNumbers]  # the rows of each split
-    mean: npt.NDArray[np.float64] | None  # (C,), of pixels scaled to 0..1; None if not stored
+    mean: npt.NDArray[np.float64] | None  # (C,): mean of pixels scaled to 0..1, per channel; None if not stored
     std: npt.NDArray[np.float64] | None  # standard deviation, like `mean`
     # The fields whose rows differ in length, by path. `indexes` has the index of their data.
     ragged: dict[str, RaggedIndex] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)  # by path, of the fields that have the attribute "kind"
+    kinds: dict[str, str] = field(default_factory=dict)  # attribute "kind" of the fields that have it, by path
     statistics_rows: int = 0  # number of rows that `mean` and `std` were computed from
-    files: tuple[tuple[str, int], ...] = ()  # path and first row of each file, several if they are read as one
+    files: tuple[tuple[str, int], ...] = ()  # path and first row of each file; several files may be read as one
 
 
 def describe_file(
@@ -67,19 +67,20 @@ def describe_file(
     *,
     sized: bool = True,
 ) -> FileDescription:
-    """Describe a pack, or any HDF5 file with a dataset whose rows are images, as numbers or encoded.
+    """Describe a pack, or any HDF5 file with a dataset whose rows are images (pixels, or encoded images).
 
-    `images`, `labels` and `fields` are paths in the file; for a pack's fields, names suffice. If the file has no
-    dataset at the default path of images, the images are the JPEG files in the group `/encoded`. If neither the default
-    labels nor their checksums exist, the result has no labels; checksums without labels mean that the labels were lost.
-    If `sized` is false, encoded images get the size 0 x 0, which suffices for reading their bytes. Raises
-    PackFormatError if the file, or one of the datasets, is missing, damaged or unusable, IncompletePackError if the
-    pack is unfinished.
+    `images`, `labels` and `fields` are paths in the file; for a pack's fields, names suffice. If the default `images`
+    do not exist, the images are the JPEG files in the group `/encoded`. If neither the default `labels` nor their
+    checksums exist, the result has no labels. If only the checksums exist, the labels were lost, which is an error. If
+    `sized` is false, encoded images get the size 0 x 0, which suffices for reading their bytes.
+
+    Raises PackFormatError if the file, or one of the datasets, is missing, damaged or unusable, and IncompletePackError
+    if the pack is unfinished.
     """
     require_local(path)
     absolute = os.path.abspath(path)
     with open_file(absolute) as file:
-        # Identify the file by its open descriptor, because the path may lead to a replacement by now.
+        # Take the identity of the open descriptor, because the file at the path may already have been replaced.
         identity = FileIdentity.of(file.id.get_vfd_handle() if file.driver == "sec2" else absolute)
         try:
             require_complete(file)
@@ -131,7 +132,7 @@ def _describe(
         rows = len(dataset) if rows < 0 else rows
         _require_length(file, name, len(dataset), images, rows)
         if is_encoded(dataset):
-            # Stored checksums are those of the encoded bytes, so they cannot be compared with decoded pixels.
+            # Ignore stored checksums: they are those of the encoded bytes, and cannot be compared with decoded pixels.
             sources = require_sources(dataset) if dataset.is_virtual else frozenset()
             indexes[name] = replace(index_encoded(file, dataset, name, sized=sized), external_files=sources)
             continue
@@ -167,7 +168,7 @@ def _describe(
 def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], images: str) -> None:
     """Raise PackFormatError if a source file of a pack's virtual images now holds other images.
 
-    The first and the last row of each file are compared with their checksums, which are in the pack.
+    The first and the last row of each source are compared with the checksums in the pack.
     """
     index, name = indexes[images], images
     data = index.data if isinstance(index, EncodedIndex) else index
@@ -192,7 +193,7 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
 
 
 def _single_labels(dataset: h5py.Dataset, index: ChunkIndex) -> ChunkIndex:
-    """Return the index of labels with the shape (N,) if they are integers (N, 1) without column names, else `index`."""
+    """Return `index`, but with the shape (N,) if the labels are integers (N, 1) without column names."""
     whole_rows = type(index) is ChunkIndex and index.chunk_shape is None
     single = index.row_shape == (1,) and index.dtype.kind in "iu" and schema.COLUMNS not in dataset.attrs
     return replace(index, shape=index.shape[:1]) if single and whole_rows else index

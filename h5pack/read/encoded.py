@@ -1,10 +1,12 @@
 """Encoded images: each row holds the bytes of a JPEG, PNG or other image file.
 
-Their dataset is read as if it held pixels: RGB, upright, (H, W, 3), where H and W are the size of row 0. Rows of
-another size can be read one by one, but not batched. A pack stores encoded images in the group `/encoded`, whose bytes
-are read directly (`EncodedIndex`). Files of other programs store them in a dataset of variable-length uint8, whose
-bytes the HDF5 library fetches, one thread at a time. `h5pack.images.decode`, which `h5pack convert` uses too, decodes
-the images in any number of threads without the GIL.
+A dataset of encoded images is read as if it held pixels: RGB, upright, (H, W, 3), where H and W are the size of row 0.
+Rows of another size can be read one by one, but not batched.
+
+A pack stores encoded images in the group `/encoded`. Their bytes are read directly (`EncodedIndex`). Other files store
+encoded images in a dataset of variable-length uint8. The HDF5 library fetches their bytes, in one thread at a time.
+Then `h5pack.images.decode`, which also decodes for `h5pack convert`, decodes the images without the GIL, in any number
+of threads.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ from h5pack.read.virtual import index_rows
 from h5pack.system.arrays import run_edges
 
 _READ_BYTES = 8 * 1024 * 1024
-"""Maximum number of bytes of a pack's encoded rows that are read together, unless a single row is larger."""
+"""Maximum size in bytes of one read of a pack's encoded rows, unless a single row is larger."""
 
 
 class RowDecoder(Decoder):
-    """Decodes images to upright RGB without resizing. Each thread has its own (`row_decoder`).
+    """Decodes images to upright RGB without resizing. Each thread has its own decoder (see `row_decoder`).
 
     It changes no process-wide setting of Pillow, such as ``ImageFile.LOAD_TRUNCATED_IMAGES``.
     """
@@ -63,7 +65,10 @@ class RowDecoder(Decoder):
         )
 
     def header(self, data: bytes) -> ImageHeader:
-        """Return an image's header with its upright size; raise RejectedImageError if it is no image or too large."""
+        """Return an image's header, with its upright size.
+
+        Raises RejectedImageError if `data` is not an image, or if the image is too large.
+        """
         return read_header(data, lambda: io.BytesIO(data), MAX_PIXELS)
 
     def pixels(self, data: bytes) -> npt.NDArray[np.uint8]:
@@ -83,7 +88,7 @@ class RowDecoder(Decoder):
 
 
 def is_encoded(dataset: h5py.Dataset) -> bool:
-    """Return whether a dataset may hold encoded images: one axis, of variable-length uint8 or int8."""
+    """Return whether a dataset may hold encoded images: its dtype is variable-length uint8 or int8, on one axis."""
     base = h5py.check_vlen_dtype(dataset.dtype)
     return dataset.ndim == 1 and isinstance(base, np.dtype) and base in (np.uint8, np.int8)
 
@@ -113,8 +118,8 @@ def decode_rows(
     """Decode the bytes of rows into `out`; `path`, `name` and `rows` are used in messages only.
 
     `out` is either uint8 (n, H, W, 3), or an object array (n,) whose elements become uint8 arrays (h, w, 3) of
-    individual sizes. If `mask_dtype` is given, rows are masks of that dtype, (n, H, W) or (h, w). Raises
-    DamagedRowsError if a row cannot be decoded, SizesDifferError if it is not H x W.
+    individual sizes. If `mask_dtype` is given, the rows are masks of that dtype, so `out` and its elements lack the
+    last axis. Raises DamagedRowsError if a row cannot be decoded, and SizesDifferError if its size is not H x W.
     """
     decoder = row_decoder()
     for position, (row, data) in enumerate(zip(rows.tolist(), encoded, strict=True)):
@@ -135,7 +140,7 @@ def decode_rows(
 
 @contextlib.contextmanager
 def decoding_row(path: str, name: str, row: int) -> Iterator[None]:
-    """Raise a RejectedImageError in the `with` block as a DamagedRowsError that names the row."""
+    """Turn a RejectedImageError raised in the `with` block into a DamagedRowsError that names the row."""
     try:
         yield
     except RejectedImageError as error:
@@ -149,7 +154,7 @@ def decoding_row(path: str, name: str, row: int) -> Iterator[None]:
 
 
 def _require_size(path: str, name: str, row: int, size: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    """Raise SizesDifferError if a row has another size than row 0."""
+    """Raise SizesDifferError if `size`, that of a row, differs from `wanted`, that of row 0."""
     if size != wanted:
         height, width = wanted
         raise SizesDifferError(
@@ -164,9 +169,10 @@ def _require_size(path: str, name: str, row: int, size: tuple[int, ...], wanted:
 
 
 def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: bool = True) -> ChunkIndex:
-    """Return an index that describes a dataset of encoded images as one of pixels, in the size of row 0.
+    """Return the index of a dataset of encoded images, with the shape of decoded pixels, (N, H, W, 3).
 
-    If `sized` is false, row 0 is not decoded and the size is given as 0 x 0, which suffices for reading the bytes.
+    H and W are the size of row 0. If `sized` is false, row 0 is not decoded, and H and W are 0, which suffices for
+    reading the bytes.
     Raises PackFormatError if row 0 cannot be decoded.
     """
     rows = len(dataset)
@@ -182,7 +188,7 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
                 "another dataset, or repair that row"
             )
             raise dataset_error(file.filename, name, problem, (0,)) from error
-    # Chunks hold only references to the images' bytes, so chunk groups are those of a contiguous dataset.
+    # Chunks hold only references to the images' bytes, so choose chunk groups as in a contiguous dataset.
     return ChunkIndex(
         name=name,
         dtype=np.dtype(np.uint8),
@@ -199,13 +205,13 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
 class EncodedIndex(ChunkIndex):
     """The locations of the encoded images in a pack's group `/encoded`.
 
-    `data` is the index of `/encoded/data`, each of whose rows is one byte. Image i is its bytes ``offsets[i]`` to
-    ``offsets[i + 1] - 1``. Masks, in a group in `/fields`, are stored in the same way.
+    `data` is the index of the dataset `/encoded/data`, in which each row is one byte. Image i consists of its bytes
+    ``offsets[i]`` to ``offsets[i + 1] - 1``. Masks are stored in the same way, in a group in `/fields`.
     """
 
     offsets: npt.NDArray[np.int64]  # (N + 1,), ascending
     data: ChunkIndex
-    image_sizes: npt.NDArray[np.int32]  # (N, 2), height and width of each image, in pixels, upright
+    image_sizes: npt.NDArray[np.int32]  # (N, 2), height and width in pixels of each upright image
     is_mask: bool = False
 
     @property
@@ -219,16 +225,16 @@ class EncodedIndex(ChunkIndex):
 
     @functools.cached_property
     def base(self) -> int | None:
-        """Byte offset of the data in the dataset's own file; None if it is in others, or chunks are not adjacent."""
+        """Byte offset of the data in its own file; None if other files store the data, or chunks are not adjacent."""
         if not self.data.in_own_file:
             return None
         starts = self.data.addresses
         return int(starts[0]) if len(starts) and (np.diff(starts) == self.data.chunk_rows).all() else None
 
     def reads(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[slice, int, int]]:
-        """Divide ascending rows, int64 (n,), into reads; yield the positions in `rows`, start and stop of each read.
+        """Divide ascending rows, int64 (n,), into reads; for each read, yield (slice of `rows`, start, stop).
 
-        A read may cover small gaps between rows. It covers the bytes `start` to `stop` - 1 of the data.
+        A read covers the bytes `start` to `stop` - 1 of the data, which may contain small gaps between rows.
         """
         if not len(rows):
             return
@@ -241,9 +247,10 @@ class EncodedIndex(ChunkIndex):
                 low += count
 
     def extents(self, start: int, stop: int) -> Iterator[tuple[int | None, int, int]]:
-        """Yield the extents of the bytes `start` to `stop` - 1 of the data: source, byte offset, number of bytes.
+        """Yield the extents that store the bytes `start` to `stop` - 1 of the data.
 
-        The byte offset is one in the source's file (see `source_file`).
+        An extent is (source, byte offset, number of bytes). The offset is in the file of the source (see
+        `ChunkIndex.source_file`).
         """
         if self.base is not None:
             yield None, self.base + start, stop - start
@@ -259,7 +266,7 @@ class EncodedIndex(ChunkIndex):
     ) -> int:  # fmt: skip
         """Fill `out`, uint8 (n,), with bytes of the data from `start` on; return the number of system calls.
 
-        `rows` are named in messages. Errors are those of `Storage.scatter`.
+        `rows` is used in messages only. Errors are those of `Storage.scatter`.
         """
         address, calls = out.__array_interface__["data"][0], 0
         for source, offset, count in self.extents(start, start + len(out)):
@@ -273,24 +280,24 @@ class EncodedIndex(ChunkIndex):
 def split_rows(
     index: EncodedIndex, rows: npt.NDArray[np.int64], start: int, data: npt.NDArray[np.uint8]
 ) -> list[bytes]:
-    """Return the bytes of each row; `data` has the bytes of the encoded data from `start` on."""
+    """Return the bytes of each row. `data` contains the bytes of the dataset `index.data` from byte `start` on."""
     firsts, lasts = (index.offsets[rows] - start).tolist(), (index.offsets[rows + 1] - start).tolist()
     return [data[first:last].tobytes() for first, last in zip(firsts, lasts, strict=True)]
 
 
 def has_kept_images(file: h5py.File, name: str) -> bool:
-    """Return whether `name` is the group of encoded images of a pack that keeps JPEG bytes."""
+    """Return whether `name` is the group `/encoded` of a pack that keeps JPEG files."""
     return name == schema.ENCODED and isinstance(find_item(file, name), h5py.Group)
 
 
 def is_mask_group(file: h5py.File, name: str) -> bool:
-    """Return whether `name` is the group of a field of masks that are PNG files."""
+    """Return whether `name` is the group of a mask field, whose masks are stored as PNG files."""
     group = find_item(file, name)
     return isinstance(group, h5py.Group) and text(group.attrs.get(schema.KIND, b"")) == schema.MASK
 
 
 def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = True) -> EncodedIndex:
-    """Return the index of a pack's group `/encoded`, or of masks; raise PackFormatError if its datasets do not fit.
+    """Return the index of the group `/encoded` or a mask field; raise PackFormatError if its datasets do not match.
 
     If `sized` is false, height and width in `shape` are 0, which suffices for reading the bytes.
     """
@@ -301,7 +308,7 @@ def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = Tru
         problem = f"is {data.dtype} {data.shape}, but encoded images are uint8 on one axis; {advice}"
         raise dataset_error(file.filename, data_name, problem)
     if table.ndim != 1 or not len(table) or table.dtype.kind not in "iu":
-        problem = f"is {table.dtype} {table.shape}, but offsets are int64, one more than rows; {advice}"
+        problem = f"is {table.dtype} {table.shape}, but offsets are int64 (rows + 1,); {advice}"
         raise dataset_error(file.filename, table_name, problem)
     offsets, rows = table[()].astype(np.int64), len(table) - 1
     if sizes.shape != (rows, 2) or sizes.dtype.kind not in "iu":

@@ -1,10 +1,14 @@
 """The engine that reads rows of a file's datasets, directly if possible, else through the HDF5 library.
 
-Rows that are not encoded images take one of four paths. Rows in the page cache may be copied from a mapping of the file
-(`Engine.mapped`, `read_batch`). Directly readable rows of `SCATTER_BYTES` or more are scattered: read straight into
-their buffers, which may be anywhere in memory (`Storage`). Smaller directly readable rows are read into a staging
-buffer and copied from it, because an address per row would cost more than copying the row. All other rows are read and
-decoded by chunk (`ChunkDecoder`), or through h5py with a suitable chunk cache (`H5Reader`).
+Rows that are not encoded images take one of these paths:
+
+- Rows in the page cache may be copied from a mapping of the file (`Engine.mapped`, `Engine.read_batch`).
+- Unfiltered rows of at least `SCATTER_BYTES` bytes are scattered: read straight into their buffers, which may be
+  anywhere in memory (`Storage`).
+- Smaller unfiltered rows are read into a staging buffer and copied from it. Copying a small row takes less time than
+  passing its address to the system call.
+- Rows in filtered chunks are copied from the decoded chunks (`ChunkDecoder`).
+- Rows that h5pack cannot read itself are read through h5py with a suitable chunk cache (`H5Reader`).
 """
 
 from __future__ import annotations
@@ -38,14 +42,14 @@ from h5pack.system.arrays import equal_runs
 
 @dataclass
 class ReadStats:
-    """Counts of what this process has read. The main dataset is the first of the engine's, usually the images."""
+    """Statistics of the reads in this process. The main dataset is the engine's first dataset, usually the images."""
 
     rows: int = 0  # number of rows read from the main dataset
-    chunk_hits: int = 0  # rows of the main dataset after the first of each visit to a chunk
+    chunk_hits: int = 0  # rows read from the main dataset, except the first row of each visit to a chunk
     chunk_misses: int = 0  # visits to chunks of the main dataset
-    bytes_wanted: int = 0  # total size of the returned rows, from all datasets; encoded images count as row 0 decoded
+    bytes_wanted: int = 0  # total size of returned rows of all datasets; an encoded image counts as row 0 decoded
     bytes_read: int = 0  # bytes read from files or copied from mappings of files; fewer than wanted if compressed
-    # Number of system calls and HDF5 library calls: none for rows copied from mappings, one per row in `read_encoded`.
+    # Number of system calls and HDF5 library calls; none for rows copied from a mapping, one per row in `read_encoded`.
     reads: int = 0
 
     @property
@@ -55,15 +59,15 @@ class ReadStats:
 
 
 SCATTER_BYTES = 512
-"""Minimum size of rows to scatter. Measured, scattering is as fast as staging at 784 bytes, faster for larger rows, and
-slower at 256 bytes."""
+"""Minimum size in bytes of rows to scatter. In measurements, scattering was slower than staging for rows of 256 bytes,
+as fast at 784 bytes, and faster for larger rows."""
 
 _MIN_CACHED_ROWS, _MAX_CACHED_ROW_BYTES = 16, 64 * 1024
-"""Minimum number and maximum size of rows that `Engine.read_batch` copies from a mapping. Measured with batches of 256
-rows, this took 0.4 of the time of `Engine.read` for rows of 3 and 12 KB, 0.6 for 48 KB, and the same for 116 KB."""
+"""Minimum number and maximum size in bytes of rows that `Engine.read_batch` copies from a mapping. In measurements with
+256 rows, copying took 0.4 of the time of `Engine.read` for rows of 3 and 12 KB, 0.6 for 48 KB, and 1.0 for 116 KB."""
 _MAX_CHECKED_BYTES = 4 << 30
-"""Maximum size of a file for `Engine.read_batch` to copy rows. Random rows touch all of a file, and checking once a
-second that it is in the page cache takes 4 ms per GB."""
+"""Maximum total size in bytes of mapped files from which `Engine.read_batch` copies rows. Random rows touch all parts
+of the files, and checking once a second that these are in the page cache takes 4 ms per GB."""
 
 _log = logging.getLogger("h5pack")
 
@@ -71,8 +75,8 @@ _log = logging.getLogger("h5pack")
 class Engine:
     """Reads rows of several datasets of one file, from any number of threads.
 
-    The first of `indexes` belongs to the main dataset, whose rows and chunk reads are counted. With `warn`, a warning
-    is logged for each dataset, except checksums, that is read through the HDF5 library.
+    The first of `indexes` belongs to the main dataset, whose rows and chunk reads are counted. If `warn` is true, a
+    warning is logged for each dataset, except checksums, that is read through the HDF5 library.
     """
 
     def __init__(self, path: str, identity: FileIdentity, indexes: dict[str, ChunkIndex], *, warn: bool = True) -> None:
@@ -112,7 +116,7 @@ class Engine:
 
         Copy rows only after `MappedDataset.ready` has returned True for them.
         """
-        mapped = self._mapped  # `close` replaces it.
+        mapped = self._mapped  # Keep this dict, because `close` in another thread may replace the attribute.
         if name not in mapped:
             # `dict.setdefault` is atomic, so one of two racing threads wins.
             mapped.setdefault(name, self._map(self.indexes[name]))
@@ -123,13 +127,13 @@ class Engine:
             return None
         if isinstance(index, VirtualIndex):
             return MappedDataset.of_sources(index, lambda file: self.files.decoder(file).storage)
-        # All other datasets share one mapping of the file.
+        # All datasets that are not virtual share one mapping of the file.
         others = [one for one in list(self._mapped.values()) if one is not None and one.index.in_own_file]
         mapping = others[0].mapping if others else FileMapping.open([self.storage], [0])
         return None if mapping is None else MappedDataset(index, mapping, None)
 
     def count_mapped(self, name: str, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> None:
-        """Count rows copied from the mapping: runs of consecutive rows, each from ``first[i]`` to ``last[i]``."""
+        """Count rows that were copied from a mapping. Run i consists of the rows ``first[i]`` to ``last[i]``."""
         index = self.indexes[name]
         begins, ends = index.chunks_of(first), index.chunks_of(last)
         chunks = int((ends - begins + 1).sum()) - int(np.count_nonzero(begins[1:] == ends[:-1]))
@@ -145,9 +149,9 @@ class Engine:
     def read(self, name: str, rows: Sequence[int] | npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
         """Return rows of a dataset in the given order. Row numbers must be from 0 to N - 1 and may repeat.
 
-        The rows are written to `out`, which is returned; by default, it is a new array. A given array must be (n, ...),
-        C-contiguous, in native byte order. Raises PackChangedError if the file was replaced or rewritten since it was
-        indexed, and ReadError, DamagedRowsError, SizesDifferError or PackFormatError if the rows cannot be read.
+        The rows are written to `out`, by default a new array, which is returned. `out` must be (n, ...), C-contiguous,
+        in native byte order. Raises PackChangedError if the file was replaced or rewritten since it was indexed, and
+        ReadError, DamagedRowsError, SizesDifferError or PackFormatError if the rows cannot be read.
         """
         index = self.indexes[name]
         wanted = np.asarray(rows, np.int64)
@@ -176,7 +180,7 @@ class Engine:
         return out  # type: ignore[no-any-return]
 
     def read_batch(self, name: str, rows: npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
-        """Return rows like `read`, but copy small rows from a mapping of the file if all are in the page cache."""
+        """Return rows like `read`, but copy them from a mapping if they are small and all in the page cache."""
         found = self._copy_cached(name, rows, out)
         return self.read(name, rows, out) if found is None else found
 
@@ -200,7 +204,7 @@ class Engine:
         return copied
 
     def read_one(self, name: str, row: int) -> npt.NDArray[Any]:
-        """Return one row, like `read`, with little overhead beyond the system call if it can be read directly."""
+        """Return one row, like `read`. A row that can be read directly takes little more time than the system call."""
         index = self.indexes[name]
         offset = index.offset_of(row)
         if offset is None:
@@ -214,7 +218,7 @@ class Engine:
         return out
 
     def read_range(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows `start` to `stop` - 1 (`start` < `stop`), like `read`, in one read if all are in one chunk."""
+        """Return rows `start` to `stop` - 1 (at least one), like `read`. Unfiltered rows of one chunk take one read."""
         index = self.indexes[name]
         offset = index.offset_of(start) if index.raw and index.in_own_file and index.complete else None
         if offset is None or start // index.chunk_rows != (stop - 1) // index.chunk_rows:
@@ -228,7 +232,7 @@ class Engine:
 
     @staticmethod
     def can_scatter(index: ChunkIndex) -> bool:
-        """Return whether a dataset's rows can be scattered by `plan` and `execute`."""
+        """Return whether `plan` and `execute` can be used for a dataset: its rows are unfiltered and large enough."""
         return index.raw and index.row_bytes >= SCATTER_BYTES
 
     @staticmethod
@@ -245,25 +249,25 @@ class Engine:
         return self.can_scatter(index) or self.can_decode(index)
 
     def decoding_bytes(self, num_threads: int, *, keep: bool) -> int:
-        """Return the memory in bytes that `rows_in_chunk` needs in `num_threads` threads, plus the cache if `keep`."""
+        """Return the bytes of memory that `rows_in_chunk` needs in `num_threads` threads, plus the cache if `keep`."""
         largest = max((index.decoding_bytes for index in self.indexes.values()), default=0)
         if not largest:
             return 0
         return num_threads * largest + (self.chunks.cache.capacity if keep else 0)
 
     def decoded_bytes(self) -> int:
-        """Return how many bytes all chunks take when decoded; 0 if none need decoding, or they do not fit the cache."""
+        """Return the size in bytes of all decoded chunks; 0 if none needs decoding, or the cache is too small."""
         total = sum(index.decoded_bytes for index in self.indexes.values())
         return total if total <= self.chunks.cache.capacity else 0
 
     def rows_in_chunk(
         self, name: str, rows: npt.NDArray[np.int64], *, keep: bool = False
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """Read and decode the chunk that contains `rows`, int64 (n,); cache it if `keep` and it fits the cache.
+        """Read and decode the chunk that contains `rows`, int64 (n,). With `keep`, cache the chunk.
 
         The rows must all be in one chunk, or in one range of a virtual dataset (see `VirtualIndex`). `can_decode` must
-        be true, or false only because rows are small. Returns rows of the chunk, (m, ...), in stored byte order,
-        possibly read-only, and the index of each requested row among them, int64 (n,).
+        be true, or false only because rows are small. Returns an array of rows of the chunk, (m, ...), in stored byte
+        order, possibly read-only, and the index of each requested row in this array, int64 (n,).
         """
         index = self.indexes[name]
         found = self.files.rows_in_chunk(index, rows, keep=keep)
@@ -335,7 +339,7 @@ class Engine:
     def _encoded_rows(
         self, index: EncodedIndex, rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[slice, list[bytes], int]]:
-        """Read the bytes of ascending rows; for each read, yield positions in `rows`, their bytes, number of calls."""
+        """Read the bytes of ascending rows; for each read, yield (slice of `rows`, list of their bytes, calls)."""
         for part, start, stop in index.reads(rows):
             data = np.empty(stop - start, np.uint8)
             if index.library_reason is None:
@@ -354,7 +358,7 @@ class Engine:
         return [found[position] for position in np.argsort(order).tolist()]
 
     def read_encoded(self, name: str, rows: npt.NDArray[np.int64]) -> list[bytes]:
-        """Return the bytes of encoded rows, like `read_bytes`, and count the rows as read. Errors as in `read`."""
+        """Return the bytes of encoded rows, like `read_bytes`, and count the reads. Errors are those of `read`."""
         index = self.indexes[name]
         self.storage.open()
         self.files.check_unchanged_throttled(index)
@@ -387,10 +391,9 @@ class Engine:
             stats.reads += calls
 
     def check(self, name: str, checksums: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
-        """Compare `values`, the rows that were read, with their CRC-32s in the dataset `checksums`.
+        """Raise DamagedRowsError if `values`, the given rows, differ from their CRC-32s in the dataset `checksums`.
 
-        For encoded rows, `values` is not used: their bytes are read again and compared. Raises DamagedRowsError if a
-        row differs.
+        For encoded rows, `values` is not used. Instead, the encoded bytes are read again and checked.
         """
         if self.indexes[name].is_encoded:
             found = np.array([crc32(data) for data in self.read_bytes(name, rows)], np.uint32)

@@ -22,7 +22,7 @@ from h5pack.format.plans import CachePlan, plan_cache
 from h5pack.system.arrays import consecutive_runs
 from h5pack.system.parameters import require_local
 
-_MAX_NAMED = 20  # datasets in a message
+_MAX_NAMED = 20  # maximum number of datasets that a message lists
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
@@ -105,8 +105,8 @@ def require_complete(file: h5py.File) -> None:
     version = int(file.attrs[schema.FORMAT])
     if version > schema.FORMAT_VERSION:
         raise PackFormatError(
-            f"{file.filename}: has pack format {version}, but this h5pack reads only up to {schema.FORMAT_VERSION}; "
-            "upgrade h5pack",
+            f"{file.filename}: has pack format {version}, but this h5pack reads only formats up to "
+            f"{schema.FORMAT_VERSION}; upgrade h5pack",
             path=file.filename,
         )
     if not int(file.attrs.get(schema.COMPLETE, 0)):
@@ -118,7 +118,7 @@ def require_complete(file: h5py.File) -> None:
 
 
 def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dataset:
-    """Return the dataset `name` of `file`; if there is none, raise PackFormatError that lists the datasets.
+    """Return the dataset `name` of `file`; if there is none, raise a PackFormatError that lists the datasets.
 
     `parameter` is the parameter that the message recommends for naming another dataset, such as ``labels=NAME``.
     """
@@ -138,7 +138,7 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
 
 
 def datasets_text(file: h5py.File) -> str:
-    """Return names, dtypes and shapes of datasets, those with most axes first, such as "'X' uint8 (9, 8, 8, 3)"."""
+    """Return a list of datasets for a message, such as "'X' uint8 (9, 8, 8, 3)"; those with most axes come first."""
     names, texts = sorted(dataset_names(file), key=lambda name: -file[name].ndim), []
     for name in names[:_MAX_NAMED]:
         try:
@@ -174,13 +174,13 @@ def dataset_names(file: h5py.File) -> list[str]:
 def reopen_tuned(dataset: h5py.Dataset, cache: CachePlan | None = None) -> h5py.Dataset:
     """Reopen a dataset with another chunk cache, by default one that suits reading rows in any order.
 
-    `dataset` is closed, unless it has no chunks: then it is returned unchanged. The cache is set through an access
-    property list, because h5py ignores ``rdcc_nbytes=0`` for datasets.
+    A dataset without chunks is returned unchanged. Any other `dataset` is closed and must not be used afterwards. The
+    cache is set through an access property list, because h5py ignores ``rdcc_nbytes=0`` for datasets.
     """
     if dataset.chunks is None:
         return dataset
     if cache is None:
-        # A row of variable length takes 16 bytes in a chunk (a reference), but NumPy's itemsize is that of a pointer.
+        # A row of variable length is stored as a reference of 16 bytes, but NumPy's itemsize is that of a pointer.
         item_bytes = dataset.id.get_type().get_size()
         cache = plan_cache(dataset.shape, dataset.chunks, item_bytes, filtered=is_filtered(dataset))
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
@@ -213,7 +213,7 @@ def filters_of(dataset: h5py.Dataset) -> tuple[Filter, ...]:
 
 
 def load_filter(number: int) -> bool:
-    """Make a filter available to HDF5 in this process if it is installed; return whether it is available."""
+    """Try to make a filter available to HDF5 in this process; return whether it is available."""
     if not h5py.h5z.filter_avail(number):
         with contextlib.suppress(ImportError):
             # Importing hdf5plugin registers its filters with HDF5.
@@ -294,7 +294,7 @@ def attribute_names(dataset: h5py.Dataset, attribute: str) -> tuple[str, ...] | 
 
 
 def utf8(values: Any, *, minimum: int = 1) -> npt.NDArray[np.bytes_]:
-    """Encode strings for a fixed-length UTF-8 dataset or attribute, whose strings have at least `minimum` bytes.
+    """Encode strings for a UTF-8 dataset or attribute whose strings have a fixed length of at least `minimum` bytes.
 
     Bytes that are not valid UTF-8, which file names on Linux may contain, become ``\\udcXX`` escapes.
     """

@@ -1,4 +1,4 @@
-"""Reading of rows through the HDF5 library, with a chunk cache that suits reading them in any order."""
+"""Read rows through the HDF5 library, with a chunk cache that suits reading them in any order."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from h5pack.read.hdf5 import open_file, read_rows, reopen_tuned, require_dataset
 from h5pack.read.storage import FileIdentity
 
 _DECODE_ROWS = 32
-"""Number of encoded rows fetched at once. It is small, so that their bytes need little memory besides the pixels."""
+"""Number of encoded rows fetched at once. It is small, so that the encoded bytes take little memory."""
 
 
 class H5Reader:
     """Reads rows, int64 (n,), of the datasets of one file through the HDF5 library, in the given order.
 
-    It opens the file on first use in each process, so it can be pickled, and used in forked processes. A method that
-    opens the file raises PackChangedError if the file no longer has this `identity`. A method that reads raises
-    ReadError if a system call fails, PackFormatError if HDF5 cannot read the rows for another reason, such as damaged
-    chunks.
+    Each process opens the file on first use, so a reader can be pickled, and used in forked processes. Methods that
+    open the file raise PackChangedError if it no longer has this `identity`. Methods that read rows raise ReadError if
+    a system call fails, and PackFormatError if HDF5 fails for another reason, such as damaged chunks.
     """
 
     def __init__(self, path: str, identity: FileIdentity) -> None:
@@ -52,7 +51,7 @@ class H5Reader:
     def read_images(self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> tuple[int, int]:
         """Read encoded rows and decode them into `out`; return the numbers of encoded bytes and library calls.
 
-        For `out` and errors of decoding see `decode_rows`.
+        `out` and the errors of decoding are those of `decode_rows`.
         """
         dataset = self._open().dataset(name)
         size = calls = 0
@@ -100,7 +99,7 @@ class _Handles:
     def dataset(self, name: str) -> h5py.Dataset:
         found = self._datasets.get(name)
         if found is None:
-            # Only one thread may open a dataset: reopen_tuned in a second thread would close the first one's handle.
+            # Only one thread may open a dataset, because `reopen_tuned` would close the handle of another thread.
             with self._lock:
                 found = self._datasets.get(name)
                 if found is None:

@@ -1,9 +1,9 @@
 """Rows in the page cache, read from shared mappings of their files instead of by system calls.
 
-Copying rows from the mapping costs one copy and no private memory. It is used only for rows whose pages are in the page
-cache and in the process's page table, because touching any other page of a mapping waits for the disk, and ends the
-process with SIGBUS if the disk fails or the file was cut short. `FileMapping.ready` makes sure that whole blocks are in
-the page cache and in the page table, and checks each block again after a second.
+A mapping takes no private memory, and reading a row from it is a single copy. Only rows whose pages are in both the
+page cache and the process's page table are read from a mapping. Touching any other page waits for the disk, and ends
+the process with SIGBUS if the disk fails or the file was cut short. `FileMapping.ready` makes sure that whole blocks of
+pages can be touched, and checks each block again after a second.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _BLOCK = 2 << 20
 """Size in bytes of the parts of the mapping that are checked as a whole; a multiple of the page size."""
 
 _MAX_CALL_BLOCKS = 64
-"""Maximum number of blocks that one system call checks, which bounds the time for which it holds kernel locks."""
+"""Maximum number of blocks that one system call checks, which bounds the time for which the call holds kernel locks."""
 
 _MAX_ABSENT = 1 / 16
-"""Maximum share of pages that a check may have to load into the page cache. If more of them are absent, prefetching and
-then reading with preadv is faster."""
+"""Maximum share of pages that a check loads into the page cache. If a larger share is absent, prefetching and then
+reading with preadv is faster."""
 
 _MAX_FILES = 1_024
 """Maximum number of files that are mapped together; a process may have 65,530 mappings by default."""
 _MAX_STEP = 1 << 36
-"""Maximum gap in bytes between mapped files that puts the rows of all files on one grid."""
+"""Maximum gap in bytes that `_grid_bases` may leave between two mapped files."""
 
 _MADV_POPULATE_READ = 22
 _MAP_FIXED = 16
@@ -52,25 +52,26 @@ _madvise = libc_function("madvise", ctypes.c_int, _ADDRESS, _SIZE, ctypes.c_int)
 class FileMapping:
     """Read-only shared mappings of whole files, one after the other in one range of addresses.
 
-    `bytes` is uint8 (size,): byte i of file k is ``bytes[bases[k] + i]``. Touch only blocks that are ready. Between the
-    files there may be gaps, which must not be touched.
+    `bytes` is uint8 (size,): byte i of file k is ``bytes[bases[k] + i]``. Touch only bytes for which `ready` has
+    returned True. There may be gaps between the files, which must never be touched.
     """
 
     def __init__(self, storages: Sequence[Storage], bases: Sequence[int]) -> None:
         sizes = [storage.identity.size for storage in storages]
         self.bases = np.array(bases, np.int64)
         self._storages, self._ends, self.file_bytes = storages, self.bases + sizes, sum(sizes)
-        # Where the rows of each file begin and end in `bytes`. The bytes around them are often not in the page cache.
+        # The range of `bytes` with the rows of each file, empty until `add_rows`. Only this range is loaded, because
+        # the bytes around it are often not in the page cache.
         self._begins, self._stops = self._ends.copy(), self.bases.copy()
         self._opened: tuple[float, list[tuple[Storage, int, int]]] = (-math.inf, [])
         size = int(self._ends[-1])
-        # Each mapping keeps its file, so closing the storage does not matter.
+        # A mapping stays valid after its storage closes the file.
         if len(storages) == 1:
             self._map = mmap.mmap(storages[0].open(), size, mmap.MAP_SHARED, mmap.PROT_READ)
             self.bytes = np.frombuffer(self._map, np.uint8)
         else:
-            # Reserve addresses, then map each file to a part of them. All files are unmapped together with this object.
-            # The first address is a multiple of a block, so that the system can map many pages of a file by one entry
+            # Reserve addresses, then map each file to a part of them. Deleting `_map` unmaps all files.
+            # The first address is a multiple of `_BLOCK`, so that the system can map many pages of a file by one entry
             # of the page table. At other addresses, copying rows of 3 KB takes 4% longer.
             self._map = mmap.mmap(-1, size + _BLOCK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0)
             reserved = np.frombuffer(self._map, np.uint8)
@@ -79,11 +80,11 @@ class FileMapping:
         for storage, base, count in zip(storages, bases, sizes, strict=True):
             if len(storages) > 1:
                 _map_at(self._address + base, count, storage.open())
-        # The number of the file that each block belongs to, -1 in gaps.
+        # For each block, the number of its file; -1 in gaps.
         numbers = np.arange(-(-size // _BLOCK)) * _BLOCK
         owners = np.searchsorted(self.bases, numbers, "right") - 1
         self._owners = np.where(numbers < self._ends[owners], owners, -1)
-        # The process whose page table was checked, and the monotonic time of each block's last check; -inf: never.
+        # The process whose page table was checked, and the monotonic time of each block's last check (-inf if none).
         self._checked = (os.getpid(), np.full(len(numbers), -np.inf))
         # For files of other users that this process cannot write, mincore reports all pages as cached.
         self._sees_cache = all(
@@ -93,7 +94,7 @@ class FileMapping:
     @classmethod
     def open(cls, storages: Sequence[Storage], bases: Sequence[int]) -> FileMapping | None:
         """Map the files of storages, file k at ``bytes[bases[k]]``; return None if the system cannot map them."""
-        # Other systems have no way to load pages into the page table without the risk of a SIGBUS.
+        # Only Linux can load pages into the page table without the risk of a SIGBUS.
         if sys.platform != "linux" or None in (_mincore, _madvise, _mmap):
             return None
         if not all(storage.identity.size for storage in storages):
@@ -101,19 +102,19 @@ class FileMapping:
         try:
             return cls(storages, bases)
         except (OSError, ValueError, OverflowError):
-            # mmap raises ValueError if the file is shorter than it was. The reads through preadv report that.
+            # mmap raises ValueError if the file has become shorter. Reads with preadv then raise the right error.
             return None
 
     def add_rows(self, number: int, start: int, stop: int) -> None:
-        """Announce that all rows of a dataset that are in file `number` lie in ``bytes[start:stop]``."""
+        """Record that all rows of a dataset in file `number` are within ``bytes[start:stop]``, for `ready`."""
         self._begins[number] = min(int(self._begins[number]), start // mmap.PAGESIZE * mmap.PAGESIZE)
         self._stops[number] = max(int(self._stops[number]), stop)
         self._checked[1][[start // _BLOCK, (stop - 1) // _BLOCK]] = -np.inf
 
     def ready(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
-        """Make sure that extents of `bytes` can be read without waiting; return False if preadv must read them.
+        """Make sure that extents of `bytes` can be read without waiting; return False if preadv must be used instead.
 
-        Extent i is ``bytes[starts[i]:stops[i]]``; both arrays are int64 (n,). The answer holds for about a second.
+        Extent i is ``bytes[starts[i]:stops[i]]``; both arrays are int64 (n,). The result holds for about a second.
         """
         wanted = _all_between(starts // _BLOCK, (np.minimum(stops, self._ends[-1]) - 1) // _BLOCK)
         process, checked = self._checked
@@ -161,7 +162,7 @@ class FileMapping:
             storage.identity.require(storage.path, descriptor)
 
     def _opened_files(self) -> list[tuple[Storage, int, int]]:
-        """Return each file with its descriptor and size; once a second, check that its path still leads to it."""
+        """Return (storage, descriptor, size) of each file; once a second, check that no file at a path was replaced."""
         checked, files = self._opened
         if time.monotonic() - checked > CHECK_SECONDS:
             files = [(storage, storage.open(), storage.identity.size) for storage in self._storages]
@@ -169,9 +170,10 @@ class FileMapping:
         return files
 
     def _load(self, number: int, start: int, stop: int, loaded: bool) -> bool:
-        """Load bytes of a file into the page table; return False on an error or if too few are in the page cache.
+        """Load ``bytes[start:stop]`` into the page table; return False on an error or if too few are in the page cache.
 
-        If they were `loaded` before and all are still in the page cache, only that is checked: seven times as fast.
+        `number` is the file's number. If the bytes were `loaded` before and are all still in the page cache, they are
+        not loaded again, because the check alone is seven times as fast.
         """
         share = self._cached_share(number, start, stop)
         if share < 1 - _MAX_ABSENT:
@@ -179,7 +181,7 @@ class FileMapping:
         if loaded and share == 1 and self._sees_cache:
             return True
         assert _madvise is not None
-        # If a read fails or the file was cut short, madvise returns an error; touching a page would cause a SIGBUS.
+        # If a read fails or the file was cut short, madvise returns an error, whereas touching a page causes a SIGBUS.
         return not _madvise(self._address + start, stop - start, _MADV_POPULATE_READ)
 
     def _cached_share(self, number: int, start: int, stop: int) -> float:
@@ -215,19 +217,20 @@ def _all_between(first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> n
 class MappedDataset:
     """The rows of a dataset in a mapping of the files that store them, in stored byte order.
 
-    The rows of one file form an array if its chunks are adjacent. The rows of several files form an array if they lie
-    on one grid; the files are mapped at such distances that they do, if possible.
+    The rows of one file form an array if its chunks are adjacent. The rows of a virtual dataset form an array if the
+    distances between all rows are multiples of the row size. If possible, `of_sources` maps the files accordingly.
 
     Attributes
     ----------
     array : ndarray or None
-        uint8 (M, row_bytes), which has row i of the dataset at ``positions([i])``; None if rows form no such array.
+        uint8 (M, row_bytes). Row i of the dataset is at ``positions([i])``. None if the rows do not form an array.
     """
 
     def __init__(self, index: ChunkIndex, mapping: FileMapping, files: npt.NDArray[np.int64] | None) -> None:
         self.index, self.mapping = index, mapping
-        self._files = files  # (chunks,): the number of each chunk's file; None if there is only one file
-        # For each chunk, or range of a virtual dataset: index in `bytes` of the first row, first row, number of rows.
+        self._files = files  # (chunks,): the number of each chunk's file; None if the dataset is not virtual
+        # For each chunk, or each range of a virtual dataset: index of its first byte in `bytes`, its first row, and its
+        # number of rows.
         self.starts = index.addresses if files is None else index.addresses + mapping.bases[files]
         self._rows = index.starts if isinstance(index, VirtualIndex) else np.arange(len(self.starts)) * index.chunk_rows
         self._counts = np.diff(np.append(self._rows, index.rows))
@@ -245,12 +248,12 @@ class MappedDataset:
 
     @staticmethod
     def is_supported(index: ChunkIndex) -> bool:
-        """Return whether a dataset has rows, all of which are stored unfiltered and can be read directly."""
+        """Return whether a dataset is not empty and all its rows are stored unfiltered and can be read directly."""
         return index.raw and index.complete and index.rows * index.row_bytes > 0
 
     @classmethod
     def of_sources(cls, index: VirtualIndex, storage_of: Callable[[SourceFile], Storage]) -> MappedDataset | None:
-        """Map the files that store the rows of a virtual dataset; return None if they are too many, or on failure."""
+        """Map the files that store the rows of a virtual dataset; return None if there are too many, or on failure."""
         owners = [source.file for source in index.sources]
         found = list(dict.fromkeys(owners))
         files = np.array([found.index(file) for file in owners])[index.source_ids]
@@ -264,16 +267,16 @@ class MappedDataset:
         return rows if self._files is None else (self.offsets(rows) - self._first) // self.index.row_bytes
 
     def files(self, rows: npt.NDArray[np.int64]) -> list[int]:
-        """Return the numbers in `mapping` of the files that store `rows`, each once."""
+        """Return the numbers of the files in `mapping` that store `rows`, without repetitions."""
         if self._files is None:
             return [0]
         return list(set(self._files[self._chunks_of(rows)[0]].tolist()))
 
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Make sure that rows can be copied without waiting; return False if preadv must read them.
+        """Make sure that rows can be copied without waiting; return False if preadv must be used instead.
 
-        `first` and `last`, int64 (n,), are the first and the last row of runs of consecutive rows. The answer holds for
-        about a second.
+        Run i consists of the rows ``first[i]`` to ``last[i]``; both arrays are int64 (n,). The result holds for about a
+        second.
         """
         index = self.index
         if self.array is not None and self._files is None:
@@ -293,7 +296,7 @@ class MappedDataset:
     def _chunks_of(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Split rows into runs of consecutive rows in one chunk; return chunk and length of each run, int64 (runs,).
 
-        Looking up the chunk of every row would take several times as long if rows ascend within chunks.
+        If most rows are consecutive, this is several times as fast as looking up the chunk of every row.
         """
         edges = consecutive_runs(rows)
         firsts, stops = rows[edges[:-1]], rows[edges[1:] - 1] + 1
@@ -306,10 +309,11 @@ class MappedDataset:
 
 
 def _grid_bases(found: Sequence[SourceFile], files: npt.NDArray[np.int64], index: VirtualIndex) -> list[int]:
-    """Return the index in `bytes` at which to map each file, so that the rows of all files lie on one grid.
+    """Return the index in `bytes` at which to map each file, a multiple of `_BLOCK`.
 
-    On a grid, the distance between the first rows of any two files is a multiple of the row size. Each index is a
-    multiple of a block. Where no grid is possible, or it would take too many addresses, the files follow each other.
+    The distance between the first rows of any two files is a multiple of the row size, so that the rows of all files
+    can form one array. If this is impossible, or gaps could exceed `_MAX_STEP`, a file begins at the next multiple of
+    `_BLOCK` after the previous file.
     """
     step = math.lcm(_BLOCK, index.row_bytes)
     bases, end, origin = [], 0, 0
@@ -319,7 +323,7 @@ def _grid_bases(found: Sequence[SourceFile], files: npt.NDArray[np.int64], index
         if not number:
             origin = first
         elif step <= _MAX_STEP:
-            # Solve base + first = origin (mod row) for a multiple of a block.
+            # Raise `base` by the fewest blocks for which base + first equals origin modulo the row size.
             divisor = math.gcd(_BLOCK, index.row_bytes)
             distance, rest = divmod(origin - first - base, divisor)
             if not rest:

@@ -1,8 +1,7 @@
 """Fields whose rows differ in length: boxes, keypoints, other arrays, texts.
 
-In a file, each field is a group of two datasets: the entries of all rows, and the offset of each row in them. The
-offsets are held in memory. The entries of several rows are read together, directly from the file if its layout allows
-it.
+In a file, each field is a group of two datasets: the entries of all rows, and the offset of each row's first entry. The
+offsets are held in memory. The entries of several rows are read together, if possible without the HDF5 library.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from h5pack.read.read_plan import MAX_GAP_BYTES
 from h5pack.system.arrays import run_edges
 
 _READ_BYTES = 8 * 1024 * 1024
-"""About how many bytes are read together, unless a single row is larger."""
+"""Approximate maximum size in bytes of one read, unless a single row is larger."""
 _ADVICE = "run 'h5pack verify' on it, then restore the file or convert again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedIndex:
-    """The locations of a field's rows: row i is the entries ``offsets[i]`` to ``offsets[i + 1] - 1`` of the data."""
+    """The locations of a field's rows. Row i consists of the entries ``offsets[i]`` to ``offsets[i + 1] - 1``."""
 
     name: str
     kind: str  # one of `schema.RAGGED_KINDS`
     offsets: npt.NDArray[np.int64]  # (N + 1,), ascending
-    data: ChunkIndex  # each row of this dataset is one entry
+    data: ChunkIndex  # index of the dataset of entries; each of its rows is one entry
     checksums: str | None = None  # path of the dataset of checksums, if there is one
-    classes: tuple[str, ...] | None = None  # class names of entries that are class numbers, if the file has them
+    classes: tuple[str, ...] | None = None  # class names, if entries are class numbers and the file names them
 
     @property
     def rows(self) -> int:
@@ -53,7 +52,7 @@ class RaggedIndex:
 
 
 def is_ragged(file: h5py.File, name: str) -> bool:
-    """Return whether `name` is a group of data and offsets, but not of masks, which are PNG files."""
+    """Return whether `name` is the group of a ragged field. Mask groups have the same datasets, but hold PNG files."""
     group = find_item(file, name)
     if not isinstance(group, h5py.Group) or not {schema.FIELD_DATA, schema.FIELD_OFFSETS} <= set(group):
         return False
@@ -77,7 +76,7 @@ def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
     if box_format != schema.XYXY:
         raise dataset_error(file.filename, name, f"has boxes of the unknown format {box_format!r}; use a newer h5pack")
     if table.ndim != 1 or not len(table) or table.dtype.kind not in "iu":
-        problem = f"is {table.dtype} {table.shape}, but offsets are int64, one more than rows; {_ADVICE}"
+        problem = f"is {table.dtype} {table.shape}, but offsets are int64 (rows + 1,); {_ADVICE}"
         raise dataset_error(file.filename, paths[1], problem)
     offsets = table[()].astype(np.int64)
     outside = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > len(data))
@@ -103,14 +102,14 @@ _WANTED: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
     schema.TEXT: ("u1", ((),)),
     schema.TEXTS: ("u1", ((),)),
 }
-"""The dtype and the shapes of an entry of the data, by kind."""
+"""For each kind of field, the dtype of the data and the possible shapes of an entry."""
 
 
 def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64], *, check: bool = False) -> RaggedRows:
-    """Return the given rows of a field in this order. `rows`, int64 (n,), may repeat.
+    """Return `rows`, int64 (n,), of a field in the given order. Row numbers may repeat.
 
     `engine` must have the indexes of the field's data and checksums. If `check` is true and the field has checksums,
-    raise DamagedRowsError for rows that differ from them. Other errors are those of `Engine.read`.
+    raise DamagedRowsError if a row differs from its checksum. Other errors are those of `Engine.read`.
     """
     starts, stops = index.offsets[rows], index.offsets[rows + 1]
     lengths = stops - starts
@@ -139,7 +138,7 @@ def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64],
 def _read_edges(
     starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], max_gap: int, max_entries: int
 ) -> list[int]:
-    """Divide rows, sorted by their start, into groups to be read together; return their edges, as `run_edges` does."""
+    """Divide rows, sorted by their start, into groups to be read together; return edges as `run_edges` does."""
     edges = run_edges(starts[1:] - np.maximum.accumulate(stops)[:-1] > max_gap).tolist()
     cuts = []
     for low, high in itertools.pairwise(edges):
@@ -150,7 +149,7 @@ def _read_edges(
 
 
 def texts_of(path: str, name: str, rows: npt.NDArray[np.int64], found: RaggedRows) -> list[Any]:
-    """Return the texts of rows; raise DamagedRowsError if one is malformed. `path`, `name`, `rows` are for messages."""
+    """Return the texts in `found`; raise DamagedRowsError if one is malformed. Other parameters are for messages."""
     wrong, problem = np.zeros(len(found), np.bool_), "is not UTF-8"
     if found.kind == schema.TEXTS:
         filled = np.flatnonzero(np.diff(found.offsets))
@@ -174,9 +173,9 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def find_field(file: h5py.File, name: str) -> str:
-    """Return the path of the field `name` of a pack, else `name` as a path.
+    """Return the path of the field `name` of a pack. Without such a field, return `name`, which is a path in the file.
 
-    Raises PackFormatError if a pack has neither.
+    Raises PackFormatError if a pack has neither the field nor the path.
     """
     name = name.strip("/")
     own = schema.field_path(name)

@@ -1,8 +1,8 @@
 """Plans of direct reads: which extents of a file hold which rows, and how to read them with few system calls.
 
-An extent is a run of bytes that are adjacent in the file. Plans are computed without I/O. Large rows are scattered,
-which means that they are read straight into buffers anywhere in memory (`ScatterPlan`). Small rows are read into one
-array, and one read may cover several extents and the small gaps between them (`ReadPlan`).
+An extent is a run of adjacent bytes of the file. Plans are computed without I/O. Large rows are scattered: they are
+read straight into buffers anywhere in memory (`ScatterPlan`). Small rows are read into one array, and one read may
+cover several extents and the small gaps between them (`ReadPlan`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from h5pack.read.storage import Storage
 from h5pack.system.arrays import run_edges
 
 MAX_GAP_BYTES = 4_096
-"""Maximum gap between two extents that one read covers. It is one page: the disk reads whole pages anyway, and reading
-the gap is cheaper than another system call."""
+"""Maximum gap in bytes between two extents that one read covers. It is one page, because the disk reads whole pages
+anyway, and reading the gap is cheaper than another system call."""
 
 MAX_EXTENT_BYTES = 4 * 1024 * 1024
-"""One read covers only extents that begin in the same block of this many bytes, which limits the memory for gaps."""
+"""Size in bytes of aligned blocks. One read covers only extents that begin in the same block, which limits the staging
+buffer."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,14 @@ class RowExtents:
 
     edges: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]  # byte offset of each extent; negative if its rows have no allocated storage
-    # For each extent, the number of its rows whose chunk is not that of the row requested just before; the first
+    # For each extent, how many of its rows are in another chunk than the row requested just before. The very first
     # requested row counts, too.
     chunk_visits: npt.NDArray[np.int64]
     source_ids: npt.NDArray[np.int64] | None = None  # for each extent, the index of its source; None if not virtual
 
 
 def plan_extents(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> RowExtents:
-    """Divide `rows`, int64 (n,), into extents without reordering them. Ascending rows usually give the fewest."""
+    """Divide `rows`, int64 (n,), into extents in the given order. Ascending rows usually give the fewest extents."""
     if not len(rows):
         return RowExtents(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
     chunks = index.chunks_of(rows)
@@ -83,8 +84,8 @@ class ReadPlan:
     def execute(self, out: npt.NDArray[np.uint8], storage_of: Callable[[int | None], Storage]) -> tuple[int, int, int]:
         """Read the rows into `out`, uint8 (n, row_bytes), C-contiguous.
 
-        ``storage_of(source_id)`` must return the storage of a source's file, or for None, of the dataset's own file.
-        Returns the numbers of chunk visits (see `RowExtents`), of bytes read, and of system calls.
+        ``storage_of(source_id)`` must return the storage of a source's file; None stands for the dataset's own file.
+        Returns the numbers of chunk visits (see `RowExtents`), bytes read, and system calls.
         """
         extents, row_bytes = self.extents, self.index.row_bytes
         row_edges = extents.edges[self.edges].tolist()
@@ -120,8 +121,8 @@ def plan_reads(
 ) -> ReadPlan:
     """Plan direct reads of rows, int64 (n,) with n > 0, into one array.
 
-    Extents become one read if the gap between them is at most `max_gap_bytes` (default `MAX_GAP_BYTES`) and both begin
-    in the same block of `max_extent_bytes` of the file.
+    Two adjacent extents become one read if the gap between them is at most `max_gap_bytes` (default `MAX_GAP_BYTES`),
+    and both begin in the same aligned block of `max_extent_bytes` of the file.
     """
     gap_bytes = MAX_GAP_BYTES if max_gap_bytes is None else max_gap_bytes
     extents = plan_extents(index, rows)
@@ -145,8 +146,8 @@ def _copy_rows(
 ) -> None:
     """Copy the rows of extents, each row `size` bytes, from `staging` to `out`.
 
-    Extent i is the rows ``edges[i]`` to ``edges[i + 1] - 1`` of `out`, and begins at byte ``offsets[i]`` of `staging`,
-    which also contains the gaps between extents.
+    Extent i consists of the rows ``edges[i]`` to ``edges[i + 1] - 1`` of `out`. It begins at byte ``offsets[i]`` of
+    `staging`, which also contains the gaps between extents.
     """
     counts = np.diff(edges)
     within = np.arange(edges[-1] - edges[0]) - np.repeat(edges[:-1] - edges[0], counts)
@@ -166,7 +167,7 @@ class FileExtents(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterPlan:
-    """Direct reads of rows into buffers anywhere in memory. `edges` to `source_ids` are as in `RowExtents`."""
+    """Direct reads of rows into buffers anywhere in memory. `edges` to `source_ids` are those of `RowExtents`."""
 
     index: ChunkIndex
     rows: npt.NDArray[np.int64]
@@ -182,7 +183,7 @@ class ScatterPlan:
         return self.index.describe(self.rows, position)
 
     def by_file(self, first: int = 0, last: int | None = None) -> Iterator[FileExtents]:
-        """Yield the extents `first` to `last` - 1 in groups of the same file, divided at `borders`."""
+        """Divide the extents `first` to `last` - 1 at `borders` into groups, each in one file; yield the groups."""
         last = len(self.offsets) if last is None else last
         if first == last:
             return

@@ -1,4 +1,4 @@
-"""Several HDF5 files read as one: one index has the rows of all files, so that no joined file needs to be written."""
+"""Several HDF5 files read as one. One index locates the rows of all files, so that no joined file must be written."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def list_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 
 
 def join_descriptions(packs: Sequence[FileDescription]) -> FileDescription:
-    """Return one description of several files, with the rows of all of them in the given order.
+    """Return one description of several files, whose rows follow each other in the order of the files.
 
-    Its mean and standard deviation are those of all rows from which the files' statistics were computed. Raises
+    Mean and standard deviation are those of all rows from which the files' statistics were computed. Raises
     PackFormatError if the files differ in datasets, row shapes, dtypes, classes or other metadata.
     """
     first = packs[0]
@@ -78,8 +78,8 @@ def _require_alike(first: FileDescription, other: FileDescription) -> None:
     for what, one, two in zip(_METADATA, _metadata(first), _metadata(other), strict=True):
         if one != two:
             raise PackFormatError(
-                f"{other.path}: has {what} {two}, but {first.path} has {one}; files that are read as one must have the "
-                "same ('h5pack join' makes one file of packs with different classes)",
+                f"{other.path}: has {what} {two}, but {first.path} has {one}; files that are read as one must agree "
+                "in this ('h5pack join' can join packs with different classes)",
                 path=other.path,
             )
 
@@ -88,7 +88,7 @@ _METADATA = ("the datasets", "the layout", "the classes", "the columns", "the ki
 
 
 def _metadata(pack: FileDescription) -> tuple[Any, ...]:
-    """Return what must be equal in files that are read as one; the elements are named in `_METADATA`."""
+    """Return the metadata that must be equal in files that are read as one. `_METADATA` names the elements."""
     datasets = [
         (name, str(index.dtype), () if isinstance(index, EncodedIndex) else index.row_shape)
         for name, index in pack.indexes.items()
@@ -98,7 +98,7 @@ def _metadata(pack: FileDescription) -> tuple[Any, ...]:
 
 
 def _join(packs: Sequence[FileDescription], index_of: Callable[[FileDescription], ChunkIndex]) -> ChunkIndex:
-    """Return one index of a dataset that several files have; ``index_of(pack)`` returns the index of one file."""
+    """Return one index of a dataset's rows in all files. ``index_of(pack)`` must return its index in one file."""
     parts = [index_of(pack) for pack in packs]
     first, rows = parts[0], sum(part.rows for part in parts)
     encoded = [part for part in parts if isinstance(part, EncodedIndex)]
@@ -113,8 +113,8 @@ def _join(packs: Sequence[FileDescription], index_of: Callable[[FileDescription]
         )
     if first.is_encoded:
         raise PackFormatError(
-            f"{packs[0].path}: {first.name!r} holds encoded images of variable length, which are read from one file "
-            "only; pack the files with 'h5pack convert'",
+            f"{packs[0].path}: {first.name!r} holds encoded images of variable length, which can be read from one "
+            "file only; pack the files with 'h5pack convert'",
             path=packs[0].path,
             dataset=first.name,
         )
@@ -152,14 +152,14 @@ def _join_ragged(packs: Sequence[FileDescription], name: str) -> RaggedIndex:
 
 
 def _joined_offsets(parts: Sequence[EncodedIndex | RaggedIndex]) -> npt.NDArray[np.int64]:
-    """Return the offset of each row in the joined data, and the end of the last row; int64 (N + 1,)."""
+    """Return the offset of each row in the joined data, followed by the end of the last row; int64 (N + 1,)."""
     starts = np.cumsum([0, *(part.data.rows for part in parts)])
     moved = [part.offsets + start for part, start in zip(parts, starts, strict=False)]
     return np.concatenate([*(offsets[:-1] for offsets in moved), moved[-1][-1:]])
 
 
 def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]:
-    """Return mean and standard deviation over the rows of several files; None if one file has no statistics."""
+    """Return mean and standard deviation of all rows of several files; both None if one file has no statistics."""
     total, means, squares = 0, [], []
     for pack in packs:
         if pack.mean is None or pack.std is None:
@@ -176,7 +176,7 @@ def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] |
 
 
 def read_filenames(pack: FileDescription, rows: RowNumbers) -> list[str] | None:
-    """Return the stored file name of each row's original; None if one of the files does not store them."""
+    """Return the stored file name of each row's original; None if one of the files has no file names."""
     found = [""] * len(rows)
     numbers = np.asarray(rows, np.int64)
     starts = [start for _, start in pack.files]

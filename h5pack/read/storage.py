@@ -1,8 +1,8 @@
 """Reads a file's bytes without the HDF5 library, into many buffers by one system call, and notices a replaced file.
 
-``os.preadv`` checks every buffer while it holds the GIL, which takes 266 ns per buffer, as long as copying a small row.
-The C library's ``preadv`` takes an array of addresses, which NumPy computes for thousands of rows at once, and ctypes
-releases the GIL for the whole call. Measured on a 2-core machine, scattering a shuffle window of rows from the page
+``os.preadv`` would check every buffer while it holds the GIL. This takes 266 ns per buffer, as long as copying a small
+row. The C library's ``preadv`` takes an array of addresses, which NumPy computes for thousands of rows at once, and
+ctypes releases the GIL during the call. On a machine with 2 cores, scattering a shuffle window of rows from the page
 cache to shuffled batches ran at 0.83 to 0.95 (116 KB rows) and 0.90 (3 KB rows) of the speed of copying random rows
 in memory.
 """
@@ -27,13 +27,13 @@ MAX_BUFFERS = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
 _MAX_CALL_BYTES = 1 << 30
 _RETRY_SECONDS = (0.0, 0.05, 0.5)
 CHECK_SECONDS = 1.0
-"""Time after which most callers check again whether a file was replaced, or whether rows are in the page cache."""
+"""Seconds after which most callers check again whether a file was replaced, or rows are in the page cache."""
 _MAX_PROBES = 4
 
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """The inode, size and modification time of a file, which change if it is replaced or rewritten."""
+    """Inode, size and modification time of a file. They change if the file is replaced or rewritten."""
 
     inode: int
     size: int
@@ -78,7 +78,7 @@ def has_preadv() -> bool:
 
 
 def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
-    """Read into `count` buffers, whose addresses and sizes are at address `buffers`; return the number of bytes."""
+    """Read into `count` buffers, described by an array of `iovec` at address `buffers`; return the number of bytes."""
     assert _preadv is not None
     got: int = _preadv(descriptor, buffers, count, offset)
     if got < 0:
@@ -100,7 +100,7 @@ class Storage:
         self.path = path
         self.identity = identity
         self._opened: dict[str, Descriptor] = {}
-        self.checked = 0.0  # Monotonic time when the path was last checked.
+        self.checked = 0.0  # monotonic time of the last check that the path leads to this file
 
     def __repr__(self) -> str:
         return f"Storage({self.path!r})"
@@ -151,7 +151,7 @@ class Storage:
         `buffers`, uint64 (n, 2), holds the address and size in bytes of each buffer. All sizes are equal, and the
         memory must stay alive and in place during the call. The extent at ``offsets[i]`` fills the buffers ``edges[i]``
         to ``edges[i + 1] - 1``. Raises ReadError if the bytes of buffer b cannot be read after several attempts; the
-        message calls them ``describe(b)``. Raises PackChangedError if the file was replaced or rewritten.
+        message names them by ``describe(b)``. Raises PackChangedError if the file was replaced or rewritten.
         """
         descriptor = self.open()
         size = int(buffers[0, 1])
@@ -184,7 +184,7 @@ class Storage:
         try:
             got = os.preadv(descriptor, views, offset)
         except (OSError, ValueError):
-            # Older versions of NumPy cannot export the buffer of a datetime array (ValueError).
+            # ValueError: older versions of NumPy cannot export the buffer of a datetime array.
             got = 0
         if got == out.nbytes:
             self.identity.require(self.path, descriptor)
@@ -199,7 +199,7 @@ class Storage:
         pauses = iter(_RETRY_SECONDS)
         while done < size:
             pair = np.array([[address + done, size - done]], np.uint64)
-            reason = "the file ends before them"
+            reason = "the file ends too early"
             try:
                 got = preadv(descriptor, pair.__array_interface__["data"][0], 1, offset + done)
             except OSError as error:
@@ -230,8 +230,8 @@ class Storage:
     def prefetch(self, offsets: Sequence[int], sizes: Iterable[int]) -> None:
         """Start reading extents of the file into the page cache, without waiting, unless they are cached already.
 
-        Only the first byte of a few extents is tested. If these are cached, nothing is read. Extents with negative
-        offsets (rows without allocated storage) are skipped.
+        Only the first bytes of a few extents are tested. If these bytes are cached, nothing is read. Extents with
+        negative offsets (rows without allocated storage) are skipped.
         """
         step = max(1, len(offsets) // _MAX_PROBES)
         if all(self.is_cached(offset) for offset in offsets[::step] if offset >= 0):

@@ -1,7 +1,8 @@
 """Virtual datasets: which source files they refer to, and where in these files each row is stored.
 
-If a source file is missing, HDF5 silently returns fill values, but h5pack raises an error. Mappings of consecutive
-whole rows are read directly from sources that allow it. With any other mapping, the HDF5 library assembles all rows.
+If a source file is missing, HDF5 silently returns fill values, but h5pack raises an error. If all mappings are of
+consecutive whole rows, rows are read directly from the sources whose layout allows it. If there are other mappings, the
+HDF5 library assembles all rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from h5pack.read.virtual_index import MappedRows, join_rows
 
 _ORIGIN = "${ORIGIN}"
 _MAX_DEPTH = 8
-"""Maximum nesting of virtual datasets, in which each is a source of the one above it."""
+"""Maximum nesting depth of virtual datasets that are sources of other virtual datasets."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class _Selection:
 
     `slab` is true for a hyperslab. `count` is the number of elements, None if unlimited. `begins` and `ends`
     (exclusive) are the corners of the bounding box, empty if nothing or everything is selected, or if `count` is None.
-    The selection is stored as Python integers, because closing a file takes 14 ms while 20,000 HDF5 dataspaces are
-    alive.
+    The selection is stored as Python integers and not as an HDF5 dataspace, because closing a file takes 14 ms while
+    20,000 dataspaces are alive.
     """
 
     everything: bool
@@ -58,7 +59,7 @@ class _Selection:
         return cls(everything, slab, count, tuple(map(int, begins)), tuple(int(last) + 1 for last in lasts))
 
     def rows(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return (first row, row count); None unless consecutive whole rows of a dataset of this shape are selected."""
+        """Return (first row, number of rows) if consecutive whole rows of a dataset of this shape are selected."""
         if self.everything:
             return (0, shape[0]) if shape else None
         counts = tuple(end - begin for begin, end in zip(self.begins, self.ends, strict=True))
@@ -81,7 +82,7 @@ _Visit = Callable[[h5py.File, h5py.Dataset, str, list[_Mapping]], None]
 
 @dataclass
 class _Visited:
-    """Results by (file, dataset), so that a source is examined only once even if it is reached in several ways."""
+    """Results by (file, dataset), so that a source that several mappings refer to is examined only once."""
 
     files: dict[tuple[str, str], frozenset[SourceFile]] = field(default_factory=dict)
     indexes: dict[tuple[str, str], ChunkIndex] = field(default_factory=dict)
@@ -113,8 +114,8 @@ def index_rows(
 ) -> ChunkIndex:
     """Index a dataset like `index_dataset`, and follow virtual mappings and links to the files that hold the rows.
 
-    Returns a `VirtualIndex` if at least some rows can be read directly from the source files. Raises PackFormatError
-    also if a source is missing, or smaller than its mapping requires.
+    Returns a `VirtualIndex` if at least some rows can be read directly from the source files. Also raises
+    PackFormatError if a source is missing, or smaller than its mapping requires.
     """
     visited = visited or _Visited()
     key = file.filename, name
@@ -131,14 +132,14 @@ def index_rows(
 
 
 def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
-    """Return the existing files among those that hold the bytes of a dataset with external storage."""
+    """Return the existing files of external storage, in the current folder and in the folder of the HDF5 file."""
     folder = os.path.dirname(os.path.abspath(dataset.file.filename))
     paths = [path for name, _, _ in dataset.external for path in (os.path.abspath(name), os.path.join(folder, name))]
     return frozenset(SourceFile(path, FileIdentity.of(path)) for path in paths if os.path.isfile(path))
 
 
 def _index_linked(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, depth: int) -> ChunkIndex:
-    """Return the index of `dataset`, which is in another file to which a link leads; `index` is that of the link."""
+    """Return the index of a dataset in another file. `index` is its index under the name of a link to it."""
     there = index_rows(dataset.file, dataset, dataset.name.lstrip("/"), visited, depth)
     file = _identify(dataset.file)
     if there.library_reason is not None or not index.rows or not index.row_bytes:
@@ -187,7 +188,7 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
 
 
 def _whole_rows(dataset: h5py.Dataset, found: h5py.Dataset, mapping: _Mapping) -> tuple[int, int, int] | None:
-    """Return a mapping's (first row, row count, first row in source); None unless it maps consecutive whole rows."""
+    """Return (first row, number of rows, first row in source) of a mapping of consecutive whole rows, else None."""
     if mapping.here.count == 0:
         return 0, 0, 0
     here, there = mapping.here.rows(dataset.shape), mapping.there.rows(found.shape)
@@ -199,15 +200,15 @@ def _whole_rows(dataset: h5py.Dataset, found: h5py.Dataset, mapping: _Mapping) -
 def _identify(file: h5py.File) -> SourceFile:
     """Return path and identity of an open file."""
     path = os.path.abspath(file.filename)
-    # Identify the file by its open descriptor, because the path may lead to a replacement by now.
+    # Take the identity of the open descriptor, because the file at the path may already have been replaced.
     return SourceFile(path, FileIdentity.of(file.id.get_vfd_handle() if file.driver == "sec2" else path))
 
 
 def _visit_sources(dataset: h5py.Dataset, depth: int, visit: _Visit) -> None:
-    """Call ``visit(file, dataset, name, mappings)`` for each source of a virtual dataset while its file is open."""
+    """Call ``visit(file, dataset, name, mappings)`` for each source, while the source's file is open."""
     if depth > _MAX_DEPTH:
         raise PackFormatError(
-            f"{_where(dataset)} is a virtual dataset below more than {_MAX_DEPTH} others; store its rows in an "
+            f"{_where(dataset)} is nested more than {_MAX_DEPTH} virtual datasets deep; store its rows in an "
             "ordinary dataset"
         )
     by_file: dict[str, dict[str, list[_Mapping]]] = {}
@@ -225,7 +226,7 @@ def _visit_sources(dataset: h5py.Dataset, depth: int, visit: _Visit) -> None:
         if path is None:
             raise PackFormatError(
                 f"{_where(dataset)} is virtual, and its source file {name} is missing; restore it at that path (a "
-                "relative one starts in the virtual file's folder)",
+                "relative path starts in the virtual file's folder)",
                 path=name,
             )
         try:
@@ -259,7 +260,7 @@ def _require_source(dataset: h5py.Dataset, file: h5py.File, name: str, mappings:
 
 
 def _needed(mapping: _Mapping, shape: tuple[int, ...]) -> str | None:
-    """Return a description of the size that a mapping requires if the source is too small for it, else None."""
+    """If a source of this shape is too small for a mapping, return a description of the required size, else None."""
     there = mapping.there
     if there.everything:
         count = mapping.here.count or 0

@@ -1,4 +1,4 @@
-"""Locates the rows of a virtual dataset: each row is stored in a source dataset, possibly in another file."""
+"""Index of a virtual dataset, whose rows are stored in source datasets, possibly in other files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Integers = npt.NDArray[np.int64]
 class MappedRows:
     """A mapping: rows `first` to `first + rows - 1` are stored in another dataset, from its row `start` on.
 
-    `index` is the index of that dataset, which may itself be virtual, and `file` is its file.
+    `index` is the index of the other dataset, which may itself be virtual, and `file` is the other dataset's file.
     """
 
     first: int
@@ -53,7 +53,7 @@ class VirtualIndex(ChunkIndex):
 
     @cached_property
     def complete(self) -> bool:
-        # If `raw` is false, this may be false although all rows are stored: ranges not read directly have -1, too.
+        # May be false although all rows are stored: ranges that are not read directly also have the address -1.
         return bool((self.addresses >= 0).all())
 
     # Cached, because every read uses it and there may be thousands of sources.
@@ -142,9 +142,9 @@ class VirtualIndex(ChunkIndex):
 
 
 def join_rows(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[MappedRows]) -> VirtualIndex:
-    """Return an index like `index`, whose rows are stored as `parts` say; these must ascend and not overlap.
+    """Return a virtual index with the name, dtype and shape of `index`, whose rows are stored according to `parts`.
 
-    `file` is the file of the dataset, and `fill` the bytes of a row that no part maps.
+    `parts` must ascend and not overlap. `file` is the file of the dataset, and `fill` the bytes of a row outside them.
     """
     builder = _Builder()
     at = 0
@@ -204,14 +204,14 @@ class _Builder:
         self.columns.append((ranges.firsts - shift, source_ids, ranges.shifts + shift, ranges.addresses))
 
     def group_rows(self) -> int:
-        """Return the most frequent `group_rows` of the rows' sources; 0 if no row has allocated storage."""
+        """Return the `group_rows` of the sources that store most rows; 0 if no row has allocated storage."""
         return self._rows_by_group.most_common(1)[0][0] if self._rows_by_group else 0
 
     def _number(self, source: SourceDataset) -> int:
         known = self._known.get(id(source.index))
         if known is None:
-            # Sources without allocated storage differ only in their fill values, so those with the same one share an
-            # entry.
+            # Sources without allocated storage differ only in their fill values, so one entry stands for all sources
+            # of a file with the same fill value.
             what = f"\0{source.index.fill!r}" if source.index.is_empty else source.index.name
             found = self._numbers.setdefault((source.file.path, what), len(self.sources))
             if found == len(self.sources):

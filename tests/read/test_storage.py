@@ -183,8 +183,8 @@ def test_temporary_errors_are_retried(path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ([None, broken()], 7, "Input/output error"),
         ([601, broken()], 2, "Input/output error"),
-        ([None, None, 1250, 0], 12, "the file ends before them"),
-        ([0], 0, "the file ends before them"),
+        ([None, None, 1250, 0], 12, "the file ends too early"),
+        ([0], 0, "the file ends too early"),
     ],
 )
 def test_lasting_errors_name_the_row(
