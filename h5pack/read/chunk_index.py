@@ -1,6 +1,6 @@
 """The chunk index of a dataset: the byte offset of every chunk, so that rows can be read without the HDF5 library.
 
-A chunk to which nothing was written may have no storage allocated in the file. Its rows are the fill value.
+A chunk to which nothing was written may have no storage allocated in the file. Its rows consist of the fill value.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class ChunkIndex:
     ) -> Iterator[tuple[SourceFile | None, ChunkIndex, npt.NDArray[np.int64]]]:
         """Split `rows` into runs with the same source; for each run, yield the source's file, index and row numbers.
 
-        The file is None for the dataset's own file. The row numbers are those of the run's rows in the source.
+        The file is None for the dataset's own file. The row numbers are those in the source.
         """
         yield None, self, rows
 
