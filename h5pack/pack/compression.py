@@ -1,4 +1,4 @@
-"""Compression of chunks: the values of the option `compression`, and compressing an unfinished pack's rows."""
+"""Compression of chunks: parsing the option `compression`, and compressing the rows of an unfinished pack."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def parse_compression(text: str) -> Compression | None:
 def max_compressed_bytes(count: int) -> int:
     """Return an upper bound of the size of `count` bytes after any filter.
 
-    Data that does not compress grows, by at most 52 bytes per block of 8,192 with Bitshuffle-LZ4, 1 byte in 256 with
-    zstd and 1 in 1,000 with gzip.
+    Incompressible data grows by at most 52 bytes per block of 8,192 bytes with Bitshuffle-LZ4, by 1 byte in 256 with
+    zstd, and by 1 byte in 1,000 with gzip.
     """
     return count + count // 64 + 1024
 
@@ -74,12 +74,12 @@ def require_filter(compression: Compression) -> None:
 
 def add_filter(properties: h5py.h5p.PropDCID, compression: Compression) -> None:
     """Add a filter to a dataset's creation properties."""
-    # Make it mandatory, because HDF5 may skip an optional filter for a chunk, which not every reader notices.
+    # Make the filter mandatory: HDF5 may skip an optional one for some chunks, and not every reader notices that.
     properties.set_filter(compression.number, h5py.h5z.FLAG_MANDATORY, compression.parameters)
 
 
 def compress_chunk(values: npt.NDArray[Any], compression: Compression) -> bytes:
-    """Return the bytes that HDF5 stores for a chunk, (rows, ...), by writing it to an HDF5 file in memory."""
+    """Compress a chunk, (rows, ...), by writing it to an HDF5 file in memory; return the bytes that HDF5 stores."""
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fapl_core(max(65_536, values.nbytes), False)
     # HDF5 identifies files in memory by name, so each thread needs a name of its own.
@@ -105,13 +105,13 @@ def compress_chunk(values: npt.NDArray[Any], compression: Compression) -> bytes:
 
 @dataclass(frozen=True)
 class CompressTask:
-    """One chunk of ``OUT.partial`` to compress, of the images or of a field; its rows are in their final order."""
+    """A chunk of the images or of a field in ``OUT.partial`` to compress; its rows are in their final order."""
 
     path: str
     start: int  # the chunk's first row
     offset: int  # the chunk's byte offset in the file
     shape: tuple[int, ...]  # (rows, H, W, C) or (rows, C, H, W); (rows, H, W) for masks
-    checksums: npt.NDArray[np.uint32]  # (n,): CRC-32 of each row; in the last chunk, n may be less than its rows
+    checksums: npt.NDArray[np.uint32]  # (n,): CRC-32 of each row; in the last chunk, n may be below shape[0]
     compression: Compression
     dtype: str = "|u1"
 
@@ -132,8 +132,8 @@ def compress_rows(task: CompressTask) -> tuple[int, bytes]:
     rows.reshape(-1).view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
     if not np.array_equal(row_checksums(rows), task.checksums):
         raise H5PackError(
-            f"{task.path}: {describe_task(task)} of the file are not what was written; check the disk, then run again "
-            "with resume=True",
+            f"{task.path}: {describe_task(task)} of the file do not match their checksums; check the disk, then run "
+            "again with resume=True",
             path=task.path,
             rows=range(task.start, task.start + len(task.checksums)),
             parameters=("resume=True",),

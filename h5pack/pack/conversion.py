@@ -1,6 +1,6 @@
 """The whole conversion: survey (one pass over all image headers before writing), plan, encode, write and finish.
 
-A conversion that was interrupted can be continued from where it stopped.
+An interrupted conversion can be continued where it stopped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ from h5pack.system.processes import run
 
 
 class Conversion:
-    """A conversion whose plan can be inspected before it runs: a context manager with the parameters of `convert`."""
+    """A conversion whose plan can be inspected before it runs.
+
+    A context manager that takes the parameters of `h5pack.convert`.
+    """
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class Conversion:
     def existing_report(self) -> ConvertReport | None:
         """Return the report of an output that is already complete; None if work remains, or the run does not resume.
 
-        Raises OutputExistsError if the existing output is not a pack, or has other options or another source.
+        Raises OutputExistsError if the output is not a pack, or was made with other options or from another source.
         """
         output = self.output
         if not self.options.continues or not output.final.exists() or output.partial.exists():
@@ -119,8 +122,8 @@ class Conversion:
     def plan(self, *, resumable: bool = False) -> ConvertPlan:
         """List the source, survey its image headers and return the plan.
 
-        With `resumable`, the results of a long survey are saved beside the output, unless it runs on a Dask cluster;
-        see `SurveyJournal`. The parts of an array job always save theirs, to share them.
+        With `resumable`, the results of a long survey are saved beside the output (see `SurveyJournal`), unless the
+        survey runs on a Dask cluster. The parts of an array job always save their results, to share them.
         """
         if self._plan is None:
             begin = time.perf_counter()
@@ -149,7 +152,7 @@ class Conversion:
         return self._plan
 
     def _sharing(self, stage: str) -> Executor:
-        """Return the executor of a stage whose results all parts of an array job need; see `SharedResults`."""
+        """Return the executor of a stage. The parts of an array job share their results; see `SharedResults`."""
         if not self.options.in_array_job:
             return self._executor
         return self._parts.shared_results(stage, self._executor, self.num_workers)

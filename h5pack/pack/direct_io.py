@@ -1,10 +1,10 @@
 """Writing rows into an unfinished file, with direct I/O (bypassing the page cache) on suitable file systems.
 
 A buffered write copies every byte into the page cache, which takes CPU time that decoding needs: 3.7 CPU seconds per GB
-measured on one virtual machine, where a direct write (O_DIRECT) took 0.02. It also evicts other files from the cache in
-favour of an output that may be far larger than memory. Direct writes must start and end on 4,096-byte boundaries in the
-file and in memory, so the first and last partial page of contiguous rows are written with buffered writes; only these
-pages can be shared by two writers. A background thread writes while the next images are decoded.
+measured on one virtual machine, where a direct write (O_DIRECT) took 0.02. Buffered writes also evict other files from
+the cache in favour of an output that may be far larger than memory. Direct writes must start and end on 4,096-byte
+boundaries in the file and in memory, so the first and last partial page of contiguous rows are written with buffered
+writes. Two writers can share only these pages. A background thread writes while the next images are decoded.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class RowFile:
     """
 
     def __init__(self, path: str, io: str) -> None:
-        # Not opened for reading: otherwise an NFS client could fetch a page before it changes a part of it, and later
-        # send the whole page, overwriting neighbouring rows that another machine has written meanwhile.
+        # Open for writing only. Otherwise, an NFS client could fetch a page before it changes a part of the page, and
+        # later send the whole page, which would overwrite neighbouring rows that another machine has written meanwhile.
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self.direct = _open_direct(path) if io == "direct" or (io == "auto" and suits_direct(path)) else None
         self.thread = ThreadPoolExecutor(1, "h5pack-write") if self.direct is not None else None
@@ -72,7 +72,7 @@ class RowFile:
     def begin_rows(self, offsets: npt.NDArray[np.int64], row_bytes: int) -> RowBuffer:
         """Return a buffer for rows at ascending byte `offsets`, int64 (n,).
 
-        There is memory for two buffers, so first call `wait` on all earlier ones but the last.
+        There is memory for two buffers, so first call `wait` on all earlier buffers except the last one.
         """
         if int(offsets[-1] - offsets[0]) == (len(offsets) - 1) * row_bytes:
             return ContiguousRows(self, int(offsets[0]), len(offsets), row_bytes)

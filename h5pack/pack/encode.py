@@ -1,7 +1,7 @@
-"""With `keep`: encoding images that cannot be stored as they are, before rows are written.
+"""Encoding of images that cannot be stored unchanged, before rows are written; only used with `keep`.
 
-The offsets of rows follow from the sizes of all files, so these images are encoded first, into temporary files in the
-journal's folder: each worker appends images to an ``encoded-*.bin`` of its own, and records to an ``encoded-*.log``.
+The offset of a row depends on the sizes of all earlier rows, so these images must be encoded first. Each worker appends
+encoded images to its own temporary file ``encoded-*.bin`` in the journal's folder, and records to an ``encoded-*.log``.
 Then rows are copied from these files in the pack's order, so the output is the same for any number of workers. A
 resumed conversion reads the records and compares the bytes with their checksums, as it does for rows.
 """
@@ -45,7 +45,7 @@ _TASKS_PER_WORKER = 16
 class EncodedRecord:
     """The images that a task encoded, and those that it had to reject."""
 
-    images: npt.NDArray[Any]  # (n,) of `ENCODED_IMAGE`
+    images: npt.NDArray[Any]  # (n,), dtype `ENCODED_IMAGE`
     reasons: dict[int, str] = field(default_factory=dict)  # why images were rejected, by catalog index
 
     def encode(self) -> bytes:
@@ -68,7 +68,7 @@ class EncodeJob:
     max_side: int | None
     quality: int
     max_pixels: int
-    mask_dtypes: tuple[str, ...] = ()  # of each field of masks
+    mask_dtypes: tuple[str, ...] = ()  # dtype of each field of masks
     durable: bool = False  # whether files must be flushed because other machines encode, too
 
 
@@ -81,8 +81,8 @@ class EncodeTask:
     names: list[str]
     decode_paths: list[int]
     kept: list[bool]  # whether the image's file is stored unchanged
-    read: list[bool]  # False if the file is stored unchanged, and copied only when rows are written
-    sizes: list[tuple[int, int]]  # height and width of each image in the pack, upright
+    read: list[bool]  # whether the image's bytes are put into a temporary file; else its file is copied later
+    sizes: list[tuple[int, int]]  # height and width of each image in the pack, when upright
     masks: list[list[str]]  # for each field, the names of the images' masks
 
     def __str__(self) -> str:
@@ -122,7 +122,7 @@ def release() -> None:
 
 
 def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
-    """Encode a task's images into this worker's temporary file and journal them; return its path and the record."""
+    """Encode a task's images into this worker's temporary file and journal them; return the path and the record."""
     worker: _EncodeWorker | None = getattr(_local, "worker", None)
     if worker is None or worker.job != task.job:
         release()
@@ -158,9 +158,9 @@ def _encode(
 ) -> list[tuple[int, bytes, int, int]]:
     """Encode an image and its masks; return field number, bytes, height and width of each.
 
-    The image has the field number -1, and height and width are 0 if its file is stored unchanged. It is left out if the
-    file is copied only when rows are written. Raises RejectedImageError if the image or a mask cannot be decoded or
-    encoded.
+    The image has the field number -1. Its height and width are 0 if its file is stored unchanged. An image whose file
+    is copied only when rows are written is left out. Raises RejectedImageError if the image or a mask cannot be decoded
+    or encoded.
     """
     index, name, decode_path = task.indices[position], task.names[position], task.decode_paths[position]
     found: list[tuple[int, bytes, int, int]] = []
@@ -188,11 +188,11 @@ def _encode(
 def encode_images(
     pack: UnfinishedPack, executor: Executor, num_workers: int, advance: Callable[[int], object]
 ) -> KeptPlan:
-    """Encode the images of a plan that cannot be stored as they are; return the plan with the sizes of all files.
+    """Encode the images of a plan that cannot be stored unchanged; return the plan with the sizes of all files.
 
-    Images that an earlier run encoded are not encoded again. The parts of an array job all submit the same tasks, also
-    those that are done, because they share an executor that returns saved results. `advance` is called with numbers of
-    images. Raises NoImagesError if no image is left.
+    Images that an earlier run encoded are not encoded again. The parts of an array job all submit the same tasks, even
+    those already done, because their executor returns saved results. `advance` is called with the number of images that
+    are done. Raises NoImagesError if no image is left.
     """
     plan = pack.plan
     assert isinstance(plan, KeptPlan)
@@ -256,7 +256,7 @@ def _tasks(plan: KeptPlan, job: EncodeJob, indices: npt.NDArray[np.int64], num_w
 
 @dataclass(frozen=True)
 class _CheckTask:
-    """Encoded images, (n,) of `ENCODED_IMAGE`, in a temporary file."""
+    """Images in a temporary file to check: (n,), dtype `ENCODED_IMAGE`."""
 
     path: str
     images: npt.NDArray[Any]

@@ -1,4 +1,4 @@
-"""Estimating how long a conversion will take, from the time in which its workers decode a sample of its images."""
+"""Estimate of how long a conversion will take, from the time that its workers need to decode a sample of images."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _MAX_SAMPLE = 4_096
 _SAMPLE_PART = 8
 _TASK_BYTES = 512 * 1024  # far above gzip's window of 32 KiB, so that compression is as fast as with whole chunks
 _MAX_TASK_IMAGES = 256
-# Measured with rows of 3 KB and of 116 KB: writing and journaling rows; writing all tables; the last flush.
+# Times of writing and journaling rows, writing the tables, and the last flush; measured with rows of 3 and 116 KB.
 _WRITE_SECONDS_PER_ROW, _WRITE_SECONDS_PER_BYTE = 5e-6, 3e-10
 _TABLE_SECONDS_PER_ROW, _FLUSH_SECONDS = 5e-6, 0.1
-# Time of this process to receive compressed chunks from its workers and to store them.
+# Time that this process needs to receive compressed chunks from its workers and to store them.
 _STORE_SECONDS_PER_BYTE = 3e-9
-# Assumes a fast disk, because the real one cannot be measured without writing to it.
+# A fast disk is assumed, because the real one cannot be measured without writing to it.
 _DISK_BYTES_PER_SECOND = 1e9
 
 
@@ -48,15 +48,16 @@ class _SampleTask:
     pixels: PixelOptions
     fields: tuple[PixelRows, ...]
     masks: list[list[str]]  # the names of the images' masks, for each field
-    statistics_step: int  # the channel statistics use one row in this many
+    statistics_step: int  # the channel statistics use every n-th row
     compression: Compression | None
 
 
 def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) -> float:
     """Return an estimate of the seconds that a conversion takes after the survey.
 
-    The workers of `executor`, which share the plan's reader, decode (and with `compression`, compress) two tasks of
-    images each, then more until 0.3 s have passed or an eighth of all images is decoded. Nothing is written.
+    The workers of `executor` share the plan's reader. They decode at least two tasks of images per worker, and more
+    until 0.3 s have passed or an eighth of all images is decoded. With `compression`, they also compress the images.
+    Nothing is written.
     """
     used, end = 0, time.perf_counter() + _SAMPLE_SECONDS
     step = plan.rows // max(1, len(sampled_rows(*statistics_range(plan, plan.row_order))))
@@ -101,8 +102,8 @@ def table_seconds(rows: int) -> float:
 def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     """Yield the catalog indices of the images of each task, in random order.
 
-    If the source has groups, a task has one of them (at most 256 images), because reading one image of a group costs as
-    much as reading all.
+    If the source has groups, such as chunks, each task has at most 256 images of one group, because reading one image
+    of a group takes as long as reading all of them.
     """
     origins = plan.row_order.origins
     groups = plan.catalog.reader.groups(origins)
@@ -120,7 +121,7 @@ def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
 
 
 def _describe(task: _SampleTask) -> str:
-    return f"{one_of(len(task.names), repr(task.names[0]))}, in the estimate of the time"
+    return f"{one_of(len(task.names), repr(task.names[0]))}, while estimating the time"
 
 
 @functools.lru_cache(maxsize=1)

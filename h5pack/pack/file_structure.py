@@ -3,8 +3,8 @@
 The datasets beside the images (labels, fields, file names, splits, checksums, statistics, rejects) are called tables.
 
 The structure is written twice, each time to a sparse file whose bytes outside the chunks are then copied into the
-output. HDF5 never opens the output for writing, because a kill while it is open would leave a file that HDF5 refuses to
-open. The first time, the structure is written for the planned rows, which determines the address of every chunk. The
+output. HDF5 never opens the output for writing, because a process killed meanwhile would leave a file that HDF5 refuses
+to open. The first time, the structure is written for the planned rows, which determines the address of every chunk. The
 second time, it is written for the rows that were packed, with all tables, and completes the output.
 HDF5 allocates chunks in order, so the chunks that remain have the same addresses in both structures.
 
@@ -42,7 +42,7 @@ from h5pack.system.libc import libc_function, raise_errno
 
 _TABLE_CHUNK_BYTES = 262_144
 _MAX_COMPACT_BYTES = 32_768
-"""Maximum size of a table in the compact layout; HDF5's limit is 64 KiB with the rest of the object header."""
+"""Maximum size of a table in the compact layout; HDF5's limit for table and object header together is 64 KiB."""
 _MIB = 1 << 20
 _MASK_FILES = 256  # masks that are copied at a time
 _HEAP_BYTES = 4_096  # the block that HDF5 allocates for axis labels
@@ -54,7 +54,7 @@ class PixelRows:
 
     name: str
     kind: str  # value of the attribute `kind`
-    row_shape: tuple[int, ...]  # (H, W) of masks; that of the images otherwise
+    row_shape: tuple[int, ...]  # (H, W) for masks; the images' row shape for further images
     dtype: str  # "|u1" or "<i4"
 
     @property
@@ -70,7 +70,7 @@ class PixelRows:
 
 @dataclass(frozen=True)
 class EncodedMasks:
-    """A field of masks that are stored as PNG files, and where these are before they are copied into the pack."""
+    """A field of masks that are stored as PNG files, and where these files are before they are copied into the pack."""
 
     name: str
     dtype: str  # of the pixels: "|u1" or "<i4"
@@ -78,7 +78,7 @@ class EncodedMasks:
 
     @property
     def offsets(self) -> npt.NDArray[np.int64]:
-        """Byte at which each row begins in the stored data, and the end of the last, (N + 1,)."""
+        """Byte offset of each row in the stored data, and the end of the last row, (N + 1,)."""
         return np.cumsum([0, *(size for _, size in self.files)], dtype=np.int64)
 
 
@@ -86,16 +86,16 @@ class EncodedMasks:
 class FileStructure:
     """The shape, chunks and attributes of the images dataset and its file.
 
-    If the pack keeps JPEG files, the images dataset is `/encoded/data`, in which each row is one byte.
+    If the pack keeps JPEG files, the images dataset is `/encoded/data`, whose axis 0 counts bytes.
     """
 
     row_shape: tuple[int, ...]  # (H, W, C) or (C, H, W); () for encoded images
     chunk_rows: int
     layout: str  # nhwc or nchw
-    compat: bool  # write a file that HDF5 1.8 can read
+    compat: bool  # whether HDF5 1.8 must be able to read the file
     attributes: dict[str, str]  # text attributes of the root group, known before the first pixel is written
     compression: Compression | None = None  # of the chunks; `write_structure` ignores it
-    metadata_bytes: int = 0  # upper bound for both structures; see `plan_metadata`
+    metadata_bytes: int = 0  # upper bound for both times that the structure is written; see `plan_metadata`
     fields: tuple[PixelRows, ...] = ()
 
     @property
@@ -110,12 +110,12 @@ class FileStructure:
 
     @property
     def datasets(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-        """Path, shape of a row, and dtype of the images, and of each field that is chunked like them."""
+        """Path, row shape and dtype of the images dataset, and of each field that is chunked like it."""
         return (self.dataset, self.row_shape, "|u1"), *((one.dataset, one.row_shape, one.dtype) for one in self.fields)
 
     @property
     def all_chunk_bytes(self) -> tuple[int, ...]:
-        """Size of an unfiltered chunk of the images, and of each field that is chunked like them."""
+        """Size in bytes of an unfiltered chunk of the images, and of each field that is chunked like them."""
         return self.chunk_bytes, *(self.chunk_rows * one.row_bytes for one in self.fields)
 
     @property
@@ -126,7 +126,7 @@ class FileStructure:
 
 
 def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datasets: int) -> int:
-    """Return an upper bound of the bytes of metadata of a file, which is written in one block at its start.
+    """Return an upper bound of the bytes of a file's metadata, which HDF5 writes in one block at the start.
 
     `names_bytes` is the size of the names of classes and splits. `datasets` is the number of datasets of labels and
     fields; a ragged field has two. Per chunk, HDF5 2.0 needs 8.2 bytes in an extensible array, 16.5 if chunks are
@@ -140,7 +140,7 @@ def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datas
 
 @dataclass(frozen=True)
 class PackTables:
-    """The data of a pack's tables (all datasets but the images).
+    """The data of a pack's tables: all datasets except those of pixels.
 
     Labels, fields, filenames and checksums have one entry per row of the complete pack, in the order of its rows.
     """
@@ -151,11 +151,11 @@ class PackTables:
     filenames: Sequence[str] | NameTable
     splits: Sequence[tuple[str, int, int]]  # name, first row and end row (exclusive) of each split
     checksums: npt.NDArray[np.uint32]  # (N,): CRC-32 of each image row
-    statistics: dict[str, Any]  # mean, std: float64 (C,), 0 to 1; rows, step, split: their input
+    statistics: dict[str, Any]  # mean, std: float64 (C,), 0 to 1; rows, step, split: the sample
     rejects: list[Reject] = field(default_factory=list)
     encoded: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # offsets and sizes of encoded images, by path
     encoded_masks: Sequence[EncodedMasks] = ()
-    pixel_checksums: tuple[npt.NDArray[np.uint32], ...] = ()  # (N,) of each of the structure's fields
+    pixel_checksums: tuple[npt.NDArray[np.uint32], ...] = ()  # like `checksums`, for each field of the structure
 
     @property
     def all_checksums(self) -> tuple[npt.NDArray[np.uint32], ...]:
@@ -164,7 +164,7 @@ class PackTables:
 
 
 Addresses = tuple[npt.NDArray[np.int64], ...]
-"""The byte offsets of the chunks, (chunks,), of the images and of each field that is chunked like them."""
+"""The byte offsets of chunks, (chunks,), first of the images, then of each field that is chunked like them."""
 
 
 def write_structure(
@@ -172,9 +172,10 @@ def write_structure(
 ) -> Addresses:
     """Write a file without pixels, and return the byte offset of each chunk.
 
-    Without `tables`, the file is marked as incomplete. `planned_rows` is the number of rows of the first structure: if
-    there are fields, all of them are allocated before the datasets are shortened to `rows`, because each dataset's
-    chunks follow those of the one before. Raises OSError if the file cannot be written (ENOSPC if the disk is full).
+    Without `tables`, the file is marked as incomplete. `planned_rows` is the number of rows of the first structure. If
+    there are fields, every dataset gets chunks for this number of rows before it is shortened to `rows`, because its
+    chunks follow those of the previous dataset and must keep their addresses. Raises OSError if the file cannot be
+    written (ENOSPC if the disk is full).
     """
     path.unlink(missing_ok=True)
     with system_errors(), create_file(path, structure) as file:
@@ -218,7 +219,10 @@ def _table_bytes(tables: PackTables) -> int:
 
 
 def copy_structure(path: Path, target: int, addresses: Addresses, structure: FileStructure) -> None:
-    """Move a file of `write_structure`, except its chunks, into the open file `target`, which gets the same size."""
+    """Move a file written by `write_structure`, except its chunks, into the open file `target`.
+
+    `target` gets the same size.
+    """
     source = os.open(path, os.O_RDONLY)
     sizes = np.repeat(structure.all_chunk_bytes, [len(some) for some in addresses])
     starts = np.concatenate(addresses)
@@ -238,7 +242,10 @@ def copy_structure(path: Path, target: int, addresses: Addresses, structure: Fil
 def write_compressed(
     path: Path, structure: FileStructure, rows: int, tables: PackTables, chunks: Iterable[bytes]
 ) -> None:
-    """Write a compressed pack from the chunks of each dataset in turn; raises OSError as `write_structure` does."""
+    """Write a compressed pack. `chunks` yields the compressed chunks of one dataset after another.
+
+    Raises OSError as `write_structure` does.
+    """
     with system_errors(), create_file(path, structure) as file:
         _reserve(path, 0, structure.metadata_bytes)
         datasets = [_create_images(file, structure, rows, structure.compression)]
@@ -296,9 +303,9 @@ def create_file(path: Path, structure: FileStructure) -> h5py.File:
     access.set_libver_bounds(version, version)
     access.set_alignment(schema.ALIGNMENT_THRESHOLD_BYTES, schema.ALIGNMENT_BYTES)
     if structure.metadata_bytes:
-        # HDF5 allocates all metadata in this block until it is full. Otherwise parts of the chunk index would be among
-        # the chunks, and the distance between chunks would vary. The axis labels follow the block in 4 KiB of their
-        # own, so that the chunks start at a whole MiB. Encoded images have no axis labels, and few chunks.
+        # HDF5 allocates all metadata in this block until the block is full. Without it, parts of the chunk index would
+        # lie between chunks, and the distance between chunks would vary. HDF5 allocates the axis labels in 4 KiB after
+        # the block. The block is 4 KiB smaller, so that the chunks start at a whole MiB. Encoded images have no labels.
         access.set_meta_block_size(structure.metadata_block_bytes - (_HEAP_BYTES if structure.row_shape else 0))
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     # No other process opens this file, and HDF5's file locking fails on some network file systems.
@@ -329,13 +336,13 @@ def _create_field(
 def _create_chunked(
     file: h5py.File, name: str, chunks: tuple[int, ...], dtype: str, compression: Compression | None
 ) -> h5py.Dataset:
-    """Create a dataset of no rows. Unless compressed, its chunks are allocated as soon as it has rows."""
+    """Create a dataset without rows. Unless it is compressed, its chunks are allocated as soon as it has rows."""
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_chunk(chunks)
     create.set_obj_track_times(False)
     create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     if compression is None:
-        # Early allocation assigns every chunk's address now; nothing is written, so the file is sparse.
+        # Early allocation assigns the chunks' addresses when rows are added. No data is written, so the file is sparse.
         create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     else:
         add_filter(create, compression)
@@ -471,7 +478,10 @@ def _write_masks(file: h5py.File, masks: EncodedMasks) -> None:
 
 
 def _create_small(group: h5py.Group, name: str, values: npt.NDArray[Any]) -> None:
-    """Write a table that is read whenever the file is opened; if it fits, into the metadata (compact layout)."""
+    """Write a table that is read whenever the file is opened.
+
+    A small table is stored in the metadata (HDF5's compact layout).
+    """
     if values.nbytes > _MAX_COMPACT_BYTES:
         group.create_dataset(name, data=values)
         return
@@ -483,7 +493,10 @@ def _create_small(group: h5py.Group, name: str, values: npt.NDArray[Any]) -> Non
 
 
 def _create_names(file: h5py.File, path: str, names: Sequence[str] | NameTable) -> None:
-    """Write names as fixed-length strings with gzip. Reading 20,000 takes 0.9 ms, or 12.5 ms if of variable length."""
+    """Write names as fixed-length strings with gzip.
+
+    Reading 20,000 of them takes 0.9 ms; variable-length strings take 12.5 ms.
+    """
     width = max(1, max((len(name.encode("utf-8", "backslashreplace")) for name in names), default=1))
     rows = max(1, min(len(names), _TABLE_CHUNK_BYTES // width))
     kind = h5py.string_dtype("utf-8", width)

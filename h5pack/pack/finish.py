@@ -59,7 +59,7 @@ def require_images(pack: UnfinishedPack, written: RowRecord) -> None:
 
 
 def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """Return the moves as (target, origin, number of consecutive rows), targets ascending; see `move_rows`."""
+    """Return the moves as (target, origin, number of consecutive rows), ascending by target; see `move_rows`."""
     targets = np.flatnonzero(origins != np.arange(len(origins)))
     edges = consecutive_runs(targets, origins[targets])
     firsts = edges[:-1]
@@ -115,7 +115,7 @@ def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[n
 
 
 def _decoded(plan: ConvertPlan, decoder: SampleDecoder, row: int) -> list[bytes]:
-    """Decode the image of a planned row, and its masks, again."""
+    """Decode the image of a planned row, its masks and further images again."""
     index = int(plan.row_order.origins[row])
     pixels = np.empty(plan.row_shape, np.uint8)
     fields = decoder.field_rows(np.empty(one.row_bytes, np.uint8) for one in plan.pixel_rows)
@@ -153,17 +153,17 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
 
 
 class RowCounts(Protocol):
-    """The number of rows that a file was allocated for, and how long its images dataset is for fewer rows."""
+    """The number of rows that a file was allocated for, and the length of its images dataset for fewer rows."""
 
     @property
     def rows(self) -> int: ...
 
     def stored_rows(self, rows: int) -> int:
-        """Return the length of axis 0 of the images dataset that holds the first `rows` rows."""
+        """Return the length of axis 0 of the images dataset if it holds the first `rows` rows."""
 
 
 class Unfinished(Protocol):
-    """A file whose rows are written and that is to be completed, by a conversion or by combining packs."""
+    """An unfinished file, of a conversion or of combined packs: its rows are written, its tables are not."""
 
     @property
     def plan(self) -> RowCounts: ...
@@ -209,10 +209,10 @@ def complete(pack: Unfinished, tables: PackTables) -> None:
 def compress(
     pack: UnfinishedPack, tables: PackTables, executor: Executor, max_in_flight: int, advance: Callable[[int], object]
 ) -> None:
-    """Write a compressed copy of ``OUT.partial`` with all tables, flush it to the disk, and replace the file by it.
+    """Write a compressed copy of ``OUT.partial`` with all tables, flush it, and replace ``OUT.partial`` by it.
 
-    The executor's workers compress; at most `max_in_flight` chunks are being compressed or wait to be stored. After
-    each chunk, `advance` is called with its number of rows.
+    The workers of `executor` compress chunks; at most `max_in_flight` chunks are being compressed or wait to be stored.
+    After each chunk, `advance` is called with its number of rows.
     """
     structure, step = pack.structure, pack.structure.chunk_rows
     compression, partial = structure.compression, str(pack.output.partial)
@@ -264,14 +264,14 @@ def _clear(descriptor: int, start: int, stop: int) -> None:
 
 
 Expected = tuple[str, tuple[int, ...], dict[tuple[int, int], int]]
-"""The path and shape of a dataset, and the checksums of its first, a middle and its last row.
+"""The path and shape of a dataset, and the checksums of its first, middle and last row.
 
-The key of a checksum is the (start, stop) of that row along axis 0 of the dataset.
+The key of each checksum is the (start, stop) of the row along axis 0 of the dataset.
 """
 
 
 def _expected(pack: Unfinished, tables: PackTables) -> list[Expected]:
-    """Return what the datasets of the images, and of each field that is chunked like them, must contain."""
+    """Return the expected content of the images dataset, and of each field that is chunked like it."""
     rows, plan, structure = len(tables.checksums), pack.plan, pack.structure
     some = [(row, plan.stored_rows(row), plan.stored_rows(row + 1)) for row in sorted({0, rows // 2, rows - 1})]
     return [
@@ -283,8 +283,8 @@ def _expected(pack: Unfinished, tables: PackTables) -> list[Expected]:
 def _require_sound(path: Path, sound: bool) -> None:
     if not sound:
         raise H5PackError(
-            f"{path}: the file does not contain what was written to it; check the disk, then run again with "
-            "resume=True, or with finish=True if that was given",
+            f"{path}: the file does not contain the written data; check the disk, then run again with "
+            "resume=True, or with finish=True if this run had it",
             path=path,
             parameters=("resume=True", "finish=True"),
         )
@@ -296,9 +296,9 @@ def is_sound(
     addresses: Addresses | None = None,
     compression: Compression | None = None,
 ) -> bool:
-    """Return whether a pack, opened as a reader would, is complete and has the `expected` datasets.
+    """Return whether a pack is complete and has the `expected` datasets, as a reader sees it.
 
-    `addresses` are the expected byte offsets of their chunks; None accepts any. `compression` is the filter to load.
+    `addresses` are the expected byte offsets of the chunks; None accepts any. `compression` is the filter to load.
     """
     if compression is not None:
         require_filter(compression)
@@ -325,7 +325,7 @@ def _is_sound_dataset(file: h5py.File, expected: Expected, addresses: npt.NDArra
 def is_complete(path: Path) -> bool:
     """Return whether the ``OUT.partial`` at `path` is marked as complete.
 
-    If it is compressed or a virtual file, it then only has to be renamed.
+    If it is, a compressed or virtual file only has to be renamed.
     """
     try:
         with h5py.File(path, "r", locking=False) as file:
@@ -360,6 +360,6 @@ def publish(output: Output, lock: OutputLock, overwrite: bool, rejects: Sequence
         )
     os.replace(output.partial, output.final)
     sync_path(output.final.parent)
-    # After the renaming, the lock no longer keeps other conversions out, so the journal may belong to another one.
+    # After renaming, the lock no longer keeps other conversions out, and one of them may own the journal.
     if output.journal_identity() == journal:
         output.remove_leftovers()

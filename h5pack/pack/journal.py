@@ -4,23 +4,24 @@ The folder ``OUT.partial.journal/`` contains
 
 - ``plan.json``: the options and properties that must be equal in a resumed run (see `h5pack.pack.resume`);
 - ``prints.bin``: fingerprints of the source's images, by which a resumed run notices changes;
-- ``rows-*.log``, one file per worker, which appends a record to it after rows are written. A record consists of a magic
-  number, a length, a CRC-32 and a payload. A kill can truncate the last record; a resumed run ignores it and writes its
-  rows again;
+- ``rows-*.log``, one file per worker. The worker appends a record after it has written rows. A record consists of a
+  magic number, a length, a CRC-32 and a payload. A kill can truncate the last record; a resumed run ignores that record
+  and writes its rows again;
 - ``encoded-*.bin`` and ``encoded-*.log``, if images are encoded before rows are written (see `h5pack.pack.encode`);
 - ``written.bin``: the checksums and rejects of all rows, saved once every row is written or rejected. From then on,
   rows may be moved.
 
 A record means that a row was passed to the kernel, not that it reached the disk: after a power cut, the journal may
-list rows that are not in the file. So a resumed run reads every listed row and writes it again if its checksum differs.
+list rows that are not in the file. So a resumed run reads every listed row, and writes those with a wrong checksum
+again.
 
 Before there is a plan, `SurveyJournal` keeps the results of a long survey in the file ``OUT.partial.survey``.
 
 **On several machines**, writers are durable: rows are flushed before their record is written, and the record is flushed
 before a task ends. Locks may not reach other machines, so a writer marks the beginning and the end of each task in its
-file (see `Journal.late_writers`). A writer whose last mark is a beginning may still write, however long ago it was
-given up. Another writer has written its rows by then, at the same offsets with the same bytes, so late writes do no
-harm as long as no row has moved.
+file (see `Journal.late_writers`). If the last mark of a writer is a beginning, the writer may still write, even long
+after it was given up. Until rows move, such late writes do no harm, because another writer has written the same bytes
+at the same offsets.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class RowRecord:
 
     @property
     def all_checksums(self) -> tuple[npt.NDArray[np.uint32], ...]:
-        """Checksums of the rows of the images, and of each field."""
+        """Checksums of the rows of the images, and of each field that is chunked like them."""
         return self.checksums, *self.field_checksums
 
     def encode(self) -> bytes:
@@ -106,13 +107,13 @@ class RowRecord:
 
 
 class EncodedFile(NamedTuple):
-    """Where an encoded image or mask is: in a temporary file of `h5pack.pack.encode`, or in a pack to combine."""
+    """Location of an encoded image or mask: in a temporary file of `h5pack.pack.encode`, or in a pack to combine."""
 
     path: str
     offset: int
     checksum: int
-    dataset: str | None = None  # of the pack; None for a temporary file
-    row: int = 0  # of that dataset
+    dataset: str | None = None  # path in the pack; None for a temporary file
+    row: int = 0  # row of that dataset
 
 
 def read_encoded(encoded: EncodedFile, size: int) -> bytes:
@@ -186,9 +187,9 @@ class Record(Protocol):
 class JournalWriter:
     """A writer that appends records to a new file in the journal `folder`, and keeps that file locked until closed.
 
-    `prefix` says what kind of records they are: those of rows, or those of `h5pack.pack.encode`. A `durable` writer,
-    for several machines, marks tasks with `begin` and `end` instead of locking its file. If `path` is given, it appends
-    to that file, in which it recorded an earlier task.
+    `prefix` is the kind of the records: those of rows, or those of `h5pack.pack.encode`. A `durable` writer, for
+    several machines, marks tasks with `begin` and `end` instead of locking its file. If `path` is given, the writer
+    appends to that file, which an earlier task created.
     """
 
     def __init__(self, folder: str, prefix: str = _ROWS, *, durable: bool = False, path: str | None = None) -> None:
@@ -244,7 +245,7 @@ class Journal:
         """Create a new journal at `temporary` and rename it, unless another process was first."""
         Journal(temporary).start(plan, fingerprints)
         try:
-            # Renaming is atomic and fails if the journal exists, because that is not empty.
+            # Renaming is atomic, and fails if the journal exists, because that folder is not empty.
             temporary.rename(self.folder)
         except OSError:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -286,8 +287,8 @@ class Journal:
     def late_writers(self) -> list[Path]:
         """Return the files of durable writers that may still write rows, because their last task has not ended.
 
-        Such a writer was killed, or it hangs and may go on at any time, or another writer has completed its task while
-        it was still running.
+        Such a writer was killed, or it hangs and may continue at any time, or it still runs although another writer has
+        completed its task.
         """
         late = []
         for path in sorted(self.folder.glob(f"{_ROWS}-*.log")):
@@ -318,12 +319,12 @@ class SurveyJournal:
     """``OUT.partial.survey``: the results of a survey, from which a resumed run continues it. A context manager.
 
     The first record is `identity`, which says what the results belong to. The file is created once the survey has taken
-    10 seconds, with all results until then. It is removed when the journal of rows begins, or when an error ends the
-    run, unless the run was interrupted or the error recommends resuming. Without `resume`, an earlier file is removed
-    at the start.
+    10 seconds, with all results so far. It is removed when the journal of rows begins, or when the run ends, unless the
+    run was interrupted or its error recommends resuming. Without `resume`, an earlier file is removed at the start.
 
     The file only saves time. If it is damaged, the records before the damage are used; if it belongs to another survey,
-    none are. If it cannot be written, or another conversion is writing it, the survey continues without it.
+    no records are used. If the file cannot be written, or another conversion is writing it, the survey continues
+    without it.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any], *, resume: bool) -> None:
@@ -352,7 +353,7 @@ class SurveyJournal:
         self._descriptor, self._given_up = -1, True
 
     def payloads(self) -> Iterator[bytes]:
-        """Yield the results of an interrupted run. Call this once, before `append`, and exhaust it."""
+        """Yield the results of an interrupted run. Call this once, before `append`, and exhaust the iterator."""
         if not self._resume or not self._path.exists() or not self._open():
             return
         end = 0
@@ -362,7 +363,7 @@ class SurveyJournal:
             if number:
                 yield payload
             end += _PREFIX.size + len(payload)
-        # New records follow the last intact one.
+        # Cut off a damaged end, so that new records follow the last intact one.
         os.ftruncate(self._descriptor, end)
         if end:
             self._waiting.clear()

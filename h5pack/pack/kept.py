@@ -1,4 +1,4 @@
-"""Packs that keep JPEG files: the plan of a conversion whose rows are bytes of different lengths.
+"""The plan of a conversion that keeps JPEG files: rows are the bytes of files, and differ in length.
 
 JPEG files are stored unchanged unless they are larger than `max_side`; all other images are encoded before rows are
 written (`h5pack.pack.encode`). Until then, the plan estimates their sizes.
@@ -47,7 +47,7 @@ temporary file, CRC-32, and height and width when upright (0: as in the source).
 
 
 class EncodedPlaces:
-    """Where the bytes of encoded images are; `fields` has the same for the masks of each field."""
+    """Locations of encoded images in temporary files; `fields` has the locations of the masks of each field."""
 
     def __init__(self, images: int, fields: int = 0) -> None:
         self.paths: list[str] = []
@@ -56,7 +56,7 @@ class EncodedPlaces:
         self.fields = [EncodedPlaces(images) for _ in range(fields)]
 
     def add(self, path: str, images: npt.NDArray[Any]) -> None:
-        """Add images and masks, (n,) of `ENCODED_IMAGE`, in the temporary file `path`."""
+        """Add images and masks, (n,), dtype `ENCODED_IMAGE`, in the temporary file `path`."""
         if path not in self.paths:
             self.paths.append(path)
         own = images[images["field"] < 0]
@@ -67,7 +67,7 @@ class EncodedPlaces:
             field.add(path, masks)
 
     def file(self, index: int) -> EncodedFile | None:
-        """Return where an image is in the temporary files; None if it is in none."""
+        """Return the location of an image in the temporary files; None if it is in none of them."""
         owner, image = self.owners[index], self.images[index]
         return None if owner < 0 else EncodedFile(self.paths[owner], int(image["offset"]), int(image["checksum"]))
 
@@ -78,9 +78,10 @@ class KeptPlan(ConvertPlan):
 
     heights: npt.NDArray[np.int32]  # (M,): of each image in the pack, when upright
     widths: npt.NDArray[np.int32]
-    jpeg_bytes: npt.NDArray[np.int64]  # (M,): size of each image's file in the pack
+    jpeg_bytes: npt.NDArray[np.int64]  # (M,): size of each image's file in the pack; an estimate until it is encoded
     fits: npt.NDArray[np.bool_]  # (M,): whether the file is stored unchanged
-    # (M,): images that are encoded, or if the source is read by groups, first copied to a temporary file
+    # (M,): whether the image must be put into a temporary file first: because it must be encoded, or because the source
+    # is read by groups
     needs_encoding: npt.NDArray[np.bool_]
     places: EncodedPlaces | None = None  # None before images are encoded
 
@@ -94,7 +95,7 @@ class KeptPlan(ConvertPlan):
         return replace(plan, chunks=plan_data_chunks(size), needs_encoding=self.needs_encoding & mine)
 
     def shard_edges(self) -> list[int]:
-        """See `ConvertPlan`; images that are encoded have estimated sizes. A shard has at least one image."""
+        """See `ConvertPlan`; the sizes of images to encode are estimates. A shard has at least one image."""
         size = self.options.shard_bytes
         if size is None:
             return [0, self.rows]
@@ -110,9 +111,9 @@ class KeptPlan(ConvertPlan):
 
     @property
     def to_encode(self) -> npt.NDArray[np.bool_]:
-        """See `ConvertPlan`; includes files that are stored unchanged if the source is read by groups.
+        """See `ConvertPlan`. If the source is read by groups, files that are stored unchanged are included.
 
-        If there are masks, these are all images that become rows.
+        If there are masks, all images that become rows are included.
         """
         if not self.catalog.pixel_fields:
             return self.needs_encoding
@@ -141,7 +142,7 @@ class KeptPlan(ConvertPlan):
         return [None if self.places is None else self.places.file(index) for index in indices.tolist()]
 
     def with_encoded(self, places: EncodedPlaces, reasons: dict[int, str]) -> KeptPlan:
-        """Return the plan with the sizes of the encoded images, without the rejected ones.
+        """Return the plan with the sizes of encoded images, and without the rejected images.
 
         `reasons` says why images were rejected, by catalog index. Raises NoImagesError if no image is left.
         """
@@ -173,7 +174,7 @@ class KeptPlan(ConvertPlan):
 
     @cached_property
     def offsets(self) -> Rows:
-        """Byte at which each row begins in the data, and the end of the last, (N + 1,)."""
+        """Byte offset of each row in the data, and the end of the last row, (N + 1,)."""
         return np.append(0, np.cumsum(self.jpeg_bytes[self.row_order.origins]))
 
     @property
@@ -215,7 +216,7 @@ class KeptPlan(ConvertPlan):
     def needed_bytes(self) -> int:
         """See `ConvertPlan`; images that are encoded need space twice, and their sizes are estimates."""
         needed = super().needed_bytes + int(self.jpeg_bytes[self.needs_encoding].sum())
-        # The pack and the file with the tables, which have the masks, are counted already, but not the temporary file.
+        # The masks in the pack and in the file of tables are counted already, but not those in the temporary files.
         return needed + self._mask_bytes
 
     @property
@@ -231,7 +232,7 @@ class KeptPlan(ConvertPlan):
         return super()._tables_bytes() + 16 * (self.rows + 1) + offsets + self._mask_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """See `ConvertPlan`; `shape` has only the number of images, and `encoded_bytes` is that of all of them."""
+        """See `ConvertPlan`. `shape` has only the number of images; `encoded_bytes` is the size of all their files."""
         own = {"shape": [self.rows], "chunk_rows": None, "encoded_bytes": int(self.offsets[-1])}
         return {**super().to_json(), **own}
 
@@ -250,7 +251,7 @@ class KeptPlan(ConvertPlan):
 
 
 def make_kept_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> KeptPlan:
-    """Return the plan of a conversion with `keep`, like `make_plan`."""
+    """Return the plan of a conversion with `keep`; raises the errors of `plan_rows`."""
     rows = plan_rows(source, catalog, survey, options)
     sides = np.maximum(survey.heights, survey.widths)
     fits = (survey.jpeg_bytes > 0) & (sides <= (options.max_side or np.iinfo(np.int32).max))
@@ -283,9 +284,10 @@ def make_kept_plan(source: str, catalog: Catalog, survey: Survey, options: Conve
 
 
 def plan_data_chunks(size: int) -> ChunkPlan:
-    """Return the chunks of `size` encoded bytes: the largest power of two that makes at least 256 of them.
+    """Return the chunks for `size` encoded bytes.
 
-    Then the unused rest of the last chunk is small. A chunk has at least 64 KiB, to be aligned, and at most 4 MiB.
+    A chunk's size is the largest power of two that gives at least 256 chunks, so that the unused rest of the last chunk
+    is small. It is at least 64 KiB, because HDF5 does not align smaller chunks, and at most 4 MiB.
     """
     chunk = schema.ALIGNMENT_THRESHOLD_BYTES
     while chunk < DEFAULT_CHUNK_BYTES and 2 * chunk * _MIN_CHUNKS <= size:

@@ -38,7 +38,7 @@ _LATER = (
     "compression", "images", "labels", "fields", "channel_axis", "value_range", "val", "keep", "max_side", "quality",
     "mask_columns", "image_columns", "text_columns", "box_columns", "keypoint_columns", "box_format", "shard_bytes",
 )  # fmt: skip
-# Options that cannot be given with `keep`, and those that need it.
+# Options that cannot be combined with `keep`, and options that require it.
 _OF_PIXELS = ("size", "fit", "resample", "draft", "mode", "layout", "chunk_rows", "chunk_bytes", "compression")
 _OF_KEPT = ("max_side", "quality")
 
@@ -179,7 +179,7 @@ class ConvertOptions:
                 raise OptionsError(problem, parameters=given)
 
     def _check_keep(self) -> None:
-        """Raise OptionsError for options of pixels if `keep` is given, and for options of `keep` if it is not."""
+        """Raise OptionsError if options of pixels are given with `keep`, or options of `keep` without it."""
         names = _OF_KEPT if self.keep is None else _OF_PIXELS
         given = tuple(name for name in names if getattr(self, name) != getattr(ConvertOptions, name))
         if not given:
@@ -187,24 +187,29 @@ class ConvertOptions:
         if self.keep is None:
             problem = "cannot be used without keep='jpeg'; give keep='jpeg', too"
         else:
-            problem = "cannot be used with keep='jpeg', which stores image files; leave out keep='jpeg' or all others"
+            problem = (
+                "cannot be used with keep='jpeg', which stores image files; leave out keep='jpeg' or these options"
+            )
             if "size" in given:
                 problem += ", or limit the size with max_side"
         raise OptionsError(f"{', '.join(given)} {problem}", parameters=(*given, "keep='jpeg'", "max_side"))
 
     @property
     def in_array_job(self) -> bool:
-        """Whether this run writes or finishes parts of an array job. It always continues, and `resume` is refused."""
+        """Whether this run writes a part of an array job, or finishes the job.
+
+        Such a run always continues earlier work, and cannot be combined with `resume`.
+        """
         return self.finish or self.part is not None
 
     @property
     def resumable(self) -> bool:
-        """Whether this run is continued with ``resume=True`` if it is interrupted."""
+        """Whether ``resume=True`` can continue this run if it is interrupted."""
         return not self.in_array_job
 
     @property
     def continues(self) -> bool:
-        """Whether this run may continue what an earlier one has written."""
+        """Whether this run may continue the work of an earlier run."""
         return self.resume or self.in_array_job
 
     @property
@@ -214,7 +219,7 @@ class ConvertOptions:
 
     @property
     def filter(self) -> Compression | None:
-        """The HDF5 filter of the images' chunks; None if they are stored uncompressed."""
+        """The HDF5 filter of the chunks of pixels; None if they are stored uncompressed."""
         return parse_compression(self.compression)
 
     @property
@@ -241,17 +246,17 @@ class ConvertOptions:
         )
 
     def content(self) -> dict[str, Any]:
-        """Return the options that affect the file's contents; the pack stores them, and a resumed run compares them.
+        """Return the options that affect the file's contents; the pack stores them, and resuming compares them.
 
         Options that were added after version 0.1 are included only if they differ from their defaults.
         """
         values = dataclasses.asdict(self)
         for name in ("root", "strict", "num_workers", "start_method", "io", "overwrite", "resume", "part", "finish"):
             del values[name]
-        # Packs and journals of version 0.1 call this option "source".
+        # Store this option as "source", as packs and journals of version 0.1 do.
         values = {"source": values.pop("source_kind"), **values}
         values["compression"] = NONE if self.filter is None else self.filter.name
-        # At their defaults, later options are left out, so that packs have the same bytes as before these existed.
+        # Leave out later options at their defaults, so that packs that do not use them keep the same bytes.
         for name in _LATER:
             if values[name] == getattr(ConvertOptions, name):
                 del values[name]
@@ -259,10 +264,10 @@ class ConvertOptions:
 
 
 def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> None:
-    """Raise OptionsError for options that the source does not allow.
+    """Raise OptionsError for options that cannot be used with the source.
 
-    These are `val` if no split can be divided, `draft` if samples have masks or further images, and `keep` if they have
-    further images.
+    These are `val` if no split can be divided, `draft` if samples have masks or further images, and `keep` if samples
+    have further images.
     """
     if options.draft and catalog.pixel_fields:
         raise OptionsError(
@@ -271,7 +276,7 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
             parameters=("draft=True",),
         )
     if options.keep is not None and any(one.kind == schema.IMAGE for one in catalog.pixel_fields):
-        # The further images of an HDF5 file need no option.
+        # In an HDF5 file, further images are found without `image_columns`.
         parameters = (f"keep={options.keep!r}", *(("image_columns",) if options.image_columns else ()))
         raise OptionsError(
             f"{source}: {parameters[0]} cannot store further images of a sample; leave out {' or '.join(parameters)}",
@@ -279,7 +284,7 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
             parameters=parameters,
         )
     if options.val is not None:
-        training_split(source, catalog, options.val)  # Raises an error.
+        training_split(source, catalog, options.val)  # Raises OptionsError if no split can be divided.
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:
@@ -310,10 +315,10 @@ def check_fraction(name: str, value: object) -> None:
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
-    """Return one text, or several, as a tuple; raise OptionsError if `value` is neither."""
+    """Return a str, or several, as a tuple; raise OptionsError if `value` is neither."""
     texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
     if (not texts and value not in ((), [])) or not all(isinstance(text, str) for text in texts):
-        raise invalid(name, value, " is neither a text nor several texts; give a str or a list of str")
+        raise invalid(name, value, " is not text; give a str or a list of str")
     return texts
 
 
@@ -353,9 +358,9 @@ def parse_part(part: str | Sequence[int]) -> tuple[int, int]:
 
 
 def parse_bytes(size: int | str, name: str = "chunk_bytes") -> int:
-    """Return the number of bytes that the option `name` gives, from a number or text: "65536", "512KiB", "4MB" or "1G".
+    """Return a number of bytes, given as a number or as text such as "65536", "512KiB", "4MB" or "1G".
 
-    MB and the like count in powers of 1000; MiB and M in powers of 1024.
+    KB, MB and GB are powers of 1000; KiB, MiB, GiB, K, M and G are powers of 1024. `name` is the option's name.
     """
     if not isinstance(size, str):
         return size

@@ -1,4 +1,4 @@
-"""The output file: the report of its conversion, the temporary files beside it, the disk space it needs, its lock."""
+"""The output file: the report of its conversion, the temporary files beside it, its disk space and its lock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class ConvertReport:
     """The result of a conversion.
 
     `seconds` is the time of each stage: survey (including listing the source), encode (only with `keep`), check (rows
-    written by an earlier run), write, compress (only with `compression`), finish (moving rows, tables, fsync, rename).
+    written by an earlier run), write, compress (only with `compression`), and finish (moving rows, writing tables,
+    fsync, rename).
     """
 
     path: str  #: the output
@@ -43,10 +44,10 @@ class ConvertReport:
     resumed_rows: int = 0  #: planned rows that an earlier, interrupted run had already written or rejected
     moved_rows: int = 0  #: rows that were moved to close gaps left by images that could not be decoded
     seconds: dict[str, float] = field(default_factory=dict)
-    already_complete: bool = False  #: before this call, which is possible with ``resume=True``
-    part: str | None = None  #: such as "3/16", if only this part was written, which has `images` rows
-    shards: int = 0  #: number of packs that a virtual output refers to, with `shard_bytes`; `bytes` counts them, too
-    notes: tuple[str, ...] = ()  #: remarks of the plan, such as on datasets of the source that are not packed
+    already_complete: bool = False  #: whether the output was complete before this run
+    part: str | None = None  #: such as "3/16" if only this part was written; `images` then counts its rows
+    shards: int = 0  #: with `shard_bytes`, number of packs that the virtual output refers to; `bytes` includes them
+    notes: tuple[str, ...] = ()  #: remarks, such as a list of source datasets that are not packed
 
     def to_text(self) -> str:
         """Return the report as one or two lines of text."""
@@ -64,7 +65,7 @@ class ConvertReport:
 
 
 class Stages:
-    """Measures in `seconds` how long each stage of a command takes, and shows progress bars if `progress` is true."""
+    """Measures the time of each stage of a command, in `seconds`, and shows progress bars if `progress` is true."""
 
     def __init__(self, progress: bool) -> None:
         self._progress = progress
@@ -72,10 +73,10 @@ class Stages:
 
     @contextlib.contextmanager
     def __call__(self, name: str, images: int) -> Iterator[Callable[[int], object]]:
-        """Measure one stage; yield a function to call with numbers of images."""
+        """Measure one stage; yield a function to be called with the number of images done since its last call."""
         begin = time.perf_counter()
         if self._progress:
-            # After a fork while tqdm's monitor thread runs, the child could inherit a lock that is never released.
+            # A process forked while tqdm's monitor thread runs could inherit a lock that is never released.
             tqdm.monitor_interval = 0
             with tqdm(total=images, desc=name, unit=" images", disable=None, smoothing=0.1, leave=False) as bar:
                 yield bar.update
@@ -88,7 +89,7 @@ class Output:
     """Paths of a conversion's output, which exists only when it is complete, and of the temporary files beside it."""
 
     def __init__(self, final: Path, private: str = "") -> None:
-        """`private` is the suffix of temporary files that only this process uses, if several write the output."""
+        """`private` is a suffix for temporary files of this process alone, if several processes write the output."""
         self.final = final
         self.partial = self._beside(".partial")  # the file under construction
         self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is ready
@@ -109,12 +110,12 @@ class Output:
     def check(self, options: ConvertOptions, count_parts: Callable[[], int] = int, *, resumable: bool = True) -> None:
         """Raise if the conversion could not finish: the folder is not writable, or an existing file is in the way.
 
-        Without `resumable`, the call can only start over if an earlier one was interrupted, and is so advised.
-        `count_parts` returns the number of parts of an array job that has begun, or 0. A part may continue only such a
-        job, not another unfinished conversion.
+        Without `resumable`, an interrupted run cannot be continued, so errors recommend to start over. `count_parts`
+        returns the number of parts of an array job that has begun, or 0. A part may continue only an array job, and no
+        other unfinished conversion.
         """
         require_writable(self.final.parent)
-        # Count the parts after looking for files: otherwise files of a part that begins meanwhile would be in the way.
+        # Count the parts after looking for files. Otherwise, a part that begins in between would look like another run.
         has_unfinished = self.partial.exists() or self.parts.exists()
         begun_parts = count_parts()
         is_complete = self.final.exists() and not self.partial.exists()
@@ -150,7 +151,7 @@ class Output:
             )
 
     def require_space(self, needed: int, *, resumable: bool = True) -> None:
-        """Raise NoSpaceError if `needed` bytes, minus what the unfinished files already occupy, are not free.
+        """Raise NoSpaceError unless `needed` bytes are free or already occupied by the unfinished files.
 
         The error recommends ``resume=True`` if `resumable`.
         """
@@ -162,7 +163,7 @@ class Output:
         free = free_bytes(self.final.parent)
         if needed - held > free:
             raise NoSpaceError(
-                f"{self.final}: needs {needed - held:,} bytes more and {self.final.parent} has only {free:,} free; "
+                f"{self.final}: needs {needed - held:,} more bytes, but {self.final.parent} has only {free:,} free; "
                 f"make room and run again{' with resume=True' if resumable else ''}, or choose another output",
                 path=self.final,
                 parameters=("resume=True",) if resumable else (),
@@ -199,11 +200,12 @@ class Output:
 
 
 class OwnerFile:
-    """``OUT.partial.owner``: names the process that may finish the output, where locks may not reach other machines.
+    """``OUT.partial.owner``: names the process that may finish the output, because locks may not reach other machines.
 
-    Only one process can create this file, also on NFS. The owner touches it every 5 seconds. Another process takes it
-    over if the owner has ended (a process of this machine) or has not touched it for a minute, by the clock of the file
-    system (a process of another machine). Otherwise, OutputBusyError is raised.
+    Only one process can create this file, also on NFS. The owner updates the file's mtime every 5 seconds. Another
+    process takes the file over if the owner ran on the same machine and has ended. If the owner runs on another
+    machine, the mtime must be older than a minute, by the clock of the file system. Otherwise, OutputBusyError is
+    raised.
     """
 
     def __init__(self, output: Output) -> None:
@@ -218,7 +220,7 @@ class OwnerFile:
             except FileExistsError:
                 _require_stale(output, own)
                 os.replace(own, self.path)
-                # If two processes take the file over at the same time, wait so that the first one notices the second.
+                # Two processes may take the file over at the same time. Wait, so that the first one notices the second.
                 threading.Event().wait(0.2)
                 self.confirm()
         finally:
@@ -248,8 +250,8 @@ class OwnerFile:
 def _process_identity(pid: int) -> dict[str, Any]:
     """Return host name, process id and start time, which together identify a process.
 
-    The id alone does not, because another process may get it, for example in a restarted container. The start time is
-    None if it is unknown, or if the process has ended.
+    The id alone is not enough, because a later process may get it, for example in a restarted container. The start
+    time is None if it is unknown, or if the process has ended.
     """
     try:
         start: str | None = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -267,7 +269,10 @@ def _owner_of(path: Path) -> dict[str, Any]:
 
 
 def _require_stale(output: Output, probe: Path) -> None:
-    """Raise OutputBusyError unless the owner has ended or is silent; `probe` is a new file, whose mtime means now."""
+    """Raise OutputBusyError unless the owner has ended or is silent.
+
+    `probe` is a new file, whose mtime is the current time of the file system.
+    """
     owner = _owner_of(output.owner)
     try:
         silent_seconds = probe.stat().st_mtime - output.owner.stat().st_mtime
@@ -279,9 +284,9 @@ def _require_stale(output: Output, probe: Path) -> None:
         is_stale = silent_seconds > _SILENT_SECONDS
     if not is_stale:
         raise OutputBusyError(
-            f"{output.final}: process {owner.get('pid', '?')} on {owner.get('host', '?')} is converting to it (sign of "
-            f"life {max(0, silent_seconds):.0f} s ago); wait until that has finished, or if it was killed, until "
-            f"{_SILENT_SECONDS:.0f} s after its end, or delete {output.owner}",
+            f"{output.final}: process {owner.get('pid', '?')} on {owner.get('host', '?')} is writing this file (last "
+            f"sign of life {max(0, silent_seconds):.0f} s ago); wait until that process has finished; if it was "
+            f"killed, wait {_SILENT_SECONDS:.0f} s, or delete {output.owner}",
             path=output.final,
         )
 
@@ -289,8 +294,8 @@ def _require_stale(output: Output, probe: Path) -> None:
 class OutputLock:
     """An flock on ``OUT.partial``, held from the file's creation until it is renamed to the output.
 
-    It also creates an `OwnerFile`, with `distributed` or if one exists already. Raises OutputBusyError if another
-    process holds either.
+    With `distributed`, or if an `OwnerFile` exists already, the process also becomes the owner. Raises OutputBusyError
+    if another process holds the lock or is the owner.
     """
 
     def __init__(self, output: Output, distributed: bool = False) -> None:
@@ -333,11 +338,11 @@ class OutputLock:
     def isolate(self) -> None:
         """Replace the file by a copy with a new inode, which no late writer can reach.
 
-        A writer on another machine may have been given up although it only hung (its connection was lost, it was
-        suspended, or its storage stalled) and later goes on. It then writes the rows of its task at their planned
-        offsets. Another writer has written the same bytes there, so this changes nothing until rows are moved to close
-        gaps, which puts other rows at those offsets. So before rows move, the file is copied; late writes go to the old
-        inode, which no longer has a name.
+        A writer on another machine that was given up may only have hung, because its connection was lost, it was
+        suspended, or its storage stalled. If it continues later, it writes the rows of its task at their planned
+        offsets. At first, this changes nothing, because another writer has written the same bytes there. But once rows
+        are moved to close gaps, these offsets hold other rows. So the file is copied before rows move, and late writes
+        go to the old inode, which no longer has a name.
         """
         self.confirm()
         self._new.unlink(missing_ok=True)
@@ -385,7 +390,7 @@ class PartFile:
         self.descriptor = -1
 
     def place(self, fill: Callable[[int], None]) -> None:
-        """Open the file. If it does not exist, create it complete: `fill` is called with the new file's descriptor."""
+        """Open the file. If it does not exist, create it atomically: `fill` writes the content, given a descriptor."""
         output = self._output
         if not output.partial.exists():
             new = os.open(output.new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -394,7 +399,7 @@ class PartFile:
                 os.fsync(new)
             finally:
                 os.close(new)
-            # Linking is atomic, and unlike renaming fails if another part was first.
+            # Linking is atomic and, unlike renaming, fails if another part was first.
             with contextlib.suppress(FileExistsError):
                 os.link(output.new, output.partial)
             output.new.unlink()
@@ -407,7 +412,7 @@ class PartFile:
         return os.fstat(self.descriptor).st_ino
 
     def require_current(self) -> None:
-        """Raise IncompletePackError if the file was replaced or removed meanwhile."""
+        """Raise IncompletePackError if the file was replaced or removed since it was opened."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self.descriptor), os.stat(self._output.partial)):
                 return
@@ -424,4 +429,4 @@ class PartFile:
 
 
 def _busy(output: Output) -> str:
-    return f"{output.final}: another conversion is writing it; wait until that has finished, or give another name"
+    return f"{output.final}: another conversion is writing this file; wait until it has finished, or give another name"

@@ -38,19 +38,19 @@ Rows = npt.NDArray[np.int64]
 class RowOrder:
     """The order of a pack's rows; each split is one contiguous range of rows."""
 
-    origins: Rows  # (N,): where each row comes from: catalog index (`order_rows`) or planned row (`close_holes`)
+    origins: Rows  # (N,): each row's catalog index (from `order_rows`) or planned row (from `close_holes`)
     split_starts: Rows  # (S + 1,): split s has the rows ``split_starts[s]`` to ``split_starts[s + 1] - 1``
 
     @classmethod
     def of_splits(cls, origins: list[Rows]) -> RowOrder:
-        """Return the order from the origins of each split's rows."""
+        """Create the order from the origins of the rows of each split."""
         lengths = [len(some) for some in origins]
         joined = origins[0] if len(origins) == 1 else np.concatenate(origins)
         return cls(joined, np.cumsum([0, *lengths], dtype=np.int64))
 
 
 def order_rows(indices: Rows, split_ids: npt.NDArray[np.int32], num_splits: int, seed: int | None) -> RowOrder:
-    """Return the order of images: split after split, each one shuffled, or in source order if `seed` is None.
+    """Return images ordered by split; within a split, they are shuffled, or in source order if `seed` is None.
 
     `indices`, int64 (N,), are the images' catalog indices, ascending; `split_ids`, int32 (N,), their split numbers.
     """
@@ -61,7 +61,7 @@ def order_rows(indices: Rows, split_ids: npt.NDArray[np.int32], num_splits: int,
 
 
 def _taken(values: Rows, positions: Rows) -> Rows:
-    """Return ``values[positions]`` in the memory of `positions`."""
+    """Return ``values[positions]``, overwriting `positions` to save memory."""
     for start in range(0, len(positions), _BLOCK):
         block = positions[start : start + _BLOCK]
         block[:] = values[block]
@@ -69,12 +69,12 @@ def _taken(values: Rows, positions: Rows) -> Rows:
 
 
 def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool_], keep_order: bool) -> RowOrder:
-    """Return the order of the rows that remain if rejected images are left out; its `origins` are planned rows.
+    """Return the order of rows without the holes that rejected images leave; its `origins` are planned rows.
 
-    In a sorted pack (`keep_order`), all later rows move to lower row numbers. In a shuffled pack, a split's last rows
-    fill its holes in ascending order, which moves no more rows than there are holes; then the following splits move to
-    lower row numbers. No row moves to a higher number, so if the moves are made in ascending order of their targets,
-    none of them overwrites a row that has yet to be moved.
+    In a sorted pack (`keep_order`), all rows after a hole move to lower row numbers. In a shuffled pack, fewer rows
+    move: the last rows of each split fill the holes of that split, in ascending order. Then the following splits move
+    to lower row numbers. No row moves to a higher number. So if the moves are made in ascending order of their targets,
+    no move overwrites a row that has yet to be moved.
 
     `split_starts`, int64 (S + 1,), are the planned splits; `packed`, bool (N,), says which planned rows have an image.
     """
@@ -99,7 +99,7 @@ _MANY_TIMES = 3
 class ConvertPlan:
     """The plan of a conversion: sizes, order of the rows, chunks, and the rejects known so far."""
 
-    source: str  # "dataset" for a map-style dataset
+    source: str  # path of the source; "dataset" for a map-style dataset
     catalog: Catalog  # all M images that were found
     options: ConvertOptions
     height: int  # of each row, in pixels
@@ -108,9 +108,9 @@ class ConvertPlan:
     decode_paths: npt.NDArray[np.uint8]  # (M,): the `DecodePath` of each image
     fingerprints: npt.NDArray[np.uint64]  # (M,): a hash per image, which changes if the image does
     chunks: ChunkPlan  # size and number of the chunks of `/images`
-    rejects: tuple[Reject, ...]  # images already known to be unusable from the tables and the image headers
+    rejects: tuple[Reject, ...]  # images that the source or the image headers show to be unusable
     source_bytes: int  # size of the image files; 0 if the images are not files
-    mask_dtypes: tuple[str, ...]  # of each of the catalog's fields of pixels
+    mask_dtypes: tuple[str, ...]  # dtype of each field of pixels, in the catalog's order
 
     @property
     def rows(self) -> int:
@@ -158,19 +158,22 @@ class ConvertPlan:
 
     @property
     def group_bytes(self) -> int:
-        """Maximum bytes of the rows that are written and journaled together."""
+        """Maximum size in bytes of the rows that are written and journaled together."""
         return self.chunks.bytes
 
     def stored_rows(self, rows: int) -> int:
-        """Return the length of axis 0 of the images dataset that holds the first `rows` rows."""
+        """Return the length of axis 0 of the images dataset if it holds the first `rows` rows."""
         return rows
 
     def row_offsets(self, addresses: Rows) -> RowOffsets:
-        """Return the byte offsets of the rows, given those of the chunks, int64 (chunks,)."""
+        """Return the byte offsets of the rows; `addresses` are the byte offsets of the chunks, int64 (chunks,)."""
         return RowOffsets(addresses, self.chunks.rows, self.row_bytes)
 
     def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
-        """Return where images (catalog indices, int64 (n,)) are in temporary files; None for those in none."""
+        """Return the location of each image in the temporary files, or None for an image that is in none of them.
+
+        `indices`, int64 (n,), are the images' catalog indices.
+        """
         return [None] * len(indices)
 
     @property
@@ -179,7 +182,7 @@ class ConvertPlan:
         return np.zeros(len(self.catalog), np.bool_)
 
     def encoded_tables(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the offsets and sizes of encoded images, by their paths in the file; empty if rows are pixels."""
+        """Return the tables of offsets and sizes of encoded images, by dataset path; empty if rows are pixels."""
         return {}
 
     def mask_tables(self) -> Sequence[EncodedMasks]:
@@ -187,9 +190,10 @@ class ConvertPlan:
         return ()
 
     def between(self, start: int, stop: int) -> ConvertPlan:
-        """Return the plan of a shard with rows `start` to ``stop - 1``; only the first has the rejects known so far.
+        """Return the plan of a shard with the rows `start` to ``stop - 1``.
 
-        Its chunks are as large as those of this plan, and it has all splits, some of them empty.
+        The shard has the chunk size and all splits of this plan; some splits may be empty. Only the first shard has the
+        rejects known so far.
         """
         starts = np.clip(self.row_order.split_starts, start, stop) - start
         return replace(
@@ -200,9 +204,9 @@ class ConvertPlan:
         )
 
     def shard_edges(self) -> list[int]:
-        """Return the rows at which the shards of `shard_bytes` begin, and the end of the last one.
+        """Return the first row of each shard of at most `shard_bytes`, and the end row of the last shard.
 
-        All shards but the last have whole chunks. Raises OptionsError if `shard_bytes` is too small for one chunk.
+        All shards but the last have only whole chunks. Raises OptionsError if `shard_bytes` is too small for one chunk.
         """
         size, count = self.options.shard_bytes, self.chunks.count
         if size is None:
@@ -215,7 +219,7 @@ class ConvertPlan:
         return [*range(0, self.rows, chunks * self.chunks.rows), self.rows]
 
     def source_groups(self, rows: Rows) -> Rows | None:
-        """Return the group number of the image in each row, as `SourceReader.groups` does."""
+        """Return the group number of the image in each row, or None; see `SourceReader.groups`."""
         return self.catalog.reader.groups(self.row_order.origins[rows])
 
     @property
@@ -241,26 +245,26 @@ class ConvertPlan:
 
     @property
     def file_bytes(self) -> int:
-        """Upper bound of the output's size in bytes: metadata, chunks, and tables before their compression."""
+        """Upper bound of the output's size in bytes: metadata, chunks, and uncompressed tables."""
         return self.structure.metadata_block_bytes + self._data_bytes()
 
     @property
     def needed_bytes(self) -> int:
         """Upper bound of the disk space in bytes that the conversion needs while it runs.
 
-        Without compression, the tables are counted twice, because they are first written to a temporary file. With it,
-        space is needed for the uncompressed rows, too, until the pack is complete.
+        Without compression, the tables are counted twice, because they are first written to a temporary file. With
+        compression, the uncompressed rows also need space until the pack is complete.
         """
         if self.options.filter is not None:
             return self._data_bytes() + self._chunks_bytes(None) + _METADATA_BYTES
         return self._data_bytes() + self._tables_bytes()
 
     def _data_bytes(self) -> int:
-        """Upper bound of the output's disk space, without its metadata block, most of which is a hole."""
+        """Upper bound of the output's disk space in bytes, without the metadata block, most of which is unallocated."""
         return self._chunks_bytes(self.options.filter) + self._tables_bytes()
 
     def _chunks_bytes(self, compression: Compression | None) -> int:
-        """Return an upper bound of the bytes of all chunks of the images and of the fields of pixels."""
+        """Return an upper bound of the size in bytes of all chunks of the images and of the fields of pixels."""
         sizes = (self.chunks.bytes, *(self.chunks.rows * one.row_bytes for one in self.pixel_rows))
         stored = [size if compression is None else max_compressed_bytes(size) for size in sizes]
         return self.chunks.count * sum(size + schema.ALIGNMENT_BYTES for size in stored)
@@ -281,7 +285,10 @@ class ConvertPlan:
         return self.catalog.reject(int(self.row_order.origins[row]), reason)
 
     def all_rejects(self, reasons: Mapping[int, str]) -> list[Reject]:
-        """Return, sorted, the planned rejects and those found while decoding; `reasons` gives the latter by row."""
+        """Return the planned rejects and those found while decoding, sorted by name.
+
+        `reasons` says why images were rejected while decoding, by planned row.
+        """
         rejects = [*self.rejects, *(self.reject(row, reason) for row, reason in reasons.items())]
         return sorted(rejects, key=lambda reject: (reject.name, reject.reason))
 
@@ -291,13 +298,13 @@ class ConvertPlan:
         return dict(zip(self.catalog.split_names, itertools.pairwise(starts), strict=True))
 
     def notes(self) -> tuple[Note, ...]:
-        """Return remarks about the source, too large a `chunk_rows`, and an output much larger than the image files."""
+        """Return notes about the source, a too large `chunk_rows`, and an output much larger than the image files."""
         notes = list(self.catalog.notes)
         if self.options.chunk_rows is not None and self.options.chunk_rows > self.rows:
-            text = f"chunk_rows exceeds the {self.rows:,} images, which are in one chunk of {self.chunks.rows:,} rows"
+            text = f"chunk_rows exceeds the {self.rows:,} images; these are in one chunk of {self.chunks.rows:,} rows"
             notes.append(Note(text, ("chunk_rows",)))
         if self.options.keep is None and 0 < _MANY_TIMES * self.source_bytes <= self.file_bytes:
-            text = "rows are pixels: keep='jpeg' stores image files instead; a smaller size saves more than compression"
+            text = "rows are pixels; keep='jpeg' stores image files instead. A smaller size saves more than compression"
             notes.append(Note(text, ("keep='jpeg'", "size")))
         return tuple(notes)
 
@@ -393,7 +400,10 @@ class PlannedRows:
 
 
 def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> PlannedRows:
-    """Return which images become rows, their splits and order; raises NoImagesError, RejectedImageError (`strict`)."""
+    """Return which images become rows, their splits, and their order.
+
+    Raises NoImagesError if no image is usable, and with `strict`, RejectedImageError if any image is rejected.
+    """
     rejects = [*catalog.rejects]
     rejects += [catalog.reject(index, reason) for index, reason in sorted(survey.reasons.items())]
     if options.strict and rejects:
@@ -424,7 +434,10 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
 
 
 def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
-    """Return the plan of a conversion to pixels; raises as `plan_rows` does, or SizesDifferError without `size`."""
+    """Return the plan of a conversion to pixels.
+
+    Raises the errors of `plan_rows`, and SizesDifferError if the images differ in size and `size` is not given.
+    """
     rows = plan_rows(source, catalog, survey, options)
     height, width = options.size or _common_size(source, catalog, survey, rows.usable)
     return ConvertPlan(
@@ -489,7 +502,7 @@ def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDAr
 
 
 def refuse_reject(source: str, reject: Reject, *, begun: bool) -> None:
-    """Raise RejectedImageError, as ``strict=True`` requires. `begun` says whether ``resume=True`` could continue."""
+    """Raise RejectedImageError, as ``strict=True`` requires. `begun` says whether ``resume=True`` can continue."""
     advice = "or run again without strict=True to leave it out"
     if begun:
         advice = "and start over with overwrite=True, or continue with resume=True and without strict=True"

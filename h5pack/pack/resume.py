@@ -37,7 +37,7 @@ _CHECK_BYTES = 8 * 1024 * 1024
 
 
 def identity(plan: ConvertPlan) -> dict[str, Any]:
-    """Return what must be equal in an interrupted run and the one that resumes it, besides the images' fingerprints."""
+    """Return the properties, besides the images' fingerprints, that must be equal for a run to resume another."""
     return {
         "h5pack": __version__,
         "options": plan.options.content(),
@@ -47,13 +47,13 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
 
 
 class UnfinishedPack:
-    """The unfinished file of a conversion: continued if the options say so, else created. Call `allocate` next.
+    """The unfinished file of a conversion, continued or created depending on the options. Call `allocate` next.
 
     With a `PartFile`, other parts may create the file and the journal at the same time. With `distributed`, other
     machines write rows.
 
-    `overwrite` says whether an existing output may be replaced, according to this run or the interrupted one. Raises
-    ResumeError if the file was begun with other options, from another source or by another version of h5pack, and
+    The attribute `overwrite` says whether this run, or the interrupted one, may replace an existing output. Raises
+    ResumeError if the file was begun with other options, from another source or by another version of h5pack. Raises
     OutputExistsError if an output exists that may not be replaced.
     """
 
@@ -84,7 +84,8 @@ class UnfinishedPack:
         elif plan.to_encode.any():
             self._start_journal()
         if plan.to_encode.any() and isinstance(lock, OutputLock):
-            # The journal begins before the file has its structure. Give the file a size, as an empty one is removed.
+            # The journal begins before the file has its structure. Give the file a size, because `release` would remove
+            # an empty file.
             if not os.fstat(lock.descriptor).st_size:
                 os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
             if before is None:
@@ -94,7 +95,7 @@ class UnfinishedPack:
         plan = {**identity(self.plan), "overwrite": self.overwrite}
         if isinstance(self.lock, OutputLock):
             self.journal.start(plan, self.plan.fingerprints)
-            # From now on, a resumed run surveys all images again, and compares their fingerprints with these.
+            # From now on, a resumed run surveys all images again, and compares fingerprints with those in the journal.
             self.output.survey.unlink(missing_ok=True)
             return
         temporary = self.output.journal.with_name(f"{self.output.journal.name}-{secrets.token_hex(6)}")
@@ -104,11 +105,11 @@ class UnfinishedPack:
     def allocate(self, plan: ConvertPlan) -> None:
         """Write the file's structure, and set the byte offsets of its rows.
 
-        `plan` is the conversion's plan, which has the sizes of encoded images by now.
+        `plan` is the conversion's plan with the sizes of all encoded images.
         """
         begun, self.plan, output = self.plan, plan, self.output
         self.structure = plan.structure
-        # Resuming also computes the addresses, because a kill may have damaged the metadata of `partial`.
+        # Compute the addresses also when resuming, because a kill may have damaged the metadata of `partial`.
         self.addresses = write_structure(output.structure, self.structure, plan.stored_rows(plan.rows), None)
         if isinstance(self.lock, PartFile):
             self.lock.place(
@@ -120,12 +121,13 @@ class UnfinishedPack:
         elif self._resumes and not begun.to_encode.any():
             output.structure.unlink()
         else:
-            # A run that encodes images may have ended before it wrote the structure. Writing it again keeps the chunks.
+            # An earlier run may have ended while it encoded images, before it wrote the structure. Writing it again
+            # keeps the chunks.
             copy_structure(output.structure, self.lock.descriptor, self.addresses, self.structure)
             if not begun.to_encode.any():
                 self._start_journal()
         if self.distributed:
-            # Flush now, so that this machine does not later send pages that overwrite what others have written.
+            # Flush now. Otherwise, this machine could later send pages that overwrite rows from other machines.
             os.fsync(self.lock.descriptor)
         self.row_offsets = plan.row_offsets(self.addresses[0])
         self.field_offsets = tuple(
@@ -145,19 +147,19 @@ class UnfinishedPack:
 
     @property
     def own_lock(self) -> OutputLock:
-        """The lock; not for a part of an array job, which has none."""
+        """The lock. Not available in a part of an array job, which holds no lock."""
         assert isinstance(self.lock, OutputLock)
         return self.lock
 
     def begin_finish(self, rows: int) -> None:
         """Prepare the file for changes that only this process makes; `rows` is the number of rows that will remain."""
-        # Opening a file makes NFS drop what it cached before other machines wrote.
+        # Opening a file makes NFS drop cached pages that other machines have changed since.
         os.close(os.open(self.output.partial, os.O_RDONLY | os.O_CLOEXEC))
         if rows < self.plan.rows and self.journal.late_writers():
             self.own_lock.isolate()
 
     def part_rows(self, number: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the planned rows of part `number` (from 1) of `count`; if rows are pixels, they are whole chunks."""
+        """Return the planned rows of part `number` (from 1) of `count`; if rows are pixels, a part has whole chunks."""
         step = 1 if self.job.keep else self.plan.chunks.rows
         chunks = -(-self.plan.rows // step)
         start, stop = (part * chunks // count * step for part in (number - 1, number))
@@ -188,9 +190,10 @@ class UnfinishedPack:
         check: bool,
         rows: npt.NDArray[np.int64] | None = None,
     ) -> RowResults:
-        """Return the results of the rows that the journal records; with `check`, only of those whose bytes are right.
+        """Return the results of the rows that the journal records. All other rows must be written again.
 
-        All other rows are to be written again. If `rows` are given, only these are checked.
+        With `check`, the results of rows whose bytes do not match their checksums are discarded. If `rows` are given,
+        only these are checked.
         """
         results = RowResults(self.plan.rows, self.plan.options.channels, len(self.field_offsets))
         for record in self.journal.records():
@@ -209,7 +212,7 @@ class UnfinishedPack:
         rows: npt.NDArray[np.int64],
         checksums: Sequence[npt.NDArray[np.uint32]],
     ) -> list[int]:
-        """Return, ascending, those of `rows` whose bytes in any dataset do not match their checksums.
+        """Return those of `rows`, ascending, whose bytes in any dataset do not match their checksums.
 
         `checksums` has an array, indexed by row, for the images and for each field that is chunked like them.
         """
@@ -235,7 +238,10 @@ class UnfinishedPack:
 
 
 def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) -> None:
-    """Raise ResumeError unless `before`, the `identity` that an interrupted run saved, is that of this plan."""
+    """Raise ResumeError unless `plan` has the `identity` and fingerprints of the interrupted run, saved in `journal`.
+
+    `before` is the saved identity.
+    """
     now = identity(plan)
     if before["h5pack"] != now["h5pack"]:
         raise _refused(plan, journal, f"was begun by h5pack {before['h5pack']}, but this is h5pack {now['h5pack']}")
@@ -288,7 +294,7 @@ def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tu
 def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
     """Return whether the packed and rejected names are those of the source, with the same splits, labels and fields.
 
-    Which images `val` moved to its split is not compared, because it follows from the names and labels.
+    The images that `val` moved to its split are not compared, because they follow from the names and labels.
     """
     packed = file[schema.FILENAMES][()].tolist()
     rejected = file[f"{schema.REJECTS}/filenames"][()].tolist() if schema.REJECTS in file else []
@@ -320,7 +326,7 @@ def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
 
 
 def _same_field(file: h5py.File, name: str, values: FieldValues, origins: npt.NDArray[np.int64]) -> bool:
-    """Return whether a pack has these values of a field; boxes and points are not compared, as resizing moves them."""
+    """Return whether a pack has these values of a field; boxes and points, which resizing moves, are not compared."""
     path = schema.field_path(name)
     if path not in file:
         return False

@@ -17,7 +17,7 @@ from h5pack.pack.plan import ConvertPlan, RowOrder
 from h5pack.read.encoded import row_decoder
 from h5pack.system.files import read_all
 
-# Up to 257 values of 255 add up to less than 2**16.
+# The sum of up to 257 uint8 values fits into uint16.
 _BLOCK_LINES, _BLOCK_BYTES = 256, 64 * 1024
 
 
@@ -28,15 +28,15 @@ def statistics_range(plan: ConvertPlan, row_order: RowOrder) -> tuple[int, int]:
 
 
 def sampled_rows(start: int, stop: int, encoded: bool = False) -> npt.NDArray[np.int64]:
-    """Return the rows that the statistics are computed from: see `schema.statistics_step`."""
+    """Return the rows that the statistics are computed from; see `schema.statistics_step`."""
     return np.arange(start, stop, schema.statistics_step(stop - start, encoded), dtype=np.int64)
 
 
 def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint64]:
-    """Return the exact sums of a row's values and of their squares, uint64 (2, C); the row is uint8, 3-D.
+    """Return the exact sums of a row's values and of their squares, uint64 (2, C).
 
-    Lines of pixels are added in blocks that stay in the CPU's cache; adding up NumPy's 64-bit integers at once would
-    take ten times as long.
+    `row` is uint8, (H, W, C) or (C, H, W), depending on `layout`. Lines of pixels are summed in small blocks, which
+    stay in the CPU cache. Summing the whole row with 64-bit integers would take ten times as long.
     """
     last = layout == "nhwc"
     channels = row.shape[2 if last else 0]
@@ -73,8 +73,8 @@ def pack_statistics(
 ) -> dict[str, Any]:
     """Return the channel statistics of the finished pack, computed from a sample of the rows of one split.
 
-    `written` has the sums of those rows for which they were computed when the row was written; the others are read
-    back. Encoded rows that cannot be decoded are left out.
+    `written` has the sums that were computed while rows were written. Other rows of the sample are read from the file.
+    Encoded rows that cannot be decoded are left out.
     """
     start, stop = statistics_range(plan, final)
     encoded = plan.options.keep is not None

@@ -28,11 +28,11 @@ from h5pack.system.processes import ElasticExecutor, run, shared
 from h5pack.system.text import counted, one_of
 
 _TASK_IMAGES = 512
-# Tasks are larger if there would be more of them, because distributing a task takes time.
+# If there would be more tasks than this, each gets more images, because distributing a task takes time.
 _MAX_TASKS = 16_384
-# Boxes that reach outside of their image by less are not counted, because their coordinates may be rounded.
+# A box that is clipped by at most this much is not reported, because coordinates may be rounded.
 _MAX_OUTSIDE_PIXELS = 0.01
-# The arrays of a `Survey` that its journal stores, and those that it also stores with `keep`.
+# The arrays of a `Survey` that are stored in its journal, and those that are stored only with `keep`.
 _COLUMNS, _KEPT_COLUMNS = ("heights", "widths", "decode_paths", "fingerprints", "orientations"), ("jpeg_bytes",)
 _JPEG_HEAD, _JPEG_TAIL = b"\xff\xd8\xff", b"\xff\xd9"
 _REJECTED = SurveyedImage(ImageHeader(0, 0, DecodePath.PILLOW), 0)
@@ -48,13 +48,13 @@ class Survey:
     fingerprints: npt.NDArray[np.uint64]
     reasons: dict[int, str]  # why images are rejected, by catalog index
     labels: npt.NDArray[Any] | None = None  # None unless samples come with labels
-    unused: set[str] = field(default_factory=set)  # names of the parts of samples that are not packed
+    unused: set[str] = field(default_factory=set)  # names of parts of samples that are not packed, such as dict keys
     file_bytes: int = 0  # size of all accepted image files together; 0 if images are not files
-    # Bytes of each JPEG file, int64; 0 for other images. Only surveyed if files are kept.
+    # Size of each JPEG file in bytes; 0 for other images. Only surveyed if files are kept.
     jpeg_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    mask_dtypes: list[str] = field(default_factory=list)  # of each field of masks: that of its widest mask
-    orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # Exif's, 1 to 8
-    fields: list[dict[str, Any] | None] = field(default_factory=list)  # those of each sample; empty for other sources
+    mask_dtypes: list[str] = field(default_factory=list)  # for each field of masks: the dtype of its widest mask
+    orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # of Exif, 1 to 8
+    fields: list[dict[str, Any] | None] = field(default_factory=list)  # of each sample; empty without labels
 
     def add(self, start: int, part: Survey, columns: tuple[str, ...]) -> None:
         """Add a part of the survey, whose first image has the index `start`."""
@@ -66,7 +66,7 @@ class Survey:
         self.file_bytes += part.file_bytes
 
     def encode(self, start: int, columns: tuple[str, ...]) -> bytes:
-        """Return this part of a survey, whose first image is `start`, as the payload of a record.
+        """Return this part of a survey, whose first image has the index `start`, as the payload of a journal record.
 
         Labels and fields are left out.
         """
@@ -76,7 +76,7 @@ class Survey:
 
     @classmethod
     def decode(cls, payload: bytes, columns: tuple[str, ...]) -> tuple[int, Survey]:
-        """Return the index of the first image, and the part of a survey, from the bytes that `encode` returned."""
+        """Return the index of the first image and the part of a survey that `encode` turned into `payload`."""
         text, _, data = payload.partition(b"\0")
         start, count, reasons, unused, mask_dtypes, file_bytes = json.loads(text)
         part = cls.of(count)
@@ -106,7 +106,7 @@ class _Task:
     names: list[str]
     max_pixels: int
     shown: str  # how messages name the first image
-    masks: list[tuple[str, list[str]]]  # the kind, and the names of the images' masks, of each field of pixels
+    masks: list[tuple[str, list[str]]]  # for each field of pixels: its kind, and the names of the images' masks
     resize: bool  # whether the images of a sample may differ in size
     keep: bool  # whether JPEG files are kept
 
@@ -126,9 +126,11 @@ def survey(
 
     At most `max_in_flight` tasks run or wait. Images of more than `max_pixels` are rejected. `advance` is called with
     the number of images after each task. With `keep`, the sizes of JPEG files are surveyed, and truncated files are
-    rejected. With `resize`, further images of a sample may have other sizes. Images whose results are in the `journal`
-    are not read again; it is not used if samples come with labels. Raises SourceError if storage fails, or if labels
-    differ in shape.
+    rejected. With `resize`, the images of a sample may differ in size. Images whose results are in the `journal` are
+    not read again. The journal is not used if samples come with labels.
+
+    Raises SourceError if storage fails, or if labels differ in shape. Raises WorkerError if another machine cannot read
+    an image that this one can read.
     """
     count = len(catalog)
     result = Survey.of(count)
@@ -165,7 +167,7 @@ def survey(
 
 
 def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -> dict[str, Any]:
-    """Return what must be equal in an interrupted survey and the one that continues it, a JSON-serializable dict.
+    """Return the properties that an interrupted survey and its continuation must share, as a JSON-serializable dict.
 
     The images themselves are not compared, because that would take as long as surveying them.
     """
@@ -180,7 +182,7 @@ def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -
 
 
 def _require_missing(catalog: Catalog, reasons: dict[int, str], max_pixels: int) -> None:
-    """Raise WorkerError if a file that another machine could not find or open is not rejected here likewise."""
+    """Raise WorkerError if this machine does not reject a file that another machine could not find or open."""
     for index, reason in reasons.items():
         if reason not in MISSING_FILE_REASONS:
             continue
@@ -210,10 +212,10 @@ def with_size_note(catalog: Catalog, survey: Survey, options: ConvertOptions) ->
 
 
 def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions) -> Catalog:
-    """Return the catalog with boxes and keypoints moved as the resizing of their images moves them, as float32.
+    """Return the catalog with boxes and keypoints scaled and moved like their resized images, as float32.
 
-    Boxes are first clipped to their image; a note counts those that reached outside. The fields that samples came with
-    are added. Images whose size differs from that of their annotations are added to the survey's rejects.
+    Boxes are first clipped to their image; a note counts those that reached outside. Fields that came with the samples
+    are added. Images that do not have the size given in their annotations are added to the survey's rejects.
     """
     catalog = _turned(with_fields(catalog, survey.fields), survey)
     placed: dict[str, FieldValues] = {}
@@ -243,7 +245,7 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
 
 
 def _turned(catalog: Catalog, survey: Survey) -> Catalog:
-    """Return the catalog with boxes turned with their images; reject images of another size than their annotations."""
+    """Return the catalog with boxes turned like their images; reject images that differ from their annotated size."""
     sizes = catalog.annotated_sizes
     if sizes is None:
         return catalog
@@ -294,7 +296,7 @@ def _describe(task: _Task) -> str:
 
 
 def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
-    """Return a task's first catalog index, the survey of its images, and their labels; none if the reader has none."""
+    """Return a task's first catalog index, the survey of its images, and their labels (empty without labels)."""
     reader: SourceReader = shared()
     images: list[SurveyedImage] = []
     reasons: dict[int, str] = {}
@@ -330,10 +332,10 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
 
 
 def _with_masks(reader: SourceReader, image: SurveyedImage, index: int, task: _Task) -> tuple[SurveyedImage, list[str]]:
-    """Return an image with a fingerprint that includes its masks and further images, and their dtypes.
+    """Return an image whose fingerprint covers its masks and further images, and the dtypes of these.
 
-    Raises RejectedImageError if a mask, or without `resize` a further image, has another size. If the image may have an
-    Exif orientation, a mask turned by 90 degrees is accepted here; decoding checks it.
+    Raises RejectedImageError if a mask differs from the image in size; without `resize`, also if a further image does.
+    If the image may have an Exif orientation, a mask turned by 90 degrees is accepted here, and checked when decoded.
     """
     marks, dtypes = [image.fingerprint], []
     height, width, decode_path = image.header.height, image.header.width, image.header.decode_path
@@ -363,9 +365,10 @@ def _widest(dtypes: list[str], others: list[str]) -> list[str]:
 
 
 def _jpeg_bytes(reader: SourceReader, index: int, name: str) -> int:
-    """Return the size of a JPEG file in bytes, 0 for another image; raise RejectedImageError if it was truncated.
+    """Return the size of a JPEG file in bytes, or 0 for another format; raise RejectedImageError if it is truncated.
 
-    A file that ends with the end marker is taken to be whole. Others are decoded, because bytes may follow the marker.
+    A file that ends with the end marker is considered whole. Other files are decoded, because other bytes may follow
+    the marker.
     """
     try:
         head, tail, size = reader.ends(index, name)

@@ -35,7 +35,7 @@ from h5pack.system.processes import shared
 
 _TASKS_PER_WORKER = 16
 _TASK_BYTES = 32 * 1024 * 1024
-# For several machines, because each task costs the coordinator and the scheduler 2 ms.
+# Larger with several machines, because each task costs the coordinator and the scheduler 2 ms.
 DISTRIBUTED_TASK_BYTES = 128 * 1024 * 1024
 # Rows that are not contiguous in the file are written in groups of this size while the next group is decoded.
 _SCATTERED_BYTES = 1024 * 1024
@@ -65,11 +65,11 @@ class RowGroup:
     names: list[str]
     decode_paths: list[int]  # `DecodePath` of each row's image
     sampled: list[int]  # positions in `rows` of the rows that the channel statistics use
-    # Of each field that is chunked like the images: byte offset of each row, int64 (n,), and name of each row's mask
+    # For each field that is chunked like the images: byte offset of each row, int64 (n,), and name of each row's mask
     field_offsets: list[npt.NDArray[np.int64]]
     field_names: list[list[str]]
-    # Only with `keep`, which makes rows contiguous: the end of each row in bytes from the start of the first row, and
-    # the location of each image's encoded bytes (None: read its file).
+    # Only with `keep`, where rows are contiguous: the end of each row in bytes, counted from the start of the group,
+    # and the location of each image's encoded bytes (None: read the image's file).
     ends: list[int]
     encoded: list[EncodedFile | None]
 
@@ -85,9 +85,9 @@ class WriteTask:
 def write_tasks(
     plan: ConvertPlan, job: WriteJob, offsets: Sequence[RowOffsets], missing: npt.NDArray[np.int64], num_workers: int
 ) -> Iterator[WriteTask]:
-    """Yield tasks that write the `missing` rows, int64 (n,), ascending; there are enough to keep all workers busy.
+    """Yield enough tasks to keep all workers busy, which write the `missing` rows, int64 (n,), ascending.
 
-    `offsets` are those of the images, and of each field that is chunked like them.
+    `offsets` are the row offsets of the images, and of each field that is chunked like them.
     """
     row_offsets, *field_offsets = offsets
     sampled = np.zeros(plan.rows, np.bool_)
@@ -96,7 +96,7 @@ def write_tasks(
     max_rows = max(1, -(-len(missing) // (num_workers * _TASKS_PER_WORKER)))
     task_bytes = DISTRIBUTED_TASK_BYTES if job.durable else _TASK_BYTES
     max_rows = min(max_rows, max(1, task_bytes // plan.row_bytes))
-    # Keep the rows of a chunk together if two machines could otherwise write to one page: NFS may send whole pages.
+    # NFS may send whole pages. Keep the rows of a chunk together if two machines could otherwise write to one page.
     by_chunk = job.durable and not job.keep and any(one.row_bytes % schema.ALIGNMENT_BYTES for one in offsets)
     row_groups = missing // row_offsets.chunk_rows if by_chunk else plan.source_groups(missing)
     scattered = row_groups is not None and not by_chunk
@@ -130,9 +130,10 @@ def write_tasks(
 def join_groups(
     rows: npt.NDArray[np.int64], groups: npt.NDArray[np.int64], max_rows: int
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Divide ascending rows into ascending arrays of whole groups, each of at most `max_rows` rows or one larger group.
+    """Divide ascending rows into ascending arrays of at most `max_rows` rows, without dividing groups.
 
-    `groups`, int64 (n,), is the group number of each row. Rows of one group are cheaper to read together.
+    `groups`, int64 (n,), is the group number of each row. Rows of one group are cheaper to read together, so a group of
+    more than `max_rows` rows becomes one array.
     """
     by_group = rows[np.argsort(groups, kind="stable")]
     edges = [0, *(np.flatnonzero(np.diff(np.sort(groups))) + 1).tolist(), len(rows)]
@@ -148,7 +149,7 @@ def join_groups(
 def _written_together(
     rows: npt.NDArray[np.int64], row_offsets: RowOffsets, max_bytes: int, *, scattered: bool
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Divide ascending rows into runs contiguous in the file; with `scattered`, join short runs into larger groups."""
+    """Divide ascending rows into runs that are contiguous in the file; with `scattered`, join short runs."""
     apart: list[npt.NDArray[np.int64]] = []
     for start, count in row_offsets.runs(rows, max_bytes):
         found = np.arange(start, start + count)
@@ -206,14 +207,14 @@ atexit.register(release)
 
 
 def write_rows(task: WriteTask) -> list[RowRecord]:
-    """Write a task's rows (pixels or kept bytes), journal each group once it is written; return the groups' records."""
+    """Write a task's rows (pixels or kept bytes); journal each group once it is written, and return all records."""
     return _write_durably(task) if task.job.durable else _write_groups(_worker_for(task.job), task)
 
 
 def _write_durably(task: WriteTask) -> list[RowRecord]:
     """Write a task's rows, flush them to the disk, then journal them and flush the journal.
 
-    No file stays open between tasks: network file systems send what is left of a file when it is closed, so a worker
+    No file stays open between tasks. Network file systems send all unsent data of a file when it is closed, so a worker
     that waits for its next task has nothing left to send.
     """
     job = task.job
@@ -288,7 +289,7 @@ class SampleDecoder:
     ) -> None:  # fmt: skip
         """Read an image, its masks and further images, and decode them into their rows.
 
-        Raises what `read_image` and `Decoder.decode` raise.
+        Raises the errors of `read_image` and `Decoder.decode`.
         """
         self.image.decode(read_image(reader, index, name), decode_path, row)
         if not masks:
@@ -350,7 +351,7 @@ def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowReco
 
 
 def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
-    """Copy the bytes of a group's image files to its buffer, allowing each to be written as soon as it is read."""
+    """Copy the bytes of a group's image files to its buffer, allowing each file to be written as soon as it is read."""
     sums, sampled, start = [], set(group.sampled), 0
     checksums = np.zeros(len(group.rows), np.uint32)
     for position, (index, name, end, encoded) in enumerate(
@@ -374,7 +375,7 @@ def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
 
 
 def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: EncodedFile | None) -> bytes:
-    """Return the bytes of an encoded image if `encoded` says where they are, else those of the image's file.
+    """Return the encoded bytes of an image if `encoded` gives their location, else the bytes of its file.
 
     Raises SourceError if the file no longer has `size` bytes, ResumeError if encoded bytes are damaged.
     """
@@ -386,8 +387,8 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
         data = b""
     if not isinstance(data, bytes) or len(data) != size:
         raise SourceError(
-            f"{name}: was {size:,} bytes large and has changed since the conversion began; restore it, then run again "
-            "with resume=True (parts of an array job without it), or start over with overwrite=True instead",
+            f"{name}: had {size:,} bytes when the conversion began, and has changed; restore it, then run again with "
+            "resume=True (without it for a part of an array job), or start over with overwrite=True",
             path=name,
             parameters=("resume=True", "overwrite=True"),
         )
@@ -395,9 +396,9 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
 
 
 def read_image(reader: SourceReader, index: int, name: str, field: int | None = None) -> bytes | npt.NDArray[np.uint8]:
-    """Return an image, or if a field's number is given, its mask or further image of that field.
+    """Return an image, or with a field's number as `field`, the image's mask or further image of that field.
 
-    Raise SourceError if storage fails.
+    Raises SourceError if storage fails.
     """
     try:
         source = reader.read(index, name) if field is None else reader.read_field(field, index, name)
@@ -405,7 +406,7 @@ def read_image(reader: SourceReader, index: int, name: str, field: int | None = 
         # The survey could read this file, so either the storage has failed or the source was changed since.
         raise SourceError(
             f"{name}: {error.strerror or error}, although the survey could read it; restore the source, then run "
-            "again with resume=True (parts of an array job without it)",
+            "again with resume=True (without it for a part of an array job)",
             path=name,
             parameters=("resume=True",),
         ) from error
