@@ -32,7 +32,7 @@ from h5pack.read.hdf5 import (
 from h5pack.sources.hdf5_catalog import channel_axes, find_images, find_labels, further_datasets, is_image_array
 from h5pack.system.text import counted, format_bytes
 
-_DEFAULT_CACHE_BYTES = int(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[2])  # 8 MiB; before HDF5 2.0 1 MiB
+_DEFAULT_CACHE_BYTES = int(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[2])  # 8 MiB; 1 MiB before HDF5 2.0
 _FILTER_NAMES = {
     1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 307: "bzip2", 32000: "lzf",
     32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2",
@@ -46,8 +46,8 @@ _OPENING_GAP_BYTES = 1024 * 1024
 class DatasetReport:
     """The storage of one dataset.
 
-    For rows of variable length, `bytes` is 0 (the size is unknown without reading all rows), and `stored_bytes` counts
-    only the references to these rows.
+    If rows have variable length, `bytes` is 0, because the size is unknown without reading all rows, and `stored_bytes`
+    counts only the references to the rows.
     """
 
     name: str
@@ -63,13 +63,12 @@ class DatasetReport:
     faults: tuple[str, ...] = ()  #: properties of the storage that make reading single rows slow
     fix: tuple[str, ...] | None = None  #: command that writes a copy without the faults, as a list of arguments
     files: int = 0  #: number of files that a virtual dataset refers to
-    #: size of all decoded chunks if there are faults and `H5Loader` keeps the decoded chunks in memory, so that it
-    #: decodes each only once; else 0
+    #: size of all decoded chunks if the dataset has faults, but `H5Loader` keeps its decoded chunks in memory; else 0
     kept_bytes: int = 0
 
     @property
     def overhead(self) -> float:
-        """Ratio of the stored size to the size of the array."""
+        """Ratio of the stored size to the size of the array; 1 if `bytes` is 0."""
         return self.stored_bytes / self.bytes if self.bytes else 1.0
 
     def to_json(self) -> dict[str, Any]:
@@ -110,10 +109,10 @@ class FileReport:
     bytes: int  #: size of the file
     pack: dict[str, Any] | None  #: metadata of a pack; None for other files
     datasets: tuple[DatasetReport, ...]
-    #: (start, stop) ranges of bytes that a program reads to open the file and look up every chunk of datasets with two
-    #: or more axes. Each range is a request if the file is read over a network. It may have gaps of up to 1 MiB.
+    #: (start, stop) byte ranges that a program reads to open the file and to look up every chunk of datasets with two
+    #: or more axes. Over a network, each range takes one request. A range may include gaps of up to 1 MiB.
     opening: tuple[tuple[int, int], ...]
-    opening_fix: tuple[str, ...] | None = None  #: command that writes a copy that opens with one range
+    opening_fix: tuple[str, ...] | None = None  #: command that writes a copy that can be opened with one range
     stats: dict[str, Any] | None = None  #: class counts and channel statistics, if requested
 
     def to_json(self) -> dict[str, Any]:
@@ -129,7 +128,7 @@ class FileReport:
         lines += [dataset.to_text(self.path) for dataset in self.datasets]
         lines += [] if any(one.faults for one in self.datasets) else ["faults   none"]
         if self.opening_fix is not None:
-            lines.append(f"to open it over a network with one request: {shlex.join(self.opening_fix)}")
+            lines.append(f"to open the file over a network with one request: {shlex.join(self.opening_fix)}")
         stats = self.stats or {}
         if stats.get("labels"):
             splits = stats.get("split_labels", {}).items()
@@ -139,7 +138,7 @@ class FileReport:
                 parts = ", ".join(f"{split} {counts.get(name, 0):,}" for split, counts in splits)
                 lines.append(f"  {name}: {count:,}" + (f" ({parts})" if parts else ""))
         channels = stats.get("channels")
-        # A pack's stored mean and std are shown already, with the number of rows that they were computed from.
+        # `pack_lines` has already shown the stored mean and std of a pack.
         if channels is not None and not (self.pack or {}).get("mean"):
             mean, std = number_text(channels["mean"]), number_text(channels["std"])
             lines.append(f"channels of {channels['rows']:,} rows: mean {mean}, std {std}")
@@ -153,8 +152,8 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
     ----------
     path : path
     stats : bool
-        Also count the rows of each class, and report channel statistics. These are stored in a pack; for other files
-        they are measured on up to 1,024 rows.
+        Also count the rows of each class, and report channel statistics. A pack stores its channel statistics; for
+        other files, they are measured on up to 1,024 rows.
 
     Returns
     -------
@@ -163,7 +162,7 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
     Raises
     ------
     PackFormatError
-        If the path is not an HDF5 file, or the file is damaged.
+        If the file is missing, damaged or not HDF5.
     """
     with open_file(path) as file:
         try:
@@ -186,7 +185,7 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
 
 
 class _LoggedFile(io.FileIO):
-    """A file that records in `ranges` which bytes, (start, stop), are read."""
+    """A file that appends the (start, stop) byte range of each read to `ranges`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "rb")
@@ -200,7 +199,7 @@ class _LoggedFile(io.FileIO):
 
 
 def opening_ranges(path: str | os.PathLike[str]) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of bytes that a program reads to open an HDF5 file, see `FileReport.opening`."""
+    """Return the byte ranges that a program reads to open an HDF5 file; see `FileReport.opening`."""
     with _LoggedFile(path) as log:
         with h5py.File(log, "r") as file:
             for name in ("/", *dataset_names(file)):
@@ -222,18 +221,19 @@ def opening_ranges(path: str | os.PathLike[str]) -> tuple[tuple[int, int], ...]:
 
 
 def _opening_fix(file: h5py.File, opening: tuple[tuple[int, int], ...]) -> tuple[str, ...] | None:
-    """Return a command that writes a copy with all metadata in one block; None if this file opens with one range."""
+    """Return a command that writes a copy with all metadata in one place; None if `opening` is already one range."""
     if len(opening) < 2:
         return None
     if schema.FORMAT in file.attrs:
         return ("h5pack", "convert", file.filename, "packed.h5")
-    total = sum(stop - start for start, stop in opening)  # Metadata for which the block has no room comes after it.
+    total = sum(stop - start for start, stop in opening)
+    # Make the metadata block larger than `total`, because metadata that does not fit is stored elsewhere.
     block = -(-min(2 * total, total + _OPENING_GAP_BYTES // 2) // 2**16) * 2**16
     return ("h5repack", "-M", str(block), file.filename, "repacked.h5")
 
 
 def faults_of(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
-    """Return what makes reading single rows of a dataset slow; nothing if `name` is a group, like `/encoded`."""
+    """Return the faults of a dataset (see `DatasetReport`); none if `name` is a group, such as `/encoded`."""
     with open_file(path) as file:
         found = file.get(name)
         return describe_dataset(found).faults if isinstance(found, h5py.Dataset) else ()
@@ -284,20 +284,20 @@ def _index_kind(dataset: h5py.Dataset, filters: tuple[str, ...]) -> str | None:
 
 
 def _kept_bytes(dataset: h5py.Dataset) -> int:
-    """Return the size of all decoded chunks if `H5Loader` keeps them by default (see `H5Loader.decodes_once`), or 0."""
+    """Return the size of all decoded chunks if `H5Loader` keeps them by default (`H5Loader.decodes_once`), else 0."""
     if dataset.chunks is None or dataset.ndim < 2 or dataset.dtype.kind not in "biuf" or dataset.nbytes > DECODED_BYTES:
         return 0
     if not filters_of(dataset) and dataset.chunks[1:] == dataset.shape[1:]:
         return 0
     try:
         size = index_dataset(dataset.file, dataset, dataset.name.lstrip("/")).decoded_bytes
-    except PackFormatError:  # H5Loader cannot read it, for example because a filter's decoder is missing.
+    except PackFormatError:  # H5Loader cannot read the dataset, for example because a decoder is missing.
         return 0
     return size if size <= DECODED_BYTES else 0
 
 
 def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> tuple[str, ...]:
-    """Return descriptions of what makes reading single rows slow, for datasets of images or large arrays."""
+    """Return the faults (see `DatasetReport`) of encoded images or of a chunked numeric array above 1 MiB."""
     if is_encoded(dataset):
         try:
             rows = index_encoded(dataset.file, dataset, dataset.name.lstrip("/")).rows
@@ -318,18 +318,19 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
     stored = dataset.id.get_storage_size()
     if not filters and stored > 1.05 * dataset.nbytes:
         found.append(
-            f"the file stores {stored / dataset.nbytes:.2f} times the data, because chunks extend beyond the array"
+            f"the file stores {stored / dataset.nbytes:.2f} times the array's size, because chunks extend beyond the "
+            "array"
         )
     if per_row > 1 and tuple(chunks) == _guessed_chunks(dataset):
         found.append("h5py chose the chunks (chunks=True) without regard to rows")
     # Compression of a pack is no fault, because h5pack decodes each chunk only once per shuffle window.
     own = schema.FORMAT in dataset.file.attrs
-    times = "once" if kept else "once a shuffle window"
+    times = "once" if kept else "once per shuffle window"
     if filters and not own and per_row * chunk_bytes > _DEFAULT_CACHE_BYTES:
         found.append(
-            f"the chunks of one row take {per_row * chunk_bytes / 2**20:.1f} MiB, more than the default cache of "
-            f"{format_bytes(_DEFAULT_CACHE_BYTES)} of HDF5 {h5py.version.hdf5_version}, so h5py decodes them for each "
-            f"row (H5Loader: {times})"
+            f"the chunks of one row take {per_row * chunk_bytes / 2**20:.1f} MiB, but the default cache of HDF5 "
+            f"{h5py.version.hdf5_version} has only {format_bytes(_DEFAULT_CACHE_BYTES)}, so h5py decodes the chunks "
+            f"again for each row (H5Loader: {times})"
         )
     if chunk_bytes < 16_384 and dataset.nbytes > 2**24:
         found.append(f"chunks have only {chunk_bytes:,} bytes, so looking them up takes longer than reading them")
@@ -344,7 +345,7 @@ def _guessed_chunks(dataset: h5py.Dataset) -> tuple[int, ...]:
 
 
 def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
-    """Return a command that writes a copy with uncompressed chunks of whole rows; encoded images become pixels."""
+    """Return a command that writes a copy with uncompressed chunks of whole rows, and with decoded images."""
     name, path = dataset.name.lstrip("/"), dataset.file.filename
     is_image = dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype)
     if is_encoded(dataset) or (is_image and len(channel_axes(dataset.shape[1:])) == 1):
@@ -356,10 +357,10 @@ def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
 
 
 def packing_options(file: h5py.File, name: str) -> dict[str, Any]:
-    """Return keywords of `convert` that keep the axes of the images `name`, their labels, and fields of each row."""
+    """Return the keyword arguments with which `convert` keeps the axes, labels and fields of the images `name`."""
     images = file[name]
     found: dict[str, Any] = {}
-    if schema.FORMAT not in file.attrs:  # A pack keeps its labels and fields anyway.
+    if schema.FORMAT not in file.attrs:  # `convert` keeps the labels and fields of a pack by default.
         labels, fields = find_labels(file, name, len(images)), further_datasets(file, name)
         found |= {"images": name} | ({"labels": labels} if labels else {})
         found |= {"fields": ",".join(fields)} if fields else {}
@@ -406,9 +407,10 @@ def _label_counts(labels: h5py.Dataset, parts: Sequence[Sequence[int]] = ()) -> 
 
 
 def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:
-    """Return mean and std of each channel, measured on evenly spaced rows; None unless numeric with 4 axes and rows.
+    """Measure the mean and std of each channel on evenly spaced rows.
 
-    The channel axis is the last one if its length is 1, 3 or 4, else axis 1.
+    Return None if the dataset is empty, not numeric, or does not have 4 axes. The channel axis is the last axis if its
+    length is 1, 3 or 4, else axis 1.
     """
     if images.ndim != 4 or images.dtype.kind not in "iuf" or not len(images):
         return None

@@ -1,4 +1,4 @@
-"""What `h5pack info` says of a pack beyond its datasets: splits, labels, fields, statistics and options."""
+"""The metadata of a pack that `h5pack info` reports: splits, labels, fields, statistics and options."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from h5pack.read.hdf5 import attribute_names, require_dataset, text
 from h5pack.read.ragged import index_ragged, is_ragged, own_fields
 from h5pack.system.text import counted, format_bytes
 
-_WIDTH, _MAX_NAMES_LENGTH = 110, 180  # so that the names of classes take at most two lines
+_WIDTH, _MAX_NAMES_LENGTH = 110, 180  # characters of a line, and of the names of classes
 
 
 def describe_pack(file: h5py.File) -> dict[str, Any]:
-    """Return the metadata of a pack as a JSON-serializable dict; only a part of it if the pack is unfinished."""
+    """Return the metadata of a pack as a JSON-serializable dict.
+
+    The dict of an unfinished pack has only the keys "format", "version", "complete" and "options".
+    """
     described: dict[str, Any] = {
         "format": int(file.attrs[schema.FORMAT]),
         "version": text(file.attrs.get(schema.VERSION, b"")),
@@ -52,14 +55,14 @@ def describe_pack(file: h5py.File) -> dict[str, Any]:
 
 
 def _options(stored: str) -> Any:
-    """Parse the stored options of a conversion, which are JSON; return the text itself if it is damaged."""
+    """Parse the stored options of a conversion; return the text itself if it is not valid JSON."""
     with contextlib.suppress(ValueError):
         return json.loads(stored)
     return stored
 
 
 def _label_kind(file: h5py.File) -> str:
-    """Return a description of the labels, the same as that of `ConvertPlan.label_kind`."""
+    """Describe the labels in the same words as `ConvertPlan.label_kind`."""
     if schema.LABELS not in file:
         return "none"
     labels = require_dataset(file, schema.LABELS)
@@ -70,7 +73,7 @@ def _label_kind(file: h5py.File) -> str:
 
 
 def _describe_field(file: h5py.File, name: str) -> dict[str, Any]:
-    """Return the kind, dtype and shape of a field's values; axes whose lengths differ between rows are None."""
+    """Return the kind, dtype and shape of a field's values; an axis whose length differs between rows is None."""
     if is_mask_group(file, name):
         return {"kind": schema.MASK, "dtype": str(index_kept(file, name).dtype), "shape": [None, None]}
     if is_ragged(file, name):
@@ -83,7 +86,7 @@ def _describe_field(file: h5py.File, name: str) -> dict[str, Any]:
 
 
 def _describe_encoded(file: h5py.File) -> dict[str, Any]:
-    """Return the number of a pack's encoded images, their total bytes, and the range of their longer sides."""
+    """Return the number and total bytes of a pack's encoded images, and the range of their longer sides in pixels."""
     index = index_kept(file)
     sides = file[schema.ENCODED_SIZE][()].max(axis=1, initial=0)
     return {
@@ -99,7 +102,7 @@ def finite(values: npt.NDArray[np.float64]) -> list[float | None]:
 
 
 def pack_lines(pack: dict[str, Any]) -> list[str]:
-    """Return the metadata that `describe_pack` returned as lines of text."""
+    """Format the result of `describe_pack` as lines of text."""
     if not pack["complete"]:
         return [f"an unfinished pack (h5pack {pack['version']}); resume its conversion"]
     newer = " (this h5pack is too old for it)" if pack["format"] > schema.FORMAT_VERSION else ""
@@ -121,7 +124,7 @@ def pack_lines(pack: dict[str, Any]) -> list[str]:
 
 
 def _names_lines(title: str, names: list[str]) -> list[str]:
-    """Return about two lines with as many names as fit after the title."""
+    """Return about two lines: the title, and as many names as fit."""
     shown = ", ".join(names)
     if len(shown) > _MAX_NAMES_LENGTH:
         shown = (shown[:_MAX_NAMES_LENGTH].rpartition(", ")[0] or shown[:_MAX_NAMES_LENGTH]) + ", ..."
@@ -129,7 +132,7 @@ def _names_lines(title: str, names: list[str]) -> list[str]:
 
 
 def _statistics_text(used: int | None, counts: dict[str, int]) -> str:
-    """Return a phrase for the rows that the statistics describe: `used` rows of the first split, usually train."""
+    """Return a phrase such as ", of 900 rows of train" for the `used` rows from which statistics were computed."""
     if used is None:
         return ""
     split, count = next(iter(counts.items()), ("", 0))
@@ -143,7 +146,7 @@ def _field_line(name: str, found: dict[str, Any], rows: int) -> str:
         unit = "bytes" if found["kind"] in schema.TEXT_KINDS else "entries"
         held = f"{found['dtype']}, {found['entries'] / max(1, rows):,.1f} {unit} per row"
     elif None in found["shape"]:
-        held = f"{found['dtype']}, in the sizes of the images"
+        held = f"{found['dtype']}, each with the size of its image"
     else:
         held = f"{found['dtype']}, {shape_text(tuple(found['shape'])) or 'one number'} per row"
     return f"field    {name}: {found['kind']}, {held}"

@@ -45,7 +45,7 @@ class ShownClass:
 
     name: str | None  # None if the file has no class labels
     rows: int  # number of rows that have this class
-    shown: list[int]  # row numbers, in the file, of this class's images on the sheet
+    shown: list[int]  # shown rows of this class, as row numbers of the file
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class ShownSplit:
     name: str
     rows: int  # number of rows in the split
     classes: list[ShownClass]
-    named: int  # number of classes in the split, on the sheet or not; "no label" does not count
-    left_out: int  # number of these classes that are not on the sheet
+    named: int  # number of classes in the split, shown or not; "no label" is not counted
+    left_out: int  # number of these classes that are not shown
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def preview(
 ) -> PreviewReport:
     """Draw a contact sheet: some images of each class in each split, with names, counts and row numbers.
 
-    Masks of a pack are drawn beside their images, with a color for each number, and so are a pack's further images.
-    Only the images that are shown are read.
+    Fields of a pack that are masks or images are drawn beside the images; each mask value has its own color. Only rows
+    that are shown are read.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def preview(
     max_classes : int
         Maximum number of classes shown per split. Rows without a label are shown in addition.
     tile : int
-        Maximum length of the longer side of an image on the sheet in pixels, 16 to 4096.
+        Maximum length of an image's longer side on the sheet, in pixels, 16 to 4096.
     seed : int, optional
         Select rows at random with this seed. Default: select evenly spaced rows in stored order.
     images, labels, channel_axis, value_range
@@ -150,7 +150,7 @@ def preview(
     H5PackError
         The base class of all errors; see `h5pack.errors` for the others.
     """
-    # `own_fields=False` loads no fields of a pack. Masks and further images are read only for the rows that are shown.
+    # `own_fields=False`: of a pack's fields, use only masks and images, which are read only for the shown rows.
     bounds = None if value_range is None else parse_range(value_range)
     datasets = HDF5Datasets(images, labels, (), channel_axis, bounds, own_fields=False)
     check_integer("tile", tile, 16, 4_096)
@@ -187,7 +187,7 @@ def preview(
 
 
 def _require_output(target: Path, source: str | os.PathLike[str]) -> str:
-    """Return the file format of the picture; raise if it cannot be written at `target`."""
+    """Return the file format for `target`; raise if no picture can be written there."""
     file_format = _FORMATS.get(target.suffix.lower())
     if file_format is None:
         raise OptionsError(f"{target}: unknown format; give a name that ends in {', '.join(_FORMATS)}", path=target)
@@ -276,7 +276,7 @@ def _read(
 
 
 def scaled(pixels: npt.NDArray[np.uint8], tile: int) -> Image.Image:
-    """Scale uint8 pixels (h, w, 1 or 3) to fit a square of `tile` pixels. Enlargement uses integer factors only."""
+    """Scale uint8 pixels (h, w, 1 or 3) so that the longer side has at most `tile` pixels; enlarge by whole factors."""
     image = image_of(pixels).convert("RGB")
     longest = max(image.size)
     if longest <= tile:
@@ -287,7 +287,7 @@ def scaled(pixels: npt.NDArray[np.uint8], tile: int) -> Image.Image:
 
 
 def _beside(picture: Image.Image, masks: Sequence[npt.NDArray[Any]]) -> Image.Image:
-    """Return a picture with its masks (a color for each number) and further images on its right."""
+    """Return a picture with its masks and further images to the right; each mask value has its own color."""
     joined = Image.new("RGB", (picture.width * (1 + len(masks)), picture.height))
     joined.paste(picture)
     for number, mask in enumerate(masks, 1):
@@ -297,7 +297,7 @@ def _beside(picture: Image.Image, masks: Sequence[npt.NDArray[Any]]) -> Image.Im
 
 
 def _mask_colors() -> npt.NDArray[np.uint8]:
-    """Return the colors of the numbers 0 to 255 that Pascal VOC uses for its masks: 0 is black."""
+    """Return the colors of Pascal VOC for the mask values 0 to 255, uint8 (256, 3). The value 0 is black."""
     colors, numbers = np.zeros((256, 3), np.uint8), np.arange(256)
     for shift in range(7, -1, -1):
         for channel in range(3):
@@ -340,7 +340,7 @@ def _split_lines(shown: list[ShownSplit]) -> Iterator[_Line]:
 
 
 def _captions(catalog: Catalog, index_of: dict[int, int]) -> dict[int, list[str]]:
-    """Return the lines of text below each image: the row number, and the nonzero attributes of a label table."""
+    """Return the lines of text below each image: the row number and, if labels have columns, the nonzero columns."""
     found = {row: [f"row {row}"] for row in index_of}
     table, names = catalog.labels, catalog.label_names or ()
     if table is not None and table.ndim == 2:
@@ -356,7 +356,7 @@ def _captions(catalog: Catalog, index_of: dict[int, int]) -> dict[int, list[str]
 def _draw(
     lines: Sequence[_Line], pictures: dict[int, Image.Image], captions: dict[int, list[str]], file_format: str
 ) -> Image.Image:
-    """Return the sheet: the lines from top to bottom, with images in cells of equal size.
+    """Draw the lines from top to bottom, with the images in cells of equal size, and return the sheet.
 
     A damaged row gets a crossed-out cell.
     """
@@ -394,7 +394,7 @@ def _draw(
 
 
 def _write(pen: ImageDraw.ImageDraw, corner: tuple[int, int], text: str, size: int, color: str, max_width: int) -> None:
-    """Draw as much of a line of text as fits. Control characters, such as line breaks, are escaped."""
+    """Draw a line of text, cut off at `max_width` pixels. Control characters, such as line breaks, are escaped."""
     text = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
     font = ImageFont.load_default(size)
     while text and font.getlength(text) > max_width:

@@ -50,7 +50,7 @@ class VerifyReport:
     path: str
     rows: int  #: number of rows of the pack; 0 if it could not be opened
     problems: tuple[str, ...] = ()  #: structural defects, such as missing datasets
-    damaged: dict[str, list[int]] = field(default_factory=dict)  #: rows of each dataset that fail the check
+    damaged: dict[str, list[int]] = field(default_factory=dict)  #: damaged rows of each dataset, by its name
     filenames: dict[int, str] = field(default_factory=dict)  #: stored names of the first 1,000 damaged rows, by row
 
     @property
@@ -83,9 +83,9 @@ class VerifyReport:
 class _Rows:
     """The rows of a large dataset, which several workers check.
 
-    `offsets` is None if the rows are read through the HDF5 library, because they are compressed, virtual, or were
-    repacked by another program. Only then, `chunk_rows` and `chunk_bytes` are the size of a chunk, or of a chunk group
-    of a virtual dataset; otherwise they are 0.
+    `offsets` is None if the rows must be read through the HDF5 library, because they are compressed, virtual, or were
+    repacked by another program. In this case, `chunk_rows` and `chunk_bytes` are the size of a chunk (in a virtual
+    dataset, of a chunk group). Otherwise they are 0.
     """
 
     name: str  # path of the dataset, or of a group of encoded images or masks
@@ -100,14 +100,14 @@ class _Rows:
 class _Structure:
     """The results of the structural check, which a worker process carries out with the HDF5 library.
 
-    `large` are the images, and the fields that are stored like the images.
+    `large` lists the images, and the fields that are stored like the images.
     """
 
     rows: int
     problems: list[str] = field(default_factory=list)
     damaged: dict[str, list[int]] = field(default_factory=dict)
     large: list[_Rows] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)  # names of large datasets, also of those that cannot be checked
+    seen: set[str] = field(default_factory=set)  # names of all large datasets, including those that cannot be checked
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class _DecodeTask:
     start: int
     chunk_rows: int
     checksums: npt.NDArray[np.uint32]
-    stored_checksums: npt.NDArray[np.uint32] | None  # of these chunks as they are stored, if known
+    stored_checksums: npt.NDArray[np.uint32] | None  # checksums of the chunks' stored bytes, if known
 
     def __str__(self) -> str:
         """Describe the rows for the error message if a worker process dies."""
@@ -136,7 +136,7 @@ def verify(
     """Check a pack's structure and the checksum of every row.
 
     The HDF5 library runs only in worker processes, because a damaged file may crash it. Uncompressed images are read
-    without the library, compressed and virtual ones through it.
+    without the library; compressed and virtual images are read through it.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def verify(
         except H5PackError as error:
             return VerifyReport(name, 0, (str(error).removeprefix(f"{name}: "),))
         except BrokenProcessPool:
-            crash = f"HDF5 {h5py.version.hdf5_version} crashed while reading it, so the file is damaged; restore it"
+            crash = f"HDF5 {h5py.version.hdf5_version} crashed while reading this file, which is damaged; restore it"
             return VerifyReport(name, 0, (crash,))
         if structure is None:
             raise PackFormatError(
@@ -181,7 +181,7 @@ def verify(
 
 
 def _check_large(path: str, structure: _Structure, executor: Executor, in_flight: int, *, progress: bool) -> None:
-    """Add to `damaged` the rows of large datasets that do not match their checksums or cannot be read, ascending."""
+    """Check the rows of large datasets, and add the damaged rows, in ascending order, to `structure.damaged`."""
     tqdm.monitor_interval = 0
     total = sum(len(one.checksums) for one in structure.large)
     with tqdm(total=total, desc="verify", unit=" rows", disable=None if progress else True, leave=False) as bar:
@@ -195,7 +195,7 @@ def _check_large(path: str, structure: _Structure, executor: Executor, in_flight
 
 
 def _checked(path: str, rows: _Rows, executor: Executor, in_flight: int) -> Iterator[tuple[int, list[int]]]:
-    """Check the rows of a large dataset in tasks; yield the number of rows of each, and the damaged ones."""
+    """Check a large dataset in several tasks; yield the number of rows and the damaged rows of each task."""
     if rows.offsets is not None:
         everything = np.arange(len(rows.checksums), dtype=np.int64)
         tasks = check_tasks(path, rows.offsets, everything, rows.checksums, _TASK_BYTES)
@@ -257,7 +257,7 @@ def _large_fields(file: h5py.File) -> Iterator[str]:
 
 
 def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
-    """Add a dataset to `large`, or a problem if its rows cannot be checked."""
+    """Add a dataset to `found.large`; if its rows cannot be checked, add a problem instead."""
     dataset = file[name]
     checksums = _checksums(file, name, found)
     if checksums is None:
@@ -285,7 +285,7 @@ def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
 
 
 def _inspect_kept(file: h5py.File) -> _Structure:
-    """Check the structure of a pack that keeps JPEG files; raise PackFormatError if offsets do not fit the bytes."""
+    """Check the structure of a pack that keeps JPEG files; raise PackFormatError if its offsets are invalid."""
     index = index_kept(file)
     found = _Structure(index.rows)
     _check_tables(file, found.rows, found.problems)
@@ -298,7 +298,7 @@ def _inspect_kept(file: h5py.File) -> _Structure:
 
 
 def _add_kept(file: h5py.File, index: EncodedIndex, found: _Structure) -> None:
-    """Add encoded images or masks to `large`, or check them here if their bytes are not stored in one piece."""
+    """Add encoded images or masks to `found.large`; check them here if their bytes are not contiguous in the file."""
     if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
         found.problems.append(f"{index.name}/offsets: the rows do not cover all bytes of {index.data.name}")
     checksums = _checksums(file, index.name, found)
@@ -312,7 +312,7 @@ def _add_kept(file: h5py.File, index: EncodedIndex, found: _Structure) -> None:
 
 
 def _damaged_kept(file: h5py.File, index: EncodedIndex, checksums: npt.NDArray[np.uint32]) -> list[int]:
-    """Return the encoded rows that differ from their checksums, or cannot be read, through the HDF5 library."""
+    """Read encoded rows through the HDF5 library; return those that differ from their checksums or are unreadable."""
     data, wrong = file[index.data.name], []
     require_filters(data)
     for row, (start, stop) in enumerate(itertools.pairwise(index.offsets.tolist())):
@@ -338,7 +338,7 @@ def _checksums(file: h5py.File, name: str, found: _Structure) -> npt.NDArray[np.
 
 
 def _check_other_rows(file: h5py.File, found: _Structure) -> None:
-    """Compare the rows of all datasets other than the large ones with their checksums."""
+    """Compare the rows of all datasets except the large ones with their checksums."""
     small = sorted(set(own_fields(file)) - found.seen)
     for name in (*(schema.LABELS,) * (schema.LABELS in file), *small):
         if f"{schema.CHECKSUMS}/{name}" not in file:
