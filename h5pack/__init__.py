@@ -7,7 +7,8 @@ All public names are imported on first use, so that ``import h5pack`` takes only
     h5pack.convert("./celebA", "out.h5")
     dataset = h5pack.H5Dataset("out.h5", split="train")
 
-Types that functions return, such as reports, are documented with these functions and importable from their modules.
+Types that functions return, such as reports, are documented together with the functions. Import them from the modules
+that define them.
 """
 
 from __future__ import annotations

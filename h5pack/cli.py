@@ -25,25 +25,25 @@ _EPILOG = """\
 h5pack convert ./celebA out.h5            pack a folder of images
 h5pack convert other.h5 out.h5            repack the images of any HDF5 file
 h5pack append out.h5 ./more               add new images to a pack
-h5pack join a.h5 b.h5 both.h5             make one pack of several packs
-h5pack subset out.h5 small.h5 --sample 99 make a pack of some rows of another
+h5pack join a.h5 b.h5 both.h5             join several packs into one
+h5pack subset out.h5 small.h5 --sample 99 copy some rows of a pack to a new pack
 h5pack info out.h5                        show what a file contains and how it is stored
 h5pack verify out.h5                      check every row
 h5pack preview out.h5 sheet.png           draw some images of each class
-h5pack export out.h5 ./images             write the images as files again
+h5pack export out.h5 ./images             write the images to files
 h5pack bench ./celebA                     measure which chunk size and settings are fastest
 h5pack doctor out.h5                      find the slowest stage of feeding a training step
 """
 
 
 _OTHER_WAYS = {
-    ("convert", "--split"): " (for one split give its folder as SOURCE, or --include 'train/*')",
+    ("convert", "--split"): " (to convert one split, give its folder as SOURCE, or use --include 'train/*')",
 }
-"""Hints for options that only other commands have, by command and option."""
+"""Hints for options that a command lacks but other commands have, by (command, option)."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the nearest valid option for a mistyped one.
+    """A parser that prints each error in one line, and suggests a valid option in place of a mistyped one.
 
     It rejects abbreviated options, because options added later could make an abbreviation ambiguous.
     """
@@ -69,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    """Return " (did you mean X?)" for a known option that starts with `name` or is similar to it; "" if none is."""
+    """Return " (did you mean X?)", where the known option X starts with `name` or is similar; "" if there is none."""
     found = [one for one in known if one.startswith(name)] or difflib.get_close_matches(name, known, 1)
     return f" (did you mean {found[0]}?)" if found else ""
 
@@ -124,16 +124,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _resend_signal(previous_hook: Callable[[Any], object], unraisable: Any) -> None:
-    """Send SIGINT or SIGTERM again if Python dropped the exception that its handler raised.
+    """Send SIGINT or SIGTERM again if Python dropped the exception that the signal handler raised.
 
-    That happens in ``__del__`` and in weakref callbacks. Other exceptions are passed to `previous_hook`.
+    Python drops exceptions in ``__del__`` and in weakref callbacks. Pass any other exception to `previous_hook`.
     """
     error = unraisable.exc_value
     if not isinstance(error, KeyboardInterrupt):
         previous_hook(unraisable)
         return
     number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
-    # Wait half a second, because Python would also drop an exception that is raised inside this hook.
+    # Wait half a second, because Python would also drop an exception that is raised while this hook runs.
     threading.Timer(0.5, signal.pthread_kill, [threading.main_thread().ident, number]).start()
 
 

@@ -7,7 +7,7 @@
     ├── SourceError (ValueError)             the source is missing, ambiguous or cannot be read
     │   ├── NoImagesError                    the source has no readable image
     │   └── SizesDifferError                 images differ in size although they must have the same size
-    ├── RejectedImageError (ValueError)      one image cannot be packed (reported; raised with ``strict``)
+    ├── RejectedImageError (ValueError)      one image cannot be packed (raised only with ``strict``)
     ├── OutputExistsError (FileExistsError)  the output, or an unfinished one, already exists
     ├── OutputBusyError (BlockingIOError)    another conversion is writing this output
     ├── NoSpaceError (OSError)               the output does not fit on its file system
@@ -19,7 +19,7 @@
     ├── ReadError (OSError)                  rows cannot be read: the file was truncated, or its storage failed
     ├── DamagedRowsError (ValueError)        rows do not match their checksums, or cannot be decoded
     ├── StateError (ValueError)              a saved state is damaged, or belongs to another order of rows
-    └── LoaderError (RuntimeError)           a loader cannot return a batch, such as in a forked child
+    └── LoaderError (RuntimeError)           a loader cannot return a batch, for example in a forked child
 
 Every message is one line that states what is wrong, where (file, dataset, rows) and what to do next.
 """
@@ -45,7 +45,7 @@ class H5PackError(Exception):
         The affected rows of that dataset.
     parameters : sequence of str, optional
         The substrings of `message` that name parameters, verbatim (``"overwrite=True"``, ``"size"``). The command line
-        replaces them by its own options (``--overwrite``, ``--size``).
+        replaces them with its own options (``--overwrite``, ``--size``).
 
     Attributes
     ----------
@@ -87,13 +87,16 @@ class NoImagesError(SourceError):
 
 
 class SizesDifferError(SourceError):
-    """Images differ in size: a source's images, if ``size`` is not given, or the encoded images of one batch."""
+    """Images that must have the same size differ in size.
+
+    These are the images of a source if ``size`` is not given, or the encoded images of one batch.
+    """
 
 
 class RejectedImageError(H5PackError, ValueError):
     """One image cannot be packed.
 
-    A conversion does not raise this error but lists the image in its rejects table. With ``strict`` it raises the first
+    By default, a conversion lists such images in its rejects table. With ``strict``, it raises this error for the first
     one.
     """
 
@@ -118,7 +121,7 @@ class ResumeError(H5PackError, ValueError):
 
 
 class WorkerError(H5PackError, RuntimeError):
-    """A worker process died or cannot start, the source cannot be used in one, or a cluster cannot be used."""
+    """Worker processes died, cannot start or cannot use the source, or a cluster cannot be used."""
 
 
 class PackFormatError(H5PackError, ValueError):
@@ -137,7 +140,7 @@ class PackChangedError(H5PackError, RuntimeError):
 
 
 class ReadError(H5PackError, OSError):
-    """Rows cannot be read: the file ends before them, the disk reports an error, or the file cannot be opened again."""
+    """Rows cannot be read: the file is too short, the disk reports an error, or the file cannot be reopened."""
 
 
 class DamagedRowsError(H5PackError, ValueError):
@@ -158,6 +161,6 @@ class StateError(H5PackError, ValueError):
 class LoaderError(H5PackError, RuntimeError):
     """A loader cannot return a batch.
 
-    For example, its iterator is used in a forked child, or after it was closed or failed, or a batch cannot be passed
-    from a worker process through shared memory.
+    For example, its iterator is used in a forked child, was closed, or has failed before. Or a worker process cannot
+    pass a batch to the main process through shared memory.
     """
