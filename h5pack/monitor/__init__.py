@@ -1,1 +1,1 @@
-"""Measurement of how long the training step waits for data, and of the cause."""
+"""Measure how long the training step waits for data, and find the cause."""

@@ -1,6 +1,6 @@
-"""Recommendations against a bottleneck: rules that choose them from a verdict and its evidence, and their texts.
+"""Recommendations against a bottleneck: their texts, and the rules that choose them for a verdict and its evidence.
 
-The rules return `Advice` objects without text. All texts are templates in `Remedy`; they name parameters, not flags.
+The rules return `Advice` objects. The texts are templates in `Remedy`, and name parameters, not command-line flags.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class Remedy(Enum):
         "Rows are read through the HDF5 library ({reason}), one thread at a time. 'h5pack convert' makes a file that "
         "is read directly."
     )
-    DECODE_ONCE = "{encoding} in every epoch. If the disk has room, decode once ('h5pack convert' without compression)."
+    DECODE_ONCE = "{encoding} in every epoch. If the disk has room, do so once ('h5pack convert' without compression)."
     TRANSFORM_ON_DEVICE = "Run the transform on the GPU, for whole batches (DeviceFeed(loader, 'cuda', transform=...))."
     CHEAPER_TRANSFORM = (
-        "Make the transform cheaper. Do what is the same in every epoch only once, before 'h5pack convert'."
+        "Make the transform cheaper. Do operations that are the same in every epoch once, before 'h5pack convert'."
     )
     TRANSFORM_WAITS = "The transform mostly waits (it runs {busy:.0f} % of its time). Find out what it waits for."
     TRANSFORM_IN_MORE_THREADS = (
         "Until then, use more {units}, so that more calls wait at the same time (`{parameter}={number}`)."
     )
     TRANSFORM_IN_PARALLEL = (
-        "The transform's threads use only one CPU together: Python's GIL or a lock lets one of them run at a time. "
+        "Together, the transform's threads use only one CPU: Python's GIL or a lock lets one of them run at a time. "
         "Use operations on whole tensors, or a DataLoader (`num_workers`)."
     )
     LARGER_BATCH_FOR_STEP = (
@@ -63,7 +63,7 @@ class Remedy(Enum):
         "Small batches: each has a fixed cost, but only {rows} images of {size:,} bytes. Set a larger `batch_size`."
     )
     UINT8_BATCHES = (
-        "Float batches on the host: {size:,} bytes per image, {times:.1f} times as many as are stored. Keep uint8 on "
+        "Float batches on the host: {size:,} bytes per image, {times:.1f} times the size in the file. Keep uint8 on "
         "the host, and convert to float on the device (DeviceFeed(..., transform=Normalize(...)))."
     )
     STORE_UINT8 = (
@@ -88,8 +88,8 @@ class Remedy(Enum):
         "Too few {units}: {parallel} for the {cpus} that this process may use. Raise `{parameter}` to {number}."
     )
     MORE_CPUS = (
-        "The loader's {units} keep all of the {cpus} busy that this process may use. The machine has {machine_cpus}: "
-        "check taskset, SLURM and the container's quota."
+        "This process may use {cpus}, and the loader's {units} keep them busy. The machine has {machine_cpus} CPUs: "
+        "check the limits set by taskset, SLURM and the container's quota."
     )
     USE_H5LOADER = (
         "Use H5Loader, which reads in threads and passes nothing between processes. Decode the images only once "
@@ -99,19 +99,20 @@ class Remedy(Enum):
         "Load batches in the workers of a DataLoader, or pack the images ('h5pack convert') and use H5Loader."
     )
     AVOID_SYNCHRONISATION = (
-        "Host synchronisation inside the step: the process waits for the GPU {times:.1f} times per step (.item(), "
-        ".cpu(), printing a tensor{where}). Read losses only every few steps."
+        "Host synchronisation inside the step: the process waits for the GPU {times:.1f} times per step{where}. Usual "
+        "causes are .item(), .cpu() and printing a tensor. Read losses only every few steps."
     )
     FEWER_STEP_THREADS = (
-        "PyTorch's {step_threads} threads share the CPUs with the loader and other programs, and wait for each other "
-        "if one is delayed. Compare with OMP_NUM_THREADS=1 before the command, or torch.set_num_threads(1) in your "
-        "module, which may be faster or slower."
+        "PyTorch's {step_threads} threads share the CPUs with the loader and other programs. If one thread is delayed, "
+        "the others wait for it. A single thread may be faster or slower: try OMP_NUM_THREADS=1 before the command, or "
+        "torch.set_num_threads(1) in your module."
     )
     ONE_STEP_THREAD = (
-        "PyTorch's {step_threads} threads hold each other up: with one, the step alone is {times:.1f} times as fast. "
-        "Set OMP_NUM_THREADS=1 before the command, or torch.set_num_threads(1) in your module, and measure again."
+        "PyTorch's {step_threads} threads delay each other: the step alone is {times:.1f} times as fast with one "
+        "thread. Set OMP_NUM_THREADS=1 before the command, or torch.set_num_threads(1) in your module, and measure "
+        "again."
     )
-    OWN_MODEL = "The step is a small built-in network. Measure yours: `model`."
+    OWN_MODEL = "The step is a small built-in network. To measure your own, give `model`."
     USE_IDLE_GPUS = "{others}: train with {gpus} processes, one on each GPU (torchrun)."
     NORMALIZE_ON_GPU = "Normalizing runs on the CPU. The GPU does it in one fast kernel (`device='cuda'`)."
     USE_GPU = "The step runs on the CPU: use the GPU (`device='cuda'`) or a smaller network."
@@ -141,7 +142,7 @@ class Advice:
     """One recommendation: a template and the numbers and names to insert into it."""
 
     remedy: Remedy
-    moves: bool  # whether following it would relieve the bottleneck; if not, it would not make the training faster now
+    moves: bool  # whether it relieves the bottleneck; other advice would not make the training faster now
     values: Mapping[str, Any] = field(default_factory=dict)
     first_epoch: bool = False  # whether it concerns only the first epoch
 
@@ -158,12 +159,15 @@ class Advice:
 
 
 def advise(verdict: Verdict, evidence: Evidence) -> list[Advice]:
-    """Return advice on the bottleneck, and other findings; advice on the most usual causes comes first."""
+    """Return advice on the bottleneck and on other findings; advice on the most common causes comes first."""
     return list(_Rules(verdict, evidence))
 
 
 def threads_advice(evidence: Evidence) -> Advice | None:
-    """Return advice on the threads of a step on the CPU; None if they compete with nothing, or are faster than one."""
+    """Return advice on PyTorch's CPU threads, or None.
+
+    None if the step does not compete with the loader for CPUs, or if one thread is not clearly faster.
+    """
     if not evidence.step_competes:
         return None
     times, values = evidence.one_thread_ratio, {"step_threads": evidence.step_threads}
@@ -172,19 +176,19 @@ def threads_advice(evidence: Evidence) -> Advice | None:
     return Advice(Remedy.ONE_STEP_THREAD, True, {**values, "times": times}) if times > _FASTER_ALONE else None
 
 
-# If one thread of PyTorch runs the step this many times as fast as all of them, they hold each other up.
+# PyTorch's threads delay each other if the step with one thread is more than this many times as fast as with all.
 _FASTER_ALONE = 1.2
-# If reading in stored order is this many times as fast as in the loader's order, the disk loses time with seeks.
+# The disk loses time with seeks if stored order is more than this many times as fast as the loader's order.
 _SEEKS = 1.3
-# If half a batch gives less than this fraction of the images/s of a whole batch, a step has a high fixed cost.
+# A step has a high fixed cost if its images/s with half a batch are less than this fraction of those with a whole one.
 _OVERHEAD = 0.75
 _SMALL_BATCH_BYTES = 1 << 20
-# A loader counts as using only one CPU if it uses at least the first and less than the second number of CPUs.
+# A loader that uses at least the first and less than the second number of CPUs counts as using only one CPU.
 _ONE_CPU = (0.8, 1.3)
 
 
 class _Rules:
-    """The rules: an iterable of recommendations. Each method yields those on one subject."""
+    """An iterable of recommendations. Each private method yields the recommendations on one subject."""
 
     def __init__(self, verdict: Verdict, evidence: Evidence) -> None:
         self.verdict, self.evidence = verdict, evidence
@@ -276,7 +280,7 @@ class _Rules:
             yield self.make(Remedy.READ_IN_WORKERS, self.limits(Bottleneck.LOADER))
         elif evidence.num_workers == 0:
             yield self.make(Remedy.START_WORKERS, self.feed_limits)
-        # Threads that mostly wait may outnumber the CPUs, so their number is not compared with the CPUs here.
+        # If the threads mostly wait, more threads than CPUs are useful, so do not compare the two numbers.
         elif not self.limits(Bottleneck.STORAGE) and not (
             self.limits(Bottleneck.TRANSFORM) and evidence.transform_waits
         ):

@@ -1,7 +1,7 @@
 """Rules that find the bottleneck in feeding a training step: they turn measured numbers (`Evidence`) into a `Verdict`.
 
-The numbers are either the counters of one interval of a training loop, from `FeedMonitor`, or the speed of every stage
-measured alone and of the whole loop, from `h5pack.diagnose`. `judge` accepts both. The verdict is data without text;
+The numbers come from `FeedMonitor` (the counters of one interval of a training loop) or from `h5pack.diagnose` (the
+speeds of every stage measured alone, and of the whole loop). `judge` accepts both. The verdict has no text;
 recommendations are in `h5pack.monitor.advice`. "The feed" is everything on the host that produces a batch: storage,
 decoding, loader and transform. "The loop" and "everything together" both mean the complete training loop: feed, copy
 and step.
@@ -68,7 +68,7 @@ class Rates:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the repeats differ by at most a factor of five; if not, nothing is decided by them."""
+        """Whether the repeats differ by at most a factor of five; if not, they are too noisy for a verdict."""
         return self.high <= 5.0 * self.low
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ def rate_text(value: float) -> str:
 
 INTERRUPTED = "the measurement was interrupted"
 NO_TIME = "there was no time for it"
-# With fewer repeats, a median says little.
+# Minimum number of repeats; with fewer, a median says little.
 MIN_REPEATS = 3
 
 
@@ -118,7 +118,8 @@ class Encoding(Enum):
 
 # A loader that uses at least this fraction of the CPUs that its threads or workers can use counts as CPU-bound.
 _BUSY = 0.8
-# If the shares of normalizing in the loop and alone differ by more than this factor, neither is trusted.
+# Normalizing takes a measured fraction of the loop's time. If this fraction and the fraction computed from separate
+# measurements differ by more than this factor, neither is trusted.
 _SHARE_NOISE = 2.0
 # A thread counts as mostly waiting if it runs on a CPU for less than this fraction of its time.
 _WAITS = 0.5
@@ -136,10 +137,10 @@ class Evidence:
     num_workers: int | None = None
     on_gpu: bool | None = None  # whether the step runs on a GPU
     step_threads: int | None = None  # number of threads of PyTorch's operations on the CPU
-    builtin_step: bool = False  # whether the step is not the user's
+    builtin_step: bool = False  # whether the step is h5pack's small network, not the user's model
     batch_rows: int | None = None  # number of images in a batch
     epoch_batches: int | None = None  # number of batches in an epoch
-    # The size of an image, and whether its values are floats: stored in the file, and loaded by the loader.
+    # Bytes of an image, and whether its values are floats: in the file (stored), and in the loader's batches (loaded).
     stored_row_bytes: int | None = None
     loaded_row_bytes: int | None = None
     stored_float: bool = False
@@ -150,27 +151,33 @@ class Evidence:
     full_shuffle: bool = False  # whether rows are shuffled individually, regardless of their chunks
     fits_cache: bool = True  # whether the page cache can hold all stored bytes
     has_transform: bool = False  # whether a transform runs on the host
-    # The fraction of the time in which a thread did not wait while it read from the page cache or called the transform.
+    # The fraction of the time in which one thread did not wait: while it read rows from the page cache, and while it
+    # called the transform.
     read_busy_fraction: float | None = None
     transform_busy_fraction: float | None = None
-    half_batch_ratio: float | None = None  # the step's images/s with half a batch, divided by those with a whole one
-    one_thread_ratio: float | None = None  # the step's images/s with one thread of PyTorch, divided by those with all
+    # The step's images/s with half a batch, divided by its images/s with a whole batch.
+    half_batch_ratio: float | None = None
+    # The step's images/s with one of PyTorch's CPU threads, divided by its images/s with all of them.
+    one_thread_ratio: float | None = None
     synchronisations: float | None = None  # how often a step makes the process wait for the CUDA device
     synchronised_at: str | None = None  # FILE:LINE of the first such wait
     gpus: int | None = None  # number of GPUs that this process may use
     idle_gpus: int | None = None  # number of idle GPUs besides the one that runs the step
     world_size: int = 1  # number of processes of this training
-    # The fraction of the loop's time in which the step waited for data: in all repeats together, and the lowest and the
-    # highest of a single repeat.
+    # The fraction of the loop's time in which the step waited for data: of all repeats together, and the (lowest,
+    # highest) fraction of a single repeat.
     stall_fraction: float | None = None
     stall_range: tuple[float, float] | None = None
-    # The fraction of the loop's time in which the step's thread normalized; None on a GPU, which overlaps the two.
+    # The fraction of the loop's time in which the step's thread normalized; None on a GPU, where normalizing overlaps
+    # with the step.
     normalize_fraction: float | None = None
     # The process's wait for the loader, divided by the step's wait, which also includes the wait for the copy.
     wait_fraction: float | None = None
     # The fraction of the process's wait for the loader in which a transform ran in the step's thread.
     transform_wait_fraction: float | None = None
-    cpus_used: float | None = None  # CPU seconds per second, of the workers or else the process; not used with `stages`
+    # CPU seconds per second that the DataLoader's workers used or, without a DataLoader, the process and its children.
+    # Ignored if the loader is among the `stages`.
+    cpus_used: float | None = None
     stages: Mapping[Stage, StageResult] = field(default_factory=dict)  # empty if only the counters of a loop are known
 
     @property
@@ -190,7 +197,7 @@ class Evidence:
 
     @property
     def feed_stage(self) -> Stage:
-        """The stage that measured the complete loader as used in training: TRANSFORM if there is a transform."""
+        """The stage that measures the loader as used in training: TRANSFORM if there is a transform, else LOADER."""
         return Stage.TRANSFORM if self.has_transform else Stage.LOADER
 
     @property
@@ -208,7 +215,7 @@ class Evidence:
     def normalize_agrees(self) -> bool:
         """Whether normalizing takes about the fraction of the loop's time that separate measurements suggest.
 
-        False if repeats of normalizing or of the step differ too much, or if one of the two was not measured.
+        False if repeats of normalizing or of the step differ too much, or if a measurement is missing.
         """
         normalize, step = self.rates(Stage.NORMALIZE), self.rates(Stage.STEP)
         if normalize is None or step is None or self.normalize_fraction is None:
@@ -235,7 +242,7 @@ class Outcome(Enum):
 
     NOT_MEASURED = "the loader, the step or the loop could not be measured"
     TOO_LITTLE = "there was no time for enough repeats"
-    NOISY = "repeats differ by more than what is to be decided, or stages are slower alone than in the loop"
+    NOISY = "repeats differ too much, or a stage alone is slower than the whole loop"
     FED = "the step hardly waits"
     LIMITED = "the step waits for a bottleneck"
     CONTENTION = "the step waits, although the loader and the copy alone are fast enough"
@@ -248,11 +255,11 @@ class Verdict:
 
     outcome: Outcome
     bottlenecks: tuple[Bottleneck, ...] = ()  # more than one if the measurements cannot tell them apart
-    # The stage that was not measured, or too few times; for NOISY, the stage that is slower alone than in the loop, or
-    # EVERYTHING if its repeats differ too much.
+    # NOT_MEASURED: the stage that was not measured. TOO_LITTLE: the stage with too few repeats. NOISY: the stage that
+    # is slower alone than the loop; EVERYTHING if its speeds differ too much; None if the waits differ too much.
     stage: Stage | None = None
     gain: float = 1.0  # how many times as fast the training would be at most if the step did not wait
-    slowdown: float = 1.0  # FED on a CPU: how many times as fast normalizing and the step are alone as in the loop
+    slowdown: float = 1.0  # FED on a CPU: the speed of normalizing and the step alone, divided by the loop's speed
     first_epoch: Rates | None = None  # the disk's speed, if the disk slows down only the first epoch
 
     @property
@@ -272,7 +279,7 @@ def _judge_interval(evidence: Evidence) -> Verdict:
     if (evidence.transform_wait_fraction or 0.0) > 0.5:
         found = Bottleneck.TRANSFORM
     elif evidence.wait_fraction is not None and evidence.wait_fraction < 0.5:
-        # Without a GPU nothing is copied, and batches are transformed while the step waits.
+        # The step mostly waits for what comes after the loader: the copy or, without a GPU, a DeviceFeed's transform.
         found = Bottleneck.TRANSFORM if evidence.gpus == 0 else Bottleneck.COPY
     elif evidence.num_workers == 0 or (evidence.num_workers is None and evidence.num_threads is None):
         found = Bottleneck.LOADER
@@ -293,23 +300,25 @@ def _feed_cause(evidence: Evidence, *, waits: bool) -> Bottleneck:
     return Bottleneck.DECODING if decodes else Bottleneck.LOADER
 
 
-# The step counts as waiting above this fraction of the loop's time. By default, `FeedMonitor` warns then, too.
+# The step counts as waiting if it waits for more than this fraction of the loop's time. By default, `FeedMonitor` warns
+# above the same fraction.
 MAX_STALL = 0.1
-# If some repeats wait more than MAX_STALL and others less, and they differ by more than this, nothing is decided.
+# If the step waits for more than MAX_STALL in some repeats and for less in others, and these fractions differ by more
+# than this, there is no verdict.
 _STALL_NOISE = 0.1
 # Two speeds whose medians differ by at most this factor count as equal, whatever the ranges of their repeats.
 _EQUAL = 1.1
-# Two speeds whose medians differ by more than this factor count as different, even if an outlier makes ranges overlap.
+# Two speeds whose medians differ by more than this factor count as different, even if their ranges overlap.
 _APART = 1.5
-# The step does not wait for a feed whose slowest repeat is this many times as fast as the step's fastest repeat.
+# If the feed's slowest repeat is more than this many times as fast as the step's fastest, the feed is fast enough.
 _AMPLE = 1.5
-# If a step on the CPU hardly waits in the loop, but is this many times as fast alone, something else slows it there.
+# If a step on the CPU hardly waits for data, but alone is this many times as fast as the loop, other work slows it.
 _SLOWED = 3.0
-# If the loop is this many times as fast as one of its stages alone, the machine's speed has changed in between.
+# If the loop is this many times as fast as one of its stages alone, the machine's speed changed between measurements.
 _FASTER = 1.25
 # An outer stage, such as the loader, contains an inner stage, such as reading. If the outer speed is below the first
 # fraction of the inner speed, the outer stage itself is the cause. From the second fraction on, the inner stage is the
-# cause. In between, both are named, and also if repeats differ too much to tell.
+# cause. Both stages are named in between, or if the repeats differ too much to tell.
 _EXPLAINS = (0.5, 0.7)
 
 
@@ -321,7 +330,7 @@ def _alike(one: Rates, other: Rates) -> bool:
 class _StageRules:
     """The rules for stages that were measured alone, and for the loop.
 
-    Whether the step waits is measured in the loop. What it waits for is found by comparing the speeds of the stages.
+    The loop shows whether the step waits. The speeds of the stages show which of them it waits for.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -345,14 +354,14 @@ class _StageRules:
         if low <= MAX_STALL < high and high - low > _STALL_NOISE:
             return Verdict(Outcome.NOISY)
         together, producers, demand = self.rates[Stage.EVERYTHING], self._feed_and_copy(), self._demand()
-        # If no repeat waited, it does not matter how much their speeds and those of the feed differ.
+        # If the step waited in no repeat, it does not matter whether the feed or the loop had noisy speeds.
         waited = high > MAX_STALL
         if waited and not together.is_steady:
             return Verdict(Outcome.NOISY, stage=Stage.EVERYTHING)
         for stage, rates in ((producers if waited else {}) | self.device).items():
             if together.median > _FASTER * rates.median:
                 return Verdict(Outcome.NOISY, stage=stage)
-        # The training cannot be faster than the device alone, either, except where noise made the device slower alone.
+        # The device's speed alone also limits the gain. If noise made it lower than the loop's speed, the gain is 1.
         gain = 1 / max(1e-3, 1 - stall)
         if stall > MAX_STALL:
             gain = min(gain, max(1.0, demand.median / together.median))
@@ -378,13 +387,13 @@ class _StageRules:
         return {stage: self.rates[stage] for stage in (feed, Stage.COPY) if stage in self.rates}
 
     def _demand(self) -> Rates:
-        """Return the speed of the device: a GPU may normalize and run the step at the same time, a CPU may not."""
+        """Return the speed of normalizing and the step. A GPU may do both at once, a CPU does one after the other."""
         return (_slowest if self.evidence.on_gpu else _in_turn)(self.device.values())
 
     def _device_parts(self) -> tuple[Bottleneck, ...]:
-        """Return which of normalizing and the step takes more time: alone, and in the loop if that is known.
+        """Return which of normalizing and the step takes more time: alone and, if known, in the loop.
 
-        Where the two contradict each other, nothing shows that normalizing limits the training.
+        If the loop contradicts the speeds alone, return the step, because nothing shows that normalizing is the limit.
         """
         evidence, alone = self.evidence, {stage: 1 / rates.median for stage, rates in self.device.items()}
         parts = [alone]
@@ -427,7 +436,7 @@ class _StageRules:
 
 
 def _which_limits(outer: Rates, inner: Rates) -> tuple[bool, bool]:
-    """Return whether an outer stage itself is the cause of its speed, and whether the stage that it contains is."""
+    """Return whether an outer stage itself limits its speed, and whether the inner stage, which it contains, does."""
     share = outer.median / inner.median
     if share < _EXPLAINS[0] and outer.high < _APART * _EXPLAINS[0] * inner.low:
         return True, False
@@ -441,7 +450,7 @@ def _slowest(speeds: Collection[Rates]) -> Rates:
 
 
 def _in_turn(parts: Collection[Rates]) -> Rates:
-    """Return the images per second if each image passes through all parts one after the other."""
+    """Return the combined speed if each image passes through all parts, one after the other."""
 
     def combined(*values: float) -> float:
         return 1 / sum(1 / value for value in values)

@@ -59,16 +59,16 @@ class MonitoredIterator(BatchIterator):
     def __next__(self) -> Any:
         self._labels.end()
         if time.perf_counter() >= self._recorder.due:
-            # Report before the next batch is requested. If the user turns warnings into errors, the exception from
-            # `tick` then loses no batch.
+            # Report before requesting the next batch, so that no batch is lost if the user turns warnings into errors
+            # and `tick` raises.
             self._recorder.tick()
         return super().__next__()
 
     def _next_batch(self) -> Any:
         recorder = self._recorder
         if threading.get_ident() != self._thread:
-            # A DeviceFeed around this monitor requests batches in a thread. The step does not wait for that thread, and
-            # runs on another stream.
+            # A DeviceFeed around this monitor requests batches in its own thread. The current stream of that thread is
+            # not the step's, so measure the waits of the process instead.
             recorder.device_wait = None
         self._labels.begin("h5pack: wait")
         if recorder.device_wait is not None:
@@ -176,7 +176,7 @@ class FeedMonitor(LoaderWrapper):
         self._first_batch = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # These objects belong to this process and to an iteration, so they are not pickled.
+        # Do not pickle these objects, because they belong to this process or to a running iteration.
         return {**self.__dict__, "_recorder": None, "_probe": None, "_cursor": None}
 
     def __repr__(self) -> str:
@@ -206,12 +206,12 @@ class FeedMonitor(LoaderWrapper):
         if self._recorder is not None:
             self._earlier_batches += self._recorder.counters.batches
         begun = time.perf_counter()
-        # A resumed epoch does not begin at batch 0, but at the batch in the loader's state.
+        # A resumed epoch begins at the batch that the loader's state says, not at batch 0.
         done = (self._loader_state() or {}).get("batches", 0)
         self._first_batch = done if isinstance(done, int) else 0
         cursor, fetcher = self._begin(record=False)
         self._recorder = recorder = FeedRecorder(self, layers, begun, None if cuda is None else DeviceWait.on(cuda))
-        # Count the time in which the loader started its workers as a wait of the step.
+        # The step also waited while the loader started its workers.
         recorder.waited(time.perf_counter() - begun)
         self._outputs.begin(self._length(), self._first_batch)
         labels = ProfilerRanges(self._profiler_ranges, nvtx=cuda is not None)
@@ -242,7 +242,7 @@ class _Counters:
     stall: float = 0.0  # seconds that the step waited; `FeedRecorder._read` adds the waits measured by CUDA events
     fresh: int | None = None  # `EchoLoader.fresh`
     shown: int | None = None  # `EchoLoader.shown`
-    transform: float | None = None  # seconds spent in a transform by a `DeviceFeed`
+    transform: float | None = None  # seconds that a `DeviceFeed` spent in its transform
 
 
 class FeedRecorder:
@@ -287,7 +287,7 @@ class FeedRecorder:
     def tick(self) -> None:
         """Report the interval that has ended, and warn if the step waited too long.
 
-        Call it directly in ``__next__`` of the monitor's iterator: the warning's `stacklevel` points to the loop.
+        Call this directly in ``__next__`` of the iterator: the warning's `stacklevel` then points to the user's loop.
         """
         before, now = self._last, self._read(time.perf_counter())
         self.due = now.time + self._monitor._interval_seconds
@@ -323,7 +323,7 @@ class FeedRecorder:
         return report
 
     def _read(self, now: float) -> _Counters:
-        """Return a copy of the counters at the time `now`, including what the device and the loaders have counted."""
+        """Return a copy of the counters at the time `now`, with those of the device and of the loaders."""
         device_seconds = 0.0 if self.device_wait is None else self.device_wait.seconds
         return replace(
             self.counters,
@@ -336,13 +336,14 @@ class FeedRecorder:
         )
 
     def _attribute(self, name: str) -> Any:
-        """Return a number that only h5pack's loaders have, or None. Other loaders may have a method of that name."""
+        """Return a numeric attribute of h5pack's loaders, or None. Other loaders may have a method of that name."""
         value = first_attribute(self._layers, name)
         return value if isinstance(value, (int, float)) else None
 
     def _report(self, over: str, first: _Counters, last: _Counters) -> FeedReport:
         seconds = max(last.time - first.time, 1e-9)
-        # A wait is counted when its CUDA events are done, so part of it may belong to an earlier interval: limit it.
+        # A wait is counted when its CUDA events have completed, so part of it may belong to an earlier interval. Limit
+        # the sum to this interval.
         stall = min(max(0.0, last.stall - first.stall), seconds)
         images = None if last.images is None else last.images - (first.images or 0)
         cpu = last.cpu.since(first.cpu)

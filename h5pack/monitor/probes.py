@@ -56,8 +56,8 @@ def _children_seconds(proc: Path) -> float | None:
         # The system does not list child processes, so the CPU seconds of children that still run are not known.
         return None if multiprocessing.active_children() else seconds
     try:
-        # The process name may contain spaces and brackets, so split after the last bracket. Fields 11 to 14 after it
-        # are user and system time of the process, and of children that it has waited for. An ended process has none.
+        # The process name may contain spaces and brackets, so split after the last bracket. Of these fields, 11 to 14
+        # are the user and system time of the process and of its ended children. An ended process has no fields.
         stats = [_text(proc / child / "stat").rpartition(")")[2].split() for child in _descendants(proc, own)]
         ticks = sum(int(ticks) for stat in stats for ticks in stat[11:15])
     except OSError:
@@ -122,7 +122,7 @@ class DeviceWait:
 
     @property
     def seconds(self) -> float:
-        """The seconds so far. For waits whose end the device has not reached yet, the wait of the process counts."""
+        """The seconds of all waits so far. Until the device reaches the end of a wait, the process's wait counts."""
         self._count_finished()
         return self._seconds + sum(host for _, _, host in self._pending)
 
@@ -160,7 +160,7 @@ class GpuProbe:
             self._card = _find_card(self._nvml, device)
             self._name = _decoded(self._nvml.nvmlDeviceGetName(self._card))
         except Exception as error:
-            # A problem with the driver or its Python package must not stop the training; reports just lack the GPU.
+            # A problem with the driver or its Python package must not stop the training. Reports then lack the GPU.
             self._card = None
             _log.info("reports have no GPU status, which needs NVIDIA's driver and nvidia-ml-py: %s", error)
 

@@ -125,7 +125,7 @@ class ReportOutputs:
             self._bar = tqdm(total=total, initial=first_batch, desc=self._name, unit=" batches")
 
     def interval(self, report: FeedReport, batches: int) -> None:
-        """Send the report of an interval to the outputs. `batches` is how many the iteration has delivered."""
+        """Send the report of an interval to the outputs. The iteration has delivered `batches` so far."""
         self._show(report, batches)
         self._append(report)
         if self._writer is not None:
@@ -165,7 +165,7 @@ class ReportOutputs:
         if self._path is None:
             return
         try:
-            # Open the file again for each report, because several processes may append to it, and it may be moved.
+            # Open the file again for each report, because other processes may append to the file or move it.
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(report.to_json(), ensure_ascii=False) + "\n")
         except OSError as error:
