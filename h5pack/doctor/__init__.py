@@ -1,1 +1,1 @@
-"""`h5pack doctor`: measures each stage of feeding a training step, alone and together, and names the slowest."""
+"""`h5pack doctor`: measure the stages of feeding a training step, each alone and all together; name the slowest."""

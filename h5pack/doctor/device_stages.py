@@ -37,10 +37,10 @@ Step = Callable[[torch.Tensor, "torch.Tensor | None"], Any]
 # Maximum number of calls between synchronisations with a GPU. After each synchronisation, the queue is empty, and the
 # GPU is idle for about 20 us, which is as long as a short call takes.
 _MAX_QUEUED_CALLS = 256
-# The same for copies to the GPU: each queued copy holds device memory until the GPU has made it.
+# Maximum number of queued copies to the GPU. Each holds device memory until the GPU has finished the copy.
 _MAX_QUEUED_COPIES = 8
-# Maximum number of copies of the batch that are normalized in turns. Even a tiny batch needs no more, because its calls
-# take only as long as their launch.
+# Maximum number of copies of the batch that are normalized in turn. Only a tiny batch would need more to exceed the
+# cache, but normalizing it takes only as long as the launch, even if it is in the cache.
 _MAX_COPIES = 16
 _PREFETCH_FACTOR = 2
 # Number of batches that a `DeviceFeed` prefetches for a GPU, including those that wait in host memory.
@@ -108,15 +108,16 @@ class DeviceStages:
         return self._measure(lambda: transform(next(self._turns)), seconds, self._count)
 
     def step(self, step: Step, seconds: float, fraction: float = 1.0) -> Repeat:
-        """Measure the step on the first images of the batch; `fraction` says how many, above 0 and at most 1."""
+        """Measure the step on the first `fraction` (above 0 and at most 1) of the batch's images."""
         count = max(1, int(fraction * self._count))
         images, labels = self.images[:count], None if self.labels is None else self.labels[:count]
         return self._measure(lambda: step(images, labels), seconds, count)
 
     def half_batch_ratio(self, step: Step, seconds: float) -> float | None:
-        """Return the step's images/s with half a batch divided by those with a whole batch; None for a single image.
+        """Return the step's images/s with half a batch, divided by its images/s with a whole batch.
 
-        The result is the highest of three, so that noise does not make half a batch look slow.
+        None for a single image. The result is the highest of three ratios, so that noise does not make half a batch
+        look slow.
         """
         if self._count < 2:
             return None
@@ -126,7 +127,7 @@ class DeviceStages:
     def one_thread_ratio(self, step: Step, seconds: float) -> float:
         """Return the step's images/s with one of PyTorch's CPU threads, divided by its images/s with all threads.
 
-        The result is the lowest of three, so that noise does not make one thread look fast.
+        The result is the lowest of three ratios, so that noise does not make one thread look fast.
         """
         ratios, threads = [], torch.get_num_threads()
         for _ in range(3):
@@ -190,18 +191,18 @@ class DeviceStages:
 
 
 def cache_bytes_of(device: torch.device) -> int:
-    """Return the size of a GPU's L2 cache, and 0 for other devices."""
+    """Return the size of a GPU's L2 cache in bytes, or 0 for other devices."""
     if device.type != "cuda":
         return 0
-    # torch 2.4 does not know the size.
+    # torch 2.4 does not report the size, so assume 64 MiB.
     return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
 
 
 def copies_beyond_cache(images: torch.Tensor, cache_bytes: int) -> list[torch.Tensor]:
-    """Return a batch and copies of it, together at least twice as large as the device's cache, but at most 16 in all.
+    """Return a batch and its copies: together at least twice as large as the device's cache, but at most 16 in all.
 
-    In training every batch is new. A single batch, measured again and again, would be read from the cache; several
-    batches used in turns are not.
+    In training, every batch is new, so it is not in the cache. A single batch that is measured repeatedly would be read
+    from the cache; several batches in turn are not.
     """
     count = min(_MAX_COPIES, max(1, math.ceil(2 * cache_bytes / max(1, images.nbytes))))
     return [images, *(images.clone() for _ in range(count - 1))]
@@ -230,7 +231,7 @@ def name_of(function: Any) -> str:
 def make_step(
     model: Any, shape: tuple[int, ...], classes: int | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[Step, str]:
-    """Return a step that runs the user's model (see `h5pack.diagnose`), and a description of it.
+    """Return a step that runs `model` (see `h5pack.diagnose`), and a description of the step.
 
     `shape` is the shape of an image as the step receives it: (C, H, W), or any other shape if rows are not images.
     `classes` is None if unknown. `dtype` is the dtype of the images. Raises OptionsError if no step can be made.
@@ -241,7 +242,7 @@ def make_step(
     name, made = "" if isinstance(model, nn.Module) else name_of(model), model
     if name:
         try:
-            # If the number of classes is unknown, it is not passed, so that the factory's default applies.
+            # Do not pass an unknown number of classes, so that the factory's default applies.
             known = {"shape": shape, "classes": classes, "num_classes": classes, "device": device}
             named = _parameter_names(model)
             made = model(**{key: value for key, value in known.items() if key in named and value is not None})
@@ -322,7 +323,7 @@ def default_loss(output: Any, labels: torch.Tensor | None) -> torch.Tensor:
 
 
 def _size_text(module: nn.Module) -> str:
-    """Return the number of parameters in words; empty if a lazy module has parameters without a shape."""
+    """Return " of N parameters"; "" if a lazy module has parameters without a shape."""
     parameters = list(module.parameters())
     if any(nn.parameter.is_lazy(parameter) for parameter in parameters):
         return ""

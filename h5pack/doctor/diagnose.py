@@ -30,17 +30,17 @@ from h5pack.system.machine import load_average, load_text, machine_facts
 
 # Fraction of the budget spent on reading rows into the page cache.
 _WARM_FRACTION = 0.04
-# If the time budget is too short, the error recommends the estimated minimum multiplied by this factor.
+# Estimated durations are multiplied by this factor, because measurements may take longer.
 _LEEWAY = 1.25
 # Seconds of each small measurement; fewer if the time budget is small.
 _SMALL_MEASUREMENT_SECONDS = 0.05
-# Number of stages that are measured last, after the file was dropped from the page cache; time is reserved for them.
+# Number of stages for which time is reserved, because they are measured last: with the file not in the page cache.
 _COLD_STAGES = 2
-# At least this many batches are normalized and run through the step: one at first, and then, for the trial and each of
-# three repeats, one alone and two in the loop.
+# Minimum number of batches that are normalized and passed to the step: one at the start, and three in the trial and in
+# each of three repeats (one alone and two in the loop).
 _MIN_BATCHES = 13
-# Measuring is refused if it needs more than the remaining time multiplied by this factor: the first on a busy machine,
-# the second on an idle one.
+# Do not start measurements that need more than the remaining time multiplied by this factor. The first factor is for a
+# busy machine, the second for an idle one.
 _SLACK_BUSY, _SLACK = 3.0, 1.5
 # The stages that most verdicts need (see `Diagnosis._is_needed`). Others are left out if time is short.
 _NEEDED = frozenset({Stage.LOADER, Stage.TRANSFORM, Stage.STEP, Stage.NORMALIZE, Stage.COPY, Stage.EVERYTHING})
@@ -82,7 +82,7 @@ def diagnose(
         The transform that runs on the host. It receives whole batches like the transform of an `H5Loader`, or single
         images like the transform of an `H5Dataset` if `num_workers` is given.
     batch_size : int
-        Number of images in a batch. If there are fewer than four batches, a quarter of the images is used.
+        Number of images in a batch, reduced to a quarter of the images if there would be fewer than four batches.
     num_threads : int, optional
         Number of threads of the `H5Loader`. None: the loader's default.
     num_workers : int, optional
@@ -90,7 +90,7 @@ def diagnose(
     split : str, optional
         Read only the rows of this split. None: all rows.
     images, labels : str
-        Names of the HDF5 datasets that hold the images and the labels. If the default ones do not exist, detect them.
+        Names of the HDF5 datasets of images and labels. If the default datasets do not exist, others are detected.
     window : int
         Number of HDF5 chunks that are shuffled together.
     dtype : {"float32", "bfloat16", "float16"}
@@ -123,7 +123,7 @@ def diagnose(
 class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
     """One run of `diagnose`. `report` may be called at any time and returns the results so far.
 
-    `elapsed` seconds of the time budget have passed before this object was made.
+    `elapsed` is the number of seconds of the time budget that were spent before this object was created.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
     def run(self) -> None:
         """Measure all stages, and determine the bottleneck."""
         with warnings.catch_warnings():
-            # The report itself says if there are more workers than CPUs.
+            # The report says if there are more workers than CPUs, so PyTorch need not warn.
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             self._run()
 
@@ -170,11 +170,11 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         target.warm(_WARM_FRACTION * self._settings.seconds)
         hot = self._try_out(target.hot_runs())
         self._measuring = time.perf_counter()
-        # Cold stages drop the file from the page cache. They run last, so that it has to be filled only once.
+        # Cold stages drop the file from the page cache. They run last, so that the cache has to be filled only once.
         needed, left = min_total_seconds(run.cost for run in hot), self._left()
         for_hot = max(needed, left * len(hot) / (len(hot) + _COLD_STAGES))
         self._take_turns(hot, min(self._end, self._measuring + for_hot))
-        # Repeats take longer than the trial if other processes disturb them. Cold stages come after all needed repeats.
+        # If other processes slowed down the repeats, there may be too few. Measure more before the cold stages.
         needed_runs = [run for run in hot if self._is_needed(run.stage)]
         while late := next((run for run in needed_runs if self._lacks_repeats(run)), None):
             self._repeat(late, late.cost.min_seconds)
@@ -225,20 +225,20 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return tried
 
     def _is_hopeless(self, needed: float) -> bool:
-        """Return whether `needed` seconds are clearly more than are left.
+        """Return whether `needed` seconds clearly exceed the remaining time.
 
-        If they are only a little more, try to measure. The limit is higher on a busy machine, which may become idle.
+        If they exceed it only a little, measuring may succeed, above all on a busy machine, which may become idle.
         """
         return needed > (_SLACK_BUSY if load_text(self._load) else _SLACK) * self._left()
 
     def _is_needed(self, stage: Stage) -> bool:
-        """Return whether no verdict is possible without a stage."""
+        """Return whether a verdict requires this stage."""
         if not self.target.fits_cache and stage is Stage.COLD:
             return True
         return stage in _NEEDED and not (stage is Stage.LOADER and self.target.has_transform)
 
     def _lacks_repeats(self, run: StageRun) -> bool:
-        """Return whether a stage has too few repeats, and there is time for another one."""
+        """Return whether a stage has too few repeats, and there is time for another repeat."""
         fits = _LEEWAY * run.cost.total_seconds <= self._left()
         return fits and len(run.repeats) < MIN_REPEATS and run.stage not in self.target.reasons
 
@@ -251,7 +251,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return self._guarded(run.stage, partial(run.repeat, seconds))
 
     def _small_measurements(self) -> dict[str, Any]:
-        """Measure the fields of `Evidence` that are not stages; return them by name. The page cache must be filled."""
+        """Measure fields of `Evidence` other than stages, and return them by name. The page cache must be filled."""
         target, budget = self.target, self._settings.seconds
         found: dict[str, Any] = {"load": self._load}
         self._show("small measurements")
@@ -275,8 +275,8 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
                 measure("one_thread_ratio", Stage.STEP, lambda: target.one_thread_ratio(enough))
             elif not target.on_gpu and threads > 1:
                 self._unknown.append(
-                    f"whether PyTorch's {threads} threads slow the step down: there was no time to run it with one; "
-                    "compare with OMP_NUM_THREADS=1"
+                    f"whether PyTorch's {threads} threads slow the step down: there was no time to run it with one "
+                    "thread; compare with OMP_NUM_THREADS=1"
                 )
             if target.on_gpu:
                 found["synchronisations"], found["synchronised_at"] = target.synchronisations()
@@ -317,26 +317,26 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
                 measured["normalize_fraction"] = sum(one.normalize_seconds for one in repeats) / seconds
         self._evidence = self.target.evidence(**measured, stages=self._results())
         if busy := load_text(self._load):
-            self._unknown.append(f"the speed on an idle machine, because other processes are using this one ({busy})")
+            self._unknown.append(f"the speed on an idle machine: other processes use this machine ({busy})")
 
     def _enough_seconds(self, min_seconds: float = 0.0) -> float:
         """Return an estimate of how many seconds suffice to measure all stages, with some leeway, rounded up.
 
-        `min_seconds` is how long the measurements take at least, if that is known.
+        The estimate includes at least `min_seconds` for the measurements.
         """
         before = (self._measuring or time.perf_counter()) - self._begun
         measuring = max(min_seconds, min_total_seconds(run.cost for run in self._runs.values()))
         if not self._measuring and Stage.EVERYTHING not in self._runs:
-            # The loop is not included yet. It needs two batches, and each takes at least as long as all
+            # `measuring` does not include the loop yet, which needs two batches. Each takes at least as long as all
             # other stages together.
             measuring *= 3
-        # Never recommend fewer seconds than were given, even if that is the estimate.
+        # Recommend more seconds than were given, even if the estimate is lower.
         before = max(before, self._settings.seconds - measuring)
         needed = _LEEWAY * (before + measuring) + 0.5
         return math.ceil(needed) if needed > 3 else math.ceil(10 * needed) / 10
 
     def _refuse(self, min_seconds: float = 0.0) -> None:
-        """Raise an OptionsError that recommends a longer time, because the results would be meaningless."""
+        """Raise an OptionsError that says that the time budget is too short, and recommends a longer one."""
         settings, enough = self._settings, self._enough_seconds(min_seconds)
         busy = load_text(self._load)
         raise OptionsError(

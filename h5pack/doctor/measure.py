@@ -21,7 +21,7 @@ from h5pack.monitor.probes import CpuTime
 
 # Maximum number of repeats of a stage, if the time budget allows.
 MAX_REPEATS = 5
-# Minimum number of batches in a repeat of a loader. The first batch alone only shows how long the start takes.
+# Minimum number of batches in a repeat of a loader. A single batch would only show how long the start takes.
 _MIN_BATCHES = 2
 # Minimum duration of a repeat in seconds. A shorter one would mostly measure the clock and the scheduler.
 MIN_SECONDS = 0.015
@@ -29,7 +29,7 @@ MIN_SECONDS = 0.015
 _STARVED = 0.5
 # Maximum seconds of work that are queued on a device before the host waits for it.
 _QUEUED_SECONDS = 0.1
-# Maximum size of a block, the rows that a `ChunkReader` reads with one call; encoded chunks may be larger.
+# Maximum size of a block, the rows that a `ChunkReader` reads with one call. Blocks of encoded chunks may be larger.
 _MAX_BLOCK_BYTES = 16 * 1024 * 1024
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
@@ -45,9 +45,9 @@ class Repeat:
     images: int
     seconds: float
     cpu_seconds: float | None = None  # used by this process and its children; None if not known
-    stall_seconds: float = 0.0  # for which the step waited for data; 0 if not monitored
-    normalize_seconds: float = 0.0  # for which the step's thread normalized; 0 if not monitored, or on a GPU
-    total_images: int = 0  # all images that were processed, also before counting began
+    stall_seconds: float = 0.0  # seconds for which the step waited for data; 0 if not monitored
+    normalize_seconds: float = 0.0  # seconds of normalizing in the step's thread; 0 if not monitored, or on a GPU
+    total_images: int = 0  # all processed images, including those before counting began
 
     @property
     def rate(self) -> float:
@@ -57,10 +57,10 @@ class Repeat:
 
 @dataclass(frozen=True)
 class StageCost:
-    """How long the shortest repeat of a stage takes, in seconds."""
+    """The duration of the shortest repeat of a stage, in seconds."""
 
-    min_seconds: float = MIN_SECONDS  # measured
-    overhead_seconds: float = 0.0  # before and after the measured time
+    min_seconds: float = MIN_SECONDS  # the measured part
+    overhead_seconds: float = 0.0  # before and after the measured part
 
     @property
     def total_seconds(self) -> float:
@@ -69,7 +69,7 @@ class StageCost:
 
 
 def min_total_seconds(costs: Iterable[StageCost]) -> float:
-    """Return how many seconds the minimum number of repeats of all stages takes."""
+    """Return how many seconds `MIN_REPEATS` repeats of all stages take."""
     return MIN_REPEATS * sum(cost.total_seconds for cost in costs)
 
 
@@ -80,9 +80,9 @@ def repeats_within(costs: Sequence[StageCost], seconds: float) -> int:
 
 
 def next_seconds(left: float, cost: StageCost, others: Iterable[StageCost]) -> float | None:
-    """Return for how many seconds to measure the next repeat, if `left` seconds are left and `others` come after it.
+    """Return for how many seconds to measure the next repeat if `left` seconds are left and `others` come later.
 
-    Each repeat gets its minimum and an equal share of the rest. The result is None if even the minimum does not fit.
+    Each repeat gets its minimum and an equal share of the remaining time. Return None if even the minimum does not fit.
     """
     if cost.total_seconds > left:
         return None
@@ -93,9 +93,9 @@ def next_seconds(left: float, cost: StageCost, others: Iterable[StageCost]) -> f
 def measure_in_turns(
     runs: Sequence[StageRun], end: float, measure: Callable[[StageRun, float], bool], clock: Callable[[], float]
 ) -> None:
-    """Measure all stages in turns, forwards and backwards, so that all end before `end` on `clock`.
+    """Measure all stages in turn, alternately forwards and backwards, so that all repeats end by `end` on `clock`.
 
-    `measure` measures one repeat of a stage for a number of seconds, and returns whether the stage can go on.
+    `measure` measures one repeat of a stage for a number of seconds. It returns false if the stage has failed.
     """
     failed: set[Stage] = set()
     order = list(interleaved(runs, repeats_within([run.cost for run in runs], end - clock())))
@@ -109,13 +109,12 @@ def measure_in_turns(
 
 
 class Meter:
-    """The total waits that two monitors have measured, in seconds, to be read before and after a measurement.
+    """The total waits that two monitors have measured, in seconds. Read them before and after a measurement.
 
-    `step` monitors the batches of the step, and `loader` those of the loader, before they are normalized. Without them,
-    the step counts as never waiting, and the consumer of the loader as always waiting. On a GPU, the step's wait is the
-    stall that `step` measures. On a CPU, the step's wait is the wait that `loader` measures: the wait that `step`
-    measures includes normalizing there, which the step's thread does. At the end of a measurement, call `synchronize`
-    before reading the waits.
+    `step` monitors the batches that the step receives, and `loader` monitors the loader's batches, before they are
+    normalized. Without monitors, the step counts as never waiting, and the loader's consumer as always waiting. On a
+    GPU, the step's wait is the stall that `step` measures. On a CPU, the step's wait is the wait that `loader`
+    measures, because the wait that `step` measures includes normalizing. Call `synchronize` before reading the waits.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Meter:
     ) -> None:
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._step, self._loader = step, loader
-        # Totals of earlier iterations, because a monitor restarts at 0.
+        # Totals of earlier iterations, because a monitor restarts at 0 in each iteration.
         self._stalled = self._starved = self._normalized = 0.0
 
     def begin(self) -> None:
@@ -146,7 +145,7 @@ class Meter:
         """Return for how many seconds the step's thread has normalized, in all iterations together; 0 on a GPU."""
         if self._step is None or self._loader is None or self._cuda is not None:
             return self._normalized
-        # Read the inner monitor first. Waits only grow, so the outer wait, read later, cannot be the smaller one.
+        # Read the inner monitor first. Waits only grow, so the outer wait, which is read later, is not smaller.
         loader, step = self._loader.report().wait_seconds, self._step.report().wait_seconds
         return self._normalized + max(0.0, step - loader)
 
@@ -190,8 +189,8 @@ class _Mark:
         """Return the repeat from this mark to `end`."""
         images = end.images - self.images
         if self.starves(end):
-            # Batches become ready many at a time and out of order, so images that wait in the loader count as loaded.
-            # They do not count if the consumer is slower than the loader, because they were only prefetched then.
+            # Batches become ready many at a time and out of order, so images that are ready in the loader count as
+            # loaded. If the consumer is slower than the loader, they do not count, because they were only prefetched.
             images += end.ready - self.ready
         cpu = end.cpu.since(self.cpu).total
         stalled, normalized = end.stalled - self.stalled, end.normalized - self.normalized
@@ -208,17 +207,16 @@ def measure_epochs(
     ready_images: Callable[[], int] = lambda: 0,
     once: bool = False,
 ) -> Repeat:
-    """Measure a loader for about `seconds`, and for at least two batches or an epoch; at most one epoch if `once`.
+    """Measure a loader for about `seconds`, but for at least two batches or one epoch, whichever is shorter.
 
     `begin` starts an epoch and returns its iterator. `consume` processes a batch and returns its number of images. If
-    an epoch is shorter than `seconds`, run as many whole epochs as fit, and include the time to start each. If the
-    first epoch is longer, stop it when the time is up. The measurement then leaves out
+    an epoch is shorter than `seconds`, run as many whole epochs as fit (only one if `once`), and include the time to
+    start each. If the first epoch is longer, stop it when the time is up, and leave out the first `prefetched` batches,
+    which the loader read before they were requested. But count these batches if they took more than half of the time,
+    or if the loader had by then read most of the other batches, too. If they are counted and the loader is faster than
+    its consumer, leave out only the time until the first batch.
 
-    - the first `prefetched` batches, which the loader read before they were requested. They are not left out if they
-      took more than half of the time, or if the loader had read most of the other batches by then, too;
-    - otherwise, if the loader is faster than its consumer, the time until the first batch.
-
-    `ready_images` returns how many images are ready in the loader; they count as loaded if the consumer mostly waits.
+    `ready_images` returns how many images are ready in the loader. They count as loaded if the consumer mostly waits.
     """
     meter = meter or Meter()
     start: _Mark | None = None
@@ -238,8 +236,8 @@ def measure_epochs(
                 batches += 1
                 if not longest and batches >= _MIN_BATCHES and time.perf_counter() >= deadline:
                     end = _Mark.end(images, meter, ready_images())
-                    # Leave out the prefetched batches, unless the rest of the time is short, or most of the images in
-                    # it were ready when it began. That happens if a busy machine lets the loader's threads hardly run.
+                    # Leave out the prefetched batches, unless the rest of the measurement is short, or most images of
+                    # the rest were ready when it began (on a busy machine, where the loader's threads hardly run).
                     rest, roomy = settled.until(end), 2 * (end.time - settled.time) >= end.time - start.time
                     if batches > prefetched > 0 and roomy and 2 * rest.images >= images - settled.images:
                         return rest
@@ -267,10 +265,10 @@ def measure_calls(
 ) -> Repeat:
     """Measure a function that processes `images` images; call it for `seconds`, and at least once.
 
-    The device is synchronized after the first call, and then only after every few calls, because a device that is
-    synchronized after every call is idle while the next one is launched. The longer calls take, the fewer are queued.
-    With `warm_up`, the first third of the time is not counted, because an idle GPU lowers its clock and raises it only
-    under load.
+    Synchronize the device after the first call, and then only after every few calls. If it were synchronized after
+    every call, it would be idle while the next call is launched. The longer the calls take, the fewer are queued. With
+    `warm_up`, the first third of the time is not counted, because an idle GPU lowers its clock and raises it only under
+    load.
     """
     meter = meter or Meter()
     if warm_up:
@@ -287,7 +285,7 @@ def measure_calls(
 
 
 class ChunkReader:
-    """A reader of a dataset's images. Each thread has its own buffer of `block_rows` rows, at most a chunk group.
+    """A reader of a dataset's images. Each thread reads blocks of at most `block_rows` rows of one chunk group.
 
     `busy_fraction` is the fraction (0 to 1) of the last `run` in which the threads did not wait for storage, but ran or
     waited for a CPU. It is None before the first `run`.
@@ -303,7 +301,7 @@ class ChunkReader:
         self.busy_fraction: float | None = None
 
     def warm(self, seconds: float, min_rows: int) -> int:
-        """Read rows in order, for `seconds` and until at least `min_rows` are read; return the number of rows read."""
+        """Read rows in order until `seconds` have passed and `min_rows` rows are read; return how many were read."""
         deadline = time.perf_counter() + seconds
         rows, out = len(self._dataset), self._buffer()
         for first, last in self._blocks(0, rows):
@@ -313,9 +311,9 @@ class ChunkReader:
         return rows
 
     def run(self, seconds: float, num_threads: int, rows: int, begin: float = 0.0, *, once: bool = False) -> Repeat:
-        """Measure reading the first `rows` rows in stored order for `seconds`; if `once`, at most until all are read.
+        """Measure reading the first `rows` rows in stored order for `seconds`; if `once`, read no row twice.
 
-        Start at the fraction `begin` (0 to 1) of these rows; after the last one, continue with row 0.
+        Start at the fraction `begin` (0 to 1) of these rows; after the last row, continue with row 0.
         """
         blocks = list(self._blocks(0, rows))
         deadline, first_block = time.perf_counter() + seconds, int(begin * len(blocks))
@@ -346,7 +344,7 @@ class ChunkReader:
         self._dataset.engine.read(self._dataset.names[0], rows, out[: last - first])
 
     def _blocks(self, first: int, rows: int) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of ranges of the split's rows below `rows`, each within one chunk group."""
+        """Yield ranges (start, stop) of the split's rows, from `first` to `rows`. Each is within one chunk group."""
         unit = self._index.group_rows
         while first < rows:
             edge = first + unit - int(self._dataset.rows[first]) % unit
@@ -356,7 +354,7 @@ class ChunkReader:
 
 
 def busy_fraction(call: Callable[[], Any], seconds: float) -> float:
-    """Call `call` for `seconds`; return the fraction (0 to 1) of them in which this thread ran or waited for a CPU."""
+    """Call `call` for `seconds`; return the fraction (0 to 1) of time in which this thread ran or waited for a CPU."""
     ran, begun = _ready_seconds(), time.perf_counter()
     while True:
         call()
@@ -394,13 +392,13 @@ class StageRun:
         self.cost = StageCost(max(MIN_SECONDS, measured.seconds), max(0.0, took - measured.seconds))
 
     def repeat(self, seconds: float) -> None:
-        """Measure one more repeat. The time that it takes beyond `seconds` is the expected overhead of the next one."""
+        """Measure one more repeat. Its time beyond `seconds` is the expected overhead of the next repeat."""
         took, measured = self._measure(seconds)
         self.repeats.append(measured)
         self.cost = StageCost(self.cost.min_seconds, max(0.0, took - max(seconds, self.cost.min_seconds)))
 
     def _measure(self, seconds: float) -> tuple[float, Repeat]:
-        """Prepare and measure; return how long both took, including the time to stop an unfinished epoch."""
+        """Prepare and measure; return the duration, with the time to stop an unfinished epoch, and the repeat."""
         begun = time.perf_counter()
         if self.prepare is not None:
             self.prepare()

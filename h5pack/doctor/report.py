@@ -37,9 +37,9 @@ STAGE_TITLES = {
     Stage.EVERYTHING: "everything together",
 }
 _SMALL_GAIN = 1.05
-_SLOWDOWN = 1.25  # The text says so if normalizing and the step alone are this many times as fast as the loop.
-_FEW_BATCHES = 8  # If an epoch has fewer, its beginning, when no batch is ready, takes much of the time.
-_BAR, _WIDTH = 24, 110  # maximum length of a bar in the text, and of a line
+_SLOWDOWN = 1.25  # The text mentions a slowdown of the step in the loop if it is at least this factor.
+_FEW_BATCHES = 8  # In an epoch with fewer batches, the wait for the first batch takes much of the time.
+_BAR, _WIDTH = 24, 110  # maximum lengths of a bar and of a line in the text
 _PLAIN, _BOTTLENECK, _TOGETHER, _MUTED, _INK = "#9db4c8", "#d1495b", "#33658a", "#777777", "#222222"
 
 
@@ -71,7 +71,7 @@ class DoctorReport:
     stages: tuple[StageResult, ...]  #: all stages, in the order in which an image passes through them
     verdict: Verdict | None  #: None if the run was interrupted
     advice: tuple[Advice, ...]
-    unknown: tuple[str, ...]  #: what else could not be determined, besides stages, and why
+    unknown: tuple[str, ...]  #: what could not be determined, and why, one line each; without the stages
     failures: tuple[str, ...]  #: errors of the user's transform or model, or of reading, one line each
     enough_seconds: float  #: time budget to try if this one was too short to measure all stages
     seconds: float  #: duration of the run
@@ -104,7 +104,7 @@ class DoctorReport:
         )
 
     def advice_texts(self, *, moves: bool) -> list[str]:
-        """Return the texts of the advice that would relieve the bottleneck if `moves`, else of all other advice."""
+        """Return the texts of advice that relieves the bottleneck if `moves` is true, else of all other advice."""
         return [one.text for one in self.advice if one.moves == moves]
 
     def to_json(self) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def _noisy_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> 
 
 
 def _known_text(evidence: Evidence) -> str:
-    """Return how the loader and the step compare, each measured alone, if there is no verdict."""
+    """Return a sentence that compares the loader and the step, each measured alone, for a report without a verdict."""
     feed, step = evidence.rates(evidence.feed_stage), evidence.rates(Stage.STEP)
     if feed is None or step is None:
         return ""
@@ -277,7 +277,7 @@ def _known_text(evidence: Evidence) -> str:
 
 
 def _more_seconds(enough_seconds: float) -> float:
-    """Return how many seconds to try after a run whose repeats differed too much."""
+    """Return the time budget to recommend after a noisy run."""
     return max(60.0, 2 * enough_seconds)
 
 
@@ -290,9 +290,9 @@ def _threads_text(evidence: Evidence) -> str:
 def _slowed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
     together, step = evidence.rates(Stage.EVERYTHING), evidence.rates(Stage.STEP)
     return (
-        f"The step is slowed down in the loop, where everything together reaches {together}; alone it reaches {step}. "
-        f"But it waits for data only {_stall_text(evidence)} of the time, so the loader is fast enough. Something else "
-        "takes the CPUs: the loader's own threads, or other programs."
+        f"The step is slower in the loop than alone: everything together reaches {together}, the step alone {step}. "
+        f"But the step waits for data only {_stall_text(evidence)} of the time, so the loader is fast enough. "
+        "Something else takes the CPUs: the loader's own threads, or other programs."
         f"{_threads_text(evidence)} Measure again when nothing else uses the machine, or with more time, "
         f"seconds={_more_seconds(enough_seconds):g}."
     )
@@ -304,7 +304,7 @@ def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> st
     text = f"{names[0].upper()}{names[1:]} limits the training"
     if threads is not None and threads.moves:
         times, step_threads = evidence.one_thread_ratio, evidence.step_threads
-        text += f", slowed down by PyTorch's {step_threads} threads (with one, the step is {times:.1f} times as fast)"
+        text += f", slowed by PyTorch's {step_threads} threads (with one thread, the step is {times:.1f} times as fast)"
     text += f": the step waits for data {_stall_text(evidence)}"
     if evidence.normalize_fraction is not None and evidence.normalize_agrees:
         normalize = 100 * evidence.normalize_fraction
@@ -320,14 +320,14 @@ def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> st
 
 
 def _unsteady_text(evidence: Evidence) -> str:
-    """Return which stages' repeats differ too much to decide anything; empty if none do."""
+    """Return a sentence that names the stages whose repeats differ too much; empty if there are none."""
     known = {stage: evidence.rates(stage) for stage in (Stage.NORMALIZE, Stage.STEP, Stage.EVERYTHING)}
     ranges = [
         f"'{STAGE_TITLES[stage]}' ({rate_text(rates.low)} to {rate_text(rates.high)} images/s)"
         for stage, rates in known.items()
         if rates is not None and not rates.is_steady
     ]
-    what = "differ more than fivefold, so only the share of waiting is certain"
+    what = "differ by more than a factor of five, so only the fraction of waiting is certain"
     again = "Measure again when nothing else uses the machine"
     return f" Repeats of {listed(ranges)} {what}. {again}." if ranges else ""
 
@@ -345,7 +345,7 @@ def _contention_text(verdict: Verdict, evidence: Evidence, enough_seconds: float
     what, why = "The loader and the step slow each other down", f"They share {counted(evidence.cpus, 'CPU')}."
     if evidence.epoch_batches is not None and evidence.epoch_batches < _FEW_BATCHES:
         what = "Short epochs limit the training"
-        why = f"An epoch has only {counted(evidence.epoch_batches, 'batch')}, and none is ready when it begins."
+        why = f"An epoch has only {counted(evidence.epoch_batches, 'batch')}, and the step waits for the first."
     return (
         f"{what}: the step waits {_stall_text(evidence)} of the time, although the loader alone reaches "
         f"{evidence.rates(evidence.feed_stage)}, and the step alone only {evidence.rates(Stage.STEP)}. {why} "
@@ -355,7 +355,7 @@ def _contention_text(verdict: Verdict, evidence: Evidence, enough_seconds: float
 
 def _gain_text(verdict: Verdict) -> str:
     if verdict.gain < _SMALL_GAIN:
-        return "Yet the training is hardly slower than the step alone."
+        return "However, the training is hardly slower than the step alone."
     return f"Without waiting, the training would be at most {verdict.gain:.3g} times as fast."
 
 

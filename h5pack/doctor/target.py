@@ -44,10 +44,10 @@ from h5pack.system.text import error_line
 DTYPES = ("float32", "bfloat16", "float16")
 # A file larger than this fraction of the available memory is assumed not to stay in the page cache.
 _CACHED_FRACTION = 0.8
-# Each cold repeat starts this fraction of all rows after the start of the previous one, modulo the number of rows: so
-# the starts are spread evenly.
+# Each cold repeat starts this fraction of all rows after the previous start (wrapping around at the last row), which
+# spreads the starts evenly.
 _GOLDEN = 0.618
-# From how many images the time for a batch is estimated.
+# Numbers of images from which the time for a whole batch is estimated.
 _FEW_IMAGES = (8, 64)
 _TRIAL_SECONDS, _MAX_TRIALS = 0.1, 5
 
@@ -140,7 +140,7 @@ class HostLoaders:
         return loader
 
     def prefetch_of(self, loader: Any) -> tuple[int, Callable[[], int]]:
-        """Return how many batches a loader prefetches, and a function that counts its ready images (DataLoader: 0)."""
+        """Return how many batches a loader prefetches, and a function that counts ready images (0 for DataLoader)."""
         if self._settings.num_workers is not None:
             return int((loader.prefetch_factor or 0) * loader.num_workers), lambda: 0
         return 2 * loader.plan.max_group_batches + 2, lambda: loader.queue_depth * loader.plan.batch_rows(0)
@@ -181,9 +181,10 @@ def _first_rows(batch: Any, rows: int) -> Any:
 class Target:
     """The file, loaders, device and step of a diagnosis.
 
-    `failures` has the errors of each stage, mostly of the user's code, one line each; `reasons` says why a stage is not
-    measured. Stages measured with a filled page cache read the first `hot_rows` rows of the split; `fits_cache` is true
-    if the page cache can hold the whole split. Raises OptionsError and PackFormatError as `diagnose` does.
+    `failures` maps a stage to its error in one line, which mostly comes from the user's code. `reasons` maps a stage to
+    the reason why it is not measured. Stages measured with a filled page cache read the first `hot_rows` rows of the
+    split. `fits_cache` is true if the page cache can hold the whole split. Raises OptionsError and PackFormatError as
+    `diagnose` does.
     """
 
     def __init__(self, settings: DiagnoseSettings) -> None:
@@ -219,7 +220,7 @@ class Target:
         self._step_text = self._normalize_text = "none"
 
     def warm(self, seconds: float) -> None:
-        """Read rows into the page cache for about `seconds`: at least a whole shuffle window, and two batches."""
+        """Read rows into the page cache for about `seconds`, but at least one shuffle window and two batches."""
         min_rows = max(self._settings.window * self.index.group_rows, 2 * self.batch_size)
         self.hot_rows = max(self._reader.warm(seconds, min(min_rows, len(self.dataset))), 1)
 
@@ -242,7 +243,7 @@ class Target:
             self.loaders.transform = None
 
     def record_failure(self, stage: Stage, error: Exception, what: str, reason: str | None = None) -> None:
-        """Record the error of a stage. `what` says what failed; it is left out if the error is an H5PackError."""
+        """Record the error of a stage. `what` says what failed, and is omitted if the error is an H5PackError."""
         line = error_line(error)
         self.failures[stage] = line if isinstance(error, H5PackError) else f"{what} ({line})"
         self.reasons[stage] = reason or line
@@ -277,16 +278,16 @@ class Target:
         self._try(make)
 
     def batch_seconds(self) -> Iterator[tuple[float, float]]:
-        """Yield the least and the probable seconds that the device needs for a batch, measured with few of its images.
+        """Estimate from a few images how long the device needs for a batch; yield (minimum, probable) seconds.
 
-        So a batch that takes too long need not be begun. Nothing is yielded for a GPU, whose first calls are slow, and
-        which may take as long for few images as for a batch.
+        With these estimates, a batch that takes too long need not be started. Nothing is yielded for a GPU, because its
+        first calls are slow, and a few images may take as long as a batch.
         """
         whole, earlier = len(images_of(self._sample)), 0.0
         for count in () if self.on_gpu else (few for few in _FEW_IMAGES if few < whole):
             if count > len(self._stages.images):
                 self._stages = DeviceStages(self.device, _first_rows(self._sample, count), self._normalize)
-            # The shortest of some calls, because the first is slow, and other processes may disturb any of them.
+            # Use the shortest of several calls, because the first is slow, and other processes may disturb any of them.
             ended, found = time.perf_counter() + _TRIAL_SECONDS, list[float]()
             while len(found) < 2 or (len(found) < _MAX_TRIALS and time.perf_counter() < ended):
                 if not self._try(lambda: found.append(self._device_seconds())):  # noqa: B023
@@ -327,9 +328,9 @@ class Target:
             return False
 
     def hot_runs(self) -> list[StageRun]:
-        """Return the stages to measure with the rows in the page cache; record in `reasons` why others are left out."""
+        """Return the stages to measure with rows in the page cache; record in `reasons` why the others are left out."""
         some = f"{self.hot_rows:,} of {len(self.dataset):,} rows" if self.hot_rows < len(self.dataset) else None
-        how = "by system calls, whereas H5Loader may copy rows from a mapping of the file" if self.index.raw else None
+        how = "by system calls, whereas H5Loader may copy rows from the memory-mapped file" if self.index.raw else None
         how = "; ".join(filter(None, (some, how))) or None
         threads = max(1, self.loaders.parallel)
 
@@ -349,7 +350,7 @@ class Target:
     def cold_runs(self) -> list[StageRun]:
         """Return the stages that are measured after the file has been dropped from the page cache.
 
-        The whole loop is among them if the file is too large for the page cache.
+        They include the whole loop if the file is too large for the page cache.
         """
         reason = self._pages.drop()
         if reason is not None:
@@ -365,7 +366,7 @@ class Target:
         return runs if self.fits_cache else [*runs, *self._everything(None, self._drop)]
 
     def _loader_run(self, stage: Stage, note: str | None = None) -> StageRun:
-        """Return the run of a loader alone: LOADER, TRANSFORM or COLD."""
+        """Return the run of a stage that measures a loader alone: LOADER, TRANSFORM or COLD."""
         cold = stage is Stage.COLD
         loader = self.loaders.make(None if cold else self.hot_rows, transform=stage is Stage.TRANSFORM)
         prefetched, ready = self.loaders.prefetch_of(loader)
@@ -408,7 +409,7 @@ class Target:
         return self._reader.busy_fraction
 
     def transform_busy_fraction(self, seconds: float) -> float | None:
-        """Call the transform in one thread; return the fraction of the time in which it does not wait, or None."""
+        """Call the transform in one thread; return the fraction of time in which it does not wait. None: unknown."""
         transform = self.loaders.transform
         if transform is None:
             return None
@@ -435,7 +436,7 @@ class Target:
         return (None, None) if self._step is None else self._stages.synchronisations(self._step)
 
     def evidence(self, **measured: Any) -> Evidence:
-        """Return the `Evidence` for a verdict: the `measured` fields, and what is known about the target."""
+        """Return the `Evidence` for a verdict: the `measured` fields, and the facts about the target."""
         index, rows, images = self.index, len(self.dataset), images_of(self._sample)
         num_workers = self._settings.num_workers
         return Evidence(
