@@ -1,7 +1,7 @@
 """Archives as sources: images that are read by offset from tar and zip files, which are never unpacked.
 
 An archive is indexed once, by the main process. Workers receive the index, which is a few arrays, and read with
-``pread``. Nothing is ever written under a member's name.
+``pread``. No file is ever written under a member's name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _HEAD_BYTES = 2_048
 _COPY_BYTES = 1024 * 1024
 _MAX_OPEN_FILES = 64
 _MAX_NAME_BYTES = 4_096
-# Deflate hardly shrinks photographs, but it shrinks blank bitmaps up to 1,032 times.
+# A member of a zip file is a bomb if it exceeds both limits: on its size in bytes, and on its expansion by
+# decompression. The second limit alone is too strict, because harmless blank bitmaps expand up to 1,032 times.
 _BOMB_BYTES, _BOMB_RATIO = 64 * 1024 * 1024, 100
 _COLUMNS = ("offsets", "sizes", "stored_sizes", "checksums", "storings")
 _LOCAL_HEADER, _LOCAL_HEADER_BYTES = b"PK\3\4", 30
@@ -53,7 +54,7 @@ class Storing(IntEnum):
 
     RAW = 0  # at the offset, uncompressed
     ZIP_STORED = 1  # after a local header at the offset, uncompressed
-    ZIP_DEFLATED = 2  # after a local header at the offset
+    ZIP_DEFLATED = 2  # after a local header at the offset, compressed
     ZIP_ENCRYPTED = 3
     ZIP_OTHER = 4
     LINK = 5
@@ -67,7 +68,7 @@ class Storing(IntEnum):
 REASONS = {
     Storing.ZIP_ENCRYPTED: "it is encrypted",
     Storing.ZIP_OTHER: "its compression method is neither stored nor deflate",
-    Storing.LINK: "a link in a zip file, or one that leads to no file of the archive",
+    Storing.LINK: "a link in a zip file, or a link to no file of the archive",
     Storing.SPARSE: "it is stored as a sparse file",
     Storing.SPECIAL: "not a regular file",
     Storing.OUTSIDE: "its path is empty or absolute, or contains '..' or NUL",
@@ -76,11 +77,11 @@ REASONS = {
 }
 """The reason for rejecting a member, by how it is stored."""
 UNPLACED = (Storing.OUTSIDE, Storing.LONG_NAME, Storing.REPLACED)
-"""Members whose name is invalid, or is that of a later member. They are rejected before the survey."""
+"""Members with an invalid name, or with the same name as a later member. They never reach the survey."""
 
 
 class ArchiveFile:
-    """An archive, or its decompressed copy, that several processes read at offsets.
+    """An archive, or its decompressed copy, which several processes read by offset.
 
     Without a copy, `read` raises SourceError if the file at `path` was replaced or rewritten since it was indexed.
     """
@@ -88,16 +89,16 @@ class ArchiveFile:
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
         self.identity = FileIdentity.of(self.path)
-        self.size = self.identity.size  # in bytes; `keep_copy` sets the size of the decompressed copy
+        self.size = self.identity.size  # in bytes; after `keep_copy`, the size of the decompressed copy
         self.descriptor: Descriptor | None = None
-        # Path in /proc of the copy, which is a file without a name, so that it cannot outlive the conversion.
+        # The path in /proc of the decompressed copy, a file without a name, which cannot outlive the conversion.
         self.copy_path: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "descriptor": None}
 
     def keep_copy(self, descriptor: int) -> None:
-        """Read from the file `descriptor`, a decompressed copy, from now on; the caller may close it."""
+        """Read from a decompressed copy, the open file `descriptor`, from now on. The caller may close `descriptor`."""
         self.require_unchanged()
         self.descriptor = Descriptor(os.dup(descriptor))
         self.size = os.fstat(descriptor).st_size
@@ -110,20 +111,20 @@ class ArchiveFile:
         return self.descriptor
 
     def close(self) -> None:
-        """Close the file; the next read opens it again. A decompressed copy stays open, as closing it may delete it."""
+        """Close the file; the next read opens it again. A decompressed copy stays open: closing it might delete it."""
         if self.copy_path is None:
             self.descriptor = None
 
     def read(self, count: int, offset: int) -> bytes:
-        """Return `count` bytes at `offset`, or fewer if the file ends there."""
+        """Return `count` bytes at `offset`, or fewer if the file ends before."""
         data = self.read_unchecked(count, offset)
         if self.copy_path is None:
             self.require_unchanged()
         return data
 
     def read_unchecked(self, count: int, offset: int) -> bytes:
-        """Read as `read` does, but without checking the file; the caller must call `require_unchanged` afterwards."""
-        # A damaged archive may declare more bytes than could be allocated.
+        """Read without checking that the file is unchanged; the caller must call `require_unchanged` afterwards."""
+        # Limit `count` to the file, because a damaged archive may declare more bytes than can be allocated.
         return read_all(self.open(), max(0, min(count, self.size - offset)), offset)
 
     def require_unchanged(self) -> None:
@@ -142,12 +143,12 @@ class ArchiveFile:
             )
 
     def damaged(self, problem: str) -> SourceError:
-        """Return the error for an archive that is damaged; `problem` follows its path in the message."""
+        """Return the error for a damaged archive; the message is its path and then `problem`."""
         return SourceError(f"{self.path}: {problem}; download or make it again", path=self.path)
 
 
 class _Extent(io.RawIOBase):
-    """A file object over `size` bytes at `offset` of an archive."""
+    """A file object that reads the `size` bytes at `offset` of an archive."""
 
     def __init__(self, file: ArchiveFile, offset: int, size: int) -> None:
         self._file, self._offset, self._size, self._position = file, offset, size, 0
@@ -171,7 +172,7 @@ class _Extent(io.RawIOBase):
 
 @dataclass
 class Members:
-    """The members of one archive that are files, in the archive's order, and the folders that it lists."""
+    """The members of one archive except folders, in the archive's order, and the set of folders that it lists."""
 
     # Numbers are kept in arrays, because lists would take several times the memory.
     names: list[str] = field(default_factory=list)
@@ -184,10 +185,10 @@ class Members:
     notes: tuple[Note, ...] = ()
 
     def __post_init__(self) -> None:
-        self.numbers: dict[str, int] = {}  # index of the last member of each valid path
+        self.numbers: dict[str, int] = {}  # for each valid path, the index of the last member with it
 
     def add(self, name: str, offset: int, size: int, stored: int, checksum: int, storing: int) -> None:
-        """Add a file. It replaces an earlier one of the same name, as when the archive is unpacked."""
+        """Add a member. It replaces an earlier member of the same name, as it would if the archive were unpacked."""
         path = member_path(name)
         if path is None or len(path) > _MAX_NAME_BYTES:
             storing = Storing.OUTSIDE if path is None else Storing.LONG_NAME
@@ -256,7 +257,7 @@ class ArchiveReader(SourceReader):
 
     @classmethod
     def joined(cls, readers: Sequence[ArchiveReader]) -> ArchiveReader:
-        """Return a reader of the members of several readers, each of one file."""
+        """Return one reader of the members of several readers, each of which reads one archive."""
         file_ids = np.repeat(np.arange(len(readers), dtype=np.int32), [len(reader.file_ids) for reader in readers])
         columns: dict[str, Any] = {
             name: np.concatenate([getattr(reader, name) for reader in readers]) for name in _COLUMNS
@@ -275,7 +276,7 @@ class ArchiveReader(SourceReader):
             size = int(self.sizes[index])
             data = self._file(index).read(size, int(self.offsets[index]))
             if len(data) < size:
-                raise RejectedImageError("the archive ends before it does")
+                raise RejectedImageError("it is cut off by the end of the archive")
             return data
         return self._unzipped(index, None)
 
@@ -311,9 +312,9 @@ class ArchiveReader(SourceReader):
         return file
 
     def _unzipped(self, index: int, count: int | None) -> bytes:
-        """Return the first `count` bytes of a member of a zip file; None: all of them, after checking their CRC-32.
+        """Return the first `count` bytes of a member of a zip file; if `count` is None, all bytes, checked by CRC-32.
 
-        Decompresses at most one byte more than the declared size of the member.
+        At most one byte more than the declared size of the member is decompressed.
         """
         size, stored = int(self.sizes[index]), int(self.stored_sizes[index])
         if size > max(_BOMB_BYTES, _BOMB_RATIO * stored):
@@ -340,19 +341,22 @@ class ArchiveReader(SourceReader):
     def _stored_bytes(self, index: int, count: int) -> bytes:
         """Return the first `count` stored bytes of a member of a zip file, which follow a header of variable length."""
         file, offset = self._file(index), int(self.offsets[index])
-        # The header's variable part is usually shorter than 256 bytes. Then one read is enough.
+        # The variable part of the header is usually shorter than 256 bytes, so one read is usually enough.
         data = file.read(_LOCAL_HEADER_BYTES + 256 + count, offset)
         if data[:4] != _LOCAL_HEADER or len(data) < _LOCAL_HEADER_BYTES:
             raise RejectedImageError("its header in the archive is damaged")
         start = _LOCAL_HEADER_BYTES + int.from_bytes(data[26:28], "little") + int.from_bytes(data[28:30], "little")
         data = data[start : start + count] if len(data) >= start + count else file.read(count, offset + start)
         if len(data) < count:
-            raise RejectedImageError("the archive ends before it does")
+            raise RejectedImageError("it is cut off by the end of the archive")
         return data
 
 
 def decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
-    """Decompress `stream` into an unnamed file in `folder`, which disappears with this process, for `file` to read."""
+    """Decompress `stream` into an unnamed file in `folder`, and make `file` read from it.
+
+    The unnamed file disappears with this process.
+    """
     position = 0
     advice = "make room there, or decompress the archive yourself and pack the result"
     with stream, tempfile.TemporaryFile(dir=folder) as target, reporting_full_disk(folder, advice):
@@ -360,7 +364,7 @@ def decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
             try:
                 data = stream.read(_COPY_BYTES)
             except Exception as error:
-                # Each decompressor has exceptions of its own.
+                # Each decompressor raises different exception types.
                 raise file.damaged(f"cannot be decompressed ({error})") from error
             if not data:
                 break
@@ -370,7 +374,7 @@ def decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
 
 
 def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kind: str) -> Catalog:
-    """Return the catalog of an archive by the rules for folders; `kind` is as in `arranged`, or "pairs"."""
+    """Return the catalog of an archive, by the rules for folders; `kind` is as in `arranged`, or "pairs"."""
     _strip_only_folder(members, kind)
     placed = {}
     rejects = []
@@ -398,8 +402,8 @@ def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kin
 def _strip_only_folder(members: Members, kind: str) -> None:
     """Make paths relative to the folder that contains all visible members, if there is one.
 
-    The folder is kept if it is named like a split, or if `kind` requires it as a class or split because it has no
-    subfolders.
+    Keep the folder if it is named like a split. Also keep it if `kind` is "classes" or "splits" and it has no
+    subfolders, because then the folder itself is the class or split.
     """
     paths = [name for name, storing in zip(members.names, members.storings, strict=True) if storing not in UNPLACED]
     visible = [path for path in paths if is_visible(path.partition("/")[0])]
@@ -435,12 +439,12 @@ def open_zip(path: Path) -> tuple[ArchiveFile, Members]:
         raise file.damaged(f"its directory of members is damaged or missing ({error})") from error
     file.require_unchanged()
     for entry in entries:
-        # Take the stored name, because zipfile cuts it off at a NUL.
+        # Use the stored name, because zipfile cuts off `entry.filename` at a NUL.
         name = entry.orig_filename
         if name.endswith("/"):
             members.add_folder(name)
         else:
-            # Damaged sizes may exceed 64 bits.
+            # The sizes in a damaged file may be too large for int64.
             offset, size, stored = (
                 min(value, _MAX_SIZE) for value in (entry.header_offset, entry.file_size, entry.compress_size)
             )

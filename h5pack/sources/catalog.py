@@ -1,6 +1,7 @@
-"""The catalog of a source: a list of its images with labels and splits, made before any image is opened.
+"""The catalog of a source: a list of its images with labels and splits, made before the images are read.
 
-Afterwards, the survey reads all image headers to find the images' sizes and to reject files that are not images.
+Afterwards, the survey (`h5pack.pack.survey`) reads the headers of all images. It finds the images' sizes, and rejects
+files that are not images.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ IMAGE_SUFFIXES = frozenset(
 """Files with these suffixes are treated as images. Their format is later detected from the content."""
 
 _BLOCK_NAMES = 65_536
-_MAX_NAMED = 8  # columns or datasets in a note
+_MAX_NAMED = 8  # maximum number of columns or datasets that a note lists
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ def _matches(relative: str, patterns: tuple[str, ...]) -> bool:
 class NameTable:
     """A compact sequence of many file names: one bytes object, and an offset per name.
 
-    A million names of 30 bytes take 38 MB. A list of str takes 87 MB, and forked processes soon copy it, because
-    Python writes reference counts to its memory pages.
+    A million names of 30 bytes take 38 MB. A list of str takes 87 MB, and forked processes soon copy the list's memory,
+    because Python writes reference counts into it.
     """
 
     def __init__(self, blob: bytes | bytearray, offsets: npt.NDArray[np.int64]) -> None:
@@ -97,9 +98,9 @@ class NameTable:
     def of(cls, names: Iterable[str]) -> NameTable:
         """Return a table of `names`, which must not contain NUL; surrogate escapes stand for undecodable bytes."""
         blob, lengths, remaining = bytearray(), [np.zeros(1, np.int32)], iter(names)
-        # Take the names in blocks, because a str takes several times as much memory as its bytes.
+        # Encode block by block, because str objects need several times the memory of the encoded names.
         while block := list(itertools.islice(remaining, _BLOCK_NAMES)):
-            # Encode a block in one call, with NUL as the separator.
+            # Encode a block in one call, with NUL after each name.
             joined = os.fsencode("\0".join([*block, ""]))
             ends = np.flatnonzero(np.frombuffer(joined, np.uint8) == 0)
             lengths.append((np.diff(ends, prepend=-1) - 1).astype(np.int32))
@@ -115,7 +116,7 @@ class NameTable:
         return self.at([index])[0]
 
     def at(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> list[str]:
-        """Return the names at `indices`. Decoding them in one call takes a fifth of the time of one call per name."""
+        """Return the names at `indices`. One decoding call for all takes a fifth of the time of one call per name."""
         found = np.asarray(indices, np.int64)
         edges = zip(self._offsets[:-1][found].tolist(), self._offsets[1:][found].tolist(), strict=True)
         joined = b"\0".join([self._blob[start:stop] for start, stop in edges])
@@ -145,11 +146,11 @@ class NameTable:
 
 @dataclass(frozen=True)
 class PixelField:
-    """A field whose values are pixels: a mask of each image of a catalog, or a further image of each sample."""
+    """A field whose values are pixels: a mask or a further image for each image of a catalog."""
 
     name: str
     kind: str  # `schema.MASK` or `schema.IMAGE`
-    files: NameTable  # (M,): for each image the file of its mask or further image, relative to the source
+    files: NameTable  # (M,): names of the masks or further images, such as paths relative to the source
 
 
 class SurveyedImage(NamedTuple):
@@ -159,14 +160,14 @@ class SurveyedImage(NamedTuple):
     fingerprint: int  # a hash of 64 bits that changes if the image changes
     label: npt.NDArray[Any] | None = None  # only from readers with `has_labels`; None also for an unlabelled sample
     unused: tuple[str, ...] = ()  # names of the other parts of a sample, which are not packed
-    file_bytes: int = 0  # size of the image's file; 0 if it is not in a file of its own
+    file_bytes: int = 0  # size of the image's file in bytes; 0 if the image has no file of its own
     fields: dict[str, Any] | None = None  # values by field name, only from readers with `has_labels`
 
 
 class SourceReader:
     """Base class of readers, which fetch the images of a source. Worker processes get a pickled or forked copy.
 
-    If `has_labels` is true, only the survey yields the labels and fields, and the catalog has none before.
+    If `has_labels` is true, the survey yields the labels and fields; before the survey, the catalog has none.
     """
 
     has_labels = False
@@ -174,35 +175,35 @@ class SourceReader:
     def read(self, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
         """Return image `index`, either as the bytes of its file or as pixels, uint8 (h, w, 1 or 3).
 
-        Raise OSError if the storage fails, and RejectedImageError, whose text is the reason, if the image is
-        unreadable.
+        Raise OSError or SourceError if the storage fails. Raise RejectedImageError, whose text is the reason, if the
+        image is unreadable.
         """
         raise NotImplementedError
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
-        """Return the size, decode path and fingerprint of image `index`; read as little of the image as possible.
+        """Return the size, decode path and fingerprint of image `index`, reading as little of the image as possible.
 
-        Raise SourceError if the storage fails, and RejectedImageError, whose text is the reason, if the file is not
+        Raise SourceError if the storage fails. Raise RejectedImageError, whose text is the reason, if the file is not
         an image or has more than `max_pixels` pixels.
         """
         raise NotImplementedError
 
     def read_field(self, number: int, index: int, name: str) -> bytes | npt.NDArray[Any]:
-        """Return the mask or further image `name` of image `index`, as `read` does; pixels of a mask are (h, w).
+        """Return a mask or further image of image `index` in a form that `read` returns; pixels of a mask are (h, w).
 
-        `number` is the index of its field in `Catalog.pixel_fields`.
+        `number` is the index of the field in `Catalog.pixel_fields`, and `name` is from `PixelField.files`.
         """
         return self.read(index, name)
 
     def survey_mask(self, number: int, index: int, name: str, max_pixels: int) -> tuple[MaskHeader, int]:
-        """Return the header and the fingerprint of a mask; arguments as in `read_field`, errors as in `survey`."""
+        """Return the header and fingerprint of a mask. Arguments are as in `read_field`, errors as in `survey`."""
         data = self.read_field(number, index, name)
         if isinstance(data, bytes):
             return read_mask_header(lambda: io.BytesIO(data), max_pixels), fingerprint(data)
         return MaskHeader(data.shape[0], data.shape[1], data.dtype.str), fingerprint(data.tobytes())
 
     def ends(self, index: int, name: str) -> tuple[bytes, bytes, int]:
-        """Return the first 3 and the last 2 bytes of an image's file, and its size; ``(b"", b"", 0)`` for pixels."""
+        """Return the first 3 and last 2 bytes of an image's file, and its size in bytes; (b"", b"", 0) for pixels."""
         data = self.read(index, name)
         return (data[:3], data[-2:], len(data)) if isinstance(data, bytes) else (b"", b"", 0)
 
@@ -215,11 +216,11 @@ class SourceReader:
         raise NotImplementedError
 
     def uniform_mask_dtypes(self) -> list[str]:
-        """Return the dtype of each of `Catalog.pixel_fields`. Call this only if `uniform_size` returns a size."""
+        """Return the dtype of each field in `Catalog.pixel_fields`. Call this only if `uniform_size` returns a size."""
         return []
 
     def begin(self, indices: Sequence[int]) -> None:
-        """Announce the images that will be read next, in this order, so that the reader can read ahead."""
+        """Announce the images that will be read next, in this order, so that the reader can prefetch them."""
 
     def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         """Return a group number for each image, int64 (n,), or None if grouping does not speed up reading.
@@ -244,7 +245,7 @@ def fingerprint(data: bytes) -> int:
 
 def _survey_error(name: str, error: OSError | ValueError) -> H5PackError:
     """Return the error for a file that cannot be read: RejectedImageError, or SourceError if the storage fails."""
-    reason = missing_file_reason(error) if isinstance(error, OSError) else "its name cannot be opened"
+    reason = missing_file_reason(error) if isinstance(error, OSError) else "its name is not a valid file name"
     if reason is None:
         return SourceError(f"{name}: cannot be read ({error}); repair the storage, then try again", path=name)
     return RejectedImageError(reason)
@@ -313,11 +314,11 @@ class FileReader(SourceReader):
             os.close(descriptor)
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for reading parts of it. `head` must have confirmed that it is a regular file."""
+        """Open a file for reading. Call `head` before, which rejects anything but a regular file."""
         return open(self._path(name), "rb")
 
     def _path(self, name: str) -> str:
-        # os.path.join would take as long as opening the file.
+        # os.path.join is as slow as opening the file.
         return name if name.startswith("/") else f"{self.root}/{name}"
 
     def _open(self, name: str) -> tuple[int, int, int]:
@@ -345,7 +346,7 @@ MISSING_FILE_REASONS = frozenset(_MISSING_FILE_REASONS.values())
 
 
 def missing_file_reason(error: OSError) -> str | None:
-    """Return why a file cannot be read if the file itself is the cause, or None if the storage failed."""
+    """Return the reason for rejecting a file that cannot be read, or None if the storage failed."""
     return _MISSING_FILE_REASONS.get(error.errno or 0)
 
 
@@ -359,17 +360,17 @@ class Reject:
 
     @property
     def shown(self) -> str:
-        """The name of the image in messages: its name, or the index of a sample and the name of its file, if known."""
+        """The text that refers to the image in messages: its name, or the sample's index and, if known, file name."""
         if self.sample is None:
             return self.name
         return f"sample {self.sample}" + (f" ({self.name})" if self.name != sample_name(self.sample) else "")
 
 
 class Note(NamedTuple):
-    """A remark about what a conversion does with a source, for its plan."""
+    """A remark in the plan of a conversion, such as which columns are not packed."""
 
     text: str
-    parameters: tuple[str, ...] = ()  # that the text names
+    parameters: tuple[str, ...] = ()  # the parameters that occur in the text
 
 
 @dataclass(frozen=True)
@@ -383,25 +384,25 @@ class Catalog:
     split_ids: npt.NDArray[np.int32]  # (M,), index into `split_names`
     labels: npt.NDArray[Any] | None = None  # int64 (M,), or uint8 (M, K) with K labels per image
     label_names: tuple[str, ...] | None = None  # names of the classes, or of the K columns
-    fields: dict[str, FieldValues] = field(default_factory=dict)  # by field name, (M, ...) or M rows
+    fields: dict[str, FieldValues] = field(default_factory=dict)  # by field name: array (M, ...), or M ragged rows
     pixel_fields: tuple[PixelField, ...] = ()
-    rejects: tuple[Reject, ...] = ()  # known before the survey, e.g. images without a row in a table, or without a mask
+    rejects: tuple[Reject, ...] = ()  # found before the survey, e.g. images without a mask or a row in a table
     ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files by category (`NameFilter.refusal`)
     notes: tuple[Note, ...] = ()
-    # Height and width to which the boxes of each image refer, int32 (M, 2); 0: unknown. None for all unknown.
+    # Height and width of each image as stated by its annotations, int32 (M, 2); 0 if unknown. None if all are unknown.
     annotated_sizes: npt.NDArray[np.int32] | None = None
-    about: str = ""  # what the plan shows after the kind, e.g. the datasets, columns or folders in use
+    about: str = ""  # text that the plan shows after the kind, e.g. the datasets, columns or folders in use
 
     def __len__(self) -> int:
         return len(self.names)
 
     @property
     def noun(self) -> str:
-        """The noun for an image that is not decoded yet, in messages: "file" or "sample"."""
+        """The word for an undecoded image in messages: "file" or "sample"."""
         return "sample" if self.kind == "dataset" else "file"
 
     def reject(self, index: int, reason: str) -> Reject:
-        """Return image `index` as a reject."""
+        """Return a `Reject` of image `index` for this reason."""
         return Reject(self.names[index], reason, self.reader.sample_index(index))
 
     def shown(self, index: int) -> str:
@@ -409,7 +410,7 @@ class Catalog:
         return self.reject(index, "").shown
 
     def tables_checksum(self) -> int:
-        """Return a CRC-32 of labels, splits and fields, with which a resumed conversion detects changed tables."""
+        """Return a CRC-32 of labels, splits, fields and rejects, by which a resumed conversion detects changes."""
         checksum = crc32(repr((self.split_names, self.label_names, sorted(self.fields), self.rejects)).encode())
         for values in (self.split_ids, self.labels, *(self.fields[name] for name in sorted(self.fields))):
             if isinstance(values, RaggedRows):
@@ -422,7 +423,7 @@ class Catalog:
         return checksum
 
     def identity(self) -> dict[str, int]:
-        """Return a JSON-serializable dict that differs if the images' names, order or tables differ."""
+        """Return a JSON-serializable dict that changes if the names, the order or the tables of the images change."""
         return {"images": len(self), "names": self.names.checksum, "tables": self.tables_checksum()}
 
     def field_texts(self) -> list[str]:
@@ -446,7 +447,7 @@ class Catalog:
     def filtered(self, wanted: NameFilter) -> Catalog:
         """Return a catalog of only the images that the patterns allow; count the others in `ignored`.
 
-        Suffixes do not matter, because this is for sources that list their images in a table.
+        Suffixes are not checked, because this method is for sources that list their images in a table.
         """
         if not wanted.include and not wanted.exclude:
             return self
@@ -460,12 +461,12 @@ class Catalog:
         return self if len(kept) == len(self) else replace(self.take(np.array(kept, np.int64)), ignored=dict(ignored))
 
     def limited(self, limit: int) -> Catalog:
-        """Return a catalog of at most `limit` images, evenly spaced, which keeps the shares of classes and splits."""
+        """Return a catalog of at most `limit` evenly spaced images. The shares of classes and splits hardly change."""
         return self if len(self) <= limit else self.take(np.arange(limit, dtype=np.int64) * len(self) // limit)
 
 
 def unused_note(kind: str, names: Sequence[str], advice: str, *parameters: str) -> tuple[Note, ...]:
-    """Return a note that lists the columns or the like that a conversion leaves out; no note if `names` is empty."""
+    """Return a note that these `names` are not packed; () if there are none. `kind` says what they are: "columns"."""
     if not names:
         return ()
     shown = ", ".join(map(repr, names[:_MAX_NAMED])) + (

@@ -14,7 +14,7 @@ from h5pack.sources.folders import walk
 from h5pack.sources.manifest import TextTable, binary_table, integers, read_delimited, read_spaced
 
 _IMAGES = "img_align_celeba"
-# Where the images and the tables may be: as in Kaggle's archive, as in the university's archives, or in one folder.
+# Folders that may contain the images or the tables, in Kaggle's archive, in the university's archives, or side by side.
 _IMAGE_FOLDERS = (f"{_IMAGES}/{_IMAGES}", _IMAGES, f"Img/{_IMAGES}/{_IMAGES}", f"Img/{_IMAGES}")
 _TABLE_FOLDERS = ("", "Anno", "Eval", "anno", "eval")
 _PARTITIONS = ("train", "val", "test")
@@ -27,16 +27,16 @@ def is_celeba(root: Path) -> bool:
 
 
 def attributes_of(images: Path) -> Path | None:
-    """Return the folder of CelebA, with its tables, if `images` is the folder of images in it; None otherwise."""
+    """Return CelebA's main folder, which contains the tables, if `images` is its folder of images; else None."""
     parents = images.resolve().parents
     return next((one for one in parents[:3] if is_celeba(one)), None) if images.name == _IMAGES else None
 
 
 def celeba(root: Path, wanted: NameFilter) -> Catalog:
-    """Return the catalog of CelebA: uint8 labels (N, 40), splits from the partition table, identities as a field.
+    """Return the catalog of CelebA: uint8 labels (M, 40), splits from the partition table, identities as a field.
 
-    The partition and identity tables are optional. Images that are missing in a table, and rows of the attribute table
-    without an image, become rejects, so that every packed image has its correct label.
+    The partition and identity tables are optional. Images without a row in one of the tables are rejected, and so are
+    rows of the attribute table without an image.
     """
     folder = _image_folder(root)
     attributes_path = _table_path(root, "list_attr_celeba")
@@ -97,9 +97,9 @@ def _read(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTabl
 def _join(
     folder: Path, images: list[str], tables: list[TextTable]
 ) -> tuple[list[str], list[npt.NDArray[np.int64]], list[tuple[str, str]]]:
-    """Return the images that have a row in every table, their row numbers in each table, and (name, reason) of rejects.
+    """Return the images that have a row in every table, their row numbers in each table, and the rejects.
 
-    A reject is an image without a row, or a row of the first table whose image does not exist.
+    A reject is a name and a reason: an image without a row, or a row of the first table whose image does not exist.
     """
     keys = [table.column(table.header[0]) for table in tables]
     indexes = [{key: number for number, key in enumerate(some)} for some in keys]
@@ -116,7 +116,7 @@ def _join(
             names.append(name)
     present = set(images)
     for name in indexes[0]:
-        # An image that the name filter skipped does exist, so its table row is no error.
+        # If the image exists, the name filter skipped it, so its row is no error.
         if name not in present and not (folder / name).exists():
             rejects.append((name, f"named in {tables[0].path.name}, but there is no such file"))
     rows = [np.array([index[name] for name in names], np.int64) for index in indexes]
@@ -136,6 +136,6 @@ def _partition(table: TextTable) -> npt.NDArray[np.int32]:
     values = _column(table)
     odd = np.flatnonzero((values < 0) | (values > 2))
     if len(odd):
-        problem = f"no partition {values[odd[0]]} exists; partitions are 0 (train), 1 (val) and 2 (test)"
+        problem = f"partition {values[odd[0]]} does not exist; the partitions are 0 (train), 1 (val) and 2 (test)"
         raise table.error(odd[0], f"{problem}; {_AGAIN}")
     return values.astype(np.int32)

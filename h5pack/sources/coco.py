@@ -28,7 +28,7 @@ _TAKEN = frozenset(("image_id", "category_id", "bbox", "iscrowd", "caption"))
 
 
 def is_coco(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder has annotations as COCO names them: ``annotations/instances_*.json`` or captions."""
+    """Return whether a folder has COCO's annotation files: ``annotations/{instances,captions}_*.json``."""
     return bool(_annotation_files(Path(path)))
 
 
@@ -55,8 +55,8 @@ class _Image:
     image_id: int
     size: tuple[int, int]  # height and width; 0 if they are not given
     boxes: list[list[float]] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)  # ids of categories
-    crowd: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)  # category id of each box
+    crowd: list[int] = field(default_factory=list)  # for each box: 1 if it contains a crowd, else 0
     captions: list[str] = field(default_factory=list)
 
 
@@ -69,14 +69,14 @@ class _Annotations:
     has_boxes: bool = False
     has_captions: bool = False
     unused: set[str] = field(default_factory=set)  # keys of annotations that are not packed
-    counts: Counter[str] = field(default_factory=Counter)  # of "clipped" and "empty" boxes, and "unknown" annotations
+    counts: Counter[str] = field(default_factory=Counter)  # boxes "clipped" or "empty"; annotations of "unknown" images
 
 
 def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
-    """Return the catalog of a folder as COCO lays it out, or of one annotation file; images are in the files' order.
+    """Return the catalog of a folder in COCO's layout, or of one annotation file; images are in the files' order.
 
     `root` is the folder that contains the images, directly or in one of the usual subfolders. Default: `path` if it is
-    a folder, else the folder of the annotation file, or the one above.
+    a folder, else the parent of the annotation file's folder, or that folder itself.
     """
     files = _annotation_files(path) if path.is_dir() else {_split_of(path): [path]}
     if not files:
@@ -118,9 +118,10 @@ def _short(name: str) -> str:
 
 
 def _image_folder(file: Path, split: str, image: _Image | None, top: Path | None) -> Path:
-    """Return the folder of the images of a split: the first one that has `image`, the split's first image, if any.
+    """Return the folder of a split's images: the first of the usual folders that contains the split's first `image`.
 
-    Folders in `top` are searched; None: in the folder of the annotation file, and in the one above.
+    The usual folders are in `top`; if `top` is None, in the annotation file's folder and its parent. If the split has
+    no image, return the first usual folder.
     """
     parents = (top,) if top is not None else (file.parent.parent, file.parent)
     inner = ((), (split,), ("images", split), (_short(split),), ("images", _short(split)), ("images",))
@@ -133,7 +134,7 @@ def _image_folder(file: Path, split: str, image: _Image | None, top: Path | None
 
 
 def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int) -> None:
-    """Add the images and annotations of a file."""
+    """Add the images of an annotation file to `images`, its categories to `found`, and its annotations to both."""
     try:
         content = json.loads(path.read_bytes())
         entries, annotations = content["images"], content["annotations"]
@@ -154,7 +155,7 @@ def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int
         name = str(category.get("name", category["id"]))
         if found.categories.setdefault(category["id"], name) != name:
             other = found.categories[category["id"]]
-            problem = f"category {category['id']} is named {name!r}, but {other!r} before; correct it"
+            problem = f"category {category['id']} is named {name!r}, but was named {other!r} before; correct it"
             raise SourceError(f"{path}: {problem}", path=path)
     for number, annotation in enumerate(annotations):
         try:
@@ -164,7 +165,7 @@ def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int
 
 
 def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], split: int, known: set[int]) -> None:
-    """Add an image, unless another file of the split had it; `known` are the ids of this file's images so far."""
+    """Add an image, unless another file of the split listed it; `known` are the ids of this file's images so far."""
     try:
         image_id, name = int(entry["id"]), entry["file_name"]
         size = int(entry.get("height") or 0), int(entry.get("width") or 0)
@@ -180,7 +181,7 @@ def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], s
 
 
 def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> None:
-    """Add an annotation to its image; clip its box to the image, and leave it out if nothing remains."""
+    """Add an annotation to its image; clip its box to the image, and leave the box out if nothing of it remains."""
     image = images.get(int(annotation["image_id"]))
     found.unused.update(annotation.keys() - _TAKEN)
     if image is None:
@@ -212,7 +213,7 @@ def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> Non
     image.crowd.append(int(bool(annotation.get("iscrowd", 0))))
 
 
-# Boxes that are clipped by no more than this are not counted, because COCO rounds to hundredths of pixels.
+# A box that extends no further than this beyond the image does not count as clipped: COCO rounds to 0.01 pixels.
 _MAX_OUTSIDE_PIXELS = 0.1
 
 
@@ -243,7 +244,7 @@ def _ragged(rows: Sequence[list[int]]) -> RaggedRows:
 
 
 def _notes(found: _Annotations) -> tuple[Note, ...]:
-    notes = unused_note("values of annotations", sorted(found.unused), "boxes, categories and captions are packed")
+    notes = unused_note("values of annotations", sorted(found.unused), "only boxes, categories and captions are packed")
     texts = {
         "clipped": ("box", "clipped at the edge of the image"),
         "empty": ("box", "left out for having no area"),

@@ -1,4 +1,4 @@
-"""Opening of a source of any kind, which is given or detected."""
+"""Opening of a source of any kind. The kind is given or detected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = (
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab", *JSON_LINES)
 _FOLDER_KINDS = ("folder", "flat", "classes", "splits", "pairs")
 _SHARD_KINDS = ("webdataset", "parquet", "mds")
-# Files in which Hugging Face datasets caches results of transformations, in the folder of a dataset.
+# In the folder of a dataset, Hugging Face datasets caches the results of transformations in files of these names.
 _CACHES = ("cache-*.arrow", "tmp*")
 _PARQUET_MAGIC = b"PAR1"
 _ZIP_STARTS = (b"PK\3\4", b"PK\5\6")
@@ -66,7 +66,7 @@ def open_source(
     if len(catalog) == 0:
         skipped = ", ".join(f"{count} {kind}" for kind, count in sorted(catalog.ignored.items()))
         advice = {
-            "hdf5": "check include and exclude, and what the file holds ('h5pack info')",
+            "hdf5": "check include, exclude and the content of the file ('h5pack info')",
             "dataset": "check its length, include and exclude",
             **dict.fromkeys(("manifest", "coco", *_SHARD_KINDS), "check the path, include and exclude"),
         }.get(catalog.kind, "check the path, or select files of other suffixes with include")
@@ -91,7 +91,7 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     if path.is_dir() == (kind in ("manifest", "hdf5")) and not archive and kind != "coco":
         parameter = f"source_kind={kind!r}"
         folder = "folder" if kind == "celeba" else "folder or an archive"
-        needed = "file, not a folder" if path.is_dir() else f"{folder}, not another file"
+        needed = "file, not a folder" if path.is_dir() else f"{folder}, not this file"
         raise SourceError(f"{path}: {parameter} needs a {needed}; check the path", path=path, parameters=(parameter,))
     if archive:
         return _open_archive(path, archive, options, kind, scratch)
@@ -110,7 +110,7 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     catalog, whole = arranged(walk(str(path), options.names), kind), attributes_of(path)
     if whole is None or catalog.labels is not None:
         return catalog
-    text = f"these are the images of CelebA without their attributes; give its folder, {whole}, for labels and splits"
+    text = f"these are CelebA's images without their attributes; give its main folder, {whole}, for labels and splits"
     return replace(catalog, notes=(*catalog.notes, Note(text)))
 
 
@@ -121,7 +121,7 @@ def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
         raise OptionsError(f"{where}: not a path; leave out {parameter}", parameters=(parameter,))
     columns = options.columns
     fields = MapStyleFields(options.datasets.fields, columns.boxes, columns.keypoints, columns.box_format)
-    # These options apply to the samples of a dataset, so do not refuse them.
+    # Do not refuse these options, because they apply to the samples of a dataset.
     others = replace(columns, boxes=(), keypoints=(), box_format=schema.XYXY)
     unused = replace(options, columns=others, datasets=replace(options.datasets, fields=()))
     _refuse_unused(where, "dataset", unused)
@@ -138,7 +138,7 @@ _COLUMN_PARAMETERS = {
 
 
 def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
-    """Raise OptionsError if options are given that the kind of source does not have."""
+    """Raise OptionsError if an option is given that does not apply to this kind of source."""
     unused = {"manifest": set(), "coco": _COLUMN_PARAMETERS.keys() - {"root"}}.get(kind, {*_COLUMN_PARAMETERS})
     if kind in _SHARD_KINDS:
         unused = {"root", "masks", "images", *(("path",) if kind == "webdataset" else ())}
@@ -205,7 +205,7 @@ def _reporting_storage(path: Path) -> Iterator[None]:
 
 
 def _archive_format(path: Path) -> str:
-    """Return "tar" or "zip" by the name of a file, or else by its first bytes; "" if it is neither."""
+    """Return "tar" or "zip" according to the name of a file, or else its first bytes; "" if it is neither."""
     name = path.name.lower()
     if not path.is_file() or name.endswith((".zip", *TAR_SUFFIXES)):
         return "" if not path.is_file() else "zip" if name.endswith(".zip") else "tar"
@@ -214,7 +214,7 @@ def _archive_format(path: Path) -> str:
 
 
 def _start(path: Path) -> bytes:
-    """Return the first bytes of a file, none if it cannot be read."""
+    """Return the first bytes of a file; b"" if it cannot be read."""
     try:
         with path.open("rb") as stream:
             return stream.read(_TAR_MAGIC_OFFSET + len(_TAR_MAGIC))

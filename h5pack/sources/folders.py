@@ -1,7 +1,7 @@
 """Folders of images as sources: listing of files, and catalogs of flat, class, split and paired folders.
 
-A `Listing` comes from a folder (`walk`) or from the names of an archive's members (`list_names`). The same rules make a
-catalog of either.
+A `Listing` comes from a folder (`walk`) or from the names of an archive's members (`list_names`). Both become catalogs
+by the same rules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Listing:
     folders: dict[str, str] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)  # the sorted folders
     ignored: Counter[str] = field(default_factory=Counter)  # skipped files and folders by category
-    # The sorted names of the visible subfolders of the root ("") and of each folder in it, even of empty ones.
+    # The sorted names of the visible subfolders, including empty ones, of the root ("") and each folder in the root.
     subfolders: dict[str, list[str]] = field(default_factory=lambda: {"": []})
 
     def names(self, folder: str) -> list[str]:
@@ -94,10 +94,10 @@ def walk(root: str, names: NameFilter, top: str = "") -> Listing:
 
 
 def list_names(root: str, files: Iterable[str], folders: Iterable[str], names: NameFilter) -> Listing:
-    """Return the listing that `walk` would return for a folder of these files and folders, given by relative paths."""
+    """Return the listing that `walk` would return for a folder of these files and folders (relative paths)."""
     found = Listing(root)
     wanted: dict[str, list[str]] = {}
-    # For each folder the topmost hidden folder on its path, possibly itself; None if there is none.
+    # For each folder: the topmost hidden folder on its path, which may be itself, or None.
     hidden: dict[str, str | None] = {"": None}
     for file in files:
         folder, _, name = file.rpartition("/")
@@ -125,7 +125,7 @@ def list_names(root: str, files: Iterable[str], folders: Iterable[str], names: N
 
 
 def _hidden_part(folder: str, known: dict[str, str | None]) -> str | None:
-    """Return the topmost hidden folder on the path of a folder, or None; add the path's folders to `known`."""
+    """Return the topmost hidden folder on the path of a folder, or None; add all folders on the path to `known`."""
     if folder not in known:
         part, names = None, folder.split("/")
         for count, name in enumerate(names, 1):
@@ -180,7 +180,7 @@ _SPLIT_RANKS = {
 
 
 def split_rank(name: str) -> int:
-    """Return the purpose of a split by its name: 0 for training, 1 for validation, 2 for test, 3 for anything else."""
+    """Return the rank of a split by its name: 0 for training, 1 for validation, 2 for test, 3 for anything else."""
     return _SPLIT_RANKS.get(name.lower(), 3)
 
 
@@ -195,7 +195,7 @@ def split_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def flat(found: Listing) -> Catalog:
-    """Return a catalog without labels of all images below `root`, at any depth."""
+    """Return a catalog without labels of all images below the root, at any depth."""
     names = NameTable.of(found.below(""))
     return Catalog("flat", FileReader(found.root), names, *one_split(len(names)), ignored=dict(found.ignored))
 
@@ -221,7 +221,7 @@ def classes(found: Listing) -> Catalog:
     )
 
 
-# Usual names, without "_" and "-", of folders of images, and of folders of masks for them.
+# Usual names of folders of images and of folders of their masks, in lower case and without "_" and "-".
 _IMAGE_FOLDERS = frozenset(("images", "image", "imgs", "img", "inputs", "input", "photos", "jpegimages", "rgb"))
 _TARGET_FOLDERS = frozenset((
     "masks", "mask", "labels", "label", "annotations", "annotation", "segmentations", "segmentation", "targets",
@@ -247,7 +247,7 @@ def refuse_pairs(found: Listing, folders: list[str]) -> None:
         pairs = "source_kind='pairs'"
         raise SourceError(
             f"{found.root}: {images!r} and {targets!r} hold files of the same names, so they are probably images and "
-            f"their masks, not classes; pack them as such with {pairs}, or as classes with {kind}",
+            f"their masks, not classes; pack them as pairs with {pairs}, or as classes with {kind}",
             path=found.root,
             parameters=(pairs, kind),
         )
@@ -259,10 +259,11 @@ def _plain(folder: str) -> str:
 
 
 def pairs(found: Listing, wanted: NameFilter) -> Catalog:
-    """Return a catalog of images with masks: files of the same path, except for the suffix, in another folder.
+    """Return a catalog of images with masks. A mask is in another folder than its image, under the same name.
 
-    The folders may be in the root, such as `images` and `masks`, or in each split, such as `train/images` and
-    `train/masks`. Each folder of masks becomes a field of its name. `wanted` selects among the images only.
+    Suffixes may differ. The folders may be in the root, such as `images` and `masks`, or in each split, such as
+    `train/images` and `train/masks`. Each folder of masks becomes a field of the same name. `wanted` filters only the
+    images.
     """
     filled = [folder for folder in found.subfolders[""] if any(found.below(folder))]
     by_split = bool(filled) and all(map(is_split_name, filled))
@@ -291,8 +292,8 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
             column.append(mask)
     if not names and rejects:
         raise SourceError(
-            f"{found.root}: no image in {images!r} has exactly one mask in each folder; {rejects[0].name!r} has "
-            f"{rejects[0].reason}; give each mask the name of its image, except for the suffix",
+            f"{found.root}: no image in {images!r} has exactly one mask in each folder of masks; {rejects[0].name!r} "
+            f"has {rejects[0].reason}; give each mask the name of its image, except for the suffix",
             path=found.root,
         )
     for target in targets:
@@ -317,7 +318,7 @@ def _files_by_stem(
 ) -> dict[str, dict[str, list[str]]]:
     """Return the files of each role (folder of images or masks) by their paths without that folder and the suffix.
 
-    The folders of the roles are in the root, or with `by_split` in each split.
+    The folders of the roles are in each split if `by_split` is true, else in the root.
     """
     files: dict[str, dict[str, list[str]]] = {role: {} for role in roles}
     for name in found.below(""):
@@ -331,7 +332,7 @@ def _files_by_stem(
 
 
 def _splits_by_name(splits: list[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    """Return the `split_names` and `split_ids` of images in folders of these names, if all are names of splits."""
+    """Return `split_names` and `split_ids`, given each image's top folder; one split unless all are names of splits."""
     if not splits or not all(map(is_split_name, splits)):
         return one_split(len(splits))
     names = split_order(splits)
@@ -350,7 +351,7 @@ def _roles(root: str, folders: list[str]) -> tuple[str, list[str]]:
         names = ", ".join(map(repr, folders)) or "none"
         raise SourceError(
             f"{root}: its folders ({names}) must be one folder of images and one or several of masks; name them "
-            "'images' and 'masks', or skip others with exclude",
+            "'images' and 'masks', or skip other folders with exclude",
             path=root,
             parameters=("exclude",),
         )

@@ -51,7 +51,7 @@ class HDF5Datasets:
     fields: tuple[str, ...] = ()  # further datasets with one row per image
     channel_axis: str | None = None  # one of `CHANNEL_AXES`; default: inferred by `channel_axes`
     value_range: tuple[float, float] | None = None  # the values mapped to 0 and 255; see `PixelForm`
-    own_fields: bool = True  # if `fields` is empty: include all fields of a pack, or only masks and further images
+    own_fields: bool = True  # if false, fields of a pack other than masks and further images are left out
 
     def __post_init__(self) -> None:
         if self.channel_axis is not None and self.channel_axis not in CHANNEL_AXES:
@@ -106,8 +106,8 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     form = None if pack.indexes[images].is_encoded else _form(path, require_dataset(file, images), datasets)
     if form is None and (datasets.channel_axis or datasets.value_range):
         raise OptionsError(
-            f"{path}: {images!r} holds encoded images; leave out channel_axis and value_range, which do not apply to "
-            "them",
+            f"{path}: {images!r} holds encoded images; leave out channel_axis and value_range, which apply to "
+            "arrays only",
             path=path,
             dataset=images,
             parameters=("channel_axis", "value_range"),
@@ -151,10 +151,10 @@ def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, l
     # `_has_rows` is false for a damaged dataset. That is no error here, because the dataset is not packed.
     fitting = [name for name in names if _has_rows(file, name, rows)]
     others = [name for name in names if name not in fitting]
-    advice = "those of numbers can be packed with fields" + ("" if labelled else ", and one of them with labels")
+    advice = "datasets of numbers can be packed with fields" + ("" if labelled else ", and one of them with labels")
     return (
         *unused_note("datasets", fitting, advice, "fields", *(() if labelled else ("labels",))),
-        *unused_note("datasets", others, f"they do not have {rows:,} rows, as {images!r} has"),
+        *unused_note("datasets", others, f"they do not have the length of {images!r}, which is {rows:,}"),
     )
 
 
@@ -187,8 +187,8 @@ def find_images(file: h5py.File) -> str:
 def detect_names(path: str | os.PathLike[str], images: str, labels: str) -> tuple[str, str]:
     """Return the names of the datasets of images and labels to read.
 
-    They are the given ones. But "images" and "labels", the defaults, are replaced by detected names in a file that is
-    not a pack and lacks these datasets. Raise PackFormatError if none or several datasets look like images.
+    A name is detected if it is the default, "images" or "labels", and the file lacks that dataset and is not a pack.
+    Otherwise, the given name is returned. Raise PackFormatError if none or several datasets look like images.
     """
     with open_file(path) as file:
         if images == schema.IMAGES and images not in file and schema.FORMAT not in file.attrs:
@@ -207,7 +207,7 @@ def _looks_like_images(dataset: h5py.Dataset) -> bool:
     try:
         return is_encoded(dataset) or is_image_array(dataset.shape or (), dataset.dtype)
     except TypeError:
-        # NumPy has no dtype for this dataset.
+        # NumPy has no dtype for the type of this dataset.
         return False
 
 
@@ -237,7 +237,7 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
     if not allowed or (asked is not None and asked not in allowed) or 0 in shape:
         if allowed and 0 not in shape:
             given, advice = f"channel_axis={asked!r}", "or name another dataset with images=NAME"
-            problem = f"has rows of shape {shape}, to which {given} does not fit; give {' or '.join(allowed)}, {advice}"
+            problem = f"has rows of shape {shape}, which do not fit {given}; give {' or '.join(allowed)}, {advice}"
             raise _dataset_error(path, name, problem, given, "images=NAME")
         problem = f"has rows of shape {shape}, not (H, W), (H, W, C) or (C, H, W) with C from 1 to 4"
         raise _dataset_error(path, name, f"{problem}; name another dataset with images=NAME", "images=NAME")
@@ -248,9 +248,9 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
 
 
 def find_labels(file: h5py.File, images: str, rows: int) -> str | None:
-    """Return the path of the dataset beside the images that has a name of labels and `rows` rows, or None."""
+    """Return the path of the dataset beside the images that is named like labels and has `rows` rows, or None."""
     if schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
-        # A field of a pack may be called "label".
+        # Only "labels" has the labels of a pack. A field may be called "label".
         return schema.LABELS if schema.LABELS in file else None
     folder, _, own = images.rpartition("/")
     prefix = f"{folder}/" if folder else ""
@@ -268,7 +268,7 @@ def log_unused_labels(path: str, images: str) -> None:
         images = images.strip("/")
         found = find_labels(file, images, len(file[images]))
     if found is not None:
-        advice = "%s: opened without labels; give labels=%r to load those beside %r"
+        advice = "%s: opened without labels; give labels=%r to load the labels of %r"
         logging.getLogger("h5pack").warning(advice, path, found, images)
 
 
@@ -319,11 +319,11 @@ def _splits(path: Path, pack: FileDescription, rows: int) -> tuple[tuple[str, ..
 
 
 def _names(file: h5py.File, images: str, rows: int) -> NameTable:
-    """Return the file names stored in a pack, or else names made of the dataset's path and the row numbers."""
+    """Return the file names stored in a pack, or else names that consist of the dataset's path and the row number."""
     stored = file.get(schema.FILENAMES)
     own = images in (schema.IMAGES, schema.ENCODED)
     if own and isinstance(stored, h5py.Dataset) and stored.shape == (rows,):
-        # A file of another program may contain empty names, or names with NULs, which a NameTable cannot store.
+        # A file written by another program may contain empty names, or names with NUL, which a NameTable cannot store.
         names = (text(name).replace("\0", "\\x00") for name in stored[()].tolist())
         return NameTable.of(name or f"{images}/{row:08d}" for row, name in enumerate(names))
     return NameTable.of(f"{images}/{row:08d}" for row in range(rows))
@@ -333,7 +333,7 @@ _OTHER, _NONE, _FIELD = "labels=NAME", "labels=''", "fields=NAME"
 
 
 def _read_labels(path: Path, dataset: h5py.Dataset, name: str) -> tuple[npt.NDArray[Any], tuple[str, ...] | None]:
-    """Return labels in a pack's form: int64 (N,) with class names or None, or uint8 (N, K) with column names."""
+    """Return the labels and their names: int64 (N,) and class names or None, or uint8 (N, K) and column names."""
     values = _read_all(path, dataset, name)
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
@@ -415,7 +415,7 @@ def _require_memory(path: Path, name: str, size: int) -> None:
 
 
 def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
-    """Return all values of a dataset. Numbers are read by `Engine`, and checked if the file has checksums of them."""
+    """Return all values of a dataset. Numbers are read by `Engine`, and checked if the file has their checksums."""
     _require_memory(path, name, math.prod(dataset.shape or ()) * dataset.dtype.itemsize)
     with _reporting(path, name):
         if dataset.dtype.kind in "biuf" and dataset.shape:
@@ -432,7 +432,7 @@ def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
 
 @contextlib.contextmanager
 def _reporting(path: Path, name: str) -> Iterator[None]:
-    """Turn DamagedRowsError, or any error but an H5PackError, into a SourceError that advises to omit the dataset."""
+    """Turn DamagedRowsError, and errors other than H5PackError, into SourceError with advice to omit the dataset."""
     try:
         yield
     except DamagedRowsError as error:

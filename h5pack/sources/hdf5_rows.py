@@ -1,4 +1,4 @@
-"""Rows of an HDF5 file as images: encoded images as they are, numbers converted to uint8 pixels, channels last."""
+"""Rows of an HDF5 file as images. Encoded images are kept; numbers become uint8 pixels with the channels last."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _BATCH_BYTES = 16 * 1024 * 1024
 class PixelForm:
     """The conversion of a row's numbers to pixels.
 
-    If `value_range` is None, `default_range` of the dtype applies. If this is None, too, uint8 values are kept, False
-    and True become 0 and 255, and uint16 values become their high bytes.
+    If `value_range` is None, it is `default_range` of the dtype. If that is also None, uint8 values are kept, False and
+    True become 0 and 255, and uint16 values become their high bytes.
     """
 
     channel_axis: str  # "last" (H, W, C), "first" (C, H, W) or "none" (H, W)
@@ -42,9 +42,9 @@ class PixelForm:
         return {"none": 1, "first": row_shape[0], "last": row_shape[-1]}[self.channel_axis]
 
     def pixels(self, row: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-        """Return the pixels of a row, uint8 (h, w, 1 or 3), possibly a view of it; an alpha channel is dropped.
+        """Return the pixels of a row, uint8 (h, w, 1 or 3), possibly a view of the row; an alpha channel is dropped.
 
-        Raise RejectedImageError if a value is outside the range, or NaN.
+        Raise RejectedImageError if a value is NaN or outside the range.
         """
         image = self._bytes(row)
         if self.channel_axis == "none":
@@ -66,7 +66,7 @@ class PixelForm:
         # The condition is negated so that NaN is rejected, too.
         if not (lowest >= low and highest <= high):
             raise RejectedImageError(
-                f"its values from {lowest:g} to {highest:g} are outside {low:g} to {high:g}",
+                f"its values, {lowest:g} to {highest:g}, are not all in the range {low:g} to {high:g}",
                 parameters=("value_range",),
             )
         if (low, high) == (0, 255) and row.dtype.kind in "iu":
@@ -104,7 +104,7 @@ class HDF5RowReader(SourceReader):
         self.masks = masks
         datasets = [name for one in (self.images, *masks) for name in (one, checksums_of(one))]
         names = [name for name in datasets if name in pack.indexes]
-        # Do not warn that encoded images are slow to read, because converting them is the remedy.
+        # Do not warn that a dataset of encoded images is slow to read, because its conversion is the remedy.
         self.engine = Engine(
             pack.path, pack.identity, {name: pack.indexes[name] for name in names}, warn=form is not None
         )
@@ -162,7 +162,7 @@ class HDF5RowReader(SourceReader):
         return None if self.form is None else self.form.size(self.index.row_shape)
 
     def fingerprints(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """See `SourceReader`; they depend on the row number, the dataset's path, and all files' sizes and times."""
+        """See `SourceReader`. Fingerprints depend on the row, the dataset's path, and the files' sizes and times."""
         known = [self.pack.identity, *(file.identity for file in sorted(self.index.files, key=lambda file: file.path))]
         described = "\0".join([self.images, *(f"{one.size} {one.modified_ns}" for one in known)]).encode()
         base = np.uint64(fingerprint(described))
@@ -191,10 +191,10 @@ class HDF5RowReader(SourceReader):
         return indices if self.rows is None else self.rows[indices]
 
     def _load(self, index: int) -> npt.NDArray[Any]:
-        """Return the row of an image. If it is the next announced one, read those after it in the same batch."""
+        """Return the row of an image. If the image is the next announced one, prefetch the announced ones after it."""
         count = max(1, _BATCH_BYTES // max(1, self.index.row_bytes))
         if self.index.group_rows * self.index.row_bytes > self.engine.chunks.cache.capacity and not self.index.raw:
-            # A chunk larger than the cache would be read again for each batch, so all announced rows are read at once.
+            # The cache cannot keep such a large chunk between two reads, so read all announced rows at once.
             count = len(self._coming)
         coming = self._coming[self._next : self._next + count]
         if coming[:1] == [index]:

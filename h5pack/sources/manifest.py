@@ -1,6 +1,6 @@
 """A manifest as a source: a table (CSV, TSV, JSON lines) of image paths, labels, splits and fields.
 
-The tables of other sources (Parquet, WebDataset, MDS) get their labels, splits and fields here, too.
+The labels, splits and fields of other sources with tables (Parquet, WebDataset, MDS) are also read here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LABEL_COLUMNS = ("label", "class", "target", "category")
 JSON_LINES = (".jsonl", ".ndjson")
 SPLIT_COLUMNS = ("split", "partition", "subset", "set")
 _MANY = 10
-"""Minimum number of images for the note that there are more than half as many classes as images."""
+"""With fewer images than this, a large number of classes is not worth a note."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ManifestColumns:
     """The roles of a manifest's columns. By default, columns are found by common names such as "path" and "label"."""
 
     path: str | None = None  # column of image paths, absolute or relative to `root`; in Parquet and MDS, of images
-    labels: tuple[str, ...] = ()  # one column of integers or class names, or several of 0..255
+    labels: tuple[str, ...] = ()  # one column of integers or class names, or several columns of integers in 0..255
     split: str | None = None  # column of split names
     fields: tuple[str, ...] = ()  # columns of numbers or lists of numbers, which become fields of the pack
     root: str | None = None  # folder that relative paths start from; default: the manifest's folder
@@ -54,7 +54,7 @@ class ManifestColumns:
     texts: tuple[str, ...] = ()  # columns of text
     boxes: tuple[str, ...] = ()  # columns of lists of boxes
     keypoints: tuple[str, ...] = ()  # columns of lists of points
-    box_format: str = schema.XYXY  # of all `boxes`: one of `h5pack.format.fields.BOX_FORMATS`
+    box_format: str = schema.XYXY  # format of all `boxes`, one of `h5pack.format.fields.BOX_FORMATS`
     masks: tuple[str, ...] = ()  # columns of paths of masks
     images: tuple[str, ...] = ()  # columns of paths of further images
 
@@ -93,15 +93,15 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
     catalog = with_columns(catalog, table, columns, {path_column, *further})
     repeated = len(names) - len(set(names))
     if repeated:
-        note = Note(f"lines that name an image of an earlier line: {repeated:,}; each is packed")
+        note = Note(f"lines that repeat the image of an earlier line: {repeated:,}; each line is packed")
         catalog = replace(catalog, notes=(*catalog.notes, note))
     return _complete(catalog, further).filtered(wanted)
 
 
 def _complete(catalog: Catalog, further: dict[str, list[str]]) -> Catalog:
-    """Return the catalog without the images that lack a mask or a further image, and with rejects for them.
+    """Return the catalog in which images that lack a mask or a further image are rejects.
 
-    `further` has the cells of each column of paths of masks or further images.
+    `further` has the cells of the columns of paths of masks and further images, by column name.
     """
     missing = {row: name for name, cells in further.items() for row, cell in enumerate(cells) if not cell}
     if not missing:
@@ -112,10 +112,10 @@ def _complete(catalog: Catalog, further: dict[str, list[str]]) -> Catalog:
 
 
 def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, used: set[str]) -> Catalog:
-    """Return a catalog with the labels, splits and fields of a table that has one row for each image of the catalog.
+    """Return the catalog with the labels, splits and fields of a table, which has one row for each image.
 
-    `used` are columns that need no note, although they are not labels, splits or fields. The catalog's splits are kept
-    if the table has none.
+    `used` are columns with another purpose, such as the images. A note lists all other columns that are not packed. If
+    the table has no column of splits, the catalog's splits are kept.
     """
     require_field_names(str(table.path), columns.all_fields, table.path)
     chosen = label_columns(columns, table.header)
@@ -142,7 +142,7 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
 
 
 def require_field_names(where: str, names: Sequence[str], path: str | os.PathLike[str] | None = None) -> None:
-    """Raise OptionsError unless the names are unique, and all are names that the format allows for fields."""
+    """Raise OptionsError unless the names are unique, and the format allows all of them for fields."""
     for number, name in enumerate(names):
         if not is_field_name(name) or name in names[:number]:
             why = "packs reserve it, or it contains '/' or begins with '.'"
@@ -181,7 +181,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _lists(table: TextTable, name: str, values: list[Any]) -> list[Any]:
-    """Return a column's values with those that are text parsed as JSON; None for empty cells."""
+    """Return a column's values. Texts are parsed as JSON, and empty cells become None."""
     found = []
     for row, value in enumerate(values):
         try:
@@ -193,7 +193,7 @@ def _lists(table: TextTable, name: str, values: list[Any]) -> list[Any]:
 
 
 def _listed_texts(values: list[Any]) -> list[Any]:
-    """Return a column's texts, or if every cell is a JSON list of texts, as in a manifest of an export, the lists."""
+    """Return a column's texts, or lists of texts if every cell is a JSON list of texts, as in exported manifests."""
     if not values or not all(isinstance(value, str) and value.startswith("[") for value in values):
         return [cell_text(value) if isinstance(value, (bool, int, float)) else value for value in values]
     try:
@@ -211,7 +211,7 @@ def is_field_name(name: str) -> bool:
 def _many_classes_note(
     columns: Sequence[str], labels: npt.NDArray[Any] | None, names: tuple[str, ...] | None
 ) -> tuple[Note, ...]:
-    """Return a note if the label column has more than half as many different labels as there are images."""
+    """Return a note if the number of different labels is more than half the number of images."""
     if labels is None or labels.ndim > 1 or len(labels) < _MANY:
         return ()
     count = len(np.unique(labels)) if names is None else len(names)
@@ -256,8 +256,8 @@ def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any
         row = next(row for row in known if is_number(cells[row]))
         raise table.error(
             row,
-            f"column {column!r} contains the number {cells[row]!r}; labels are integers only (1, not 1.0), or class "
-            f"names only; pack other numbers as fields with field_columns={column!r}",
+            f"column {column!r} contains the number {cells[row]!r}; labels are either all integers (1, not 1.0) or "
+            f"all class names; pack other numbers as fields with field_columns={column!r}",
             f"field_columns={column!r}",
         )
     return labels, names
@@ -277,7 +277,7 @@ class TextTable:
     path: Path
     header: tuple[str, ...]
     rows: list[list[str]]
-    lines: list[int]  # for each row, the number of its last line in the file, from 1
+    lines: list[int]  # for each row, the number of its last line in the file, counted from 1
 
     def error(self, row: int, message: str, *parameters: str) -> SourceError:
         """Return an error whose message begins with the file and the line of a row."""
@@ -288,7 +288,7 @@ class TextTable:
         return [self._cell(row, name, value).strip() for row, value in enumerate(self.values(name))]
 
     def values(self, name: str) -> list[Any]:
-        """Return the values of a column; if it does not exist, raise SourceError that lists the columns."""
+        """Return the values of a column; if it does not exist, raise a SourceError that lists the columns."""
         if name not in self.header:
             columns = ", ".join(self.header)
             raise SourceError(f"{self.path}: no column {name!r}; its columns are {columns}", path=self.path)
@@ -307,7 +307,7 @@ class TextTable:
 
 @dataclass(frozen=True)
 class ColumnTable(TextTable):
-    """A table with one row per image, whose columns are read when they are needed; `rows` and `lines` are empty."""
+    """A table with one row per image. Columns are read only when they are needed. `rows` and `lines` are empty."""
 
     load: Callable[[str], list[Any]]  # returns the values of a column, None for those without a value
     row_name: Callable[[int], str]  # returns the name of a row for messages
@@ -321,7 +321,7 @@ class ColumnTable(TextTable):
 
 @dataclass(frozen=True)
 class JsonTable(TextTable):
-    """A table of JSON lines, each of which is an object; the keys are the columns. `rows` is empty."""
+    """A table of JSON lines. Each line is an object, whose keys are the columns. `rows` is empty."""
 
     records: list[dict[str, Any]]
 
@@ -377,7 +377,7 @@ def read_delimited(path: Path) -> TextTable:
 def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
     """Read a table delimited by spaces, such as those of CelebA, and ignore its first `skip` lines.
 
-    If `header` is None, the next line names all columns but the first one, the column of file names.
+    If `header` is None, the next line names all columns but the first one, which has the file names.
     """
     try:
         with path.open(encoding="utf-8-sig") as stream:
@@ -412,14 +412,14 @@ def cell_text(value: object) -> str:
 
 
 def parse_number(cell: str, kind: type[int | float]) -> int | float:
-    """Return a cell as int or float; raise ValueError if it is not a number. Unlike int(), reject "1_0"."""
+    """Return a cell as int or float; raise ValueError if it is not a number or contains "_", as in "1_0"."""
     if "_" in cell:
         raise ValueError(cell)
     return kind(cell)
 
 
 def is_number(cell: str) -> bool:
-    """Return whether a cell is read as a number, which may be nan or inf."""
+    """Return whether a cell is a number, including nan and inf."""
     try:
         parse_number(cell, float)
     except ValueError:
@@ -428,7 +428,7 @@ def is_number(cell: str) -> bool:
 
 
 def integers(cells: Iterable[str]) -> npt.NDArray[np.int64] | None:
-    """Return cells as int64, or None if a cell is not an integer of 64 bits."""
+    """Return cells as int64, or None if a cell is not a 64-bit integer."""
     try:
         return np.array([parse_number(cell, int) for cell in cells], np.int64)
     except (ValueError, OverflowError):
@@ -436,7 +436,7 @@ def integers(cells: Iterable[str]) -> npt.NDArray[np.int64] | None:
 
 
 def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
-    """Return a column as int64 if all cells are integers, else float64; raise SourceError for other cells."""
+    """Return a column as int64 if all cells are integers, else float64; raise SourceError if a cell is not a number."""
     cells = table.column(column)
     exact = integers(cells)
     if exact is not None:
@@ -452,7 +452,7 @@ def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64] | npt.NDArra
 def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> npt.NDArray[np.uint8]:
     """Return columns of integers in 0..255 as uint8 (N, K). In a column of -1, 0 and 1, as in CelebA, -1 becomes 0.
 
-    Raises SourceError for other values. Its message ends with `advice`, which must name `field_columns` if it is given.
+    Raise SourceError for other values. Its message ends with `advice`, which must mention `field_columns` unless empty.
     """
     result = np.empty((len(table.column(columns[0])), len(columns)), np.uint8)
     for position, column in enumerate(columns):

@@ -1,4 +1,4 @@
-"""A map-style dataset (a Python object) as a source: its samples, and what its attributes say about them.
+"""A map-style dataset (a Python object) as a source: its samples, and the names and splits in its attributes.
 
 Types of datasets are recognized by their attributes, because this package does not import torch.
 """
@@ -39,10 +39,10 @@ from h5pack.sources.manifest import require_field_names
 
 IMAGE, LABEL = "image", "label"
 MASKS = ("mask", "masks")
-"""The keys of samples that are packed as masks."""
+"""The keys that masks have in samples."""
 _NOT_UINT8 = (
-    "images must be uint8, from 0 to 255: leave out the transform that changed them (ToTensor), or convert them: "
-    "floats in 0..1 with (255 * image).round(), and then to uint8"
+    "images must be uint8 (0 to 255); leave out the transform that changed them (such as ToTensor), or convert floats "
+    "in 0..1 to uint8 after (255 * image).round()"
 )
 
 
@@ -159,7 +159,7 @@ class MapStyleReader(SourceReader):
 
 
 def map_style_catalog(dataset: MapStyleDataset, fields: MapStyleFields | None = None) -> Catalog:
-    """Return the catalog of a map-style dataset, without labels and fields, which the survey adds from the samples.
+    """Return the catalog of a map-style dataset, without labels and fields, which are added after the survey.
 
     Only the first sample is read, to find out which masks the samples have.
     """
@@ -192,7 +192,7 @@ def map_style_catalog(dataset: MapStyleDataset, fields: MapStyleFields | None = 
 
 
 def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> Catalog:
-    """Return the catalog of a dataset with its fields; `samples` are `ReadSample.fields`, None for rejected images."""
+    """Return the catalog with fields. `samples` has the `ReadSample.fields` of each image, None for rejected images."""
     reader = catalog.reader
     if not isinstance(reader, MapStyleReader) or not reader.fields.names:
         return catalog
@@ -208,7 +208,7 @@ def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> C
             if kind == schema.ARRAY:
                 found[name] = parse_values(values)
             else:
-                # An empty list of boxes may have any shape.
+                # Treat an empty list of boxes, which may have any shape, as a missing one.
                 lists = [None if value is None or np.size(value) == 0 else value for value in values]
                 found[name] = parse_ragged(lists, kind, reader.fields.box_format)
         except FieldValueError as error:
@@ -221,7 +221,7 @@ def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> C
 
 
 def _mask_keys(dataset: Any, count: int) -> tuple[str, ...]:
-    """Return which of `MASKS` the first sample has; none if it cannot be read; the survey then rejects it."""
+    """Return the keys in `MASKS` that the first sample has; () if it cannot be read (the survey then rejects it)."""
     try:
         others = _parts(dataset[0])[2] if count else {}
     except H5PackError:
@@ -232,7 +232,7 @@ def _mask_keys(dataset: Any, count: int) -> tuple[str, ...]:
 
 
 def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Iterable[str]) -> Catalog:
-    """Return the catalog of a dataset with its labels, and a note about `unused` parts of samples.
+    """Return the catalog with labels, and with a note that lists the `unused` parts of samples.
 
     Class names are left out, with a note, if they do not fit the labels.
     """
@@ -243,7 +243,9 @@ def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Itera
         held = f"{labels.shape[1]} columns" if table else f"labels from {labels.min()} to {labels.max()}"
         fits = labels.shape[1] == len(names) if table else bool(-1 <= labels.min() <= labels.max() < len(names))
         if not fits:
-            notes += (Note(f"not packed: the names of the dataset's {len(names):,} classes; it has {held}"),)
+            notes += (
+                Note(f"not packed: the names of the dataset's {len(names):,} classes, which do not fit: it has {held}"),
+            )
             names = None
     if labels is None:
         names = None
@@ -254,10 +256,10 @@ def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Itera
 
 @dataclass(frozen=True)
 class _Known:
-    """What the attributes of a dataset say about its samples."""
+    """Properties of a dataset and its samples that are known from its attributes."""
 
     count: int
-    names: Sequence[str] | None = None  # of their files
+    names: Sequence[str] | None = None  # names of the samples' files
     classes: tuple[str, ...] | None = None  # names of the classes, or of the columns of labels
     splits: tuple[tuple[str, ...], npt.NDArray[np.int32]] | None = None  # as `split_names` and `split_ids` of a catalog
     notes: tuple[Note, ...] = ()
@@ -285,7 +287,7 @@ def _attribute(dataset: Any, name: str) -> Any:
 
 
 def _known_of_subset(dataset: Any, count: int) -> _Known | None:
-    """Return what the attributes of a ``Subset``'s dataset say about its samples; None if it is not a ``Subset``."""
+    """Return the properties of a ``Subset``, selected from those of its dataset; None for datasets of other types."""
     whole, indices = _attribute(dataset, "dataset"), _attribute(dataset, "indices")
     if not hasattr(whole, "__len__") or not hasattr(indices, "__len__") or len(indices) != count:
         return None
@@ -305,7 +307,7 @@ def _known_of_subset(dataset: Any, count: int) -> _Known | None:
 
 
 def _known_of_parts(dataset: Any, count: int) -> _Known | None:
-    """Return what is known of a ``ConcatDataset`` or ``ConcatPack``, joined from its parts; None if it is neither."""
+    """Return the properties of a ``ConcatDataset`` or ``ConcatPack``, joined from its parts; None for other types."""
     datasets = _attribute(dataset, "datasets")
     if not isinstance(datasets, (list, tuple)) or not all(hasattr(part, "__len__") for part in datasets):
         return None
@@ -328,7 +330,7 @@ def _known_of_parts(dataset: Any, count: int) -> _Known | None:
 
 
 def _file_names(dataset: Any, count: int) -> list[str] | None:
-    """Return the names of samples' files from ``filenames`` (`H5Dataset`), or ``samples`` or ``imgs`` (torchvision)."""
+    """Return the samples' file names, from ``filenames`` (`H5Dataset`) or ``samples`` or ``imgs`` (torchvision)."""
     for attribute in ("filenames", "samples", "imgs"):
         entries = _attribute(dataset, attribute)
         if not isinstance(entries, (list, tuple)) or len(entries) != count:
@@ -340,21 +342,21 @@ def _file_names(dataset: Any, count: int) -> list[str] | None:
 
 
 def _relative(names: list[str], root: Any) -> list[str]:
-    """Return paths relative to the folder `root`, or if not all are below it, absolute ones to their common folder."""
+    """Make paths relative to `root`. If not all are below it, make absolute paths relative to their common folder."""
     if isinstance(root, (str, os.PathLike)):
         folder = os.path.join(os.fsdecode(root), "")
         if all(name.startswith(folder) for name in names):
             return [name[len(folder) :] for name in names]
     if not all(map(os.path.isabs, names)):
         return names
-    # All names sort between the least and the greatest, so they have the common folder of these two.
+    # All names sort between the smallest and the largest, so the common folder of these two contains all of them.
     common = os.path.commonpath([os.path.dirname(min(names)), os.path.dirname(max(names))])
     return [name[len(common) :].lstrip("/") for name in names]
 
 
 def _class_names(dataset: Any) -> tuple[str, ...] | None:
-    """Return the names of a dataset's classes, or of the columns of an `H5Dataset`'s labels."""
-    features = _attribute(dataset, "features")  # of a dataset of Hugging Face
+    """Return the names of a dataset's classes, or of an `H5Dataset`'s label columns."""
+    features = _attribute(dataset, "features")  # in Hugging Face datasets
     label = features.get(LABEL) if isinstance(features, Mapping) else None
     columns = _attribute(dataset, "columns") if _attribute(dataset, "label_name") else None
     for names in (_attribute(dataset, "classes"), _attribute(label, "names"), columns):
@@ -417,7 +419,7 @@ def _value(value: Any) -> Any:
 def _pixels(image: Any) -> npt.NDArray[np.uint8]:
     """Return the pixels, uint8 (h, w, 1 or 3), of a Pillow image, or of a uint8 array or tensor. Alpha is dropped.
 
-    Of three axes, the last is that of the channels if it has 1 to 4 entries, otherwise the first.
+    If an array has three axes, the last one is the channel axis if its length is 1 to 4; otherwise, the first one is.
     """
     if hasattr(image, "convert") and hasattr(image, "getbands"):
         image = eight_bits(image)
@@ -433,9 +435,9 @@ def _pixels(image: Any) -> npt.NDArray[np.uint8]:
 
 
 def _mask(name: str, mask: Any) -> npt.NDArray[Any]:
-    """Return a mask as uint8 or int32 (H, W): of a Pillow image, or of an array or tensor of integers or bools."""
+    """Convert a mask, a Pillow image or an array or tensor of integers or bools, to uint8 or int32 (H, W)."""
     if mask is None:
-        raise RejectedImageError(f"the dataset gave a sample without {name!r}, but the first one has it")
+        raise RejectedImageError(f"the dataset gave a sample without {name!r}, but the first sample has it")
     array = mask_numbers(mask) if hasattr(mask, "convert") and hasattr(mask, "getbands") else np.asarray(mask)
     if array.ndim == 3 and 1 in (array.shape[0], array.shape[2]):
         array = array[0] if array.shape[0] == 1 else array[:, :, 0]
@@ -458,5 +460,5 @@ def _label(label: Any) -> npt.NDArray[Any]:
     if array.dtype.kind in "iub" and array.ndim == 1 and array.size and array.min() >= 0 and array.max() <= 255:
         return array.astype(np.uint8)
     raise RejectedImageError(
-        f"the dataset gave the label {label!r}; expected an integer, or a row of integers in 0..255"
+        f"the dataset gave the label {label!r}; expected an integer, or a 1-D array of integers in 0..255"
     )

@@ -1,7 +1,7 @@
 """MosaicML Streaming's shards (MDS) as a source: files of samples, described by an ``index.json`` beside them.
 
-A shard begins with the number of its samples, the offset of each, and the end of the last one, all uint32. A sample
-consists of the sizes of its columns of variable size, uint32, and the bytes of all its columns.
+A shard begins with the number of its samples, the offset of each sample, and the end of the last sample, all uint32. A
+sample begins with the sizes, uint32, of the columns whose size varies. The bytes of all columns follow.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Shard:
-    """A shard: the columns' encodings, and where the columns of each sample are in the file."""
+    """A shard: the encodings of its columns, and the offset and size of each sample's columns in the file."""
 
     file: ArchiveFile
-    encodings: dict[str, str]  # by column
+    encodings: dict[str, str]  # encoding of each column, by name
     begins: Ints  # (samples,): offset of the first column of each sample
     sizes: Ints  # (samples, columns), in bytes
 
@@ -52,7 +52,7 @@ class _Shard:
 
 
 def is_mds(path: Path) -> bool:
-    """Return whether a folder, or each visible entry of it, has an index of MDS shards."""
+    """Return whether a folder, or every visible entry in it, contains an index of MDS shards."""
     if not path.is_dir():
         return False
     folders = [path] if (path / INDEX).is_file() else [one for one in path.iterdir() if not one.name.startswith(".")]
@@ -82,7 +82,7 @@ def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
     for shard, name in zip(opened, shards.names, strict=True):
         if shard.encodings != opened[0].encodings:
             raise SourceError(
-                f"{shard.file.path}: has other columns than the first shard; pack them one by one", path=shard.file.path
+                f"{shard.file.path}: has other columns than the first shard; pack them separately", path=shard.file.path
             )
         images += [f"{name.removesuffix('.mds')}/{row:08d}" for row in range(len(shard.begins))]
         readers.append(_reader(shard, image))
@@ -114,7 +114,7 @@ def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
             if len(sizes) != len(encodings) or ".." in name.split("/"):
                 raise ValueError("its shards are described wrongly")
             if one.get("zip_data") and not (root / name).is_file():
-                problem = f"{root / name}: is compressed; decompress the shards first, such as with 'zstd -d'"
+                problem = f"{root / name}: is compressed; decompress the shards first, for example with 'zstd -d'"
                 raise SourceError(problem, path=root / name)
             yield name, _read_shard(root / name, encodings, sizes, int(one["samples"]))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -163,8 +163,8 @@ def _find_images(shard: _Shard) -> str:
             break
     held = ", ".join(f"{name!r} {encoding}" for name, encoding in shard.encodings.items())
     raise SourceError(
-        f"{shard.file.path}: which column holds the images is unclear (found: {held}); name one of jpeg, png or bytes "
-        "with path_column",
+        f"{shard.file.path}: it is unclear which column holds the images (found: {held}); name a column of jpeg, png "
+        "or bytes with path_column",
         path=shard.file.path,
         parameters=("path_column",),
     )
@@ -174,8 +174,8 @@ def _reader(shard: _Shard, image: str) -> ArchiveReader:
     if shard.encodings.get(image, "").split(":")[0] not in _IMAGES:
         held = ", ".join(f"{name!r} {encoding}" for name, encoding in shard.encodings.items())
         raise SourceError(
-            f"{shard.file.path}: {image!r} is not a column of image files (found: {held}); name one of jpeg, png or "
-            "bytes with path_column",
+            f"{shard.file.path}: {image!r} is not a column of image files (found: {held}); name a column of jpeg, "
+            "png or bytes with path_column",
             path=shard.file.path,
             parameters=("path_column",),
         )

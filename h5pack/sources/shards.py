@@ -25,7 +25,7 @@ _MAX_FILES = 1_000_000
 
 @dataclass(frozen=True)
 class Shards:
-    """The files of a source: of a folder, sorted (MDS: in the index's order), or of a brace pattern, as it expands."""
+    """The files of a source: a folder's (sorted, or for MDS in the order of the index), or those of a brace pattern."""
 
     root: Path  # the folder that contains the files
     names: list[str]  # of the files, relative to `root`
@@ -38,7 +38,7 @@ class Shards:
 
     @property
     def prefixes(self) -> list[str]:
-        """For each file the prefix of its samples' names: its name without suffix, plus "/"; "" for a single file."""
+        """For each file, the prefix of its samples' names: the file name without suffix, plus "/"; "" for one file."""
         if len(self.names) == 1:
             return [""]
         ending = "|".join(map(re.escape, sorted((*TAR_SUFFIXES, *TABLE_SUFFIXES), key=len, reverse=True)))
@@ -47,8 +47,8 @@ class Shards:
     def splits(self) -> tuple[tuple[str, ...], list[int]]:
         """Return the `split_names`, and for each file the index of its split.
 
-        A file's split is its folder if that has the name of a split, or else such a word in the file's name: "train" in
-        ``train-00000-of-00002.parquet``. If a file has none or several, all files are in one split.
+        The split of a file is named by one of its folders, or else by a word of the file name, such as "train" in
+        ``train-00000-of-00002.parquet``. If a file has none or several of these names, all files form one split.
         """
         found = [_split_of(name) for name in self.names]
         if None in found:
@@ -72,8 +72,8 @@ def _split_of(name: str) -> str | None:
 def shards_kind(path: Path, wanted: NameFilter) -> str:
     """Return "webdataset" or "parquet" if all shards of a folder, or of a brace pattern, are of that kind, else "".
 
-    Of a folder, only the shards that `include` allows count, or all of them if it allows none. If `wanted` selects
-    another file, such as an image, or if there are links to folders, the result is "".
+    In a folder, only the shards that `include` allows are considered, or all shards if it allows none. The result is ""
+    if `wanted` also selects files that are not shards, such as images, or if the folder contains links to folders.
     """
     if not os.path.isdir(path):
         return _kind_of(itertools.islice(expand_braces(str(path)), _MAX_FILES))
@@ -100,9 +100,9 @@ def _kind_of(names: Iterable[str]) -> str:
 def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shards:
     """Return the files of a source, which is a file, a brace pattern such as ``shard-{000..010}.tar``, or a folder.
 
-    Of a folder, these are the files with one of the `suffixes`, in lower or upper case, that are not excluded, possibly
-    none. Patterns of `include` that match one or more of these select among the files, and the other patterns among the
-    samples. Raises SourceError if a file of a brace pattern is missing.
+    For a folder, return the files that have one of the `suffixes`, in lower or upper case, and are not excluded. There
+    may be none. If a pattern of `include` matches one of these files, it selects files; other patterns select samples.
+    Raise SourceError if a file of a brace pattern is missing.
     """
     if os.path.isdir(path):
         patterns = tuple(f"*{case(suffix)}" for suffix in suffixes for case in (str.lower, str.upper))
@@ -112,11 +112,11 @@ def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shar
             names = [name for name in names if NameFilter(files).allows(name)]
         samples = tuple(pattern for pattern in wanted.include if pattern not in files)
         return Shards(path, names, NameFilter(samples, wanted.exclude))
-    paths: dict[str, None] = {}  # A dict, because nested braces may name a file twice.
+    paths: dict[str, None] = {}  # A dict removes duplicates, because nested braces may name a file twice.
     for name in [str(path)] if os.path.exists(path) else expand_braces(str(path)):
         paths[name] = None
         if len(paths) > _MAX_FILES:
-            raise SourceError(f"{path}: names more than {_MAX_FILES:,} files; give a pattern of fewer", path=path)
+            raise SourceError(f"{path}: names more than {_MAX_FILES:,} files; give a pattern of fewer files", path=path)
     missing = next((one for one in paths if not os.path.isfile(one)), None)
     if missing is not None:
         raise SourceError(f"{missing}: no such file; check the pattern", path=missing)

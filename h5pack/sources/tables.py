@@ -25,7 +25,7 @@ from h5pack.system.machine import available_memory
 from h5pack.system.text import format_bytes
 
 _TASK_ROWS = 1_024
-"""The images of larger row groups are divided among several workers, each of which reads the whole row group."""
+"""A row group with more rows is divided among several workers, each of which reads the whole row group."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ class TableReader(SourceReader):
             file.require_unchanged()
             if isinstance(error, OSError) and error.errno:
                 raise
-            # On damaged files, pyarrow raises several types.
+            # On damaged files, pyarrow raises several exception types.
             raise RejectedImageError(f"its row group cannot be read ({error})") from error
         file.require_unchanged()
         return values
@@ -129,7 +129,7 @@ class _Table:
         return self._parquet.read_row_group(row_group, columns=[name], use_threads=False).column(name)
 
     def largest_group_bytes(self, name: str) -> int:
-        """Return the uncompressed size in bytes of a column in its largest row group; 0 for a (mapped) Arrow file."""
+        """Return the uncompressed size in bytes of a column in its largest row group; 0 for an Arrow file."""
         if self._parquet is None:
             return 0
         metadata = self._parquet.metadata
@@ -143,7 +143,7 @@ class _Table:
 
 
 def _memory_mapped(pyarrow: Any, path: str) -> Any:
-    """Return the table of an Arrow file in the stream format, which Hugging Face datasets uses, or the file format."""
+    """Return the table of an Arrow file in the stream format (as from Hugging Face datasets) or in the file format."""
     source = pyarrow.memory_map(path)
     try:
         return pyarrow.ipc.open_stream(source).read_all()
@@ -169,7 +169,7 @@ def _open(file: ArchiveFile) -> _Table:
     except SourceError:
         raise
     except Exception as error:
-        # On damaged files, pyarrow raises several types.
+        # On damaged files, pyarrow raises several exception types.
         file.require_unchanged()
         raise file.damaged(f"is not a Parquet or Arrow file, or damaged ({error})") from error
 
@@ -217,7 +217,7 @@ def _features(schema: Any) -> dict[str, dict[str, Any]]:
 
 
 def _find_images(file: ArchiveFile, schema: Any) -> str:
-    """Return the column of images: by the features of Hugging Face, or by the types and names of columns."""
+    """Return the column of images: by its Hugging Face feature, or else by types and names of columns."""
     features = _features(schema)
     binary = [name for name in schema.names if _is_images(schema.field(name).type)]
     found = [name for name in binary if features.get(name, {}).get("_type") == "Image"]
@@ -228,7 +228,7 @@ def _find_images(file: ArchiveFile, schema: Any) -> str:
         problem = f"{', '.join(map(repr, found))} look like images; choose one with path_column"
         raise SourceError(f"{file.path}: {problem}", path=file.path, parameters=("path_column",))
     held = ", ".join(f"{name!r} {schema.field(name).type}" for name in schema.names)
-    problem = f"has no column of images, which are binary or structs with a field 'bytes' (found: {held})"
+    problem = f"has no column of images, whose type is binary or a struct with a field 'bytes' (found: {held})"
     raise SourceError(f"{file.path}: {problem}; check the path", path=file.path)
 
 
@@ -243,16 +243,16 @@ def _is_images(kind: Any) -> bool:
 
 
 def _require_columns(file: ArchiveFile, table: _Table, schema: Any, image: str) -> None:
-    """Raise SourceError unless a file has the columns of the first one, and row groups that fit into memory."""
+    """Raise SourceError unless a file has the columns of the first file, and row groups that fit into memory."""
     if image not in table.schema.names or not _is_images(table.schema.field(image).type):
         raise SourceError(
             f"{file.path}: has no column {image!r} of images (its columns are {', '.join(table.schema.names)}); name "
-            "another with path_column",
+            "another column with path_column",
             path=file.path,
             parameters=("path_column",),
         )
     if table.schema.names != schema.names:
-        raise SourceError(f"{file.path}: has other columns than the first file; pack them one by one", path=file.path)
+        raise SourceError(f"{file.path}: has other columns than the first file; pack them separately", path=file.path)
     size = table.largest_group_bytes(image)
     if size > available_memory() // 2:
         raise SourceError(
@@ -292,7 +292,7 @@ def _values(file: ArchiveFile, name: str) -> list[Any]:
 
 
 def _with_class_names(catalog: Catalog, file: ArchiveFile, schema: Any, columns: ManifestColumns) -> Catalog:
-    """Add the names of classes that Hugging Face datasets stored for a label column of integers."""
+    """Return the catalog with the class names that Hugging Face datasets stored for a label column of integers."""
     labels = catalog.labels
     if labels is None or labels.ndim > 1 or catalog.label_names is not None:
         return catalog
@@ -303,7 +303,7 @@ def _with_class_names(catalog: Catalog, file: ArchiveFile, schema: Any, columns:
     if len(labels) and not -1 <= labels.min() <= labels.max() < len(names):
         raise SourceError(
             f"{file.path}: column {column!r} has {len(names)} classes, but values from {labels.min()} to "
-            f"{labels.max()}; name another one with label_columns",
+            f"{labels.max()}; name another column with label_columns",
             path=file.path,
             parameters=("label_columns",),
         )

@@ -1,7 +1,7 @@
 """The index of a tar file: the names, offsets and sizes of its members.
 
-`tarfile` parses the headers that `_plain_header` does not. Its own loop over members ends silently at a damaged header,
-so it is not used.
+`_plain_header` parses simple headers, and `tarfile` parses all others. The loop over members in `tarfile` is not used,
+because it ends silently at a damaged header.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd
 
 
 class _Headers:
-    """The file object from which `tarfile` reads headers. Refuses extended headers of more than 1 MiB."""
+    """The file object from which `tarfile` reads headers. It refuses extended headers of more than 1 MiB."""
 
     def __init__(self, file: ArchiveFile) -> None:
         self._file, self._position = file, 0
@@ -115,7 +115,7 @@ def _index(file: ArchiveFile) -> Members:
 
 
 def _plain_header(block: bytes) -> tuple[str, int] | None:
-    """Return name and size of a regular file; None if `tarfile` must decide, which takes several times as long."""
+    """Return the name and size in a simple header; None if `tarfile` must parse it, which is several times slower."""
     if len(block) < _BLOCK_BYTES or block[156:157] != tarfile.REGTYPE or block[345]:
         return None
     try:
@@ -152,7 +152,7 @@ def _add(members: Members, member: tarfile.TarInfo) -> str | None:
 
 
 def _resolve(members: Members, links: list[tuple[int, str]]) -> None:
-    """Give symbolic links, (index, target) in `links`, the offsets of their targets, also through other links."""
+    """Give each of the symbolic `links` (index, target) the offset and size of its target, which may be a link, too."""
     for _ in range(_MAX_LINKS):
         for link, target in links:
             number = members.numbers.get(target, link)

@@ -1,4 +1,4 @@
-"""Dividing off a split for validation: a fraction of the images for training, chosen by a hash."""
+"""Division of the training images: a fraction of them, chosen by a hash, becomes a split for validation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from h5pack.system.arrays import shuffled_split
 from h5pack.system.text import counted
 
 _NAME = "val"
-_HASH = 2**32  # far above any split number, so that choosing images for it is independent of shuffling a split
+# Passed to `shuffled_split` as a split number. It is far above real ones, so that the hash that chooses the images for
+# validation is independent of the hashes that shuffle the splits.
+_HASH = 2**32
 
 
 def training_split(source: str, catalog: Catalog, val: float) -> int:
     """Return the index of the split to divide: the only one if the source has no splits, else the one for training.
 
-    Raise OptionsError if there is not exactly one for training, or if there is one for validation already.
+    Raise OptionsError if there is not exactly one split for training, or if there already is one for validation.
     """
     names = catalog.split_names
     if names == one_split(0)[0]:
@@ -30,7 +32,7 @@ def training_split(source: str, catalog: Catalog, val: float) -> int:
     if len(training) == 1 and not validation:
         return training[0]
     parameter, listed = f"val={val!r}", ", ".join(map(repr, names))
-    problem = f"it has the splits {listed}, of which {'several are' if training else 'none is'} for training"
+    problem = f"{'several of its splits are' if training else 'none of its splits is'} for training ({listed})"
     if validation:
         problem = f"it already has the split {names[validation[0]]!r} for validation"
     raise OptionsError(
@@ -49,16 +51,16 @@ def divided_names(names: tuple[str, ...], training: int) -> tuple[str, ...]:
 def divide(catalog: Catalog, training: int, usable: npt.NDArray[np.int64], val: float, seed: int) -> Catalog:
     """Return the catalog with a split for validation, inserted after the split with the index `training`.
 
-    The new split takes the fraction `val` of the images of that split that are among `usable`, catalog indices, int64
-    (n,). Raises OptionsError if that is none or all of them.
+    `usable` are catalog indices, int64 (n,). The new split gets the fraction `val` of those that are in the divided
+    split. Raise OptionsError if that is none or all of them.
     """
     images = usable[catalog.split_ids[usable] == training]
     labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None
     chosen = choose_val(None if labels is None else labels[images], len(images), val, seed)
     if chosen.all() or not chosen.any():
         raise OptionsError(
-            f"val={val!r} of {counted(len(images), 'image')} is {int(chosen.sum())}, but each split needs one; give "
-            "another fraction",
+            f"val={val!r} of {counted(len(images), 'image')} is {int(chosen.sum())}, but each split needs at least "
+            "one; give another fraction",
             parameters=(f"val={val!r}",),
         )
     split_ids = catalog.split_ids + (catalog.split_ids > training).astype(np.int32)
@@ -67,10 +69,10 @@ def divide(catalog: Catalog, training: int, usable: npt.NDArray[np.int64], val: 
 
 
 def choose_val(labels: npt.NDArray[np.int64] | None, count: int, val: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Return which of `count` images the split for validation gets, bool (count,): the fraction `val`, rounded.
+    """Return which of `count` images go to the split for validation, bool (count,): the fraction `val`, rounded.
 
     With `labels`, int64 (count,), each class gives this fraction of its images, rounded down, and the classes with the
-    largest remainders give one more. Images, and classes with equal remainders, are chosen by a hash.
+    largest remainders give one more. A hash chooses the images, and also decides between equal remainders.
     """
     ids = np.zeros(count, np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
     sizes = np.bincount(ids)

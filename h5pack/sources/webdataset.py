@@ -29,8 +29,8 @@ class _Samples:
     """The content of the shards that were read so far."""
 
     kept: frozenset[str]  # keys of ``.json`` members whose values are kept, in lower case
-    names: list[str] = field(default_factory=list)  # of the images
-    counts: list[int] = field(default_factory=list)  # images of each shard
+    names: list[str] = field(default_factory=list)  # names of the images
+    counts: list[int] = field(default_factory=list)  # number of images in each shard
     readers: list[ArchiveReader] = field(default_factory=list)
     cells: list[dict[str, Any]] = field(default_factory=list)  # the kept values of each image's sample, by key
     header: dict[str, None] = field(default_factory=dict)  # all keys, kept or not, in the order of their appearance
@@ -41,9 +41,9 @@ class _Samples:
 
 
 def is_webdataset(members: Members) -> bool:
-    """Return whether a tar file is a shard.
+    """Return whether a tar file is a WebDataset shard.
 
-    It is one if an image has a ``.cls`` member, or a ``.json`` or ``.txt`` member while no member is in a folder.
+    A shard has an image with a ``.cls`` member. A ``.json`` or ``.txt`` member is enough if no member is in a folder.
     """
     if not any(name.endswith(_TABLE_ENDINGS) for name in members.names):
         return False
@@ -57,7 +57,7 @@ def is_webdataset(members: Members) -> bool:
 
 
 def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], columns: ManifestColumns) -> Catalog:
-    """Return the catalog of WebDataset shards, with the samples in their order. `opened` are the shards, with indexes.
+    """Return the catalog of WebDataset shards, with the samples in order. `opened` are the shards and their indexes.
 
     The label is the ``.cls`` member, or else a value of the ``.json`` member. The keys of ``.json`` members are treated
     like columns of a manifest, and a ``.txt`` member like a column "txt".
@@ -86,7 +86,7 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
         columns = replace(columns, labels=(_CLASS,))
     catalog = with_columns(catalog, table, columns, {_CLASS})
     if catalog.labels is None:
-        catalog = replace(catalog, notes=(*catalog.notes, Note("there is no .cls, and no label in a .json")))
+        catalog = replace(catalog, notes=(*catalog.notes, Note("there are no labels in .cls or .json members")))
     others = [f".{ending}" for ending in sorted(samples.others)]
     notes = unused_note("members", others, "a .txt can be packed with text_columns", "text_columns")
     unlabelled = sum(_CLASS not in cells for cells in samples.cells) if columns.labels == (_CLASS,) else 0
@@ -98,7 +98,7 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
 def _add_shard(
     samples: _Samples, file: ArchiveFile, members: Members, prefix: str, shards: Shards, wanted: tuple[str, ...]
 ) -> None:
-    """Add the samples of a shard; `wanted` are the endings of members that are read because their column was named."""
+    """Add the samples of a shard. `wanted` are the endings of members that have columns which the user named."""
     reader = ArchiveReader.of(file, members)
     images: list[int] = []
     for key, parts in _grouped(file, members, samples, prefix):
@@ -113,7 +113,7 @@ def _add_shard(
             endings = " and ".join(f".{ending}" for ending in sorted(allowed))
             example = f"include='*.{min(allowed)}'"
             raise SourceError(
-                f"{file.path}: sample {key!r} has several images, {endings}; choose one kind, such as with {example}",
+                f"{file.path}: sample {key!r} has several images, {endings}; choose one, for example with {example}",
                 path=file.path,
                 parameters=(example,),
             )
@@ -149,8 +149,7 @@ def _grouped(
         parts = grouped.setdefault(key, {})
         if storing == Storing.REPLACED or ending in parts:
             raise SourceError(
-                f"{file.path}: sample {key!r} has two members .{ending}; make the shard again with a key for each "
-                "sample",
+                f"{file.path}: sample {key!r} has two members .{ending}; make the shard again with unique sample keys",
                 path=file.path,
             )
         parts[ending] = number
@@ -165,10 +164,10 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 def _cells(reader: ArchiveReader, name: str, members: Members, number: int) -> dict[str, Any]:
-    """Return the values in a member of a sample: the text of a ``.cls`` or ``.txt``, or the values of a ``.json``."""
+    """Return the values in a member of a sample: the text of a ``.cls`` or ``.txt``, or the items of a ``.json``."""
     (file,) = reader.files
     if members.storings[number] != Storing.RAW or members.sizes[number] > _MAX_TABLE_BYTES:
-        raise _unreadable(file, name, "it is not a small file")
+        raise _unreadable(file, name, "it is not a regular file of at most 1 MiB")
     data = reader.read(number, name)
     try:
         if _split_name(name)[1] == _CLASS:
@@ -179,7 +178,7 @@ def _cells(reader: ArchiveReader, name: str, members: Members, number: int) -> d
     except (ValueError, RecursionError) as error:
         raise _unreadable(file, name, str(error)) from error
     if not isinstance(values, dict):
-        raise _unreadable(file, name, "it has no keys")
+        raise _unreadable(file, name, "it is not a JSON object")
     return {key: value for key, value in values.items() if not isinstance(value, dict)}
 
 
