@@ -116,7 +116,7 @@ class ArchiveFile:
             self.descriptor = None
 
     def read(self, count: int, offset: int) -> bytes:
-        """Return `count` bytes at `offset`, or fewer if the file ends before."""
+        """Return `count` bytes at `offset`, or fewer if the file ends before that."""
         data = self.read_unchecked(count, offset)
         if self.copy_path is None:
             self.require_unchanged()

@@ -360,7 +360,7 @@ class Reject:
 
     @property
     def shown(self) -> str:
-        """The text that refers to the image in messages: its name, or the sample's index and, if known, file name."""
+        """The text for the image in messages: its name, or the index and (if known) the file name of a sample."""
         if self.sample is None:
             return self.name
         return f"sample {self.sample}" + (f" ({self.name})" if self.name != sample_name(self.sample) else "")
@@ -466,7 +466,7 @@ class Catalog:
 
 
 def unused_note(kind: str, names: Sequence[str], advice: str, *parameters: str) -> tuple[Note, ...]:
-    """Return a note that these `names` are not packed; () if there are none. `kind` says what they are: "columns"."""
+    """Return a note that `names`, which are of a `kind` such as "columns", are not packed; () if there are none."""
     if not names:
         return ()
     shown = ", ".join(map(repr, names[:_MAX_NAMED])) + (

@@ -45,7 +45,7 @@ _MANY = 10
 class ManifestColumns:
     """The roles of a manifest's columns. By default, columns are found by common names such as "path" and "label"."""
 
-    path: str | None = None  # column of image paths, absolute or relative to `root`; in Parquet and MDS, of images
+    path: str | None = None  # column of image paths (absolute or relative to `root`), or of images in Parquet and MDS
     labels: tuple[str, ...] = ()  # one column of integers or class names, or several columns of integers in 0..255
     split: str | None = None  # column of split names
     fields: tuple[str, ...] = ()  # columns of numbers or lists of numbers, which become fields of the pack

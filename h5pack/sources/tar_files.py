@@ -115,7 +115,7 @@ def _index(file: ArchiveFile) -> Members:
 
 
 def _plain_header(block: bytes) -> tuple[str, int] | None:
-    """Return the name and size in a simple header; None if `tarfile` must parse it, which is several times slower."""
+    """Return the name and size of a regular file; None if the header needs `tarfile`, which is several times slower."""
     if len(block) < _BLOCK_BYTES or block[156:157] != tarfile.REGTYPE or block[345]:
         return None
     try:
