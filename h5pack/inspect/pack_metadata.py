@@ -116,7 +116,8 @@ def pack_lines(pack: dict[str, Any]) -> list[str]:
     if "encoded" in pack:
         kept = pack["encoded"]
         sides = " to ".join(f"{side:,}" for side in kept["longer_sides"])
-        lines.append(f"encoded  {kept['images']:,} JPEG files, {format_bytes(kept['bytes'])}, longer sides {sides}")
+        sides = f", longer sides {sides}" if sides else ""
+        lines.append(f"encoded  {counted(kept['images'], 'JPEG file')}, {format_bytes(kept['bytes'])}{sides}")
     rows = _statistics_text(pack["statistics_rows"], counts)
     lines.append(f"mean     {number_text(pack['mean'])}   std {number_text(pack['std'])}   (of 0..1{rows})")
     lines.append(f"rejects  {pack['rejects']:,}")

@@ -133,7 +133,7 @@ def compress_rows(task: CompressTask) -> tuple[int, bytes]:
     if not np.array_equal(row_checksums(rows), task.checksums):
         raise H5PackError(
             f"{task.path}: {describe_task(task)} of the file do not match their checksums; check the disk, then run "
-            "again with resume=True",
+            "again with resume=True, or with finish=True if that was given",
             path=task.path,
             rows=range(task.start, task.start + len(task.checksums)),
             parameters=("resume=True",),

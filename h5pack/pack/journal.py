@@ -135,7 +135,8 @@ def read_encoded(encoded: EncodedFile, size: int) -> bytes:
             rows=[row],
         )
     raise ResumeError(
-        f"{path}: does not contain what was written to it; check the disk, then run again with resume=True",
+        f"{path}: does not contain what was written to it; check the disk, then run again with resume=True (parts of "
+        "an array job without it)",
         path=path,
         parameters=("resume=True",),
     )

@@ -100,7 +100,11 @@ class UnfinishedPack:
             return
         temporary = self.output.journal.with_name(f"{self.output.journal.name}-{secrets.token_hex(6)}")
         self.journal.start_together(plan, self.plan.fingerprints, temporary)
-        require_same(self.plan, self.journal, self.journal.plan() or {})
+        before = self.journal.plan()
+        if before is None:
+            problem = "was removed while this part started, perhaps because all parts are finished; run the part again"
+            raise ResumeError(f"{self.journal.folder}: {problem}", path=self.journal.folder)
+        require_same(self.plan, self.journal, before)
 
     def allocate(self, plan: ConvertPlan) -> None:
         """Write the file's structure, and set the byte offsets of its rows.

@@ -16,7 +16,7 @@ from h5pack.format import schema
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.description import FileDescription
 from h5pack.read.encoded import EncodedIndex
-from h5pack.read.hdf5 import open_file, text
+from h5pack.read.hdf5 import dataset_error, open_file, text
 from h5pack.read.ragged import RaggedIndex
 from h5pack.read.storage import SourceFile
 from h5pack.read.virtual_index import MappedRows, join_rows
@@ -107,7 +107,7 @@ def _join(packs: Sequence[FileDescription], index_of: Callable[[FileDescription]
             encoded[0],
             shape=(rows, *first.row_shape),
             library_reason=next((part.library_reason for part in encoded if part.library_reason is not None), None),
-            offsets=_joined_offsets(encoded),
+            offsets=_joined_offsets(packs, encoded),
             data=_join(packs, lambda pack: _data(index_of(pack))),
             image_sizes=np.concatenate([part.image_sizes for part in encoded]),
         )
@@ -148,11 +148,17 @@ def _data(index: ChunkIndex) -> ChunkIndex:
 def _join_ragged(packs: Sequence[FileDescription], name: str) -> RaggedIndex:
     parts = [pack.ragged[name] for pack in packs]
     data = _join(packs, lambda pack: pack.ragged[name].data)
-    return replace(parts[0], offsets=_joined_offsets(parts), data=data)
+    return replace(parts[0], offsets=_joined_offsets(packs, parts), data=data)
 
 
-def _joined_offsets(parts: Sequence[EncodedIndex | RaggedIndex]) -> npt.NDArray[np.int64]:
+def _joined_offsets(
+    packs: Sequence[FileDescription], parts: Sequence[EncodedIndex | RaggedIndex]
+) -> npt.NDArray[np.int64]:
     """Return the offset of each row in the joined data, followed by the end of the last row; int64 (N + 1,)."""
+    for pack, part in zip(packs, parts, strict=True):
+        if (int(part.offsets[0]), int(part.offsets[-1])) != (0, part.data.rows):
+            problem = "has offsets that do not run from 0 to the end of its data, so the file can only be read alone"
+            raise dataset_error(pack.path, part.name, f"{problem}; pack the files with 'h5pack convert'")
     starts = np.cumsum([0, *(part.data.rows for part in parts)])
     moved = [part.offsets + start for part, start in zip(parts, starts, strict=False)]
     return np.concatenate([*(offsets[:-1] for offsets in moved), moved[-1][-1:]])

@@ -197,7 +197,10 @@ class SourceReader:
 
     def survey_mask(self, number: int, index: int, name: str, max_pixels: int) -> tuple[MaskHeader, int]:
         """Return the header and fingerprint of a mask. Arguments are as in `read_field`, errors as in `survey`."""
-        data = self.read_field(number, index, name)
+        try:
+            data = self.read_field(number, index, name)
+        except OSError as error:
+            raise _survey_error(name, error) from error
         if isinstance(data, bytes):
             return read_mask_header(lambda: io.BytesIO(data), max_pixels), fingerprint(data)
         return MaskHeader(data.shape[0], data.shape[1], data.dtype.str), fingerprint(data.tobytes())

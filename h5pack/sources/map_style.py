@@ -224,8 +224,6 @@ def _mask_keys(dataset: Any, count: int) -> tuple[str, ...]:
     """Return the keys in `MASKS` that the first sample has; () if it cannot be read (the survey then rejects it)."""
     try:
         others = _parts(dataset[0])[2] if count else {}
-    except H5PackError:
-        return ()
     except Exception:
         return ()
     return tuple(name for name in MASKS if others.get(name) is not None)

@@ -55,7 +55,12 @@ def is_mds(path: Path) -> bool:
     """Return whether a folder, or every visible entry in it, contains an index of MDS shards."""
     if not path.is_dir():
         return False
-    folders = [path] if (path / INDEX).is_file() else [one for one in path.iterdir() if not one.name.startswith(".")]
+    try:
+        folders = (
+            [path] if (path / INDEX).is_file() else [one for one in path.iterdir() if not one.name.startswith(".")]
+        )
+    except OSError:
+        return False
     return bool(folders) and all(_is_index(folder / INDEX) for folder in folders)
 
 
@@ -111,7 +116,7 @@ def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
             name = os.path.join(folder, str(one["raw_data"]["basename"]))
             encodings = dict(zip(map(str, one["column_names"]), map(str, one["column_encodings"]), strict=True))
             sizes = [0 if size is None else int(size) for size in one["column_sizes"]]
-            if len(sizes) != len(encodings) or ".." in name.split("/"):
+            if len(sizes) != len(encodings) or os.path.isabs(name) or ".." in name.split("/"):
                 raise ValueError("its shards are described wrongly")
             if one.get("zip_data") and not (root / name).is_file():
                 problem = f"{root / name}: is compressed; decompress the shards first, for example with 'zstd -d'"
