@@ -1,1 +1,1 @@
-"""The file format: names, values of fields, chunk and cache plans, checksums, byte offsets of rows."""
+"""The file format: names and constants, field values, chunk and cache plans, checksums, byte offsets of rows."""

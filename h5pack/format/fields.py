@@ -1,4 +1,4 @@
-"""Values of fields whose rows differ in length: boxes, keypoints, other arrays, texts."""
+"""Values of fields, mainly of fields whose rows differ in length: boxes, keypoints, other arrays, texts."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class RaggedRows:
     """Rows of different lengths: row i is ``data[offsets[i]:offsets[i + 1]]``."""
 
     kind: str  # one of `schema.RAGGED_KINDS`
-    data: npt.NDArray[Any]  # (entries, ...); for text, its UTF-8 bytes, uint8 (bytes,)
-    offsets: npt.NDArray[np.int64]  # (N + 1,), ascending, the first one 0
-    classes: tuple[str, ...] | None = None  # class names, if the entries are numbers of classes
+    data: npt.NDArray[Any]  # (entries, ...); for texts, their UTF-8 bytes, uint8 (bytes,)
+    offsets: npt.NDArray[np.int64]  # (N + 1,), ascending from 0
+    classes: tuple[str, ...] | None = None  # class names, if the entries are class numbers
 
     @classmethod
     def of(cls, kind: str, rows: Sequence[npt.NDArray[Any]], empty: npt.NDArray[Any]) -> RaggedRows:
-        """Return arrays (n_i, ...) as rows; `empty`, (0, ...), determines the dtype and the inner shape."""
+        """Create rows from arrays (n_i, ...). An `empty` array, (0, ...), determines their dtype and inner shape."""
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         data = np.concatenate([empty, *rows]).astype(empty.dtype, copy=False)
         return cls(kind, data, np.append(0, np.cumsum(lengths)))
 
     @classmethod
     def of_texts(cls, rows: Iterable[str | list[str]], kind: str) -> RaggedRows:
-        """Return texts, or for the kind `schema.TEXTS` lists of texts, as rows. Texts must not contain NUL."""
+        """Create rows from texts, or from lists of texts for the kind `schema.TEXTS`. Texts must not contain NUL."""
         encoded = [
             (row if isinstance(row, str) else "".join(f"{one}\0" for one in row)).encode("utf-8") for row in rows
         ]
@@ -51,7 +51,7 @@ class RaggedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data and the offsets."""
+        """Total size of the data and the offsets in bytes."""
         return int(self.data.nbytes + self.offsets.nbytes)
 
     def row(self, index: int) -> npt.NDArray[Any]:
@@ -89,11 +89,17 @@ def field_kind(values: FieldValues) -> str:
 
 
 BOX_FORMATS = ("xyxy", "xywh", "cxcywh")
-"""The formats of a box: left, top, right, bottom; left, top, width, height; centre x, centre y, width, height."""
+"""The formats of a box, in this order:
+
+(left, top, right, bottom), (left, top, width, height) and (centre x, centre y, width, height).
+"""
 
 
 class FieldValueError(ValueError):
-    """The value of row `row` does not fit its field. The message continues a sentence that names the field."""
+    """The value of row `row` does not fit its field.
+
+    The message begins with a verb, such as "contains 'a', which is not a list". Callers put the field's name before it.
+    """
 
     def __init__(self, row: int, problem: str) -> None:
         super().__init__(problem)
@@ -103,9 +109,11 @@ class FieldValueError(ValueError):
 def parse_ragged(values: Sequence[Any], kind: str = schema.RAGGED, box_format: str = schema.XYXY) -> RaggedRows:
     """Return lists of numbers, or arrays, as rows of kind `kind`; None counts as an empty list.
 
-    Boxes are converted from `box_format` to corners (xyxy). Boxes and keypoints become float64, and so do values of the
-    kind "ragged" unless all are integers, which become int64. Raises FieldValueError if a value is not a list, if lists
-    differ in depth or in the shape of their entries, or if a box or keypoint is not finite or has a negative size.
+    Boxes are converted from `box_format` to corners (xyxy). Boxes and keypoints become float64. Values of the kind
+    "ragged" become int64 if all are integers or bools, else float64.
+
+    Raises FieldValueError if a value is not a list of numbers, if lists differ in depth or in the shape of their
+    entries, if a number of a box or keypoint is not finite, or if a box has a negative width or height.
     """
     inner: tuple[int, ...] | None = {schema.BOXES: (4,)}.get(kind)
     arrays: list[npt.NDArray[Any] | None] = []
@@ -118,7 +126,7 @@ def parse_ragged(values: Sequence[Any], kind: str = schema.RAGGED, box_format: s
             if array.shape[1:] != inner:
                 wanted = "2 or 3 numbers" if inner is None else _entries_text(inner)
                 held = _entries_text(array.shape[1:])
-                raise FieldValueError(row, f"has entries of {held}, but they must be {wanted}")
+                raise FieldValueError(row, f"has entries of {held}, but each entry must have {wanted}")
             kinds.add(array.dtype.kind)
         arrays.append(array)
     dtype = np.int64 if kind == schema.RAGGED and kinds and kinds <= set("biu") else np.float64
@@ -144,7 +152,7 @@ def _numbers_of(row: int, value: Any) -> npt.NDArray[Any] | None:
     if not len(array):
         return None
     if not array.size or array.dtype.kind not in "biuf" or (array.dtype == np.uint64 and array.max() >= 2**63):
-        raise FieldValueError(row, f"contains {_short(value)}, with entries that are not numbers of at most 64 bits")
+        raise FieldValueError(row, f"contains {_short(value)}, whose entries are not all int64 or float64 numbers")
     return array
 
 
@@ -165,7 +173,7 @@ def _require_numbers(rows: RaggedRows, wrong: Any, problem: str) -> None:
 
 
 def _corners(boxes: RaggedRows, box_format: str) -> RaggedRows:
-    """Return boxes of one of `BOX_FORMATS` as corners."""
+    """Convert boxes from `box_format`, one of `BOX_FORMATS`, to corners."""
     first, second = boxes.data[:, :2], boxes.data[:, 2:]
     if box_format == schema.XYXY:
         _require_numbers(boxes, (second < first).any(axis=1), "whose right or bottom is less than its left or top")
@@ -177,11 +185,13 @@ def _corners(boxes: RaggedRows, box_format: str) -> RaggedRows:
 
 
 def parse_values(values: Sequence[Any]) -> FieldValues:
-    """Return the values of samples as rows. Each is a text, a list of texts, a number, an array, or None.
+    """Return the values of one field of samples as rows. Each is a text, a list of texts, a number, an array, or None.
 
-    Numbers, and arrays of one shape, become an array (N, ...), in which None becomes zeros. Arrays that differ only in
-    length become ragged rows, in which None becomes a row without entries. The dtype is the common one; bool becomes
-    uint8. Raises FieldValueError for other values, and if they do not fit together.
+    If there are texts, see `parse_texts`. Numbers, and arrays of one shape, become an array (N, ...), in which None
+    becomes zeros. Arrays that differ only in length become ragged rows, in which None becomes a row without entries.
+    The dtype is the one to which NumPy promotes all values, but uint8 for bools.
+
+    Raises FieldValueError for values of other types, and for values that cannot be rows of one field.
     """
     if any(isinstance(value, str) or _is_texts(value) for value in values):
         return parse_texts(values)
@@ -214,7 +224,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def parse_texts(values: Sequence[Any]) -> RaggedRows:
-    """Return texts as rows, or lists of texts if one of the values is a list; None becomes an empty text or list.
+    """Return texts, or lists of texts, as rows. If one value is a list, all must be lists. None counts as empty.
 
     Raises FieldValueError for other values, and for a text with a NUL or an unpaired surrogate.
     """

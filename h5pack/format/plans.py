@@ -11,18 +11,18 @@ from h5pack.format import schema
 DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024
 """Default bytes per chunk.
 
-It is large enough that the overhead of a read is small compared with transferring its bytes, and small enough that a
-shuffle window (the chunks that are shuffled together) of 16 chunks mixes well.
+Chunks of this size are large enough that the overhead of a read is small compared with the transfer, and small enough
+that a shuffle window (the chunks that are shuffled together) of 16 chunks mixes well.
 """
 
 MIN_CHUNKS = 64
 """By default a chunk has at most ceil(n_rows / MIN_CHUNKS) rows, so that a small pack has enough chunks to shuffle.
 
-A pack has fewer chunks if they would otherwise be too small to start on page boundaries.
+A pack has fewer than `MIN_CHUNKS` chunks if its chunks would otherwise be too small to start on page boundaries.
 """
 
 WHOLE_PAGES_BYTES = 16 * 1024 * 1024
-"""Maximum bytes to which `plan_chunks` enlarges a chunk so that it fills whole memory pages."""
+"""Maximum size, in bytes, to which `plan_chunks` enlarges chunks so that they fill whole memory pages."""
 
 _MAX_NSLOTS = 4_194_304
 HDF5_MAX_CHUNK_BYTES = 2**32 - 1
@@ -42,7 +42,7 @@ class ChunkPlan:
 class CachePlan:
     """Settings of HDF5's raw data chunk cache (rdcc) for one open dataset."""
 
-    nbytes: int  # bytes; 0: no cache, so that HDF5 reads only the selected rows of an unfiltered dataset
+    nbytes: int  # size in bytes; with 0 (no cache), HDF5 reads only the selected rows of an unfiltered dataset
     nslots: int  # number of hash slots; each holds one chunk, so two chunks with the same slot evict each other
     w0: float  # preemption policy, 0 to 1; with 1, chunks that were read completely are evicted first
     reason: str  # why these settings were chosen, for reports
@@ -63,9 +63,9 @@ def plan_chunks(
     start on a page boundary.
 
     With `whole_pages`, the number of rows is changed so that chunks also end on a page boundary. The chunks are then
-    adjacent in the file, so that all rows are one array in a mapping of the file. If that needs larger chunks, they are
-    enlarged only if `chunk_bytes` is not given, to at most `WHOLE_PAGES_BYTES`, and if `MIN_CHUNKS` of them remain.
-    `chunk_rows` is never changed.
+    adjacent in the file, so that all rows are one array in a mapping of the file. Chunks are enlarged for this purpose
+    only if `chunk_bytes` is not given, if they get at most `WHOLE_PAGES_BYTES`, and if at least `MIN_CHUNKS` of them
+    remain. Otherwise `whole_pages` has no effect. It never changes a given `chunk_rows`.
     """
     if chunk_rows is not None:
         rows = chunk_rows
@@ -93,13 +93,13 @@ def plan_cache(
 ) -> CachePlan:
     """Choose the chunk cache settings for reading rows (axis 0) of a chunked dataset through the HDF5 library.
 
-    An unfiltered dataset needs no cache. Reading 300 random rows of a 2,000-row dataset, HDF5 1.x's default cache read
-    84 times as many bytes as requested, and ``nbytes=0`` only the requested ones. A filtered dataset needs a cache with
-    room for every chunk in use, because a chunk that does not fit is read and decoded again for every row. With fewer
-    slots than chunks, two chunks in use can evict each other.
+    An unfiltered dataset needs no cache. For 300 random rows of a dataset of 2,000 rows, HDF5 1.x with its default
+    cache read 84 times as many bytes as requested; with ``nbytes=0``, it read only the requested bytes. A filtered
+    dataset needs a cache with room for every chunk in use, because a chunk that does not fit is read and decoded again
+    for every row. With fewer slots than chunks, two chunks in use can evict each other.
 
-    `window` is the number of row-chunks (positions of chunks along axis 0) in use at once if rows are read in the order
-    of a shuffle window, None if rows are read in any order.
+    `window` is the number of row-chunks (positions of chunks along axis 0) that are in use at once if rows are read in
+    the order of a shuffle window. None means that rows are read in any order.
     """
     chunk_bytes = math.prod(chunks) * itemsize
     nslots = _hash_range(shape, chunks)
@@ -110,7 +110,7 @@ def plan_cache(
     nbytes = in_use * chunk_bytes
     if window is None:
         nbytes = max(nbytes, min(math.prod(grid) * chunk_bytes, 64 * 1024 * 1024))
-        why = "filtered, rows in any order: room for up to 64 MiB of chunks, at least those of a row"
+        why = "filtered, rows in any order: room for up to 64 MiB of chunks, or more if the chunks of one row need it"
     else:
         why = f"filtered, window of {window} row-chunks: room for all of them, so that each is decoded once"
     return CachePlan(nbytes, nslots, 1.0, why)
@@ -119,8 +119,8 @@ def plan_cache(
 def _hash_range(shape: Sequence[int], chunks: Sequence[int]) -> int:
     """Return a number of hash slots with which no two chunks of a dataset collide, limited to `_MAX_NSLOTS`.
 
-    HDF5 hashes chunk coordinates as ``(s0 << bits1 ^ s1) << bits2 ^ s2 ...`` modulo nslots, where bits is the
-    rounded-up log2 of the chunk count along an axis (H5D__chunk_hash_val in src/H5Dchunk.c).
+    HDF5 hashes chunk coordinates as ``(s0 << bits1 ^ s1) << bits2 ^ s2 ...`` modulo nslots, where ``bits1`` is the
+    rounded-up log2 of the number of chunks along axis 1, and so on (H5D__chunk_hash_val in src/H5Dchunk.c).
     """
     grid = [max(1, math.ceil(size / chunk)) for size, chunk in zip(shape, chunks, strict=True)]
     slots = grid[0] << sum((count - 1).bit_length() for count in grid[1:])

@@ -1,4 +1,4 @@
-"""Byte offsets of rows in a file, and verifying the rows' checksums without the HDF5 library."""
+"""Byte offsets of rows in a file, and verification of the rows' checksums without the HDF5 library."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class RowOffsets:
         return self.addresses[chunks] + (rows - chunks * self.chunk_rows) * self.row_bytes
 
     def edges(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return where each of `count` rows from row `start` on begins and ends, int64 (count + 1,).
+        """Return the boundaries of `count` rows, of which `start` is the first, in bytes: int64 (count + 1,).
 
-        The values are bytes, counted from the offset of row `start`. The rows must be contiguous in the file.
+        The boundaries are relative to the offset of row `start`. The rows must be contiguous in the file.
         """
         return np.arange(count + 1, dtype=np.int64) * self.row_bytes
 
@@ -59,14 +59,14 @@ class RowOffsets:
 class EncodedOffsets(RowOffsets):
     """Byte offsets of rows of different lengths that follow each other in the file, such as encoded images.
 
-    `addresses` are those of the rows, so `chunk_rows` is 1; `row_bytes` is their mean length.
+    `addresses` has the byte offset of each row, so `chunk_rows` is 1. `row_bytes` is the mean length of the rows.
     """
 
-    ends: npt.NDArray[np.int64]  # (N,): byte offset after each row
+    ends: npt.NDArray[np.int64]  # (N,): byte offset at which each row ends
 
     @classmethod
     def of(cls, base: int, offsets: npt.NDArray[np.int64]) -> EncodedOffsets:
-        """Return the offsets of rows whose `offsets`, int64 (N + 1,), count from byte `base` of the file."""
+        """Create from row boundaries, `offsets`, int64 (N + 1,), which are relative to byte `base` of the file."""
         mean = int(offsets[-1] - offsets[0]) // max(1, len(offsets) - 1)
         return cls(base + offsets[:-1], 1, max(1, mean), base + offsets[1:])
 
@@ -92,21 +92,21 @@ class CheckTask:
     path: str
     start: int  # the first row
     offset: int  # byte offset of the first row
-    edges: npt.NDArray[np.int64]  # where each row begins and ends; see `RowOffsets.edges`
+    edges: npt.NDArray[np.int64]  # boundaries of the rows; see `RowOffsets.edges`
     checksums: npt.NDArray[np.uint32]  # expected CRC-32 of each row
 
 
 def check_tasks(
     path: str, offsets: RowOffsets, rows: npt.NDArray[np.int64], checksums: npt.NDArray[np.uint32], max_bytes: int
 ) -> Iterator[CheckTask]:
-    """Yield tasks that check ascending `rows`; `checksums` is indexed by row and covers all of the dataset's rows."""
+    """Yield tasks that check ascending `rows`; `checksums` are those of all rows of the dataset, uint32 (N,)."""
     for start, count in offsets.runs(rows, max_bytes):
         edges = offsets.edges(start, count)
         yield CheckTask(path, start, offsets.offset(start), edges, checksums[start : start + count])
 
 
 def check_rows(task: CheckTask) -> list[int]:
-    """Return the rows whose checksum differs or that cannot be read."""
+    """Return the rows that cannot be read or whose bytes do not match their checksums."""
     descriptor = os.open(task.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = read_all(descriptor, int(task.edges[-1]), task.offset)

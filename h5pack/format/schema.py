@@ -42,12 +42,12 @@ TEXTS = "texts"
 MASK = "mask"
 IMAGE = "image"
 RAGGED_KINDS = (BOXES, KEYPOINTS, RAGGED, TEXT, TEXTS)
-"""Kinds of fields that are groups of data and offsets."""
+"""Kinds of fields that are stored as groups of two datasets, `FIELD_DATA` and `FIELD_OFFSETS`."""
 TEXT_KINDS = (TEXT, TEXTS)
 POINT_KINDS = (BOXES, KEYPOINTS)
 PIXEL_KINDS = (MASK, IMAGE)
 MOVED_KINDS = (*PIXEL_KINDS, *POINT_KINDS)
-"""Kinds of fields that must be moved with their image when it is cropped or resized."""
+"""Kinds of fields that must be transformed with their image when the image is cropped or resized."""
 
 # Attributes of fields.
 KIND = "kind"
@@ -93,16 +93,16 @@ class FilterId(IntEnum):
 
 
 STATISTICS_STEP = 8
-"""If a split of pixels has more than `STATISTICS_SMALL_ROWS` rows, its statistics use one row in this many."""
+"""Step between the rows of pixels that statistics use, in a split of more than `STATISTICS_SMALL_ROWS` rows."""
 STATISTICS_SMALL_ROWS = 4_096
-"""If a split of pixels, not encoded images, has at most this many rows, its statistics use all of them."""
+"""If a split has at most this many rows, its statistics use all of them, unless the rows are encoded images."""
 
 
 def statistics_step(train_rows: int, encoded: bool = False) -> int:
-    """Return the step between the rows of a split that `/statistics` uses: 1 for a small split, else 8.
+    """Return the step between the rows of a split that `/statistics` uses: 1 for a small split of pixels, else 8.
 
-    Decoding `encoded` rows takes far longer than copying rows. So their step selects at most 128 of up to 8,192 rows,
-    and about one in 64 of more rows, at most 1,024.
+    With `encoded`, fewer rows are used, because decoding a row takes far longer than reading its pixels: at most 128
+    rows of a split with up to 8,192 rows, and about one row in 64 of a larger split, but at most 1,024.
     """
     if encoded:
         return max(1, -(-train_rows // max(128, min(1024, train_rows // 64))))
@@ -110,5 +110,5 @@ def statistics_step(train_rows: int, encoded: bool = False) -> int:
 
 
 def statistics_split(names: tuple[str, ...]) -> int:
-    """Return the index of the split that `/statistics` describes: the one named train, else the first."""
+    """Return the index of the split that `/statistics` describes: "train", or the first one if there is no "train"."""
     return names.index("train") if "train" in names else 0
