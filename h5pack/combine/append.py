@@ -50,32 +50,34 @@ def append(
 ) -> CombineReport:
     """Add the images of a source to a pack, after its rows.
 
-    The new images are packed with the options of the pack's images. Then a file with all rows is written beside the
-    pack, and replaces it once it is complete; until then, and if anything fails, the pack is unchanged. If the file
-    system supports it (XFS, Btrfs), the new file shares the disk blocks of the pack's existing rows; otherwise these
-    rows are copied. The new images of a virtual file become a further pack beside it, such as ``NAME-00003.h5``, with
-    the lowest number that it does not use yet. Classes keep their numbers; new ones get the numbers after them.
+    The new images are packed with the options that the pack was made with. Then a file with all rows is written beside
+    the pack. It replaces the pack once it is complete; until then, and if anything fails, the pack is unchanged. If the
+    file system supports it (XFS, Btrfs), the new file shares the disk blocks of the existing rows; otherwise these rows
+    are copied. Classes keep their numbers, and new classes get the next numbers.
+
+    If the pack is a virtual file, the new images are written to a further pack beside it, such as ``NAME-00003.h5``.
+    It gets the lowest number that the virtual file does not use yet.
 
     Parameters
     ----------
     pack : path
         The pack to add images to.
     source : path or map-style dataset
-        Any source of `h5pack.convert`.
+        Any source that `h5pack.convert` accepts.
     split : str, optional
-        Put all new images into this split of the pack, or into a new one. Default: the splits of the source; those of a
-        source without splits go into the pack's only split.
+        Put all new images into this split, which is created if the pack does not have it. Default: the splits of the
+        source, or the pack's only split if the source has no splits.
     only_new : bool
-        Leave out images whose names are in the pack already. Without it, such images are an error.
+        Leave out images whose names are already in the pack. By default, such images are an error.
     overwrite : bool
-        Discard what an interrupted call left, and start from scratch.
+        Discard the files that an interrupted call left, and start from scratch.
     resume : bool
         Continue an interrupted call with the same parameters. If that call had completed the pack, do nothing.
     progress : bool
         Show progress bars on standard error if it is a terminal.
     **options
-        Keywords of `h5pack.convert` about the source (such as `source_kind`, `label_columns`, `include`), `order`,
-        `seed`, `val`, `strict`, `num_workers`, `start_method` and `io`.
+        Keywords of `h5pack.convert` that describe the source (such as `source_kind`, `label_columns`, `include`), and
+        `order`, `seed`, `val`, `strict`, `num_workers`, `start_method` and `io`.
 
     Returns
     -------
@@ -84,8 +86,8 @@ def append(
     Raises
     ------
     H5PackError
-        If the new images do not match the pack, if names are in the pack already, and for the same reasons as
-        `h5pack.convert`.
+        If the new images do not match the pack, if the pack has some of their names already (without `only_new`), and
+        for the same reasons as `h5pack.convert`.
 
     Examples
     --------
@@ -104,7 +106,7 @@ def append(
         _remove(new_path)
         return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
     settings = {**_row_options(old), **options, "overwrite": overwrite, "resume": resume, "progress": progress}
-    # If a call was interrupted after it had replaced the pack, all names are in the pack.
+    # If a call was interrupted after it had replaced the pack, the pack has all names already, which is no error.
     ended = resume and old.options.get("combined", {}).get("verb") == "append"
     with _Addition(source, new_path, old, only_new or ended, **settings) as conversion:
         if not len(conversion.catalog):
@@ -124,7 +126,7 @@ def append(
 
 
 def _require_options(old: Part, options: dict[str, Any]) -> None:
-    reasons = dict.fromkeys((*_OF_ROWS, *_OF_FILES), "appended images get that of the pack; leave it out")
+    reasons = dict.fromkeys((*_OF_ROWS, *_OF_FILES), "the pack determines it; leave it out")
     several = "append runs on one machine; convert the new images into a pack of their own, and join both"
     reasons |= dict.fromkeys(_OF_SEVERAL, several)
     for name, reason in reasons.items():
@@ -137,28 +139,28 @@ def _require_no_leftovers(*paths: Path) -> None:
     for path in paths:
         if path.exists():
             raise OutputExistsError(
-                f"{path}: was left by an interrupted call; continue that with resume=True, or discard this file with "
-                "overwrite=True",
+                f"{path}: was left by an interrupted call; continue that call with resume=True, or discard this file "
+                "with overwrite=True",
                 path=path,
                 parameters=("resume=True", "overwrite=True"),
             )
 
 
 def _shard_path(old: Part) -> Path:
-    """Return the path of a new pack of a virtual file: the shard with the lowest number to which it does not refer."""
+    """Return the path for a further pack of the virtual file `old`: the first shard path that it does not use yet."""
     used = {os.path.basename(file.path) for file in old.files}
     return next(path for path in map(partial(shard_path, old.path), itertools.count()) if path.name not in used)
 
 
 def _row_options(old: Part) -> dict[str, Any]:
-    """Return the options with which the pack's images became rows."""
+    """Return the options that determined how the pack's images became rows."""
     found = {name: old.options[name] for name in _OF_ROWS if name in old.options}
     size = old.options.get("size")
     return found if size is None else {**found, "size": tuple(size)}
 
 
 def _is_appended(old: Part, new: Part) -> bool:
-    """Return whether `old` has the rows of `new` already, as the last ones, so that only cleaning up is left."""
+    """Return whether the last part of `old` is already `new`, so that only `new` remains to be removed."""
     made_of = old.options.get("combined", {})
     return bool(made_of.get("verb") == "append" and made_of["parts"][-1] == new.identity)
 
@@ -192,8 +194,8 @@ class _Addition(Conversion):
         if not old.is_encoded and plan.row_shape != old.index.row_shape:
             shapes = ["x".join(map(str, shape)) for shape in (plan.row_shape, old.index.row_shape)]
             raise SizesDifferError(
-                f"{old.path}: has rows of {shapes[1]}, but the images of {plan.source} have {shapes[0]}; resize these "
-                "first, or convert all images again with size",
+                f"{old.path}: has rows of {shapes[1]}, but the images of {plan.source} have {shapes[0]}; resize the "
+                "new images first, or convert all images again with size",
                 path=old.path,
                 parameters=("size",),
             )
@@ -201,23 +203,24 @@ class _Addition(Conversion):
         if fields[0] != fields[1]:
             own, other = (listed(sorted(one)) or "none" for one in fields)
             raise SourceError(
-                f"{old.path}: has the fields {other}, but {plan.source} has {own}; give the options that name fields",
+                f"{old.path}: has the fields {other}, but {plan.source} has {own}; give the options that select "
+                "the same fields",
                 path=old.path,
             )
         return plan
 
 
 def _with_split(old: Part, new: Part, split: str | None) -> Part:
-    """Return the new images with the splits that they get in the pack: `split`, or if None their own.
+    """Return the new images with their splits in the pack: `split`, or if it is None, the splits of their source.
 
-    If their source has no splits, they get the only split of the pack.
+    Images of a source without splits get the only split of the pack.
     """
     names = new.catalog.split_names
     if split is None and names == one_split(0)[0] and names[0] not in old.catalog.split_names:
         if len(old.catalog.split_names) > 1:
             raise OptionsError(
-                f"{old.path}: has the splits {listed(old.catalog.split_names)}, but the new images have none; give "
-                "split, the one to put them into",
+                f"{old.path}: has the splits {listed(old.catalog.split_names)}, but the new images have none; choose "
+                "one for them with split",
                 path=old.path,
                 parameters=("split",),
             )
@@ -229,6 +232,6 @@ def _with_split(old: Part, new: Part, split: str | None) -> Part:
 
 
 def _remove(path: Path) -> None:
-    """Remove the pack of only the new images, and its table of rejects."""
+    """Remove the temporary pack of the new images, and its table of rejects."""
     for one in (path, Output(path).rejects):
         one.unlink(missing_ok=True)

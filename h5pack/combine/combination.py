@@ -1,7 +1,7 @@
-"""Making one pack of the rows of others: its tables and structure, and the steps from an empty file to the output.
+"""Makes one pack of the rows of other packs, its parts: plans the tables and the structure, and writes the output.
 
-The output gets its name once it is complete, and every step can be repeated after a kill. Uncompressed rows are copied
-only if their checksums do not match those in the file; a compressed output is written from the beginning.
+The output gets its name once it is complete. Every step can be repeated after a kill: uncompressed rows are copied
+again only if the bytes in the file do not match their checksums; a compressed output is written from the beginning.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class CombineReport:
     path: str  #: the output
     images: int  #: rows of the output
     bytes: int  #: size of the output
-    copied_bytes: int = 0  #: bytes of rows that were written; fewer than the rows have if blocks are shared
+    copied_bytes: int = 0  #: bytes of rows that were written; rows that share disk blocks with a source do not count
     rejects: int = 0  #: images that were not packed, listed in ``OUT.rejects.csv``
     added: int = 0  #: rows that `append` added
     seconds: dict[str, float] = field(default_factory=dict)
-    already_complete: bool = False  #: nothing was left to do: with ``resume=True``, or without new images to append
+    already_complete: bool = False  #: whether nothing was left to do, with ``resume=True`` or without new images
 
     def to_text(self) -> str:
         """Return the report as one or two lines of text."""
@@ -82,22 +82,22 @@ class CombineReport:
 
 @dataclass(frozen=True)
 class Combination:
-    """A pack to be made of the rows of parts: what it contains, and where each row comes from."""
+    """The plan of a pack that is made of the rows of parts: its contents, and where each row comes from."""
 
-    verb: str | None  # append, join or subset, stored with the pack's options. None: parts are shards of a conversion
+    verb: str | None  # append, join or subset, stored with the options; None if the parts are shards of a conversion
     parts: tuple[Part, ...]
-    catalog: Catalog  # the tables of its rows
+    catalog: Catalog  # the tables of the new pack
     origins: RowOrigins
     splits: Splits
     statistics: dict[str, Any]
-    chunk_rows: int | None = None  # None: as `convert` would choose; not used for packs that keep JPEG files
+    chunk_rows: int | None = None  # None: as `convert` chooses by default. Unused if the parts keep JPEG files
 
     @classmethod
     def of(
         cls, verb: str | None, parts: Sequence[Part], merged: Catalog, order: Rows, statistics: dict[str, Any],
         chunk_rows: int | None = None,
     ) -> Combination:  # fmt: skip
-        """Return the combination of the rows `order` of `merged`, which are the tables of all rows of the parts."""
+        """Return the combination of the rows `order` of `merged`, the catalog of all rows of all parts."""
         catalog = merged if np.array_equal(order, np.arange(len(merged))) else _tables_at(merged, order)
         splits = [
             (catalog.split_names[int(catalog.split_ids[start])], start, stop)
@@ -107,22 +107,22 @@ class Combination:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Number of rows of the output."""
         return len(self.origins)
 
     def stored_rows(self, rows: int) -> int:
-        """Return the length of axis 0 of the images dataset that holds the first `rows` rows."""
+        """Return how much of axis 0 of the images dataset the first `rows` rows take: rows of pixels, or bytes."""
         return rows if self.offsets is None else int(self.offsets[rows])
 
     @cached_property
     def offsets(self) -> Rows | None:
-        """Byte at which each encoded row begins, and the end of the last, (N + 1,); None if rows are pixels."""
+        """Boundaries of the encoded rows in bytes from the first row, (N + 1,); None if rows are pixels."""
         if not self.parts[0].is_encoded:
             return None
         return np.append(0, np.cumsum(self._gathered(lambda part: np.diff(_encoded(part).offsets))))
 
     def _gathered(self, values: Callable[[Part], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """Return a value for each row; `values` returns those of all rows of a part."""
+        """Return the value of each row of the output; `values(part)` returns the values of all rows of a part."""
         columns = [values(part) for part in self.parts]
         out = np.empty((self.rows, *columns[0].shape[1:]), columns[0].dtype)
         for owner, column in enumerate(columns):
@@ -136,7 +136,7 @@ class Combination:
 
     @cached_property
     def pixel_rows(self) -> tuple[PixelRows, ...]:
-        """The fields that are chunked like the images."""
+        """The fields of pixels that are chunked like the images; none if images are encoded."""
         first = self.parts[0]
         if first.is_encoded:
             return ()
@@ -172,7 +172,7 @@ class Combination:
         return replace(structure, metadata_bytes=plan_metadata(chunks.count, structure, names, datasets))
 
     def options(self) -> dict[str, Any]:
-        """Return the options that the pack stores: those of its first part, and what it was made of."""
+        """Return the options that the pack stores: those of its first part, the verb, and the parts' identities."""
         if self.verb is None:
             return self.parts[0].options
         made_of = {"verb": self.verb, "parts": [part.identity for part in self.parts]}
@@ -200,7 +200,7 @@ class Combination:
         )
 
     def _masks(self, number: int) -> EncodedMasks:
-        """Return a field of masks of encoded images, whose bytes are in the parts."""
+        """Return where the parts store the masks of field `number`; only for packs that keep JPEG files."""
         files: list[tuple[EncodedFile, int]] = [(EncodedFile("", 0, 0), 0)] * self.rows
         for owner, part in enumerate(self.parts):
             dataset = part.pixel_datasets[number + 1]
@@ -208,7 +208,7 @@ class Combination:
             base = index.base if isinstance(index, EncodedIndex) and index.library_reason is None else None
             if base is None or not isinstance(index, EncodedIndex):
                 raise SourceError(
-                    f"{part.path}: its masks {dataset!r} are not stored in one piece; pack it again with "
+                    f"{part.path}: its masks {dataset!r} are not contiguous in the file; pack it again with "
                     "'h5pack convert'",
                     path=part.path,
                     dataset=dataset,
@@ -240,7 +240,7 @@ def _encoded(part: Part) -> EncodedIndex:
 
 
 class _UnfinishedFile:
-    """The file that a combination is written to; see `finish.Unfinished`."""
+    """The unfinished file of a combination; implements `finish.Unfinished`."""
 
     def __init__(self, plan: Combination, output: Output, lock: OutputLock, overwrite: bool, resume: bool) -> None:
         self.plan, self.output, self.own_lock, self.overwrite = plan, output, lock, overwrite
@@ -286,7 +286,7 @@ class _UnfinishedFile:
 def write_combination(
     plan: Combination, out: Path, *, overwrite: bool, resume: bool, progress: bool, added: int = 0
 ) -> CombineReport:
-    """Write the pack. Raises the same errors about the output as `h5pack.convert`, and those of reading the parts."""
+    """Write the pack. Raises the errors of `h5pack.convert` about the output, and errors of reading the parts."""
     output, stages = Output(out), Stages(progress)
     output.check(ConvertOptions(overwrite=overwrite, resume=resume))
     if resume and not overwrite and out.exists() and not output.partial.exists():
@@ -311,13 +311,16 @@ def write_combination(
 
 
 def _existing_report(plan: Combination, output: Output) -> CombineReport:
-    """Return the report of an output that was already complete; raise OutputExistsError if it was not made so."""
+    """Return the report of an output that is already complete.
+
+    Raise OutputExistsError if its options or its number of rows are not those of the plan.
+    """
     with open_file(output.final) as file:
         same = text(file.attrs.get(schema.OPTIONS, b"")) == options_text(plan.options())
         same = same and len(file[schema.FILENAMES]) == plan.rows
     if not same:
         raise OutputExistsError(
-            f"{output.final}: exists, and was not made of these rows; give another name, or overwrite=True without "
+            f"{output.final}: exists, but was made of other rows; give another name, or overwrite=True without "
             "resume=True to replace it",
             path=output.final,
             parameters=("overwrite=True", "resume=True"),
@@ -327,7 +330,7 @@ def _existing_report(plan: Combination, output: Output) -> CombineReport:
 
 
 def _copy_rows(pack: _UnfinishedFile, stages: Stages) -> int:
-    """Copy the rows of all datasets; return the number of bytes that were written."""
+    """Copy the rows of all datasets; return the number of bytes that were copied, not shared."""
     plan, total, num_threads = pack.plan, 0, available_cpus()
     with (
         stages("copy", plan.rows * len(pack.all_offsets)) as advance,
@@ -344,7 +347,7 @@ def _copy_rows(pack: _UnfinishedFile, stages: Stages) -> int:
 
 
 def _compress_rows(pack: _UnfinishedFile, stages: Stages) -> int:
-    """Write the compressed output; return the number of bytes of its chunks."""
+    """Write the compressed output; return the total size of its chunks in bytes."""
     plan, step, num_workers, total = pack.plan, pack.structure.chunk_rows, available_cpus(), 0
     datasets = len(pack.structure.datasets)
     with (
@@ -367,7 +370,10 @@ def _compress_rows(pack: _UnfinishedFile, stages: Stages) -> int:
 
 
 def _compressed_chunk(task: tuple[int, int]) -> bytes:
-    """Return the stored bytes of a chunk, given its dataset and first row; reuse a part's chunk of the same rows."""
+    """Return the compressed bytes of a chunk. `task` is (position of the dataset, first row of the chunk).
+
+    If a part has a chunk of the same rows with the same compression, its bytes are reused.
+    """
     plan: Combination = shared()
     number, start = task
     structure = plan.structure

@@ -1,4 +1,4 @@
-"""`h5pack.convert`: the images of a source into one pack, or into shards and a virtual file over them."""
+"""`h5pack.convert`: pack the images of a source into one file, or into shards and a virtual file over them."""
 
 from __future__ import annotations
 
@@ -73,10 +73,11 @@ def convert(
     Parameters
     ----------
     source : path or map-style dataset
-        A folder (of images, of class folders, of split folders, CelebA or COCO), a tar or zip file of images or such
-        folders, WebDataset shards or Parquet files (one, a folder of them, or a pattern like "shard-{000..010}.tar"), a
-        folder of MDS shards, a CSV, TSV or JSONL manifest, a JSON file of COCO annotations, any HDF5 file with a
-        dataset of images, or a map-style dataset of uint8 images, or of (image, label), as tuples or dicts.
+        A folder (of images, of class folders, of split folders, CelebA or COCO); a tar or zip file of images or such
+        folders; WebDataset shards or Parquet files (one file, a folder, or a pattern like "shard-{000..010}.tar"); a
+        folder of MDS shards; a CSV, TSV or JSONL manifest; a JSON file of COCO annotations; any HDF5 file with a
+        dataset of images; or a map-style dataset, whose samples are uint8 images, (image, label) tuples, or dicts with
+        the keys "image" and "label".
     out : path
         The file to create.
     source_kind : str, optional
@@ -88,42 +89,43 @@ def convert(
     limit : int, optional
         Pack at most this many images, evenly spaced in source order.
     root : path, optional
-        Folder that the relative paths of a manifest, or of COCO's images, start from. Default: the folder that contains
-        the manifest; for COCO, the folder in which the first image is found.
+        Folder to which the paths in a manifest, or the image paths of COCO, are relative. Default: the folder that
+        contains the manifest; for COCO, the folder in which the first image is found.
     path_column, split_column : str, optional
         The manifest's columns of image paths and of split names. Default: detected from the column names.
     label_columns : str or sequence of str
         The manifest's column that holds the labels, or several columns of integers from 0 to 255 (0 and 1 for
         multi-label data). In a column of -1, 0 and 1, as in CelebA, -1 becomes 0.
     field_columns : str or sequence of str
-        The manifest's columns that hold numbers to store as fields, or lists of numbers (in CSV as JSON), whose lengths
-        may differ. Columns can also be those of Parquet files, where `path_column` is the column of images, or keys of
-        the .json members of WebDataset shards.
+        The manifest's columns of numbers, or of lists of numbers (in CSV as JSON), to store as fields. The lists may
+        differ in length. For Parquet files, these are columns of the files, and `path_column` is the column of images.
+        For WebDataset shards, these are keys of the .json members.
     text_columns : str or sequence of str
-        Columns that hold a text, or a list of texts, to store as fields; "txt" for the .txt members of WebDataset
-        shards.
+        Columns that hold a text, or a list of texts, to store as fields. For WebDataset shards, "txt" stands for the
+        .txt members.
     mask_columns : str or sequence of str
-        The manifest's columns of paths of masks. Each becomes a field: a number for each pixel of the image, which is
-        cropped, padded, resized and turned with it.
+        The manifest's columns of mask paths. Each becomes a field of masks, with a number for each pixel of the image.
+        Masks are cropped, padded, resized and turned upright together with their images.
     box_columns, keypoint_columns : str or sequence of str
-        Columns, or keys of a map-style dataset's samples, that hold a list of boxes, or of points (x, y) or (x, y,
-        visibility), in pixels of the upright image. They move with the image if it is resized.
+        Columns, or keys of a map-style dataset's samples, that hold lists of boxes, or of keypoints, (x, y) or (x, y,
+        visibility). Coordinates are in pixels of the upright image. They are adapted if the image is resized.
     box_format : str
-        What the numbers of a box are: xyxy (left, top, right, bottom), xywh (left, top, width, height) or cxcywh
-        (centre, width, height). They are stored as xyxy.
+        The numbers of a box in the source: xyxy (left, top, right, bottom), xywh (left, top, width, height) or cxcywh
+        (centre, width, height). Boxes are always stored as xyxy.
     image_columns : str or sequence of str
-        The manifest's columns of paths of further images of a sample. Each becomes a field of images of the same size.
+        The manifest's columns of paths of further images of a sample. Each becomes a field of images, which are
+        decoded to the same size as the sample's main image.
     images, labels : str, optional
-        An HDF5 file's datasets of images and of labels. Default: detected. ``labels=""`` packs no labels.
+        Names of an HDF5 file's datasets of images and of labels. Default: detected. ``labels=""`` packs no labels.
     fields : str or sequence of str
-        Further datasets of an HDF5 file with one row per image, to be stored as fields; or keys of the samples of a
-        map-style dataset, whose values are numbers, arrays or texts.
+        Names of an HDF5 file's further datasets with one row per image, or keys of a map-style dataset's samples whose
+        values are numbers, arrays or texts. They are stored as fields.
     channel_axis : str, optional
         The position of the channel axis in an HDF5 file's images: last, first or none. Default: detected from the
         shape.
     value_range : (float, float) or str, optional
-        The pixel values of an HDF5 file that become 0 and 255, as a pair or as text such as "0:1". Default: 0 and 1 for
-        floats; integers keep their values.
+        The two pixel values of an HDF5 file that become 0 and 255, as a pair or as text such as "0:1". Default: 0 and 1
+        for floats; integers keep their values.
     size : int, (int, int) or str, optional
         Height and width in pixels of every row: a number for a square, a pair, or "218x178". Default: the images keep
         their size, which must then be the same for all.
@@ -140,10 +142,10 @@ def convert(
     layout : str
         Axes of a row: nhwc (H, W, C) or nchw (C, H, W).
     keep : str, optional
-        "jpeg": store the bytes of JPEG files instead of pixels, whatever their sizes. Images of other formats are
-        encoded as JPEG once.
+        "jpeg": store the bytes of JPEG files instead of pixels. The images may differ in size. Images of other formats
+        are encoded as JPEG.
     max_side : int, optional
-        With `keep`, shrink images whose longer side has more pixels, which encodes them again.
+        With `keep`, shrink images whose longer side has more than this many pixels, and encode them again.
     quality : int
         With `keep`, the quality of images that are encoded, 1 to 100.
     order : str
@@ -151,8 +153,8 @@ def convert(
     seed : int
         Seed of the shuffled order and of `val`, 0 to 2**63 - 1.
     val : float, optional
-        Move this fraction of each class (of all images, if they have no classes) to a split "val". The images are taken
-        from the split for training; those of a source without splits are divided into "train" and "val".
+        Move this fraction of each class (of all images, if there are no classes) from the training split to a split
+        "val". A source without splits is divided into "train" and "val".
     chunk_rows : int, optional
         Rows per chunk.
     chunk_bytes : int or str, optional
@@ -164,29 +166,31 @@ def convert(
         Compression of the images' chunks: none, gzip (or gzip:1 to gzip:9), zstd (or zstd:1 to zstd:22) or
         bitshuffle-lz4.
     compat : bool
-        Write a file that readers of HDF5 1.8 (pyfive, jsfive) can open, instead of requiring 1.10.
+        Write a file that readers of HDF5 1.8 (pyfive, jsfive) can open. By default, the file requires HDF5 1.10.
     strict : bool
         Raise at the first image that cannot be packed, instead of listing it in ``OUT.rejects.csv``.
     shard_bytes : int or str, optional
-        Write packs of at most this many bytes, such as "50GiB", and as `out` a virtual file over them. The packs get
-        the names ``OUT-00000.h5`` and so on; each but the last has whole chunks.
+        Write several packs of at most this many bytes, a number or text such as "50GiB", and a virtual file over them,
+        which gets the name `out`. The packs get the names ``OUT-00000.h5`` and so on. All but the last are planned to
+        consist of whole chunks.
     num_workers : int, optional
         Worker processes; with 1, this process does the work. Default: the number of CPUs this process may use.
     start_method : str, optional
         fork, forkserver or spawn. Default: fork where that is safe, else forkserver.
     io : str
-        How rows are written: direct (bypasses the page cache, which takes less CPU and evicts nothing from the cache),
-        buffered, or auto (direct on ext4 and XFS, else buffered).
+        How rows are written: direct (bypasses the page cache, so takes less CPU time and evicts nothing from the
+        cache), buffered, or auto (direct on ext4 and XFS, else buffered).
     overwrite : bool
         Replace an existing output once the new one is complete, and discard an unfinished one.
     resume : bool
         Continue an interrupted conversion with the same options. If the output is already complete, only check that
         it was made with these options from this source.
     part : (int, int) or str, optional
-        Write only this part of the rows, such as (3, 16) or "3/16": one process of an array job. All parts need the
-        same options; they may run in any order, at the same time, and again. Then call once with `finish`.
+        Write only one part of the rows, in one process of an array job: (3, 16) or "3/16" is the third of 16 parts. All
+        parts need the same options. They may run in any order, at the same time, and repeatedly. When all are written,
+        call once with `finish`.
     finish : bool
-        Complete the output after all parts. Raises IncompletePackError that names parts with missing rows.
+        Complete the output after all parts are written. If rows are missing, the IncompletePackError names their parts.
     client : distributed.Client, optional
         Survey, decode and write on the workers of this Dask cluster, which must see the source and the output's folder
         at the same paths. `num_workers` and `start_method` are ignored.

@@ -1,4 +1,4 @@
-"""`h5pack join`: one pack of the rows of several."""
+"""`h5pack join`: make one pack of the rows of several packs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def join(
 ) -> CombineReport:
     """Make one pack of several, or with `virtual` a small file that refers to them.
 
-    Each split has the rows of all packs, those of the first pack first. The classes of the first pack keep their
-    numbers; those that only later packs have get the numbers after them.
+    Each split has its rows of all packs, in the order of `packs`. The classes of the first pack keep their numbers;
+    classes that only later packs have get the next numbers.
 
     Parameters
     ----------
     packs : sequence of path
-        At least two packs, all with images of one size or all with JPEG files, and with the same layout, kind of labels
-        and fields.
+        At least two packs. All must have images of the same size, or all must keep JPEG files. Their layout, their kind
+        of labels and their fields must be the same.
     out : path
         The file to create.
     virtual : bool
-        Copy no images: write HDF5 virtual datasets over the packs, which must stay where they are, relative to `out`.
+        Copy no images, but write HDF5 virtual datasets over the packs, whose paths relative to `out` must not change.
         All tables are stored in `out`, and so are the masks of packs that keep JPEG files.
     overwrite : bool
         Replace an existing output once the new one is complete.

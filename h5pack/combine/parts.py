@@ -1,4 +1,4 @@
-"""The packs that another pack is made of: their tables, and checks that they can become one."""
+"""The packs that another pack is made of (its parts): their tables, and checks that they can be combined."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Part:
     layout: str
     options: dict[str, Any]  # of its conversion
     rejects: tuple[Reject, ...]
-    statistics: dict[str, Any]  # those of `PackTables`, and "pixels", the number of pixels they were computed from
+    statistics: dict[str, Any]  # as in `PackTables`, and "pixels": the number of pixels that they were computed from
 
     def __len__(self) -> int:
         return len(self.catalog)
@@ -65,12 +65,12 @@ class Part:
 
     @property
     def index(self) -> ChunkIndex:
-        """The index of the images."""
+        """The index of the images dataset."""
         return self.reader.index
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
-        """The files of a virtual dataset of images, in the order of its rows; empty if it is not virtual."""
+        """The files that store the rows of a virtual images dataset, in row order; empty if it is not virtual."""
         data = self.index.data if isinstance(self.index, EncodedIndex) else self.index
         return tuple(source.file for source in data.sources) if isinstance(data, VirtualIndex) else ()
 
@@ -84,20 +84,20 @@ class Part:
         return self.engine.read(checksums_of(dataset), np.arange(len(self)))
 
     def read_pixels(self, dataset: str, rows: Rows) -> npt.NDArray[Any]:
-        """Return rows of pixels in stored byte order; raise DamagedRowsError if they differ from their checksums."""
+        """Return rows of pixels in stored byte order; raise DamagedRowsError if they do not match their checksums."""
         values = self.engine.read(dataset, rows)
         self.engine.check(dataset, checksums_of(dataset), rows, values)
         return values.astype(self.engine.indexes[dataset].dtype, copy=False)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What distinguishes this pack from others: its number of rows, and a CRC-32 of the checksums of its images."""
+        """The identity of this pack: its number of rows, and a CRC-32 of its images' checksums."""
         checksum = crc32(np.ascontiguousarray(self.checksums(self.reader.images)))
         return {"rows": len(self), "checksum": f"{checksum:08x}"}
 
 
 def is_virtual(part: Part) -> bool:
-    """Return whether a pack is a virtual file over others, or is stored in another way that needs the HDF5 library."""
+    """Return whether a pack is a virtual file, or its images can only be read by the HDF5 library for other reasons."""
     return bool(part.files) or part.index.library_reason is not None
 
 
@@ -117,7 +117,7 @@ def open_part(path: Path) -> Part:
     for name in part.pixel_datasets:
         if checksums_of(name) not in part.engine.indexes:
             raise SourceError(
-                f"{path}: has no checksums of {name!r}, with which its rows could be checked; pack it again with "
+                f"{path}: has no checksums of {name!r}, so its rows cannot be checked; pack it again with "
                 "'h5pack convert'",
                 path=path,
                 dataset=name,
@@ -126,7 +126,7 @@ def open_part(path: Path) -> Part:
 
 
 def stored_options(file: h5py.File) -> dict[str, Any]:
-    """Return the options of a pack's conversion; empty if they are not known."""
+    """Return the options of a pack's conversion; empty if they are unknown."""
     try:
         options = json.loads(text(file.attrs.get(schema.OPTIONS, b"")))
     except ValueError:
@@ -135,7 +135,7 @@ def stored_options(file: h5py.File) -> dict[str, Any]:
 
 
 def rejects_of(file: h5py.File) -> tuple[Reject, ...]:
-    """Return the images that were not packed."""
+    """Return the rejected images that a pack lists."""
     if schema.REJECTS not in file:
         return ()
     names, reasons = (file[f"{schema.REJECTS}/{one}"][()].tolist() for one in ("filenames", "reasons"))
@@ -154,19 +154,19 @@ def _statistics(file: h5py.File) -> dict[str, Any]:
 
 
 def _measured_pixels(part: Part) -> int:
-    """Return how many pixels the statistics of a pack were computed from; an estimate if rows cannot be decoded."""
+    """Return how many pixels the statistics of a pack were computed from; estimated if some rows were not decodable."""
     rows, step, name = (part.statistics[key] for key in ("rows", "step", "split"))
     names = part.catalog.split_names
     if not isinstance(part.index, EncodedIndex):
         return int(rows * math.prod(part.index.row_shape) // len(part.statistics["mean"]))
     own = np.flatnonzero(part.catalog.split_ids == (names.index(name) if name in names else -1))[::step]
     sizes = part.index.image_sizes[own].astype(np.int64).prod(axis=1)
-    # Rows that could not be decoded were left out. Which ones is not known, so assume that they had the mean size.
+    # Statistics leave out rows that could not be decoded. These are unknown, so assume that they have the mean size.
     return int(int(sizes.sum()) * rows // max(1, len(own)))
 
 
 def require_alike(parts: Sequence[Part]) -> None:
-    """Raise SourceError if packs differ in something that must be equal to make one pack of them."""
+    """Raise SourceError if packs differ in a property that must be the same in all packs that are combined."""
     first = parts[0]
     for part in parts[1:]:
         for what, own, other in zip(_KINDS, _content(part), _content(first), strict=True):
@@ -206,10 +206,10 @@ def _shown(value: Any) -> str:
 
 
 def merge(parts: Sequence[Part]) -> Catalog:
-    """Return the tables of all rows of packs, one pack after the other; the reader is that of the first.
+    """Return one catalog of the rows of all packs, one pack after the other, with the reader of the first pack.
 
-    Classes of the first pack keep their numbers, and those of the others follow. Raises SourceError if two classes
-    differ only in case, or if packs do not match (see `require_alike`).
+    Classes of the first pack keep their numbers, and new classes of the others get the next numbers. Raises SourceError
+    if the names of two classes differ only in case, or if packs do not match (see `require_alike`).
     """
     require_alike(parts)
     catalogs = [part.catalog for part in parts]
@@ -221,7 +221,7 @@ def merge(parts: Sequence[Part]) -> Catalog:
     label_names, labels = first.label_names, [one.labels for one in catalogs if one.labels is not None]
     if labels and labels[0].ndim == 1 and label_names is not None:
         label_names, maps = _merge_classes((part.path, part.catalog.label_names or ()) for part in parts)
-        # The last entry of each map stands for -1, which means that an image has no label.
+        # The label -1 of an unlabelled image selects the last entry of the map, which is also -1.
         labels = [numbers[values] for numbers, values in zip(maps, labels, strict=True)]
     return Catalog(
         "hdf5",
@@ -248,7 +248,7 @@ def _merge_classes(found: Iterable[tuple[Path, tuple[str, ...]]]) -> tuple[tuple
             if known != name:
                 raise SourceError(
                     f"{path}: its class {name!r} differs only in case from {known!r} of {owner}; rename one of them "
-                    "in its source, and convert that again",
+                    "in its source, and convert that source again",
                     path=path,
                 )
             numbers.setdefault(name, len(numbers))

@@ -1,7 +1,7 @@
-"""Copying rows of packs into the file of another pack, by sharing blocks if the file system can.
+"""Copies rows of packs into the file of another pack.
 
-Otherwise rows are read, compared with their checksums, and written. Threads suffice, because all of this releases the
-GIL, except for a few Python steps per group of rows.
+If the file system supports it, disk blocks are shared between the files. Otherwise, rows are read, compared with their
+checksums, and written. Threads suffice, because most of this work releases the GIL.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _BLOCK = schema.ALIGNMENT_BYTES
 class RowOrigins:
     """Where each row of a pack comes from."""
 
-    owners: npt.NDArray[np.int64]  # (N,): position of its part
-    rows: Rows  # (N,): its row in that part
+    owners: npt.NDArray[np.int64]  # (N,): index of the row's part
+    rows: Rows  # (N,): number of the row in that part
 
     @classmethod
     def of(cls, parts: Sequence[Part], order: Rows) -> RowOrigins:
-        """Return the origins of the rows `order`, numbers that count through all parts."""
+        """Return the origins of the rows `order`, whose numbers count through all parts."""
         starts = np.cumsum([0, *map(len, parts)])
         owners = np.searchsorted(starts, order, "right") - 1
         return cls(owners, order - starts[owners])
@@ -44,7 +44,7 @@ class RowOrigins:
         return len(self.rows)
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Divide rows `start` to ``stop - 1`` into runs of one part; yield its position, first row and end row."""
+        """Divide rows `start` to ``stop - 1`` into runs of one part each; yield (index of the part, start, stop)."""
         edges = (start + equal_runs(self.owners[start:stop])).tolist()
         return ((int(self.owners[first]), first, last) for first, last in itertools.pairwise(edges))
 
@@ -52,8 +52,8 @@ class RowOrigins:
 class RowCopier:
     """Copies the rows of one dataset to their offsets in an unfinished file, from any number of threads.
 
-    `number` is the position of the dataset in `Part.pixel_datasets`. With `resumes`, rows that the file has already are
-    not copied again.
+    `number` is the position of the dataset in `Part.pixel_datasets`. With `resumes`, rows are not copied again if the
+    file already has their bytes.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class RowCopier:
         self._parts, self._number, self._origins = parts, number, origins
         self._offsets, self._checksums, self._descriptor = offsets, checksums, descriptor
         self._resumes = resumes
-        self._copied_parts: set[int] = set()  # parts whose file system cannot share blocks with the file
+        self._copied_parts: set[int] = set()  # indices of parts that cannot share disk blocks with the file
 
     def tasks(self) -> Iterator[tuple[int, int]]:
-        """Yield the first and the end row of each task; its rows are contiguous in the file."""
+        """Yield the (start, stop) rows of each task, which are contiguous in the file."""
         for start, count in self._offsets.runs(np.arange(len(self._origins)), _TASK_BYTES):
             yield start, start + count
 
     def copy(self, task: tuple[int, int]) -> tuple[int, int]:
-        """Copy the rows of a task; return their number, and the bytes that were written instead of shared.
+        """Copy the rows of a task; return the number of rows, and the number of bytes that were copied, not shared.
 
-        Raises DamagedRowsError if rows differ from their checksums, and OSError if writing fails.
+        Raises DamagedRowsError if rows do not match their checksums, and OSError if writing fails.
         """
         copied = 0
         for owner, start, stop in self._origins.runs(*task):
@@ -94,9 +94,9 @@ class RowCopier:
         return task[1] - task[0], copied
 
     def _clone(self, owner: int, start: int, stop: int) -> bool:
-        """Share the blocks of rows that are contiguous in their part; copy the partial blocks at both ends.
+        """Share the disk blocks of rows that are contiguous in their part; copy the partial blocks at both ends.
 
-        Returns False, with nothing copied, if that is not possible.
+        Returns False, without having copied anything, if sharing is not possible.
         """
         part = self._parts[owner]
         source = self._source_range(part, start, stop)
@@ -117,7 +117,7 @@ class RowCopier:
         return True
 
     def _source_range(self, part: Part, start: int, stop: int) -> tuple[int, int] | None:
-        """Return offset and number of the bytes of rows in their part's file; None if they are not contiguous there."""
+        """Return the offset and the size in bytes of rows in their part's file; None if they are not contiguous."""
         rows = self._origins.rows[start:stop]
         index = part.engine.indexes[part.pixel_datasets[self._number]]
         if len(consecutive_runs(rows)) != 2:

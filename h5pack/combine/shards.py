@@ -1,9 +1,9 @@
 """A conversion into several packs of limited size, the shards, and a virtual file over them.
 
 All shards have one plan, so images, splits and their order are those of one large pack. The shards are written one
-after the other into the folder ``OUT.partial.shards``, and each is complete before the next one begins. When all are,
-the virtual file is written as ``OUT.partial``. Then only renaming is left: first the shards, then the output. From
-these files, a resumed run sees how far an interrupted one has come.
+after the other into the folder ``OUT.partial.shards``, and each is complete before the next one begins. When all
+shards are complete, the virtual file is written as ``OUT.partial``. Finally the shards are renamed, and then the
+virtual file. A resumed run sees from these files how far the interrupted run had come.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from h5pack.system.files import reporting_full_disk, sync_path
 def open_conversion(
     source: str | os.PathLike[str] | MapStyleDataset, out: str | os.PathLike[str], **keywords: Any
 ) -> Conversion:
-    """Return the conversion with the parameters of `h5pack.convert`: into one file, or into shards."""
+    """Return a conversion, into one file or into shards, with the parameters of `h5pack.convert`."""
     kind = Conversion if keywords.get("shard_bytes") is None else ShardedConversion
     return kind(source, out, **keywords)
 
 
 def shard_path(out: Path, number: int) -> Path:
-    """Return the path of a shard of a virtual file, such as ``OUT-00000.h5``."""
+    """Return the path of a shard of the virtual file `out`, such as ``OUT-00000.h5``."""
     return out.with_name(f"{out.stem}-{number:05d}{out.suffix}")
 
 
 def shards_of(file: Path, out: Path) -> set[Path]:
     """Return the paths of the shards that belong to `file`, the output of a conversion to `out`.
 
-    The file may have been renamed since. The set is empty if it is not the output of a conversion into shards.
+    `file` may have been renamed since. The set is empty if `file` is not the output of a conversion into shards.
     """
     try:
         with h5py.File(file, "r", locking=False) as opened:
             images = opened.get(schema.IMAGES, opened.get(schema.ENCODED_DATA))
             if "shard_bytes" not in stored_options(opened) or not images.is_virtual:
                 return set()
-            # HDF5 would replace %b in a name by a number, so a % is stored as %%.
+            # Names are stored with %% instead of %, because HDF5 would replace %b by a number.
             names = {source.file_name.replace("%%", "%") for source in images.virtual_sources()}
     except OSError:
         return set()
@@ -73,7 +73,7 @@ class ShardedConversion(Conversion):
         plans = [plan.between(start, stop) for start, stop in itertools.pairwise(edges)]
         needed = plan.needed_bytes
         if self.options.filter is not None:
-            # Only one shard at a time also exists uncompressed.
+            # Besides the compressed shards, only one shard at a time exists uncompressed.
             needed = min(needed, plan.file_bytes + max(one.needed_bytes for one in plans))
         output.require_space(needed)
         shards = [output.shards / shard_path(output.final, number).name for number in range(len(plans))]
@@ -94,7 +94,7 @@ class ShardedConversion(Conversion):
     def _begin(self, plan: ConvertPlan, lock: OutputLock) -> bool:
         """Start the journal, or compare the plan with that of the interrupted run.
 
-        Returns whether an existing output may be replaced, according to this run or the interrupted one.
+        Returns whether an existing output may be replaced: with the `overwrite` of this run or of the interrupted one.
         """
         output, journal = self.output, Journal(self.output.journal)
         before = journal.plan() if self.options.continues else None
@@ -104,7 +104,7 @@ class ShardedConversion(Conversion):
             return self.options.overwrite or bool(before["overwrite"])
         output.remove_leftovers(keep_survey=True)
         lock.renew()
-        # A file without a size would be removed as unused.
+        # `OutputLock.release` would remove an empty file as unused.
         os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
         output.shards.mkdir()
         journal.start({**identity(plan), "overwrite": self.options.overwrite}, plan.fingerprints)
@@ -112,7 +112,7 @@ class ShardedConversion(Conversion):
         return self.options.overwrite
 
     def _require_free(self, shards: list[Path], overwrite: bool) -> None:
-        """Raise OutputExistsError, unless `overwrite`, if the output or the final path of a shard to rename exists."""
+        """Unless `overwrite`, raise OutputExistsError if the output, or the final path of a shard to rename, exists."""
         moved = finish.is_complete(self.output.partial)
         for path in (self.output.final, *(self._final(shard) for shard in shards if shard.exists() or not moved)):
             if path.exists() and not overwrite:
@@ -135,7 +135,7 @@ class ShardedConversion(Conversion):
     def _publish(
         self, lock: OutputLock, shards: list[Path], reports: list[ConvertReport], overwrite: bool
     ) -> ConvertReport:
-        """Make the virtual file, then give the shards and the output their names."""
+        """Make the virtual file, then give the shards and the output their final names."""
         output = self.output
         with self._stage("finish", 0):
             if not finish.is_complete(output.partial):
@@ -146,7 +146,7 @@ class ShardedConversion(Conversion):
                 make_virtual(virtual, output, lock, output.shards)
             with h5py.File(output.partial, "r", locking=False) as file:
                 images, rejects = len(file[schema.FILENAMES]), rejects_of(file)
-            # An old virtual file must not refer to some old and some new shards, even for a moment.
+            # Move an old virtual file away first, because it must not refer to a mixture of old and new shards.
             replaced = output.shards / "replaced"
             if output.final.exists() and overwrite:
                 os.replace(output.final, replaced)

@@ -1,4 +1,4 @@
-"""Channel statistics of a pack that is made of others."""
+"""Channel statistics of a pack that is made of other packs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _READ_ROWS = 64
 
 
 def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
-    """Return the statistics of all rows that the parts' statistics were computed from, without reading rows.
+    """Combine the statistics of the parts, without reading rows.
 
     The sums of each part are integers, so they can be recovered from its mean and standard deviation. Parts whose
-    statistics describe another split or no rows are left out; if none is left, those of the first part are used.
+    statistics describe another split or no rows are left out. If no part is left, the first one is used.
     """
     split = merged.split_names[schema.statistics_split(merged.split_names)]
     chosen = [part for part in parts if part.statistics["split"] == split and part.statistics["rows"]] or [parts[0]]
@@ -53,7 +53,7 @@ def _sums(statistics: dict[str, Any], count: int) -> npt.NDArray[np.uint64]:
 
 
 def measured_statistics(parts: Sequence[Part], merged: Catalog, order: Rows) -> dict[str, Any]:
-    """Return the statistics of a pack of the rows `order` of `merged`, from a sample of rows as `convert` takes it."""
+    """Compute the statistics of the rows `order` of `merged`, from the same sample of rows as `convert` would use."""
     number = schema.statistics_split(merged.split_names)
     own = order[merged.split_ids[order] == number]
     encoded = parts[0].is_encoded
@@ -72,7 +72,7 @@ def measured_statistics(parts: Sequence[Part], merged: Catalog, order: Rows) -> 
 
 
 def _row_sums(part: Part, rows: Rows) -> list[tuple[npt.NDArray[np.uint64], int]]:
-    """Return the sums and the number of pixels of each row that can be decoded."""
+    """Return the sums (as in `_sums`) and the number of pixels of each row that can be decoded."""
     name = part.reader.images
     if isinstance(part.index, EncodedIndex):
         sums = [encoded_sums(data) for data in part.engine.read_bytes(name, rows)]

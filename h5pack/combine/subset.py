@@ -1,4 +1,4 @@
-"""`h5pack subset`: a pack of some rows of another."""
+"""`h5pack subset`: make a pack of some rows of another pack."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ def subset(
     resume: bool = False,
     progress: bool = False,
 ) -> CombineReport:
-    """Make a pack of some rows of another, in the same order.
+    """Make a pack of some rows of another pack, in the same order.
 
-    A row is taken if all of `splits`, `classes` and `rows` allow it.
+    A row is taken if its split is one of `splits`, its class is one of `classes`, and its number is one of `rows`.
 
     Parameters
     ----------
     pack : path
+        The pack to take rows from.
     out : path
         The file to create.
     splits : str or sequence of str
         Splits to take. Default: all.
     classes : str or sequence of str
-        Classes to take; they are numbered in this order. Default: all.
+        Classes to take, which are numbered in the given order. Default: all.
     rows : sequence of int or str, optional
         Rows to take: row numbers, or text such as "0:1000,5000:6000,7123"; the end of a range is not included.
         Default: all.
     sample : int, optional
-        Take at most this many of the rows, drawn at random without replacement.
+        Take at most this many of these rows, drawn at random without replacement. Default: all of them.
     seed : int
-        Seed of `sample`, 0 to 2**63 - 1.
+        Seed of the draw of `sample`, 0 to 2**63 - 1.
     overwrite : bool
         Replace an existing output once the new one is complete.
     resume : bool
@@ -90,7 +91,7 @@ def subset(
         check_integer("seed", seed, 0, 2**63 - 1)
         order = np.sort(order[shuffled(len(order), seed)[:sample]])
     if not len(order):
-        raise NoImagesError(f"{path}: no row is of the chosen splits, classes and rows; choose others", path=path)
+        raise NoImagesError(f"{path}: no row matches the given splits, classes and rows; choose others", path=path)
     merged = _with_used_splits(merged, order)
     plan = Combination.of("subset", [part], merged, order, measured_statistics([part], merged, order))
     return write_combination(plan, target, overwrite=overwrite, resume=resume, progress=progress)
@@ -104,7 +105,7 @@ def _require_known(part: Part, parameter: str, names: Sequence[str], known: Sequ
     unknown = [name for name in names if name not in known]
     if unknown:
         raise OptionsError(
-            f"{part.path}: {parameter}={unknown[0]!r} does not exist; it has {listed(list(known)) or 'none'}",
+            f"{part.path}: {parameter}={unknown[0]!r} does not exist; the pack has {listed(list(known)) or 'none'}",
             path=part.path,
             parameters=(f"{parameter}={unknown[0]!r}",),
         )
@@ -117,7 +118,9 @@ def _in_splits(part: Part, merged: Catalog, names: Sequence[str]) -> np.ndarray:
 
 def _of_classes(part: Part, merged: Catalog, names: Sequence[str]) -> np.ndarray:
     if merged.labels is None or merged.labels.ndim != 1 or merged.label_names is None:
-        raise OptionsError(f"{part.path}: has no classes; leave out classes", path=part.path, parameters=("classes",))
+        raise OptionsError(
+            f"{part.path}: has no class names; leave out classes", path=part.path, parameters=("classes",)
+        )
     _require_known(part, "classes", names, merged.label_names)
     return np.isin(merged.labels, [merged.label_names.index(name) for name in names])
 
@@ -144,7 +147,7 @@ def _of_rows(part: Part, rows: Sequence[int] | str) -> np.ndarray:
 
 
 def _parsed(rows: str) -> Rows:
-    """Return the row numbers of text such as "0:1000,7123"; an invalid text becomes [-1]."""
+    """Return the row numbers in text such as "0:1000,7123"; return [-1], an invalid row, for invalid text."""
     try:
         ranges = [[int(number) for number in one.split(":")] for one in rows.split(",")]
         parts = [np.arange(*one) if len(one) == 2 else np.array(one) for one in ranges]

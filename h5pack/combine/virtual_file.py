@@ -25,11 +25,11 @@ from h5pack.system.arrays import consecutive_runs, run_edges
 from h5pack.system.files import reporting_full_disk, sync_path
 
 _MAPPING_BYTES = 512
-"""Upper bound of the metadata of a mapping without its file name."""
+"""Upper bound of the metadata of one mapping, in bytes, without the length of the file name."""
 
 
 def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int = 0) -> CombineReport:
-    """Write the virtual file of a combination. It is never resumed, because it takes no longer than reading tables."""
+    """Write the virtual file of a combination. Interrupted calls are not resumed, because writing takes little time."""
     begin = time.perf_counter()
     output = Output(out)
     output.check(ConvertOptions(overwrite=overwrite), resumable=False)
@@ -63,7 +63,7 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
     mappings = [list(_mappings(plan, number)) for number in range(1 + len(plan.pixel_rows))]
     room = sum(len(os.fsencode(one.file)) + _MAPPING_BYTES for found in mappings for one in found)
     room += plan.structure.metadata_bytes
-    # HDF5 1.8 has no virtual datasets.
+    # HDF5 1.8 has no virtual datasets, so `compat` is not possible.
     structure = replace(plan.structure, compat=False, compression=None, metadata_bytes=room)
     lengths = [plan.stored_rows(plan.rows), *[plan.rows] * len(structure.fields)]
     with system_errors(), create_file(path, structure) as file:
@@ -80,16 +80,16 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
 class _VirtualRows(NamedTuple):
     """Consecutive rows of a virtual dataset (bytes, if images are encoded), and where they are stored."""
 
-    first: int  # in the virtual dataset
+    first: int  # first row in the virtual dataset
     length: int
     file: str
     dataset: str
-    start: int  # in the source dataset
-    rows: int  # of the whole source dataset
+    start: int  # first row in the source dataset
+    rows: int  # number of rows of the whole source dataset
 
 
 def _mappings(plan: Combination, number: int) -> Iterator[_VirtualRows]:
-    """Yield mappings of consecutive rows, ascending. Rows of a virtual part are mapped to the files that store them."""
+    """Yield mappings in ascending order of rows. Rows of a virtual part are mapped to the files that store them."""
     for owner, start, stop in plan.origins.runs(0, plan.rows):
         part, rows = plan.parts[owner], plan.origins.rows[start:stop]
         index = part.engine.indexes[part.pixel_datasets[number]]
@@ -128,7 +128,7 @@ def _sources(shape: tuple[int, ...], mappings: list[_VirtualRows], folder: Path)
         here, there = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((one.rows, *shape[1:]))
         here.select_hyperslab((one.first, *origin), (one.length, *shape[1:]))
         there.select_hyperslab((one.start, *origin), (one.length, *shape[1:]))
-        # HDF5 would replace %b in a name by a number, so a % is stored as %%.
+        # Store % as %%, because HDF5 would replace %b in a name by a number.
         name = os.path.relpath(one.file, folder).replace("%", "%%")
         create.set_virtual(here, os.fsencode(name), one.dataset.replace("%", "%%").encode(), there)
     return create
