@@ -40,7 +40,7 @@ class Part:
     path: Path
     catalog: Catalog
     layout: str
-    options: dict[str, Any]  # of its conversion
+    options: dict[str, Any]  # the options of its conversion
     rejects: tuple[Reject, ...]
     statistics: dict[str, Any]  # as in `PackTables`, and "pixels": the number of pixels that they were computed from
 

@@ -35,14 +35,14 @@ class RowOffsets:
         return self.addresses[chunks] + (rows - chunks * self.chunk_rows) * self.row_bytes
 
     def edges(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the boundaries of `count` rows, of which `start` is the first, in bytes: int64 (count + 1,).
+        """Return the boundaries, in bytes, of `count` rows from row `start` on: int64 (count + 1,).
 
         The boundaries are relative to the offset of row `start`. The rows must be contiguous in the file.
         """
         return np.arange(count + 1, dtype=np.int64) * self.row_bytes
 
     def runs(self, rows: npt.NDArray[np.int64], max_bytes: int) -> Iterator[tuple[int, int]]:
-        """Divide ascending rows into runs that are contiguous in the file; yield the first row and the number of rows.
+        """Divide ascending rows into runs that are contiguous in the file; yield each run's first row and row count.
 
         A run has at most `max_bytes` bytes, unless a single row has more.
         """
@@ -66,7 +66,7 @@ class EncodedOffsets(RowOffsets):
 
     @classmethod
     def of(cls, base: int, offsets: npt.NDArray[np.int64]) -> EncodedOffsets:
-        """Create from row boundaries, `offsets`, int64 (N + 1,), which are relative to byte `base` of the file."""
+        """Return the offsets of rows with boundaries `offsets`, int64 (N + 1,), relative to byte `base` of the file."""
         mean = int(offsets[-1] - offsets[0]) // max(1, len(offsets) - 1)
         return cls(base + offsets[:-1], 1, max(1, mean), base + offsets[1:])
 

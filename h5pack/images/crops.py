@@ -1,4 +1,4 @@
-"""Options of crops: what `Normalize(crop=...)` and `H5Loader(decode=...)` cut out of each image, and to which size.
+"""Options of crops: which window `Normalize(crop=...)` and `H5Loader(decode=...)` cut out of images, and its size.
 
 The classes only check the options and compute sizes; they do not touch pixels.
 """
@@ -17,7 +17,7 @@ MAX_SIZE = 1 << 14
 """Largest height and width of a crop, in pixels. The resizing arithmetic multiplies two sizes in 32-bit integers."""
 _MAX_RATIO = 1024
 _MAX_PRODUCT = 1 << 29
-"""Largest product of an image's side and its resized side, so that four times as much fits into 32 bits."""
+"""Largest product of an image's side and its resized side. Four times the product must fit into 32 bits."""
 
 
 class _Crop:
@@ -43,14 +43,14 @@ class _Crop:
 
 @dataclass(frozen=True)
 class RandomCrop(_Crop):
-    """A window at a random place, not resized, like torchvision's ``RandomCrop(size, padding=padding)``.
+    """A window at a random position, not resized, like torchvision's ``RandomCrop(size, padding=padding)``.
 
     Parameters
     ----------
     size : int or (int, int)
-        Height and width of the window, in pixels. An int: a square.
+        Height and width of the window, in pixels. An int gives a square.
     padding : int
-        Pixels of black padding added on each side of the image first.
+        Pixels of black padding on each side of the image, added before the window is cut out.
 
     Raises
     ------
@@ -68,12 +68,12 @@ class RandomCrop(_Crop):
 
 @dataclass(frozen=True)
 class CenterCrop(_Crop):
-    """The window in the middle of the image, like torchvision's ``Resize(resize)`` and ``CenterCrop(size)``.
+    """The central window of the image, like torchvision's ``Resize(resize)`` followed by ``CenterCrop(size)``.
 
     Parameters
     ----------
     size : int or (int, int)
-        Height and width of the window, in pixels. An int: a square.
+        Height and width of the window, in pixels. An int gives a square.
     resize : int, optional
         Length of the image's shorter side after resizing (bilinear, antialiased), in pixels, before the window is cut
         out. Default: the image is not resized.
@@ -85,7 +85,7 @@ class CenterCrop(_Crop):
 
     Notes
     -----
-    The image is padded with black where the window is larger.
+    If the window is larger than the image, the image is padded with black.
     """
 
     size: int | Sequence[int]
@@ -97,7 +97,7 @@ class CenterCrop(_Crop):
             object.__setattr__(self, "resize", _checked_int("resize", self.resize, 1))
 
     def resized_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of an image of this size after resizing, in pixels, as torchvision rounds them."""
+        """Return height and width, in pixels, of an image of this size after resizing, rounded as in torchvision."""
         if self.resize is None:
             return height, width
         longer = int(self.resize * max(height, width) / min(height, width))
@@ -115,16 +115,16 @@ class CenterCrop(_Crop):
 
 @dataclass(frozen=True)
 class RandomResizedCrop(_Crop):
-    """A window of random place, area and shape, resized to one size, like torchvision's ``RandomResizedCrop``.
+    """A window of random position, area and shape, resized to one size, like torchvision's ``RandomResizedCrop``.
 
     Parameters
     ----------
     size : int or (int, int)
-        Height and width of the result, in pixels. An int: a square. Resizing is bilinear and antialiased.
-    scale : tuple of float
-        Smallest and largest area of the window, as a fraction of the image's area; drawn uniformly.
-    ratio : tuple of float
-        Smallest and largest width / height of the window; drawn log-uniformly.
+        Height and width of the result, in pixels. An int gives a square. Resizing is bilinear and antialiased.
+    scale : (float, float)
+        Range of the window's area, as a fraction of the image's area. The area is drawn uniformly from it.
+    ratio : (float, float)
+        Range of the window's width / height, which is drawn log-uniformly from it.
 
     Raises
     ------
@@ -150,9 +150,9 @@ class RandomResizedCrop(_Crop):
         return 0, 0
 
     def fallback(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return top, left, height and width, in pixels of the image, of the window to use if no drawn window fits.
+        """Return the window to use if no drawn window fits: top, left, height and width, in pixels of the image.
 
-        As in torchvision, it is the largest central window with the nearest allowed ratio.
+        As in torchvision, this is the largest central window with the nearest allowed ratio.
         """
         window_height, window_width = height, width
         if width / height < self.ratio[0]:
@@ -174,7 +174,8 @@ class Resize(_Crop):
     Raises
     ------
     OptionsError
-        If `size` is not a pair. torchvision resizes the shorter side to an int, so results would differ in size.
+        If `size` is invalid. It must be a pair, because torchvision would resize only the shorter side to an int, so
+        results could differ in size.
     """
 
     size: Sequence[int]

@@ -46,7 +46,7 @@ SIDEWAYS = (5, 6, 7, 8)
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _LIBTIFF = b"tempfile.tif: "
-"""How messages of libtiff begin: with the name that Pillow gives to every file."""
+"""The beginning of libtiff's messages: the name that Pillow gives to every TIFF file."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PixelOptions:
     fit: str  # how to resize; see `h5pack.convert`
     resample: str  # name of Pillow's filter for resizing
     draft: bool  # whether JPEGs may be decoded at a reduced size
-    max_pixels: int  # larger images are rejected
+    max_pixels: int  # images with more pixels are rejected
     layout: str = "nhwc"  # axes of a row: nhwc (H, W, C) or nchw (C, H, W)
 
     @property
@@ -80,7 +80,7 @@ class Upright(NamedTuple):
 
 
 def decoder_versions() -> dict[str, str]:
-    """Return the versions of everything that pixels depend on; "not installed" for a package that is missing."""
+    """Return the versions of all software that decoded pixels depend on; "not installed" for missing packages."""
     found = {"h5pack": __version__, "libjpeg-turbo": str(features.version_feature("libjpeg_turbo"))}
     for name in ("Pillow", "simplejpeg"):
         try:
@@ -92,10 +92,10 @@ def decoder_versions() -> dict[str, str]:
 
 @contextlib.contextmanager
 def strict_pillow() -> Iterator[None]:
-    """Silence Pillow's warnings, disable its limit on pixels (`refuse_bomb` has ours), and reject truncated files.
+    """Silence Pillow's warnings, disable its limit on pixels (`refuse_bomb` checks ours), and reject truncated files.
 
-    These settings belong to the process. While several threads decode, the first one changes them, and the last one
-    restores them.
+    These settings are global to the process. If contexts of several threads overlap, the first one changes the
+    settings, and the last one restores them.
     """
     thread = threading.get_ident()
     with _strict_lock:
@@ -155,7 +155,8 @@ def _pillow_header(stream: BinaryIO) -> ImageHeader:
     stream.seek(0)
     with rejecting(), Image.open(stream) as image:
         _refuse_deep(image)
-        # Before a TIFF is loaded, some releases of Pillow report its stored size, others its upright size.
+        # Before a TIFF is loaded, some releases of Pillow report its stored size, others its upright size. Its tags
+        # have the stored size.
         width, height = image.size
         if isinstance(image, TiffImageFile):
             width, height = image.tag_v2[_TIFF_WIDTH], image.tag_v2[_TIFF_HEIGHT]
@@ -167,8 +168,8 @@ def _pillow_header(stream: BinaryIO) -> ImageHeader:
 class Decoder:
     """A decoder of images into rows. It must not be used by several threads at a time.
 
-    With `quiet`, messages of libtiff do not reach standard error, which is redirected for the whole process while a
-    TIFF file is decoded.
+    With `quiet`, libtiff's messages do not reach standard error: while a TIFF file is decoded, standard error is
+    redirected for the whole process.
     """
 
     def __init__(self, options: PixelOptions, quiet: bool = False) -> None:
@@ -188,9 +189,9 @@ class Decoder:
     def decode(self, source: bytes | npt.NDArray[np.uint8], decode_path: int, out: npt.NDArray[np.uint8]) -> None:
         """Decode one image into `out`, a contiguous uint8 array (H, W, C) or (C, H, W), depending on the layout.
 
-        `source` is the bytes of an image file or pixels, uint8 (h, w, 1 or 3); `decode_path`, from the image's header,
-        is ignored for pixels. Raise RejectedImageError if the image cannot be decoded, or has another size and is not
-        resized.
+        `source` is the bytes of an image file, or pixels, uint8 (h, w, 1 or 3). `decode_path`, from the image's header,
+        is ignored for pixels. Raise RejectedImageError if the image cannot be decoded, or if it has another size and
+        the options do not allow resizing.
         """
         pixels = out if self._channels_last is None else self._channels_last
         plain = decode_path != DecodePath.PILLOW and not self._options.draft
@@ -213,7 +214,7 @@ class Decoder:
     def _decode_plain(self, data: bytes, decode_path: int, out: npt.NDArray[np.uint8]) -> bool:
         """Decode an upright gray or YCbCr JPEG with simplejpeg or directly with Pillow's JPEG decoder.
 
-        Return False if this fails or simplejpeg warns. The caller then decodes with ``Image.open``, which also finds
+        Return False if this fails or simplejpeg warns. The caller then decodes with ``Image.open``, which also gives
         the reason if the image must be rejected.
         """
         try:
@@ -237,8 +238,8 @@ class Decoder:
     def _decode_with_pillow(self, data: bytes) -> Image.Image | None:
         """Decode an upright JPEG with Pillow's decoder, without identifying the format or searching for tags.
 
-        Return None if it is damaged. The result is valid until the next call. Pillow's own parser of headers, in
-        Python, would take a tenth of the time of decoding a small photo.
+        Return None if the JPEG is damaged. The result is valid until the next call. Pillow's own header parser is not
+        used, because it is written in Python and takes a tenth of the time of decoding a small photo.
         """
         header = parse_jpeg(data)
         if header is None:
@@ -248,11 +249,11 @@ class Decoder:
         image = self._decoded
         if image is None or image.mode != mode or image.size != size:
             image = self._decoded = Image.new(mode, size, None)
-        # Private API: Pillow has no public function to decode with a known decoder. If this fails, Image.open is used.
+        # Private API: Pillow has no public function to decode with a given decoder. If this fails, Image.open is used.
         decoder = Image._getdecoder(mode, "jpeg", (mode, ""), ())
         decoder.setimage(image.im, (0, 0, *size))
         consumed, error = decoder.decode(data)
-        # A decoder that is not at its end asks for more bytes, so the file is truncated.
+        # A decoder that needs more bytes has not finished (`consumed` is not negative), so the file is truncated.
         return image if consumed < 0 and error >= 0 else None
 
     def _upright(self, image: Image.Image) -> Image.Image:
@@ -265,7 +266,8 @@ class Decoder:
         # Read the orientation after loading, because Pillow turns a TIFF upright while loading and removes the tag.
         orientation = orientation_of(image)
         mode = "L" if options.channels == 1 else "RGB"
-        # Pillow would copy an image of the same mode. `_place` converts gray, which has fewer bytes to turn upright.
+        # Skip conversions to the same mode, because Pillow would copy the image. Leave gray images for `_place` to
+        # convert, because they have fewer bytes to turn upright.
         flat = flat if flat.mode in (mode, "L") else flat.convert(mode)
         flat = flat.transpose(TURNS[orientation]) if orientation in TURNS else flat
         self.upright = Upright(flat.height, flat.width, applied)
@@ -294,7 +296,7 @@ class Decoder:
 def eight_bits(image: Image.Image) -> Image.Image:
     """Load an image and return it with 8 bits per channel; 16-bit gray keeps its high byte.
 
-    Raise RejectedImageError if it has 32-bit or floating-point pixels.
+    Raise RejectedImageError if the image has 32-bit or floating-point pixels.
     """
     _refuse_deep(image)
     image.load()
@@ -306,8 +308,8 @@ def eight_bits(image: Image.Image) -> Image.Image:
 def pad_image(image: Image.Image, size: tuple[int, int], resample: Image.Resampling, border: int = 0) -> Image.Image:
     """Scale an image to fit into `size`, (width, height), and fill the borders with the value `border`.
 
-    Unlike ``ImageOps.pad``, a very thin image keeps at least one pixel: scaled to none, it would cause a ValueError
-    before Pillow 13, and become black since then.
+    Unlike in ``ImageOps.pad``, both sides of a very thin image keep at least one pixel. If one side were scaled to 0
+    pixels, Pillow before version 13 would raise ValueError, and later versions would return a black image.
     """
     width, height = size
     if round(image.width / image.height * height) == 0:
@@ -325,8 +327,8 @@ def image_of(pixels: npt.NDArray[Any]) -> Image.Image:
 def _copy_pixels(image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
     """Copy the pixels of an "L" or "RGB" image into `out`, which must be contiguous.
 
-    ``np.asarray`` would call ``tobytes``, which encodes 64 KiB at a time and joins the parts. A conversion that decodes
-    with Pillow would take 6% longer (median of 6 interleaved pairs).
+    ``np.asarray`` would call ``tobytes``, which encodes 64 KiB at a time and joins the pieces. With it, a conversion
+    that decodes with Pillow takes 6% longer (median of 6 interleaved pairs).
     """
     # Private API: Pillow has no public function to return raw pixels in one step. If this fails, NumPy copies them.
     try:
@@ -356,7 +358,7 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""How to turn an image upright, by its Exif orientation."""
+"""The operation that turns an image upright, by Exif orientation."""
 
 
 def _refuse_programs(head: bytes) -> None:
@@ -377,7 +379,7 @@ def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
 
 @contextlib.contextmanager
 def rejecting() -> Iterator[None]:
-    """Turn errors of decoders, not of storage or memory, into a RejectedImageError whose reason never varies."""
+    """Turn errors of decoders, but not of storage or memory, into a RejectedImageError with a reproducible reason."""
     try:
         yield
     except RejectedImageError:
@@ -400,8 +402,8 @@ def rejecting() -> Iterator[None]:
 def _libtiff_messages() -> Iterator[None]:
     """Keep libtiff, which decodes TIFF files, from writing its messages to standard error.
 
-    If decoding fails, libtiff's first message becomes the reason, because it says more than Pillow's error. Lines of
-    other origin that are written to standard error meanwhile are kept back, and written at the end.
+    If decoding fails, libtiff's first message becomes the reason, because it says more than Pillow's error. Lines from
+    other sources that are written to standard error meanwhile are held back and written at the end.
     """
     error: Exception | None = None
     try:
@@ -441,10 +443,10 @@ def _rejected(error: Exception) -> RejectedImageError:
 
 
 def _proven_paths(channels: int) -> frozenset[DecodePath]:
-    """Return the kinds of JPEG that the installed simplejpeg, if any, decodes to exactly Pillow's pixels.
+    """Return the kinds of JPEG that simplejpeg decodes to exactly Pillow's pixels; none if it is not installed.
 
-    simplejpeg and Pillow each bundle their own libjpeg-turbo, so every kind is tested on small images of an odd size,
-    baseline and progressive. The test takes about 2 ms.
+    simplejpeg and Pillow each bundle their own version of libjpeg-turbo. So every kind is tested on small images of an
+    odd size, baseline and progressive. The test takes about 2 ms.
     """
     try:
         import simplejpeg
@@ -453,7 +455,7 @@ def _proven_paths(channels: int) -> frozenset[DecodePath]:
     mode, colorspace = ("L", "GRAY") if channels == 1 else ("RGB", "RGB")
     proven = set(DecodePath) - {DecodePath.PILLOW}
     if channels == 1:
-        # libjpeg converts colour to gray by dropping chroma, but Pillow's convert("L") by a weighted sum of RGB.
+        # To convert colour to gray, libjpeg drops the chroma, but Pillow's convert("L") computes a weighted sum of RGB.
         # So only gray JPEGs can give the same pixels.
         proven = {DecodePath.JPEG_GRAY}
     for decode_path in tuple(proven):
@@ -467,7 +469,7 @@ def _proven_paths(channels: int) -> frozenset[DecodePath]:
 
 
 def sample_jpegs(decode_path: DecodePath) -> Iterator[bytes]:
-    """Yield small JPEGs of a kind, of an odd size, baseline and progressive, of low and high quality."""
+    """Yield small JPEGs of a kind, with an odd size: baseline and progressive, each in low and high quality."""
     height, width = 37, 53
     y, x = np.mgrid[:height, :width]
     waves = np.stack([np.sin(x * y / 40 + phase) * 90 + 2 * x + y for phase in range(3)], axis=2)

@@ -14,7 +14,7 @@ from h5pack.images.headers import DecodePath
 
 
 def fitted_size(height: int, width: int, max_side: int | None) -> tuple[int, int]:
-    """Return an image's height and width after shrinking its longer side to `max_side`, if that is given and less."""
+    """Return an image's height and width after shrinking it so that its longer side is at most `max_side`, if given."""
     longer = max(height, width)
     if max_side is None or longer <= max_side:
         return height, width
@@ -45,17 +45,17 @@ class JpegEncoder(Decoder):
         super().__init__(self.options, quiet=True)
 
     def encode(self, source: bytes | npt.NDArray[np.uint8], decode_path: int) -> tuple[bytes, int, int]:
-        """Return the JPEG file of an image, its height and its width; raise RejectedImageError if this fails."""
+        """Encode an image; return the JPEG file, its height and its width. Raise RejectedImageError if this fails."""
         self.decode(source, decode_path, np.empty((0, 0, 3), np.uint8))
         image = self._image
         assert image is not None
         if decode_path == DecodePath.JPEG_GRAY and image.mode != "L":
-            # simplejpeg repeats gray in three channels, Pillow does not. The output must not depend on the decoder.
+            # simplejpeg repeats gray in three channels, but Pillow does not. The output must not depend on the decoder.
             image = image.getchannel(0)
         height, width = fitted_size(image.height, image.width, self._max_side)
         if (height, width) != (image.height, image.width):
             image = image.resize((width, height), self._resample)
-        # Pillow would write the source's comment into the JPEG, but only if Pillow and not simplejpeg has decoded it.
+        # Pillow would write the source's comment into the JPEG if Pillow decoded the source, but not if simplejpeg did.
         image.info = {}
         stream = io.BytesIO()
         try:

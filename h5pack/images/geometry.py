@@ -1,4 +1,4 @@
-"""Where the pixels of an image go when it is resized or cropped, so that boxes and points can follow them.
+"""Coordinate transforms of boxes and points, which follow the pixels of an image that is resized or cropped.
 
 The arithmetic is that of `h5pack.images.decode` and `h5pack.images.encode`, which resize with Pillow.
 """
@@ -21,8 +21,8 @@ Floats = npt.NDArray[np.float64]
 class Placement:
     """How M images are resized or cropped: the point (x, y) of image i becomes ``(x, y) * scale[i] + offset[i]``.
 
-    Coordinates are in pixels from the upper left corner; the first pixel's area is from 0 to 1. All arrays are
-    float64, (M, 2), horizontal before vertical.
+    Coordinates are in pixels from the upper left corner; the first pixel covers 0 to 1. All arrays are float64, (M, 2),
+    horizontal before vertical.
     """
 
     scale: Floats
@@ -33,7 +33,7 @@ class Placement:
     def of(
         cls, heights: npt.NDArray[np.int32], widths: npt.NDArray[np.int32], height: int, width: int, fit: str
     ) -> Placement:
-        """Return how images of these sizes, (M,), are resized to `height` and `width`; `fit` is that of `convert`."""
+        """Return the placement of images of these sizes, (M,), resized to `height` x `width`; `fit` as in `convert`."""
         old = np.maximum(np.stack([widths, heights], axis=1), 1).astype(np.float64)
         new = np.broadcast_to(np.array([width, height], np.float64), old.shape)
         if fit == "stretch":
@@ -46,7 +46,7 @@ class Placement:
             crop[wide, 0], crop[~wide, 1] = wanted * old[wide, 1], old[~wide, 0] / wanted
             scale = new / crop
             return cls(scale, -(old - crop) / 2 * scale, new)
-        # As in ImageOps.pad; both sides get at least one pixel.
+        # As in `pad_image`: both sides get at least one pixel.
         inner = new.copy()
         inner[wide, 1] = np.maximum(1, np.rint(old[wide, 1] / old[wide, 0] * width))
         inner[~wide, 0] = np.maximum(1, np.rint(ratio[~wide] * height))
@@ -54,7 +54,7 @@ class Placement:
 
     @classmethod
     def shrunk(cls, heights: npt.NDArray[np.int32], widths: npt.NDArray[np.int32], max_side: int | None) -> Placement:
-        """Return how images of these sizes, (M,), are shrunk so that no side is longer than `max_side`, if given."""
+        """Return the placement of images of these sizes, (M,), shrunk so that no side exceeds `max_side`, if given."""
         old = np.maximum(np.stack([widths, heights], axis=1), 1)
         new = old.copy()
         for index in np.flatnonzero(old.max(axis=1) > (max_side or np.iinfo(np.int32).max)).tolist():
@@ -68,9 +68,9 @@ class Placement:
         return replace(rows, data=data.astype(np.float32))
 
     def boxes(self, boxes: Floats, counts: npt.NDArray[np.int64]) -> Floats:
-        """Return corners, (n, 4), moved with their images and clipped to the results; image i has ``counts[i]`` boxes.
+        """Return box corners, (n, 4), moved with their images and clipped to the results.
 
-        A box that is completely outside of the result becomes one without area.
+        Image i has ``counts[i]`` boxes. A box that is completely outside of the result gets an area of 0.
         """
         parts = (np.tile(part, 2) for part in (self.scale, self.offset, self.size))
         scale, offset, size = (np.repeat(part, counts, axis=0) for part in parts)
@@ -90,7 +90,7 @@ class Placement:
 
 
 def turned_upright(points: Floats, orientation: int, height: int, width: int) -> Floats:
-    """Return the points, (n, 2), of a stored image after it is turned upright.
+    """Convert points, (n, 2), from the coordinates of a stored image to those of the upright image.
 
     `orientation` is the image's Exif orientation, 5 to 8; `height` and `width` are those of the upright image.
     """

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 _SOF = (0xC0, 0xC1, 0xC2)
 _APP0, _APP1, _APP14, _SOS = 0xE0, 0xE1, 0xEE, 0xDA
-# Accepted segments: tables, restart intervals, comments, and APPn except APP1, which may have an orientation.
+# Accepted segments: tables, restart intervals, comments, and APPn except APP1, which may contain an orientation.
 _ACCEPTED = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)} - {_APP1})
 # Leave images with these APPn segments to Pillow, which parses them and rejects images in which they are malformed.
 _PILLOW_SEGMENTS = (b"MPF\0", b"Photoshop 3.0\0")
@@ -22,9 +22,10 @@ _JFIF_BYTES, _ICC_BYTES, _ADOBE_BYTES = 14, 14, 12
 
 
 class DecodePath(IntEnum):
-    """The decoder that an image needs: PILLOW for any image; the others for upright 8-bit JPEGs, gray or YCbCr.
+    """The way in which an image can be decoded.
 
-    The others are named after the chroma subsampling; faster decoders than ``Image.open`` can be used for them.
+    PILLOW means ``Image.open``, which decodes all images. The others are kinds of upright 8-bit JPEGs, gray or YCbCr
+    with the named chroma subsampling, which faster decoders can decode, too.
     """
 
     PILLOW = 0
@@ -58,9 +59,9 @@ _last_prefix: tuple[bytes, ImageHeader] | None = None
 def parse_jpeg(head: bytes) -> ImageHeader | None:
     """Parse the header of a plain JPEG from the first bytes of the file.
 
-    Return None if Pillow must decide: for other formats, an Exif or XMP segment (which may contain an orientation),
-    CMYK, 12 bits per channel, lossless or arithmetic coding, a malformed file, or if the first scan starts beyond
-    `head` (until then, an orientation or a segment that declares an unusual colour space may still follow).
+    Return None if Pillow must parse the file: for other formats, an Exif or XMP segment (which may contain an
+    orientation), CMYK, 12 bits per channel, lossless or arithmetic coding, or a malformed file; also if the first scan
+    starts beyond `head`, because the segments before it may contain an orientation or declare an unusual colour space.
 
     Images of the same size from the same encoder often start with identical bytes up to the first scan, and nothing
     after that affects the result. So the previous result is returned if `head` starts with the same bytes as before.
@@ -113,7 +114,7 @@ def parse_jpeg(head: bytes) -> ImageHeader | None:
 def with_height(data: bytes, height: int) -> bytes:
     """Return a JPEG with another height in its header, so that decoders stop after that many rows.
 
-    `data` must be a JPEG that `parse_jpeg` does not leave to Pillow.
+    `data` must be a JPEG for which `parse_jpeg` returns a header.
     """
     position = 2
     while data[position + 1] not in _SOF:
@@ -144,8 +145,8 @@ _TURNING_KEYWORDS = (b"Raw profile type", b"XML:com.adobe.xmp", b"exif", b"xmp")
 def parse_png(stream: BinaryIO) -> ImageHeader | None:
     """Parse the header of a PNG, and search its chunks for one that could contain an orientation.
 
-    Return None if Pillow must decide: for other formats, a truncated file, a wrong CRC of the header, or if there is
-    such a chunk. `stream` must be positioned at its start.
+    Return None if Pillow must parse the file: for other formats, a truncated file, an invalid header, or such a chunk.
+    `stream` must be positioned at its start.
     """
     start = stream.read(33)
     if start[:8] != b"\x89PNG\r\n\x1a\n" or start[12:16] != b"IHDR" or len(start) < 33:

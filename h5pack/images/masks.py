@@ -1,9 +1,9 @@
 """Masks: images whose pixels are numbers, such as the class of each pixel of another image.
 
 A mask is decoded to the numbers in its file: palette indices instead of colors, gray values of 8 or 16 bits, integers
-of 32 bits, or 0 and 1 from 1 bit. It goes through exactly what its image does: it is turned upright, then cropped,
-padded or stretched by the same window. Each pixel is a copy of the nearest one. Pixels of padding are 255, or -1 in
-masks of more than 8 bits.
+of 32 bits, or 0 and 1 for 1 bit. A mask is transformed exactly like its image: turned upright, then cropped, padded or
+stretched with the same window. Resizing copies the nearest pixel. Pixels of padding are 255, or -1 in masks of more
+than 8 bits.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class MaskHeader(NamedTuple):
 
 @contextlib.contextmanager
 def naming_mask(name: str, kind: str = "mask") -> Iterator[None]:
-    """Prefix the reason of a RejectedImageError about a mask with "its mask NAME", because its image is rejected.
+    """Prefix the reason of a RejectedImageError about a mask with "its mask NAME".
 
-    `kind` replaces the word "mask".
+    The prefix is needed because the reason is reported for the image, which is rejected. `kind` replaces "mask".
     """
     try:
         yield
@@ -72,7 +72,7 @@ def _dtype(image: Image.Image) -> str:
     dtype = _MODES.get(image.mode)
     if dtype is None:
         raise RejectedImageError(
-            f"{image.mode} pixels are not numbers of classes; save the mask with a palette, as gray or with 16 bits"
+            f"{image.mode} pixels are not class numbers; save the mask with a palette, as gray or with 16 bits"
         )
     return dtype
 
@@ -100,7 +100,7 @@ class MaskDecoder:
         pixels = self.pixels(source, image)
         size = (self._options.width, self._options.height)
         if pixels.shape != out.shape:
-            # The sizes differ only with `options.resize`; without it, the image was rejected before.
+            # The sizes differ only with `options.resize`. Without it, an image of another size was rejected before.
             found, filling = Image.fromarray(pixels), PADDING[self._dtype]
             if self._options.fit == "crop":
                 found = ImageOps.fit(found, size, Image.Resampling.NEAREST)
@@ -112,7 +112,7 @@ class MaskDecoder:
         out[...] = pixels
 
     def pixels(self, source: bytes | npt.NDArray[Any], image: Upright) -> npt.NDArray[Any]:
-        """Return the mask upright and in the size of its upright `image`, not resized: uint8 or int32, (h, w)."""
+        """Return the numbers of a mask, turned upright like its `image` but not resized: uint8 or int32, (h, w)."""
         if isinstance(source, bytes):
             with rejecting(), Image.open(io.BytesIO(source)) as mask:
                 refuse_bomb(mask.height, mask.width, self._options.max_pixels)
@@ -151,9 +151,9 @@ def upright_of(data: bytes) -> Upright:
 
 
 def encode_mask(pixels: npt.NDArray[Any], height: int, width: int) -> bytes:
-    """Return a mask, uint8 or int32 (h, w), resized to `height` and `width`, as a gray PNG file of 8 or 16 bits.
+    """Resize a mask, uint8 or int32 (h, w), to `height` and `width`; return it as a gray PNG file of 8 or 16 bits.
 
-    Each pixel is a copy of the nearest one. Raise RejectedImageError if a number does not fit into 16 bits.
+    Resizing copies the nearest pixel. Raise RejectedImageError if a number does not fit into 16 bits.
     """
     if pixels.shape != (height, width):
         pixels = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST))
@@ -173,10 +173,10 @@ def require_size(height: int, width: int, image_height: int, image_width: int) -
 
 
 def _moved(pixels: npt.NDArray[Any], image: Upright, *, own: bool) -> npt.NDArray[Any]:
-    """Return a mask turned upright like its image, unless its file has an orientation of its `own`.
+    """Turn a mask upright like its image, unless the mask's file has its `own` orientation.
 
-    A mask is taken to fit the image as it is stored, and is turned. But if the turned mask does not have the size of
-    the upright image, the mask is taken to be upright already.
+    A mask is assumed to match the image as stored, so both are turned. But if the turned mask does not have the size of
+    the upright image, the mask is assumed to be upright already, and is returned unchanged.
     """
     if own:
         return pixels

@@ -219,7 +219,7 @@ def test_each_bad_pair_has_its_reason(tmp_path: Path) -> None:
         "images/001.jpg": mask(1, "not an image, or of an unknown format"),
         "images/002.jpg": mask(2, "its size is 21x14, but that of its image is 20x14"),
         "images/003.jpg": mask(
-            3, "RGB pixels are not numbers of classes; save the mask with a palette, as gray or with 16 bits"
+            3, "RGB pixels are not class numbers; save the mask with a palette, as gray or with 16 bits"
         ),
         "images/004.jpg": "several files of its name in 'masks'",
         "images/005.jpg": mask(5, "its size is 14x20, but that of its image is 20x14"),
