@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import numpy.typing as npt
 
@@ -23,7 +24,7 @@ from h5pack.combine.parts import Part, Rows
 from h5pack.combine.row_copies import RowCopier, RowOrigins
 from h5pack.errors import OutputExistsError, ResumeError, SourceError
 from h5pack.format import schema
-from h5pack.format.checksums import crc32
+from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.plans import plan_chunks
 from h5pack.format.row_offsets import EncodedOffsets, RowOffsets
 from h5pack.pack import finish
@@ -313,11 +314,11 @@ def write_combination(
 def _existing_report(plan: Combination, output: Output) -> CombineReport:
     """Return the report of an output that is already complete.
 
-    Raise OutputExistsError if its options or its number of rows are not those of the plan.
+    Raise OutputExistsError if its options or its rows are not those of the plan.
     """
     with open_file(output.final) as file:
         same = text(file.attrs.get(schema.OPTIONS, b"")) == options_text(plan.options())
-        same = same and len(file[schema.FILENAMES]) == plan.rows
+        same = same and _has_rows(file, plan.tables)
     if not same:
         raise OutputExistsError(
             f"{output.final}: exists, but was made of other rows; give another name, or overwrite=True without "
@@ -327,6 +328,19 @@ def _existing_report(plan: Combination, output: Output) -> CombineReport:
         )
     output.remove_leftovers()
     return CombineReport(str(output.final), plan.rows, output.final.stat().st_size, already_complete=True)
+
+
+def _has_rows(file: h5py.File, tables: PackTables) -> bool:
+    """Return whether a pack has the images, file names, labels and splits of the given tables, in the same order."""
+    checksums = {schema.ENCODED if tables.encoded else schema.IMAGES: tables.checksums}
+    if tables.labels is not None:
+        checksums[schema.LABELS] = row_checksums(tables.labels)
+    return (
+        file[schema.FILENAMES][()].tolist() == [name.encode("utf-8", "backslashreplace") for name in tables.filenames]
+        and all(np.array_equal(file[f"{schema.CHECKSUMS}/{name}"][()], rows) for name, rows in checksums.items())
+        and [text(name) for name in file[schema.SPLIT_NAMES][()]] == [name for name, _, _ in tables.splits]
+        and file[schema.SPLIT_ROWS][()].tolist() == [list(rows) for _, *rows in tables.splits]
+    )
 
 
 def _copy_rows(pack: _UnfinishedFile, stages: Stages) -> int:

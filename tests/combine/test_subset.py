@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import h5pack
-from h5pack.errors import NoImagesError, OptionsError
+from h5pack.errors import NoImagesError, OptionsError, OutputExistsError
 from tests.combine.packs import KINDS, contents, pack
 from tests.crashing import changes_in_child, leftovers
 from tests.makers import flat_folder, quick
@@ -89,3 +89,15 @@ def test_wrong_calls(tmp_path: Path) -> None:
     with pytest.raises(OptionsError):
         h5pack.subset(path, path, overwrite=True)
     assert leftovers(tmp_path) == {"a", "a.h5", "flat", "flat.h5"}
+
+
+@pytest.mark.parametrize("kind", ["pixels", "jpeg", "gzip"])
+def test_a_finished_subset_is_complete_only_for_the_same_rows(tmp_path: Path, kind: str) -> None:
+    path, out = pack(tmp_path, "a", 20, ["cat", "dog"], **KINDS[kind]), tmp_path / "o.h5"
+    h5pack.subset(path, out, sample=9)
+    before = out.read_bytes()
+    assert h5pack.subset(path, out, sample=9, resume=True).already_complete
+    for other in ({"sample": 9, "seed": 1}, {"sample": 8}, {"rows": range(9)}):
+        with pytest.raises(OutputExistsError):
+            h5pack.subset(path, out, resume=True, **other)
+    assert out.read_bytes() == before

@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -124,3 +125,15 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         h5pack.H5Dataset([])
     with pytest.raises(OptionsError):
         h5pack.H5Loader(h5pack.ConcatPack([h5pack.H5Dataset(packs[0], transform=lambda image: image)]), 2)
+
+
+@pytest.mark.parametrize(("kind", "table"), [("pixels", "fields/boxes/offsets"), ("jpeg", "encoded/offsets")])
+def test_files_whose_offsets_leave_out_data_are_not_joined(tmp_path: Path, kind: str, table: str) -> None:
+    packs = three(tmp_path, kind)
+    with h5py.File(packs[1], "r+") as file:
+        file[table][...] = np.maximum(file[table][()], 1)
+        dataset = table.removesuffix("/offsets")
+    assert len(h5pack.H5Dataset(packs[1], fields=["boxes"])) == 10
+    with pytest.raises(PackFormatError) as caught:
+        h5pack.H5Dataset(packs, fields=["boxes"])
+    assert (caught.value.path, caught.value.dataset) == (str(packs[1]), dataset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import gzip
 import io
@@ -492,3 +493,15 @@ def test_labels_of_an_archive_reach_the_pack(tmp_path: Path) -> None:
     h5pack.convert(source, tmp_path / "o.h5", order="sorted", **quick())
     with h5py.File(tmp_path / "o.h5") as file:
         np.testing.assert_array_equal(file["labels"], [0, 0, 1, 1, 1])
+
+
+def test_a_storage_fault_in_a_mask_is_no_rejected_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tar_file(tmp_path / "x.tar", touch(tmp_path / "in", "images/1.jpg", "masks/1.png"))
+    reader = opened(path, "pairs").reader
+
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(archives.ArchiveFile, "read", fail)
+    with pytest.raises(SourceError):
+        reader.survey_mask(0, 0, "masks/1.png", MAX_PIXELS)

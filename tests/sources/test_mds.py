@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import h5pack
 from h5pack.errors import SourceError
 from h5pack.sources.detect import SourceOptions, open_source
-from tests.makers import pixels, quick
+from tests.makers import class_folders, pixels, quick
 from tests.read.encoded_files import encode
 
 COLUMNS = {"caption": "str", "image": "jpeg", "label": "int", "score": "float32"}
@@ -136,6 +137,9 @@ def overwritten(offset: int, data: bytes) -> Callable[[Path], None]:
         lambda folder: (folder / "index.json").write_text('"mds" [' * 20_000),
         edited(lambda shard: shard.update(version=3)),
         edited(lambda shard: shard["raw_data"].update(basename="../x.mds")),
+        lambda folder: edited(
+            lambda shard: shard["raw_data"].update(basename=os.path.abspath(folder / "shard.00001.mds"))
+        )(folder),
         edited(lambda shard: shard.update(samples=3)),
         edited(lambda shard: shard.update(column_sizes=[None])),
         edited(lambda shard: shard["column_names"].reverse()),
@@ -167,6 +171,18 @@ def test_a_column_of_images_that_is_missing_or_unclear_is_refused(
     write_mds(tmp_path / "m", [sample], columns)
     with pytest.raises(SourceError):
         h5pack.convert(tmp_path / "m", tmp_path / "k.h5", **quick(**options))
+
+
+def test_a_folder_that_cannot_be_listed_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class_folders(tmp_path / "c", {"cat": 2})
+
+    def refuse(folder: object) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(SourceError):
+        open_source(tmp_path / "c", SourceOptions())
 
 
 def test_a_damaged_image_is_rejected(tmp_path: Path) -> None:
