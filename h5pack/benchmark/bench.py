@@ -395,7 +395,7 @@ class BenchRun:
             sweep.measure(cold, end - self._clock(), report.measurements)
         tried = {one.case for one in report.measurements if one.reason != NO_TIME}
         chosen, left_out = report.recommendation, len(set(every) - tried)
-        # Omit this note if the sample is too small to compare variants: it is meant to be measured only for seconds.
+        # Omit this note if the sample is too small to compare variants: then most cases are left out on purpose.
         if left_out and (chosen is None or chosen.compared):
             text = f"{left_out} of {len(every)} cases of the tables were not measured for lack of time"
             report.notes.append(f"{text}; about {enough} seconds are enough for all of them.")

@@ -96,7 +96,7 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
     number = best.case.num_workers or 0
     why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"
     if workload.cpus not in tried:
-        why = "the only number measured" if len(tried) == 1 else "the fastest of the numbers to compare"
+        why = "the only number measured" if len(found) == 1 else "the fastest of the measured numbers"
     why += f"; {_by_count('num_workers', found, best)}" if len(found) > 1 else ""
     speed = f"{best.median:,.0f} images/s"
     return number, f"If you use a DataLoader instead of H5Loader: num_workers={number} ({speed}), {why}."

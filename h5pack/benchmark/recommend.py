@@ -314,7 +314,7 @@ def epoch_text(rows: int, speed: float) -> str:
 def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:
     """Return sentences that compare the recommended variant with the others, by their speeds in the same turns."""
     if len(found) == 1:
-        return ["No other variant was measured."]
+        return ["There was no other variant to compare it with."]
     label = "the input file" if picked.variant.is_input else picked.variant.label
     slower = [one for one in found if picked.is_faster(one)]
     faster = [one for one in found if one.is_likely_faster(picked)]

@@ -322,7 +322,7 @@ class ChunkBatchSampler(BatchOrder):
 
 
 def draw_key(plan: OrderPlan, epoch: int, batches: Any) -> DrawKey:
-    """Return the key of random crops; `batches` is the number of a batch, or int64 (n,), that of each row's batch.
+    """Return the key of random crops; `batches` is a batch number, or the number of each row's batch, int64 (n,).
 
     The number matters only if an epoch may have several copies of a row, whose random crops must differ.
     """

@@ -143,8 +143,8 @@ def _copy_rows(  # type: ignore[no-untyped-def]
 ):
     """Compute the values of the lines y, y + advance, ... of a part (see `image_kernel`) in the given columns.
 
-    `y` is (A, 1); `column` is (A, B). `places`, also (A, B), are the positions in the result of the values of line y,
-    counted from the last multiple of VALUES at or before the start of the part.
+    `y` is (A, 1); `column` is (A, B). `places`, also (A, B), says where each value of line y goes in the result. It
+    counts from the last multiple of VALUES at or before the start of the part.
     """
     image = part
     plane = 0

@@ -243,7 +243,7 @@ def _resize_kernel(  # type: ignore[no-untyped-def]
         if COLORS:
             row = (colors + image + 4 * channel * samples)[None, :]
             mixed = tl.load(row) * red + tl.load(row + samples) * green + tl.load(row + 2 * samples) * blue
-            # The last number of the row is added, and half a unit, so that the shift rounds.
+            # Add the offset, the last number of the row, and half of 65,536, so that the shift rounds.
             levels = tl.minimum(tl.maximum((mixed + tl.load(row + 3 * samples) + 32768) >> 16, 0), 255)
         else:
             of_channel = channel.to(tl.int64) * stride_channel if WIDE else channel * stride_channel
