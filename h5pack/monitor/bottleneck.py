@@ -361,7 +361,7 @@ class _StageRules:
         for stage, rates in ((producers if waited else {}) | self.device).items():
             if together.median > _FASTER * rates.median:
                 return Verdict(Outcome.NOISY, stage=stage)
-        # The loop cannot become faster than the device by itself. If noise made that speed the lower one, the gain is 1.
+        # The loop cannot become faster than the device alone. If noise made the device seem slower, the gain is 1.
         gain = 1 / max(1e-3, 1 - stall)
         if stall > MAX_STALL:
             gain = min(gain, max(1.0, demand.median / together.median))

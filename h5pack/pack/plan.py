@@ -170,10 +170,7 @@ class ConvertPlan:
         return RowOffsets(addresses, self.chunks.rows, self.row_bytes)
 
     def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
-        """Return the location of each image in the temporary files, or None for an image that is in none of them.
-
-        `indices`, int64 (n,), are the images' catalog indices.
-        """
+        """Return the location of each image, int64 (n,), in the temporary files; None if it is in none of them."""
         return [None] * len(indices)
 
     @property
@@ -236,12 +233,8 @@ class ConvertPlan:
             fields=self.pixel_rows,
         )
         names = sum(utf8(texts).nbytes for texts in (catalog.label_names or (), catalog.split_names))
-        return replace(
-            structure,
-            metadata_bytes=plan_metadata(
-                self.chunks.count, structure, names, 2 * (len(catalog.fields) + len(catalog.pixel_fields)) + 1
-            ),
-        )
+        datasets = 2 * (len(catalog.fields) + len(catalog.pixel_fields)) + 1
+        return replace(structure, metadata_bytes=plan_metadata(self.chunks.count, structure, names, datasets))
 
     @property
     def file_bytes(self) -> int:
@@ -285,10 +278,7 @@ class ConvertPlan:
         return self.catalog.reject(int(self.row_order.origins[row]), reason)
 
     def all_rejects(self, reasons: Mapping[int, str]) -> list[Reject]:
-        """Return the planned rejects and those found while decoding, sorted by name.
-
-        `reasons` says why images were rejected while decoding, by planned row.
-        """
+        """Return the planned rejects and those found while decoding (`reasons`, by planned row), sorted by name."""
         rejects = [*self.rejects, *(self.reject(row, reason) for row, reason in reasons.items())]
         return sorted(rejects, key=lambda reject: (reject.name, reject.reason))
 
@@ -400,10 +390,7 @@ class PlannedRows:
 
 
 def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> PlannedRows:
-    """Return which images become rows, their splits, and their order.
-
-    Raises NoImagesError if no image is usable, and with `strict`, RejectedImageError if any image is rejected.
-    """
+    """Return the images that become rows, in order; raises NoImagesError, and RejectedImageError if `strict`."""
     rejects = [*catalog.rejects]
     rejects += [catalog.reject(index, reason) for index, reason in sorted(survey.reasons.items())]
     if options.strict and rejects:
@@ -434,10 +421,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
 
 
 def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
-    """Return the plan of a conversion to pixels.
-
-    Raises the errors of `plan_rows`, and SizesDifferError if the images differ in size and `size` is not given.
-    """
+    """Return the plan of a conversion to pixels; raises as `plan_rows`, and SizesDifferError without `size`."""
     rows = plan_rows(source, catalog, survey, options)
     height, width = options.size or _common_size(source, catalog, survey, rows.usable)
     return ConvertPlan(

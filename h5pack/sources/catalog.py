@@ -1,7 +1,6 @@
 """The catalog of a source: a list of its images with labels and splits, made before the images are read.
 
-Afterwards, the survey (`h5pack.pack.survey`) reads the headers of all images. It finds the images' sizes, and rejects
-files that are not images.
+Afterwards, the survey reads the headers of all images. It finds their sizes, and rejects files that are not images.
 """
 
 from __future__ import annotations
@@ -175,8 +174,7 @@ class SourceReader:
     def read(self, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
         """Return image `index`, either as the bytes of its file or as pixels, uint8 (h, w, 1 or 3).
 
-        Raise OSError or SourceError if the storage fails. Raise RejectedImageError, whose text is the reason, if the
-        image is unreadable.
+        Raise OSError or SourceError if the storage fails, RejectedImageError (its text says why) for a damaged image.
         """
         raise NotImplementedError
 
@@ -226,10 +224,7 @@ class SourceReader:
         """Announce the images that will be read next, in this order, so that the reader can prefetch them."""
 
     def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """Return a group number for each image, int64 (n,), or None if grouping does not speed up reading.
-
-        Images of the same group, such as a chunk or row group, are cheaper to read together.
-        """
+        """Return a group number for each image, int64 (n,), or None if reading a group together is not faster."""
         return None
 
     def take(self, indices: npt.NDArray[np.int64]) -> SourceReader:
