@@ -88,7 +88,7 @@ class MixingReport:
 
     @property
     def advice(self) -> str:
-        """One sentence that says whether the window is large enough, and what to do if not."""
+        """One sentence that says whether the window is large enough and what to do if not, or why this is unknown."""
         window, enough = self.window, self.enough_window
         asked = next(order for order in self.orders if order.window == window)
         if self.allowed_distance is None:

@@ -1,4 +1,4 @@
-"""The readers of the cases: H5Loader, h5py, single rows, and a DataLoader's workers."""
+"""The code that reads the file in a benchmark case: H5Loader, h5py, single rows, or a DataLoader with workers."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _cache_reason(workload: Workload, cache: str) -> str:
         return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."
     state = f"Judged with the page cache {_CACHE_WORDS[cache]}"
     other = _CACHE_WORDS["cold" if cache == "hot" else "hot"]
-    return f"{state}: a {other} one fits a training better ({sizes}), but was not measured."
+    return f"{state}, although in a training it would be {other} ({sizes}): that case was not measured."
 
 
 def missing(

@@ -225,7 +225,7 @@ class Combination:
 
 
 def _tables_at(merged: Catalog, order: Rows) -> Catalog:
-    """Return the tables of the rows `order` of `merged`, with the same reader."""
+    """Return `merged` with the rows of all its tables chosen and ordered by `order`; the reader stays as it is."""
     return replace(
         merged,
         names=merged.names.take(order),

@@ -140,7 +140,7 @@ class Pipeline(BackgroundThreads):
             self._done.put(error)
             self.stop()
         if pool.pinned and self._planned and not self._is_batchwise(self._planned[0]):
-            # Batches of such groups are opened together, under the lock. Pinning takes long and would stop all threads.
+            # Pin memory now: the batches of such a group are all opened while the lock is held, and pinning takes long.
             pool.prepare()
         readers = {f"read_{number}": partial(self._guarded, self._work) for number in range(num_threads)}
         self.start(idle, **readers, plan=partial(self._guarded, self._plan_ahead))

@@ -103,7 +103,7 @@ class SamplerIterator(Iterator[Item]):
         raise StopIteration
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last item of this iteration."""
+        """Return the state after the item that this iteration has just returned."""
         return self._cursor.state_of(self._iteration)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -116,8 +116,8 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
         self._finalizer = self.thread.stop_with(self)
 
     def __next__(self) -> FetchedBatch:
-        # `_consumed` was recorded at the last request: it is the event after the work on the batch before the last
-        # delivered one. By now, the consumer has also queued its work on the last delivered batch.
+        # The previous call recorded `_consumed`: the device reaches it after the work on the batch before the last one.
+        # By now, the consumer has queued its work on the last batch, too, so the next event is recorded below.
         self.thread.release(self._consumed)
         self._consumed = self._copier.consumed() if self._delivered else None
         while self._end is None and len(self._launched) <= self._prefetch_factor:

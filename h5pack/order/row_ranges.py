@@ -22,8 +22,8 @@ class EpochRows(Protocol):
     count: int  # number of rows; a row that is drawn several times counts each time
     chunk_count: int  # chunks that contain at least one row of the epoch
     chunk_rows: int  # rows per chunk of the file
-    # Pairs (chunk, number of rows by which it is shorter than `chunk_rows`, possibly 0). All other chunks have
-    # `chunk_rows` rows. None: chunks may have any length; `chunk_lengths` returns the lengths.
+    # Pairs (chunk, number of rows that it lacks, possibly 0); the numbers of a chunk in several pairs add up. All other
+    # chunks have `chunk_rows` rows. None: chunks may have any length; `chunk_lengths` returns the lengths.
     short_chunks: list[tuple[int, int]] | None
 
     def chunk_lengths(self) -> Rows:

@@ -102,10 +102,9 @@ class WeightedRows:
     def row_edges(self, chunks: Rows, offset: int) -> tuple[Rows, Rows, Rows]:
         """Return (positions, edges, counts) for the rows of `chunks`, int64 (c,).
 
-        `positions`, (n,), are the positions of these rows in the `RowSet`. `edges`, (n,), are the numbers of draws from
-        the start of the line to the end of each row. `counts`, (c,), are the numbers of rows in each chunk. `offset` is
-        the epoch's random offset, at least 0 and below the line's length in units; the first point is at
-        ``offset / count`` units.
+        `positions`, (n,), are the positions of these rows in the `RowSet`. `edges`, (n,), are the numbers of draws up
+        to and including each row. `counts`, (c,), are the numbers of rows in each chunk. `offset` is the epoch's random
+        offset: the first point on the line of weights is at ``offset / count`` units (see the module's docstring).
         """
         starts = self.rows.chunk_starts(chunks)
         counts = self.rows.chunk_starts(chunks + 1) - starts

@@ -155,7 +155,7 @@ class PackTables:
     rejects: list[Reject] = field(default_factory=list)
     encoded: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # offsets and sizes of encoded images, by path
     encoded_masks: Sequence[EncodedMasks] = ()
-    pixel_checksums: tuple[npt.NDArray[np.uint32], ...] = ()  # like `checksums`, for each field of the structure
+    pixel_checksums: tuple[npt.NDArray[np.uint32], ...] = ()  # `checksums` of each field in `FileStructure.fields`
 
     @property
     def all_checksums(self) -> tuple[npt.NDArray[np.uint32], ...]:
@@ -172,10 +172,10 @@ def write_structure(
 ) -> Addresses:
     """Write a file without pixels, and return the byte offset of each chunk.
 
-    Without `tables`, the file is marked as incomplete. `planned_rows` is the number of rows of the first structure. If
-    there are fields, every dataset gets chunks for this number of rows before it is shortened to `rows`, because its
-    chunks follow those of the previous dataset and must keep their addresses. Raises OSError if the file cannot be
-    written (ENOSPC if the disk is full).
+    Without `tables`, the file is marked as incomplete. If images were rejected, the structure is written again for
+    fewer rows, and `planned_rows` is the first number. With fields, each dataset then gets chunks for `planned_rows`
+    rows before it is shortened to `rows`. So all chunks keep their addresses, although datasets follow each other in
+    the file. Raises OSError if the file cannot be written (ENOSPC if the disk is full).
     """
     path.unlink(missing_ok=True)
     with system_errors(), create_file(path, structure) as file:

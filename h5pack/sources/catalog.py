@@ -385,7 +385,7 @@ class Catalog:
     fields: dict[str, FieldValues] = field(default_factory=dict)  # by field name: array (M, ...), or M ragged rows
     pixel_fields: tuple[PixelField, ...] = ()
     rejects: tuple[Reject, ...] = ()  # found before the survey, e.g. images without a mask or a row in a table
-    ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files by category (`NameFilter.refusal`)
+    ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files or samples, by category
     notes: tuple[Note, ...] = ()
     # Height and width of each image as stated by its annotations, int32 (M, 2); 0 if unknown. None if all are unknown.
     annotated_sizes: npt.NDArray[np.int32] | None = None

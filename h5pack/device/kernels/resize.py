@@ -25,7 +25,7 @@ from h5pack.images.crops import RandomResizedCrop
 _TAP_BLOCK = 128
 _ROWS, _COLUMNS, _WARPS = 32, 64, 2
 """A thread computes 32 values of a tile, which share the work for their row or column. It needs 168 registers."""
-# What to shift by after the first axis and at the end, and the halves that make the shifts round.
+# Sums are shifted right by these numbers of bits: after the first axis, and at the end. The halves make them round.
 _SHIFT, _LAST_SHIFT = tl.constexpr(WEIGHT_BITS - KEPT_BITS), tl.constexpr(WEIGHT_BITS + KEPT_BITS)
 _HALF, _LAST_HALF = tl.constexpr(1 << (_SHIFT.value - 1)), tl.constexpr(1 << (_LAST_SHIFT.value - 1))
 _UNIT_BITS = tl.constexpr(WEIGHT_BITS)
