@@ -105,7 +105,7 @@ def compress_chunk(values: npt.NDArray[Any], compression: Compression) -> bytes:
 
 @dataclass(frozen=True)
 class CompressTask:
-    """A chunk of the images or of a field in ``OUT.partial`` to compress; its rows are in their final order."""
+    """One chunk to compress, of the images or of a field in ``OUT.partial``; its rows have their final order."""
 
     path: str
     start: int  # the chunk's first row
@@ -133,7 +133,7 @@ def compress_rows(task: CompressTask) -> tuple[int, bytes]:
     if not np.array_equal(row_checksums(rows), task.checksums):
         raise H5PackError(
             f"{task.path}: {describe_task(task)} of the file do not match their checksums; check the disk, then run "
-            "again with resume=True, or with finish=True if that was given",
+            "again with resume=True, or with finish=True if this run had it",
             path=task.path,
             rows=range(task.start, task.start + len(task.checksums)),
             parameters=("resume=True",),

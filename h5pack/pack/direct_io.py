@@ -4,7 +4,8 @@ A buffered write copies every byte into the page cache, which takes CPU time tha
 measured on one virtual machine, where a direct write (O_DIRECT) took 0.02. Buffered writes also evict other files from
 the cache in favour of an output that may be far larger than memory. Direct writes must start and end on 4,096-byte
 boundaries in the file and in memory, so the first and last partial page of contiguous rows are written with buffered
-writes. Two writers can share only these pages. A background thread writes while the next images are decoded.
+writes. Two writers can share only these pages. With direct I/O, a background thread writes while the next images are
+decoded.
 """
 
 from __future__ import annotations
@@ -72,18 +73,18 @@ class RowFile:
     def begin_rows(self, offsets: npt.NDArray[np.int64], row_bytes: int) -> RowBuffer:
         """Return a buffer for rows at ascending byte `offsets`, int64 (n,).
 
-        There is memory for two buffers, so first call `wait` on all earlier buffers except the last one.
+        There is memory for two buffers, so first call `wait` on all earlier buffers except the most recent one.
         """
         if int(offsets[-1] - offsets[0]) == (len(offsets) - 1) * row_bytes:
             return ContiguousRows(self, int(offsets[0]), len(offsets), row_bytes)
         return ScatteredRows(self, offsets, row_bytes)
 
     def begin_bytes(self, offset: int, size: int) -> RowBuffer:
-        """Return a buffer for `size` bytes at byte `offset`; its `ready` takes a number of bytes."""
+        """Return a buffer for `size` bytes at byte `offset`; its `ready` counts bytes, not rows."""
         return ContiguousRows(self, offset, size, 1)
 
     def next_memory(self, size: int) -> mmap.mmap:
-        """Return at least `size` bytes of memory that is not being written."""
+        """Return at least `size` bytes of memory that no pending write uses."""
         self._memory.reverse()
         if len(self._memory[0]) < size:
             self._memory[0] = huge_page_memory(size)
@@ -113,7 +114,7 @@ class ContiguousRows(RowBuffer):
 
     def __init__(self, file: RowFile, start: int, rows: int, row_bytes: int) -> None:
         self._start, self._size = start, rows * row_bytes
-        # Place the rows at the same offset within a page as in the file, because direct writes need both aligned.
+        # Give the rows the same offset within a page in memory as in the file, because direct writes need both aligned.
         skew = start % _PAGE if file.direct is not None else 0
         buffer = np.frombuffer(file.next_memory(skew + self._size), np.uint8, self._size, skew)
         super().__init__(file, buffer, range(0, self._size, row_bytes), row_bytes)
@@ -155,7 +156,7 @@ class ScatteredRows(RowBuffer):
 
     def __init__(self, file: RowFile, offsets: npt.NDArray[np.int64], row_bytes: int) -> None:
         self._direct = file.direct is not None and row_bytes >= _MIN_DIRECT_ROW_BYTES
-        # Place each row at the same offset within a page as in the file, because direct writes need both aligned.
+        # Give each row the same offset within a page in memory as in the file, because direct writes need both aligned.
         stride = -(-(row_bytes + _PAGE) // _PAGE) * _PAGE if self._direct else row_bytes
         starts = np.arange(len(offsets)) * stride + (offsets % _PAGE if self._direct else 0)
         buffer = np.frombuffer(file.next_memory(len(offsets) * stride), np.uint8)

@@ -256,7 +256,7 @@ def _tasks(plan: KeptPlan, job: EncodeJob, indices: npt.NDArray[np.int64], num_w
 
 @dataclass(frozen=True)
 class _CheckTask:
-    """Images in a temporary file to check: (n,), dtype `ENCODED_IMAGE`."""
+    """The encoded images, (n,), dtype `ENCODED_IMAGE`, to check in the temporary file `path`."""
 
     path: str
     images: npt.NDArray[Any]

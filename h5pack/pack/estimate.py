@@ -31,7 +31,7 @@ _MAX_SAMPLE = 4_096
 _SAMPLE_PART = 8
 _TASK_BYTES = 512 * 1024  # far above gzip's window of 32 KiB, so that compression is as fast as with whole chunks
 _MAX_TASK_IMAGES = 256
-# Times of writing and journaling rows, writing the tables, and the last flush; measured with rows of 3 and 116 KB.
+# Times of writing and journaling rows, writing the tables, and the final flush; measured with rows of 3 and 116 KB.
 _WRITE_SECONDS_PER_ROW, _WRITE_SECONDS_PER_BYTE = 5e-6, 3e-10
 _TABLE_SECONDS_PER_ROW, _FLUSH_SECONDS = 5e-6, 0.1
 # Time that this process needs to receive compressed chunks from its workers and to store them.
@@ -100,7 +100,7 @@ def table_seconds(rows: int) -> float:
 
 
 def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
-    """Yield the catalog indices of the images of each task, in random order.
+    """Yield one list of catalog indices per task, in random order.
 
     If the source has groups, such as chunks, each task has at most 256 images of one group, because reading one image
     of a group takes as long as reading all of them.

@@ -1,4 +1,4 @@
-"""The HDF5 structure around the pixels: a file whose chunks have addresses but no content, and all other datasets.
+"""The HDF5 structure around the pixels: chunks with addresses but without content, and all other datasets.
 
 The datasets beside the images (labels, fields, file names, splits, checksums, statistics, rejects) are called tables.
 
@@ -95,7 +95,7 @@ class FileStructure:
     compat: bool  # whether HDF5 1.8 must be able to read the file
     attributes: dict[str, str]  # text attributes of the root group, known before the first pixel is written
     compression: Compression | None = None  # of the chunks; `write_structure` ignores it
-    metadata_bytes: int = 0  # upper bound for both times that the structure is written; see `plan_metadata`
+    metadata_bytes: int = 0  # upper bound of the size of all HDF5 metadata; see `plan_metadata`
     fields: tuple[PixelRows, ...] = ()
 
     @property
@@ -130,7 +130,7 @@ def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datas
 
     `names_bytes` is the size of the names of classes and splits. `datasets` is the number of datasets of labels and
     fields; a ragged field has two. Per chunk, HDF5 2.0 needs 8.2 bytes in an extensible array, 16.5 if chunks are
-    filtered, and 65 in the B-tree of `compat`.
+    filtered, and 65 in a B-tree (with `compat`).
     """
     per_chunk = 67 if structure.compat else 20 if structure.compression else 9
     texts = sum(len(value.encode()) for value in structure.attributes.values())
@@ -140,7 +140,7 @@ def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datas
 
 @dataclass(frozen=True)
 class PackTables:
-    """The data of a pack's tables: all datasets except those of pixels.
+    """The data of a pack's tables, which are all datasets that do not contain pixels.
 
     Labels, fields, filenames and checksums have one entry per row of the complete pack, in the order of its rows.
     """
@@ -151,7 +151,7 @@ class PackTables:
     filenames: Sequence[str] | NameTable
     splits: Sequence[tuple[str, int, int]]  # name, first row and end row (exclusive) of each split
     checksums: npt.NDArray[np.uint32]  # (N,): CRC-32 of each image row
-    statistics: dict[str, Any]  # mean, std: float64 (C,), 0 to 1; rows, step, split: the sample
+    statistics: dict[str, Any]  # mean, std: float64 (C,), 0 to 1; rows, step, split: the sampled rows
     rejects: list[Reject] = field(default_factory=list)
     encoded: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # offsets and sizes of encoded images, by path
     encoded_masks: Sequence[EncodedMasks] = ()
@@ -164,7 +164,7 @@ class PackTables:
 
 
 Addresses = tuple[npt.NDArray[np.int64], ...]
-"""The byte offsets of chunks, (chunks,), first of the images, then of each field that is chunked like them."""
+"""For the images, and for each field that is chunked like them: byte offset of each chunk, int64 (chunks,)."""
 
 
 def write_structure(
@@ -172,10 +172,10 @@ def write_structure(
 ) -> Addresses:
     """Write a file without pixels, and return the byte offset of each chunk.
 
-    Without `tables`, the file is marked as incomplete. If images were rejected, the structure is written again for
-    fewer rows, and `planned_rows` is the first number. With fields, each dataset then gets chunks for `planned_rows`
-    rows before it is shortened to `rows`. So all chunks keep their addresses, although datasets follow each other in
-    the file. Raises OSError if the file cannot be written (ENOSPC if the disk is full).
+    Without `tables`, the file is marked as incomplete. `planned_rows` is the number of rows before images were
+    rejected. If there are fields, each dataset first gets chunks for `planned_rows` rows, and is then shortened to
+    `rows`, so that the chunks of the datasets that follow keep their addresses. Raises OSError if the file cannot be
+    written (ENOSPC if the disk is full).
     """
     path.unlink(missing_ok=True)
     with system_errors(), create_file(path, structure) as file:
@@ -219,7 +219,7 @@ def _table_bytes(tables: PackTables) -> int:
 
 
 def copy_structure(path: Path, target: int, addresses: Addresses, structure: FileStructure) -> None:
-    """Move a file written by `write_structure`, except its chunks, into the open file `target`; set its size."""
+    """Move a file from `write_structure`, except its chunks, into the open file `target`; set the size of `target`."""
     source = os.open(path, os.O_RDONLY)
     sizes = np.repeat(structure.all_chunk_bytes, [len(some) for some in addresses])
     starts = np.concatenate(addresses)
@@ -239,7 +239,7 @@ def copy_structure(path: Path, target: int, addresses: Addresses, structure: Fil
 def write_compressed(
     path: Path, structure: FileStructure, rows: int, tables: PackTables, chunks: Iterable[bytes]
 ) -> None:
-    """Write a compressed pack from `chunks`, those of one dataset after another; errors as in `write_structure`."""
+    """Write a compressed pack from its `chunks`, one dataset after another; raises as `write_structure`."""
     with system_errors(), create_file(path, structure) as file:
         _reserve(path, 0, structure.metadata_bytes)
         datasets = [_create_images(file, structure, rows, structure.compression)]
@@ -299,7 +299,7 @@ def create_file(path: Path, structure: FileStructure) -> h5py.File:
     if structure.metadata_bytes:
         # HDF5 allocates all metadata in this block until the block is full. Without it, parts of the chunk index would
         # lie between chunks, and the distance between chunks would vary. HDF5 allocates the axis labels in 4 KiB after
-        # the block. The block is 4 KiB smaller, so that the chunks start at a whole MiB. Encoded images have no labels.
+        # the block. So the block is 4 KiB smaller, and the chunks start at a whole MiB. Encoded images have no labels.
         access.set_meta_block_size(structure.metadata_block_bytes - (_HEAP_BYTES if structure.row_shape else 0))
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     # No other process opens this file, and HDF5's file locking fails on some network file systems.
@@ -484,7 +484,7 @@ def _create_small(group: h5py.Group, name: str, values: npt.NDArray[Any]) -> Non
 
 
 def _create_names(file: h5py.File, path: str, names: Sequence[str] | NameTable) -> None:
-    """Write names as fixed-length strings with gzip: 20,000 are read in 0.9 ms, of variable length in 12.5 ms."""
+    """Write names as fixed-length strings with gzip: 20,000 are read in 0.9 ms; variable length would take 12.5 ms."""
     width = max(1, max((len(name.encode("utf-8", "backslashreplace")) for name in names), default=1))
     rows = max(1, min(len(names), _TABLE_CHUNK_BYTES // width))
     kind = h5py.string_dtype("utf-8", width)

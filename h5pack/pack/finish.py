@@ -153,7 +153,7 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
 
 
 class RowCounts(Protocol):
-    """The number of rows that a file was allocated for, and the length of its images dataset for fewer rows."""
+    """The planned number of rows of a file, and the length of its images dataset if only some are packed."""
 
     @property
     def rows(self) -> int: ...
@@ -296,7 +296,7 @@ def is_sound(
     addresses: Addresses | None = None,
     compression: Compression | None = None,
 ) -> bool:
-    """Return whether a pack is complete and has the `expected` datasets, as a reader sees it.
+    """Open a pack as a reader does; return whether it is complete and has the `expected` datasets.
 
     `addresses` are the expected byte offsets of the chunks; None accepts any. `compression` is the filter to load.
     """

@@ -143,7 +143,7 @@ def read_encoded(encoded: EncodedFile, size: int) -> bytes:
 
 
 class RowResults:
-    """The results of all planned rows, collected from the records of interrupted runs and of this one."""
+    """The results of all planned rows, collected from the records of this run and of interrupted runs."""
 
     def __init__(self, rows: int, channels: int, fields: int = 0) -> None:
         self.packed: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)
@@ -188,7 +188,7 @@ class Record(Protocol):
 class JournalWriter:
     """A writer that appends records to a new file in the journal `folder`, and keeps that file locked until closed.
 
-    `prefix` is the kind of the records: those of rows, or those of `h5pack.pack.encode`. A `durable` writer, for
+    `prefix` says what the records describe: rows, or the images of `h5pack.pack.encode`. A `durable` writer, for
     several machines, marks tasks with `begin` and `end` instead of locking its file. If `path` is given, the writer
     appends to that file, which an earlier task created.
     """
@@ -278,7 +278,7 @@ class Journal:
         return (RowRecord.decode(payload) for _, payload in self.payloads(_ROWS))
 
     def payloads(self, prefix: str) -> Iterator[tuple[Path, bytes]]:
-        """Yield the file and the payload of each intact record of the writers with this `prefix`, without marks."""
+        """Yield the path and the payload of each intact record in the files ``prefix-*.log``; marks are skipped."""
         for path in sorted(self.folder.glob(f"{prefix}-*.log")):
             _wait_for_writer(path)
             for magic, payload in _intact(path):
@@ -317,7 +317,7 @@ class Journal:
 
 
 class SurveyJournal:
-    """``OUT.partial.survey``: the results of a survey, from which a resumed run continues it. A context manager.
+    """``OUT.partial.survey``: saved results, so that a resumed run can continue its survey. A context manager.
 
     The first record is `identity`, which says what the results belong to. The file is created once the survey has taken
     10 seconds, with all results so far. It is removed when the journal of rows begins, or when the run ends, unless the

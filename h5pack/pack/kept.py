@@ -56,7 +56,7 @@ class EncodedPlaces:
         self.fields = [EncodedPlaces(images) for _ in range(fields)]
 
     def add(self, path: str, images: npt.NDArray[Any]) -> None:
-        """Add images and masks, (n,), dtype `ENCODED_IMAGE`, in the temporary file `path`."""
+        """Add the locations of images and masks, (n,), dtype `ENCODED_IMAGE`, in the temporary file `path`."""
         if path not in self.paths:
             self.paths.append(path)
         own = images[images["field"] < 0]
@@ -216,7 +216,7 @@ class KeptPlan(ConvertPlan):
     def needed_bytes(self) -> int:
         """See `ConvertPlan`; images that are encoded need space twice, and their sizes are estimates."""
         needed = super().needed_bytes + int(self.jpeg_bytes[self.needs_encoding].sum())
-        # The masks in the pack and in the file of tables are counted already, but not those in the temporary files.
+        # The masks in the pack and in the file of tables are counted already, but not the copies in temporary files.
         return needed + self._mask_bytes
 
     @property

@@ -253,10 +253,10 @@ class ConvertOptions:
         values = dataclasses.asdict(self)
         for name in ("root", "strict", "num_workers", "start_method", "io", "overwrite", "resume", "part", "finish"):
             del values[name]
-        # Store this option as "source", as packs and journals of version 0.1 do.
+        # Store `source_kind` as "source", as packs and journals of version 0.1 do.
         values = {"source": values.pop("source_kind"), **values}
         values["compression"] = NONE if self.filter is None else self.filter.name
-        # Leave out later options at their defaults, so that packs that do not use them keep the same bytes.
+        # Leave out later options at their defaults, so that the text stored in packs without them stays the same.
         for name in _LATER:
             if values[name] == getattr(ConvertOptions, name):
                 del values[name]
@@ -323,7 +323,7 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 
 
 def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:
-    """Return height and width in pixels, from one number for a square, a pair, or text such as "218x178"."""
+    """Return height and width in pixels, from a pair, text such as "218x178", or one number for a square."""
     pair: tuple[object, ...]
     if isinstance(size, str):
         match = re.fullmatch(r"(\d+)(?:[xX×](\d+))?", size.strip())

@@ -110,7 +110,7 @@ class Output:
     def check(self, options: ConvertOptions, count_parts: Callable[[], int] = int, *, resumable: bool = True) -> None:
         """Raise if the conversion could not finish: the folder is not writable, or an existing file is in the way.
 
-        Without `resumable`, an interrupted run cannot be continued, so errors recommend to start over. `count_parts`
+        Without `resumable`, an interrupted run cannot be continued, so errors recommend starting over. `count_parts`
         returns the number of parts of an array job that has begun, or 0. A part may continue only an array job, and no
         other unfinished conversion.
         """

@@ -43,7 +43,7 @@ class RowOrder:
 
     @classmethod
     def of_splits(cls, origins: list[Rows]) -> RowOrder:
-        """Create the order from the origins of the rows of each split."""
+        """Create the order from one array of row origins per split."""
         lengths = [len(some) for some in origins]
         joined = origins[0] if len(origins) == 1 else np.concatenate(origins)
         return cls(joined, np.cumsum([0, *lengths], dtype=np.int64))
@@ -170,7 +170,7 @@ class ConvertPlan:
         return RowOffsets(addresses, self.chunks.rows, self.row_bytes)
 
     def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
-        """Return the location of each image, int64 (n,), in the temporary files; None if it is in none of them."""
+        """Return each image's location in the temporary files, or None; `indices`, int64 (n,), are catalog indices."""
         return [None] * len(indices)
 
     @property
@@ -216,7 +216,7 @@ class ConvertPlan:
         return [*range(0, self.rows, chunks * self.chunks.rows), self.rows]
 
     def source_groups(self, rows: Rows) -> Rows | None:
-        """Return the group number of the image in each row, or None; see `SourceReader.groups`."""
+        """Return the group number of each row's image, or None; see `SourceReader.groups`."""
         return self.catalog.reader.groups(self.row_order.origins[rows])
 
     @property
@@ -421,7 +421,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
 
 
 def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
-    """Return the plan of a conversion to pixels; raises as `plan_rows`, and SizesDifferError without `size`."""
+    """Return the plan of a conversion to pixels; raises as `plan_rows`, or SizesDifferError if `size` must be given."""
     rows = plan_rows(source, catalog, survey, options)
     height, width = options.size or _common_size(source, catalog, survey, rows.usable)
     return ConvertPlan(

@@ -37,7 +37,7 @@ _CHECK_BYTES = 8 * 1024 * 1024
 
 
 def identity(plan: ConvertPlan) -> dict[str, Any]:
-    """Return the properties, besides the images' fingerprints, that must be equal for a run to resume another."""
+    """Return the properties that, besides the images' fingerprints, must be equal in a resumed run."""
     return {
         "h5pack": __version__,
         "options": plan.options.content(),
@@ -194,7 +194,7 @@ class UnfinishedPack:
         check: bool,
         rows: npt.NDArray[np.int64] | None = None,
     ) -> RowResults:
-        """Return the results of the rows that the journal records. All other rows must be written again.
+        """Return the results of the rows that the journal records. All other rows must still be written.
 
         With `check`, the results of rows whose bytes do not match their checksums are discarded. If `rows` are given,
         only these are checked.
@@ -216,7 +216,7 @@ class UnfinishedPack:
         rows: npt.NDArray[np.int64],
         checksums: Sequence[npt.NDArray[np.uint32]],
     ) -> list[int]:
-        """Return those of `rows`, ascending, whose bytes in any dataset do not match their checksums.
+        """Return, in ascending order, the `rows` whose bytes in any dataset do not match their checksums.
 
         `checksums` has an array, indexed by row, for the images and for each field that is chunked like them.
         """

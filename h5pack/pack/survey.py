@@ -53,7 +53,7 @@ class Survey:
     # Size of each JPEG file in bytes; 0 for other images. Only surveyed if files are kept.
     jpeg_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     mask_dtypes: list[str] = field(default_factory=list)  # for each field of masks: the dtype of its widest mask
-    orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # of Exif, 1 to 8
+    orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # in Exif, 1 to 8
     fields: list[dict[str, Any] | None] = field(default_factory=list)  # of each sample; empty without labels
 
     def add(self, start: int, part: Survey, columns: tuple[str, ...]) -> None:
@@ -332,7 +332,7 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
 
 
 def _with_masks(reader: SourceReader, image: SurveyedImage, index: int, task: _Task) -> tuple[SurveyedImage, list[str]]:
-    """Return an image whose fingerprint covers its masks and further images, and the dtypes of these.
+    """Return `image` with a fingerprint that covers its masks and further images, and the dtype of each of these.
 
     Raises RejectedImageError if a mask differs from the image in size; without `resize`, also if a further image does.
     If the image may have an Exif orientation, a mask turned by 90 degrees is accepted here, and checked when decoded.

@@ -64,7 +64,7 @@ class RowGroup:
     indices: list[int]  # catalog index of each row's image
     names: list[str]
     decode_paths: list[int]  # `DecodePath` of each row's image
-    sampled: list[int]  # positions in `rows` of the rows that the channel statistics use
+    sampled: list[int]  # which rows the channel statistics use: positions in `rows`
     # For each field that is chunked like the images: byte offset of each row, int64 (n,), and name of each row's mask
     field_offsets: list[npt.NDArray[np.int64]]
     field_names: list[list[str]]
@@ -85,7 +85,7 @@ class WriteTask:
 def write_tasks(
     plan: ConvertPlan, job: WriteJob, offsets: Sequence[RowOffsets], missing: npt.NDArray[np.int64], num_workers: int
 ) -> Iterator[WriteTask]:
-    """Yield enough tasks to keep all workers busy, which write the `missing` rows, int64 (n,), ascending.
+    """Yield tasks that write the `missing` rows, int64 (n,), ascending: enough tasks to keep all workers busy.
 
     `offsets` are the row offsets of the images, and of each field that is chunked like them.
     """
@@ -396,7 +396,7 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
 
 
 def read_image(reader: SourceReader, index: int, name: str, field: int | None = None) -> bytes | npt.NDArray[np.uint8]:
-    """Return an image, or with a field's number as `field`, the image's mask or further image of that field.
+    """Return an image or, if `field` is the number of a field, the image's mask or further image in that field.
 
     Raises SourceError if storage fails.
     """
