@@ -136,7 +136,7 @@ def compress_rows(task: CompressTask) -> tuple[int, bytes]:
             "again with resume=True, or with finish=True if this run had it",
             path=task.path,
             rows=range(task.start, task.start + len(task.checksums)),
-            parameters=("resume=True",),
+            parameters=("resume=True", "finish=True"),
         )
     return len(rows), compress_chunk(chunk, task.compression)
 

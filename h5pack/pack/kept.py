@@ -302,17 +302,18 @@ def copy_seconds(plan: KeptPlan, num_workers: int) -> float:
     sampled = len(sampled_rows(*statistics_range(plan, plan.row_order), encoded=True))
     seconds = 0.0
     plan.catalog.reader.begin(origins)
-    with strict_pillow(), contextlib.suppress(OSError, RejectedImageError):
+    with strict_pillow():
         for index in origins:
             begin = time.perf_counter()
-            data = plan.catalog.reader.read(index, plan.catalog.names[index])
-            # Writing takes about as long as reading.
-            seconds += 2 * (time.perf_counter() - begin) * plan.rows
-            begin = time.perf_counter()
-            if not plan.fits[index]:
-                data, _, _ = encoder.encode(data, int(plan.decode_paths[index]))
-                seconds += (time.perf_counter() - begin) * plan.rows
-            elif isinstance(data, bytes):
-                encoded_sums(data)
-                seconds += (time.perf_counter() - begin) * sampled
+            with contextlib.suppress(OSError, RejectedImageError):
+                data = plan.catalog.reader.read(index, plan.catalog.names[index])
+                # Writing takes about as long as reading.
+                seconds += 2 * (time.perf_counter() - begin) * plan.rows
+                begin = time.perf_counter()
+                if not plan.fits[index]:
+                    data, _, _ = encoder.encode(data, int(plan.decode_paths[index]))
+                    seconds += (time.perf_counter() - begin) * plan.rows
+                elif isinstance(data, bytes):
+                    encoded_sums(data)
+                    seconds += (time.perf_counter() - begin) * sampled
     return seconds / len(origins) / num_workers

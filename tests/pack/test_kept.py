@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -24,9 +25,10 @@ from h5pack.errors import (
     SourceError,
 )
 from h5pack.images.encode import JpegEncoder
-from h5pack.pack import writer
+from h5pack.pack import kept, writer
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.kept import plan_data_chunks
+from h5pack.sources.catalog import FileReader
 from tests.crashing import convert_in_child, convert_until_held, distinct_steps, gone, interrupt, leftovers
 from tests.makers import hdf5_file, pixels, quick, save, truncate
 from tests.read.encoded_files import decoded, encode, write_encoded
@@ -260,6 +262,24 @@ def test_a_dry_run_says_how_many_bytes_are_kept(source: Path, tmp_path: Path) ->
         assert 0 < conversion.estimate_seconds() < 60
         report = conversion.run()
     assert os.path.getsize(tmp_path / "o.h5") == report.bytes <= plan.file_bytes + (1 << 20)
+
+
+def test_the_estimate_skips_an_unreadable_image(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Conversion(source, tmp_path / "o.h5", **options()) as conversion:
+        plan = conversion.plan()
+        # A clock on which every reading and every encoding takes a second.
+        monkeypatch.setattr(kept, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+        whole = conversion.estimate_seconds()
+        reader, first = type(plan.catalog.reader), int(plan.row_order.origins[0])
+        read = reader.read
+
+        def fail(self: FileReader, index: int, name: str) -> bytes:
+            if index == first:
+                raise OSError(5, "Input/output error")
+            return read(self, index, name)
+
+        monkeypatch.setattr(reader, "read", fail)
+        assert 0.8 * whole < conversion.estimate_seconds() < whole
 
 
 @pytest.fixture(scope="module")
