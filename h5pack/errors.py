@@ -8,7 +8,7 @@
     │   ├── NoImagesError                    the source has no readable image
     │   └── SizesDifferError                 images differ in size although they must have the same size
     ├── RejectedImageError (ValueError)      one image cannot be packed (raised only with ``strict``)
-    ├── OutputExistsError (FileExistsError)  the output, or an unfinished one, already exists
+    ├── OutputExistsError (FileExistsError)  the output, finished or unfinished, already exists
     ├── OutputBusyError (BlockingIOError)    another conversion is writing this output
     ├── NoSpaceError (OSError)               the output does not fit on its file system
     ├── ResumeError (ValueError)             the interrupted conversion had other options or another source

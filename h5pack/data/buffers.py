@@ -9,11 +9,11 @@ host allocator, which reuses it after pending copies to the device have finished
 
 torch allocates new shared memory for every tensor that is sent between processes, and mapping it takes over four times
 as long as copying into it (measured: 14 ms and 3 ms for 30 MB). So each worker has a few reusable *segments* (anonymous
-memory files). The first byte of a segment's header page says whether the main process still uses it. The main process
-maps a segment for each batch, and clears that byte when the batch's last tensor is freed. A worker reuses a segment
-only if neither process uses it: the worker has no array in the segment, and the segment was not sent or its byte is
-clear. If a user's collate function changes the batch that `H5Dataset.collate` returned, the batch is sent as ordinary
-tensors, which torch copies.
+memory files). The first byte of a segment's header page says whether the main process still uses the segment. The main
+process maps a segment for each batch, and clears that byte when the batch's last tensor is freed. A worker reuses a
+segment only if neither process uses it: the worker has no array in the segment, and the segment was not sent or its
+byte is clear. If a user's collate function changes the batch that `H5Dataset.collate` returned, the batch is sent as
+ordinary tensors, which torch copies.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def unfilled_memory() -> Iterator[None]:
     """Keep torch from filling new tensors with a value. Use this for tensors that are then overwritten completely.
 
     With ``torch.use_deterministic_algorithms``, torch otherwise fills every new tensor, which takes as long as copying
-    it. The setting belongs to the process, so the last of several threads restores it.
+    it. The setting belongs to the process, so of several threads, the last to leave this context restores it.
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield
@@ -91,7 +91,7 @@ def unfilled_memory() -> Iterator[None]:
 
 
 class _Filling:
-    """The number of threads in `unfilled_memory`, and the setting before the first of them entered."""
+    """The number of threads inside `unfilled_memory`, and the value of the setting before the first thread entered."""
 
     def __init__(self) -> None:
         self.lock, self.users, self.before = threading.Lock(), 0, True
@@ -101,7 +101,7 @@ _filling = _Filling()
 
 
 class BatchMemory:
-    """The memory of a batch that is being filled: the slots `start` to ``start + rows - 1`` of a buffer.
+    """The memory of a batch that is being filled: row indices `start` to ``start + rows - 1`` of a buffer.
 
     `address` is the address of the buffer's first byte; `arrays` has an array (rows, ...) for each field, by name.
     """
@@ -123,11 +123,11 @@ class BatchMemory:
         }
 
     def part(self, start: int, rows: int) -> BatchMemory:
-        """Return the memory of `rows` slots of the same buffer; `start` counts from the first slot of this memory."""
+        """Return `rows` rows of this memory, from row index `start` on. Index 0 is this memory's first row."""
         return BatchMemory(self._base, self._pinned, self._fields, rows, self._start + start)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a field as a tensor of this memory. The tensor and its views keep the memory allocated."""
+        """Return a field as a tensor in this memory. The tensor and its views keep the memory allocated."""
         array = self.arrays[name]
         if self._pinned is None:
             return torch.from_numpy(array)
@@ -141,8 +141,8 @@ class BufferPool:
     """Allocator of memory for batches of up to `batch_rows` rows. It reuses memory after a batch's tensors are freed.
 
     `fields` are the (name, row shape, dtype) of a batch's tensors. When a batch is freed, its buffer is kept for reuse
-    unless the pool would then have more than `keep` buffers, counting those in use. `blocks`, if not None, allocates
-    memory for several batches at once.
+    unless the pool would then have more than `keep` buffers, including buffers in use. `blocks`, if not None, is a pool
+    whose buffers each hold several batches.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class BufferPool:
         # torch's allocator of pinned memory rounds sizes up to powers of two.
         self.bytes = 1 << (size - 1).bit_length() if pinned and size else -(-size // _PAGE) * _PAGE
         self.pinned = pinned
-        self._pinned_buffers = 0  # How many were allocated in advance.
+        self._pinned_buffers = 0  # Number of buffers allocated in advance.
         self._free: deque[mmap.mmap] = deque()
         self._numbers = itertools.count()
         self._watched: dict[int, weakref.ref[Any]] = {}
@@ -279,7 +279,7 @@ class SharedMemory:
         return SharedMemory, ()
 
     def batch(self, shapes: Sequence[Shape], *, share: bool = True) -> list[torch.Tensor]:
-        """Return new tensors to fill; in a worker with `share`, in shared memory if the system supports that."""
+        """Return new tensors to fill. In a worker, `share` puts them in shared memory if the system supports it."""
         if share and get_worker_info() is not None and can_share():
             return self.shared_batch(shapes)
         with unfilled_memory():
@@ -303,7 +303,7 @@ class SharedMemory:
 
 
 class SharedBatch(list[torch.Tensor]):
-    """The tensors of one batch, in a segment. When the batch is sent, the main process gets them as a plain list."""
+    """The tensors of one batch, in a `SharedSegment`. The main process receives them as a plain list."""
 
     def __init__(self, segment: SharedSegment, shapes: Sequence[Shape]) -> None:
         self._segment, self._shapes = segment, shapes
@@ -313,7 +313,7 @@ class SharedBatch(list[torch.Tensor]):
     def reduced(self, tensors: list[torch.Tensor]) -> Any:
         """Mark the segment as sent; return the function and arguments that recreate the tensors in the main process.
 
-        Return None if `tensors` are no longer those in the segment, or if the segment was sent before.
+        Return None if a tensor was replaced or reshaped since this batch was made, or if the segment was sent before.
         """
         if self._segment.sent or [_signature(tensor) for tensor in tensors] != self._signatures:
             return None

@@ -33,7 +33,7 @@ TASK_BYTES = 8 * 1024 * 1024
 the work among the threads."""
 
 _MIN_CROPS, _MAX_CROPS, _CROPPED_BYTES = 8, 64, 64 * 1024 * 1024
-"""Bounds of the number of images that one task crops, and about how many bytes of pixels these images have uncropped.
+"""Minimum and maximum number of images that one task crops, and about how many bytes their uncropped pixels take.
 
 64 crops of photos of 512 pixels take 40 ms. CPU time of one crop with two threads: 628 us in tasks of 32, 596 us in
 tasks of 64, 584 us in tasks of 128, because drawing the windows takes 0.2 to 0.5 ms per task. But larger tasks leave
@@ -53,10 +53,10 @@ OnArrival = Callable[[list[Span]], None]
 
 @dataclass(frozen=True)
 class Block:
-    """A span of a batch, or several whole batches with adjacent memory, and the rows in memory that go there.
+    """Rows to be copied from memory into one span of a batch, or into several whole batches with adjacent memory.
 
-    `rows` is int64 (n,). `found` has their locations in each field that is in the page cache. `checked` is the
-    monotonic time at which the rows were known to be in memory.
+    `rows` has the row numbers, int64 (n,). `found` has, for each field in the page cache, the locations of the rows.
+    `checked` is the monotonic time at which the rows were known to be in memory.
     """
 
     spans: list[Span]
@@ -66,7 +66,7 @@ class Block:
 
     @property
     def last(self) -> int:
-        """Number of the last batch."""
+        """Number of the last batch in `spans`."""
         return self.spans[-1][0]
 
 
@@ -90,9 +90,9 @@ class OpenBatches:
             start += rows
 
     def arrays_of(self, block: Block) -> dict[str, npt.NDArray[Any]]:
-        """Return an array for each field, by name, to which a block's rows are to be copied in the block's order."""
+        """Return the arrays, by field name, into which a block's rows are to be copied in the block's order."""
         batch, slot, _ = block.spans[0]
-        # The memory of the other batches follows that of the first.
+        # If there are several batches, their memory is adjacent, so this part of the first batch's extends over all.
         return self._memory[batch].part(slot, len(block.rows)).arrays
 
     def memory(self, batch: int) -> BatchMemory:
@@ -114,9 +114,9 @@ class OpenBatches:
 class PlannedGroup:
     """A chunk group, and the read plan of each field whose rows are read from the file directly into the batches.
 
-    If `runs` is given, all rows are in memory, and are copied in blocks (see `Block`) instead. `runs` holds the first
-    and the last row of each run of consecutive rows, two arrays int64 (n,). In this case `found` has the rows'
-    locations in each field that is in the page cache, in the order of their slots.
+    If `runs` is given, all rows are in memory, and are copied in blocks (see `Block`) instead. `runs` then holds two
+    arrays, int64 (n,): the first row and the last row of each run of consecutive rows. `found` then has, for each field
+    in the page cache, the locations of the rows, in the order in which the rows are stored in the batches.
     """
 
     group: ChunkGroup
@@ -138,7 +138,7 @@ class _Countdown:
         self._lock = threading.Lock()
 
     def run(self, work: Callable[[int, int], None], low: int, high: int) -> None:
-        """Run one task, ``work(low, high)``, and call `on_arrival` if it was the last one."""
+        """Run one task, ``work(low, high)``, and call `on_arrival` if no task is left."""
         work(low, high)
         with self._lock:
             self.tasks -= 1
@@ -150,8 +150,8 @@ class _Countdown:
 class GroupReader:
     """Factory of the tasks that fill batches with the rows of chunk groups.
 
-    `held` has all rows of some small fields by name. If `keep` is true, decoded chunks are cached for later groups and
-    epochs. ``draw_key(batches)`` returns the key of random crops, see `h5pack.data.samplers.draw_key`.
+    `held` has the small fields that are held in memory, by name. If `keep` is true, decoded chunks are cached for later
+    groups and epochs. ``draw_key(batches)`` returns the key of random crops, see `h5pack.data.samplers.draw_key`.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class GroupReader:
         return None if mapped is None else CachedRows(mapped)
 
     def plan(self, group: ChunkGroup) -> PlannedGroup:
-        """Plan the reads of a group's rows, and make the kernel start reading those that are not in the page cache."""
+        """Plan the reads of a group's rows, and make the kernel start reading rows that are not in the page cache."""
         for rows in group.upcoming:
             self._prefetch(rows)
         if self._can_gather:
@@ -192,7 +192,7 @@ class GroupReader:
         return PlannedGroup(group, self._prefetch(group.rows), {})
 
     def _prefetch(self, rows: npt.NDArray[np.int64]) -> dict[str, ScatterPlan]:
-        """Make the kernel start reading rows, and return the plan of each field whose rows can be scattered."""
+        """Make the kernel start reading rows; return a plan for each field that can be read directly into batches."""
         plans = {}
         for name in self._dataset.names:
             if self._engine.can_scatter(self._engine.indexes[name]):
@@ -205,10 +205,10 @@ class GroupReader:
         return plans
 
     def _locate(self, group: ChunkGroup) -> dict[str, RowLocations]:
-        """Return the locations of a group's rows in the fields in the page cache, in the order of their slots.
+        """Return, for each field in the page cache, the locations of a group's rows, in the order of the batches.
 
-        Computed once for many batches and mostly ascending rows, because locating the rows of each batch in several
-        files would take a third as long as copying them.
+        All rows of the group are located at once. Locating the rows of each batch separately would take a third as long
+        as copying them if there are several files.
         """
         located = {name: rows.locate(group.rows) for name, rows in self._mapped.items()}
         return {
@@ -253,7 +253,7 @@ class GroupReader:
             self._engine.count_mapped(name, *planned.runs)
         max_batches = max_rows // batch_rows if batch_rows else 0
         parts: list[list[Span]] = []
-        whole: list[Span] = []  # the last part, if another whole batch may join it
+        whole: list[Span] = []  # the newest of `parts`, if another whole batch may join it
         for batch, slot, count in planned.group.spans:
             if count == batch_rows and max_batches > 1:
                 if len(whole) in (0, max_batches):
@@ -306,7 +306,7 @@ class GroupReader:
         return addresses[group.positions].view(np.uint64)
 
     def _stage(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Copy a field's small rows of the whole group to their batches. `low` and `high` are ignored."""
+        """Copy all rows of a group to their batches, for a field with small rows. `low` and `high` are ignored."""
         if field.name == ROWS:
             values: npt.NDArray[Any] = group.rows
         elif field.name in self._held:
@@ -364,9 +364,10 @@ def _cut_rows(rows: npt.NDArray[np.int64], max_rows: int) -> list[int]:
 
 
 def _cut_runs(edges: list[int], row_bytes: int) -> list[int]:
-    """Combine runs of rows into tasks of about `TASK_BYTES`, without cutting a run; `edges` are those of the runs.
+    """Combine runs of rows into tasks of about `TASK_BYTES`, without cutting a run.
 
-    Return the index of the first run of each task, followed by the number of runs.
+    Run i has the rows ``edges[i]`` to ``edges[i + 1] - 1``. Return the index of each task's first run, followed by the
+    number of runs.
     """
     max_rows = max(1, TASK_BYTES // row_bytes)
     cuts = [0]

@@ -67,14 +67,14 @@ class BatchSource(Closeable, Dataset[Any]):
         raise NotImplementedError
 
     def read_lists(self, rows: npt.NDArray[np.int64], key: DrawKey = NO_KEY) -> list[list[Any]]:
-        """Return the values of rows of each field that is a list in a batch. Random crops are drawn from `key`."""
+        """Return, for each field that is a list in a batch, its values in `rows`. Random crops are drawn from `key`."""
         raise NotImplementedError
 
     def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:
         """Return the values of a batch or a sample in the order of `field_names`.
 
-        For a batch, `values` is what `read_batch` returns, and `lists` what `read_lists` returns. For a sample, each
-        has one row of these instead.
+        For a batch, `values` is the result of `read_batch`, and `lists` the result of `read_lists`. For a sample, each
+        element is the value of one row instead.
         """
         raise NotImplementedError
 
@@ -154,7 +154,7 @@ class SampleBatch(Sequence[Any]):
         return self._samples
 
     def _load_samples(self, rows: npt.NDArray[np.int64]) -> list[Any]:
-        """Return the samples of `rows`, the first rows of the batch: views of its tensors, or what `load` returns."""
+        """Return the samples of `rows`, the first rows of the batch. They are views of the batch or read by `load`."""
         if self._load is None:
             return self._source.split_batch(self._read(), rows, self._source.read_lists(rows, self._key))
         if not self._differ:
@@ -184,7 +184,7 @@ class SampleBatch(Sequence[Any]):
 
 
 def _collate(batch: Sequence[Any], *, collate_fn_map: dict[Any, Any] | None = None) -> Any:
-    """Collate samples: a `SampleBatch`, or a list."""
+    """Collate a `SampleBatch` or a list of samples."""
     usual = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) is torch_collate.collate_tensor_fn
     if usual and isinstance(batch, SampleBatch) and batch.untouched:
         return batch.collate()

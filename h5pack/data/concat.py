@@ -65,7 +65,7 @@ class ConcatPack(BatchSource):
             dataset.close()
 
     def joined(self) -> H5Dataset:
-        """Return one `H5Dataset` with all samples in the same order, which `H5Loader` reads.
+        """Return one `H5Dataset` with all samples in the same order, for `H5Loader`.
 
         Raises
         ------
@@ -129,7 +129,7 @@ class ConcatPack(BatchSource):
         return batch or self.datasets[0].read_batch(indices)
 
     def read_lists(self, indices: Rows, key: DrawKey = NO_KEY) -> list[list[Any]]:
-        """Return the values of samples of each field that is a list in a batch. Random crops are drawn from `key`."""
+        """Return, for each field that is a list in a batch, its values at `indices`. `key` determines random crops."""
         lists: list[list[Any]] = [[None] * len(indices) for _ in self.datasets[0].ragged]
         if lists:
             for dataset, positions, inner in self._by_dataset(indices):
@@ -145,7 +145,8 @@ class ConcatPack(BatchSource):
 
     def split_batch(self, batch: list[torch.Tensor], indices: Rows, lists: Sequence[list[Any]] = ()) -> list[Any]:
         """Return the first ``len(indices)`` samples of a batch, as `H5Dataset.split_batch` does."""
-        # Any of the datasets can split the batch, because all have the same dtypes. The last tensor has row numbers.
+        # Any of the datasets can split the batch, because all have the same dtypes. With `with_rows`, the row
+        # numbers are in the last tensor.
         rows = batch[-1].numpy()[: len(indices)] if self.datasets[0].with_rows else indices
         return self.datasets[0].split_batch(batch, rows, lists)
 

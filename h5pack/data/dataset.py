@@ -50,7 +50,7 @@ class H5Dataset(BatchSource):
         A pack (a file that h5pack wrote), or any HDF5 file with a dataset that has one sample per entry of axis 0. The
         samples are arrays of numbers or encoded images. Encoded images are the JPEG bytes that a pack keeps, or rows of
         variable-length uint8 that hold the bytes of a JPEG, PNG or other image file. They are decoded to RGB
-        (H, W, 3). A list of files, or a pattern such as ``"shards/*.h5"``, is read as one file with the rows of all.
+        (H, W, 3). A list of files, or a pattern such as ``"shards/*.h5"``, is read as one file with all their rows.
     split : str or sequence of str, optional
         Name of one of the file's splits, or names of several, whose samples follow each other in that order; None: all
         rows.
@@ -84,7 +84,7 @@ class H5Dataset(BatchSource):
     Attributes
     ----------
     splits : dict of str to range or ndarray
-        Name of each split, and its rows in the file; int64 (n,) if these are not consecutive.
+        Name of each split, and its rows in the file: a range, or an int64 array (n,) if they are not consecutive.
     classes : tuple of str or None
         Class names: label i is of class ``classes[i]``.
     columns : tuple of str or None
@@ -96,13 +96,13 @@ class H5Dataset(BatchSource):
     names : tuple of str
         Paths of the datasets that a sample consists of: images, labels, and the fields that are not in `ragged`.
     ragged : dict of str to RaggedIndex
-        Path and index of each field whose rows differ in length. In a batch these are lists.
+        Path and index of each field whose rows differ in length. In a batch these fields are lists.
     kinds : dict of str to str
         Kind of each field by its name in `field_names`: array, boxes, image, keypoints, mask, ragged, text or texts.
     field_classes : dict of str to tuple of str
         Class names of the fields that hold class numbers, such as the labels of boxes, by their names in `field_names`.
     rows : range or ndarray
-        Row number in the file of each sample; int64 (n,) if these are not consecutive.
+        Row number in the file of each sample: a range, or an int64 array (n,) if they are not consecutive.
     group_rows : int
         Number of rows of a chunk group, which is usually one chunk; samplers keep these rows together.
 
@@ -261,7 +261,7 @@ class H5Dataset(BatchSource):
         return self.samples_at(self._rows(indices), self.draw_key(indices))
 
     def samples_at(self, rows: npt.NDArray[np.int64], key: DrawKey) -> Sequence[Any]:
-        """Return the samples of `rows` of the file, int64 (n,), like `__getitems__`. `key` determines random crops."""
+        """Return the samples in `rows` of the file, int64 (n,), like `__getitems__`. `key` determines random crops."""
         if self.transform is not None or self.target_transform is not None:
             return self._load(rows, key)
         return SampleBatch(rows, self, self._load if self._encoded else None, key)
@@ -332,10 +332,10 @@ class H5Dataset(BatchSource):
         key: DrawKey = NO_KEY,
         held: Mapping[str, RaggedRows] | None = None,
     ) -> list[list[Any]]:
-        """Return the values of rows of each field in `ragged`: tensors, str or lists of str.
+        """Return, for each field in `ragged`, its values in `rows`: tensors, str or lists of str.
 
-        Boxes and keypoints move with images that are cropped; random crops are drawn from `key`. `held` has, by path,
-        fields whose `rows` were read before and are not read again.
+        Boxes and keypoints move with images that are cropped; random crops are drawn from `key`. `held` has, by
+        path, the values of fields whose `rows` were read before and need not be read again.
 
         Raises
         ------
@@ -359,7 +359,7 @@ class H5Dataset(BatchSource):
     def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:
         """Return the values of a batch or a sample in the order of `field_names`.
 
-        `values` has an element per dataset in `names`, then the row numbers; `lists` has one per field in `ragged`.
+        `values` has an element per dataset in `names`, then any row numbers; `lists` has an element per `ragged` field.
         """
         if not lists:
             return values
@@ -379,7 +379,7 @@ class H5Dataset(BatchSource):
         return self._samples([list(tensor.numpy()[: len(rows)]) for tensor in batch[: len(self.names)]], rows, lists)
 
     def _samples(self, columns: list[list[Any]], rows: npt.NDArray[np.int64], lists: Sequence[list[Any]]) -> list[Any]:
-        """Return samples of `columns` (the values of each dataset in `names`), `lists` and, if wanted, row numbers."""
+        """Make samples from `columns` (the values of each dataset in `names`), `lists` and, if wanted, row numbers."""
         if self.with_rows:
             columns.append(rows.tolist())
         samples, new, last = [], sample_type(self.field_names, self._lists), len(self.names)

@@ -37,10 +37,10 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DrawKey:
-    """The key that, together with the number of a sample's row, determines its random crop.
+    """The key that, together with a sample's row number, determines the sample's random crop.
 
     `repeat` distinguishes the copies of a row in an epoch: the number of the batch, or 0 if each row comes only once.
-    It may be an int64 tensor, (n,).
+    It may be an int64 tensor, (n,), with an element per sample.
     """
 
     seed: int
@@ -61,17 +61,17 @@ NO_KEY = DrawKey(0, 0)
 """The key of crops that are not random."""
 
 
-_ADVICE = {RandomCrop: "Normalize(crop=RandomCrop(size)) can then crop the decoded images, which have one size"}
+_ADVICE = {RandomCrop: "after that, Normalize(crop=RandomCrop(size)) can crop the decoded images"}
 
 
 class DrawnIndex(int):
-    """An index that a sampler yields, with the key of the sample's crop. It is sent to a DataLoader's workers."""
+    """An index that a sampler yields, with the key of the sample's crop. Both are sent to a DataLoader's workers."""
 
     key: DrawKey
 
     @classmethod
     def of(cls, indices: Iterable[int], key: DrawKey) -> list[int]:
-        """Return the indices, each with this key."""
+        """Return the indices as `DrawnIndex`, each with this key."""
         found: list[int] = []
         for index in indices:
             made = cls(index)
@@ -193,7 +193,7 @@ class CropDecoder:
     ) -> None:
         """Decode rows of masks, which are PNG files, and write their crops into `outs`, each (height, width).
 
-        The parameters are those of `decode`.
+        The other parameters are as for `decode`.
         """
         masks = []
         for row, data, out in zip(rows.tolist(), encoded, outs, strict=True):
@@ -204,7 +204,7 @@ class CropDecoder:
             steps.move_mask(mask, out)
 
     def placement(self, rows: Rows, sizes: npt.NDArray[np.int32], key: DrawKey) -> Placement:
-        """Return how points in the images of rows are mapped to their crops.
+        """Return the transform of point coordinates from the images of `rows` to the images' crops.
 
         `sizes`, (n, 2), has the heights and widths of the images.
         """
@@ -214,7 +214,7 @@ class CropDecoder:
         return Placement(scale, -corner * scale - offset, size)
 
     def plan(self, rows: Rows, sizes: Sequence[tuple[int, int]], key: DrawKey) -> Iterator[Steps]:
-        """Yield how the image of each row is cropped; `sizes` has the images' heights and widths in pixels."""
+        """Yield the steps that crop the image of each row; `sizes` has the images' heights and widths in pixels."""
         crop, size = self.crop, self.crop.output_size
         if isinstance(crop, RandomResizedCrop):
             heights, widths = torch.tensor(sizes, dtype=torch.int64).reshape(-1, 2).T
@@ -237,7 +237,8 @@ class CropDecoder:
     def _decode(self, data: bytes, header: ImageHeader, steps: Steps, out: Pixels) -> None:
         if steps.resized[0] * steps.resized[1] > MAX_PIXELS:
             raise RejectedImageError(
-                f"{header.height}x{header.width} pixels resized to {steps.resized[0]}x{steps.resized[1]} are too many"
+                f"an image of {header.height}x{header.width} pixels has too many pixels when resized to "
+                f"{steps.resized[0]}x{steps.resized[1]}"
             )
         pixels = torch.from_numpy(self._window(data, header, steps))
         if pixels.shape[:2] != steps.resized:
@@ -274,8 +275,8 @@ class CropDecoder:
     def _scaled(self, data: bytes, header: ImageHeader, steps: Steps) -> Pixels | None:
         """Return a window of the image decoded at a fraction of its size.
 
-        Return None if the window is less than twice as large as its result, or the image cannot be decoded at a smaller
-        size.
+        Return None if the window is less than twice as large as the resized window, or if the image cannot be decoded
+        at a smaller size.
         """
         top, left, height, width = steps.window
         share = max(one / other for one, other in zip(steps.resized, (height, width), strict=True))
@@ -291,7 +292,7 @@ class CropDecoder:
         except (ImportError, ValueError):
             with Image.open(io.BytesIO(data)) as image:
                 image.draft("RGB", (narrowest, lowest))
-                small = np.array(image.convert("RGB"))  # Writable, as torch wants it.
+                small = np.array(image.convert("RGB"))  # torch needs a writable array.
         scale = [one / other for one, other in zip(small.shape[:2], (header.height, header.width), strict=True)]
         first = round(top * scale[0]), round(left * scale[1])
         last = max(first[0] + 1, round((top + height) * scale[0])), max(first[1] + 1, round((left + width) * scale[1]))

@@ -2,8 +2,8 @@
 
 The hashes are computed in 64-bit integer arithmetic, exact on every device. A sample therefore gets the same draws
 on every device, for every batch size and number of ranks, and after a resume. The hash is splitmix64: a draw equals
-``derive_key(seed, epoch, row, 64 * repeat + number)`` from `h5pack.order.permutation`. Further views of a batch and
-further streams of draws hash (seed, epoch, stream, view, row, ...) instead.
+``derive_key(seed, epoch, row, 64 * repeat + number)`` from `h5pack.order.permutation`. For views and
+streams other than 0 (see `BatchKey` and `random_words`), (seed, epoch, stream, view, row, ...) is hashed instead.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BatchKey:
 
     rows: torch.Tensor  #: The index of each sample in the file's datasets: int64, (N,), on the images' device.
     epoch: int
-    repeats: int | torch.Tensor = 0  #: Number of each use of a row in an epoch; 0: the first. An int, or int64, (N,).
+    repeats: int | torch.Tensor = 0  #: Differs between the uses of a row in an epoch: an int, or int64, (N,).
     view: int = 0  #: Which of several augmented views of the same images: 0, 1, ...
 
 
@@ -136,9 +136,9 @@ def first_that_fits(
 ) -> list[torch.Tensor]:
     """Choose the first of each sample's ten rectangles that fits into the image.
 
-    It fits if its height is from `smallest` to ``height - 1 + smallest``, and its width in the same way. Return whether
-    one fits (bool), its height, its width, and the two random words for its position (int64); each (N,).
-    `words` is int64, (N, 4 * TRIES). `height` and `width` are ints, or int64 tensors (N,). The sides are
+    A rectangle fits if its height is from `smallest` to ``height - 1 + smallest``, and its width in the same way.
+    Return whether one fits (bool), its height, its width, and the two random words for its position (int64); each (N,).
+    `words` is int64, (N, 4 * TRIES). `height` and `width` are ints, or int64 tensors (N,). A rectangle's sides are
     ``sqrt(area * ratio)`` and ``sqrt(area / ratio)``, as in torchvision. The square roots are fixed-point integers from
     tables, because ``exp`` rounds differently on different devices.
     """
@@ -162,7 +162,7 @@ def first_that_fits(
 
 
 def fixed_root(value: int) -> int:
-    """Return the square root in units of 2^-20, rounded down."""
+    """Return the square root of `value` in units of 2^-20, rounded down."""
     return math.isqrt(value << (2 * _UNIT_BITS))
 
 

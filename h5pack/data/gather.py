@@ -1,4 +1,4 @@
-"""Rows that are copied from memory to batches: those in the page cache, and small fields held in private memory."""
+"""Rows that are copied from memory to batches: rows in the page cache, and small fields held in private memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HeldRows:
             dataset.read_rows(name, np.asarray(part), self._values[low : low + len(part)])
 
     def gather(self, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
-        """Copy rows, int64 (n,), in this order to `out`, (n, ...), C-contiguous, which may have another dtype."""
+        """Copy `rows`, int64 (n,), in this order to `out`, (n, ...), which is C-contiguous and may have any dtype."""
         positions = rows - self._start if self._rows is None else np.searchsorted(self._rows, rows)
         if out.dtype == self._values.dtype:
             np.take(self._values, positions, axis=0, out=out, mode="clip")
@@ -47,8 +47,8 @@ class HeldRows:
 class HeldLists:
     """Fields whose rows differ in length. `load` reads the rows from the first to the last of `rows` into memory.
 
-    `sizes` has the bytes of each field that is held, smallest first, in total at most `max_bytes`. The other fields are
-    read from the file.
+    `sizes` has the size in bytes of each field that is held, smallest first, in total at most `max_bytes`. The other
+    fields are read from the file.
     """
 
     def __init__(self, dataset: H5Dataset, rows: range | npt.NDArray[np.int64], max_bytes: int) -> None:
@@ -78,14 +78,14 @@ class HeldLists:
                 self._held[name] = self._dataset.read_ragged(name, np.arange(self._start, self._stop))
 
     def read(self, rows: npt.NDArray[np.int64], key: DrawKey) -> list[list[Any]]:
-        """Return the values of rows of each field in `H5Dataset.ragged`, as `H5Dataset.read_lists` does."""
+        """Return, for each field in `H5Dataset.ragged`, its values in `rows`, as `H5Dataset.read_lists` does."""
         held = {name: values[rows - self._start] for name, values in self._held.items()}
         return self._dataset.read_lists(rows, key, held)
 
 
 @dataclass(frozen=True)
 class RowLocations:
-    """The positions of rows in `CachedRows`, int64 (n,), and the numbers of the files that store them."""
+    """Locations of rows: `positions`, int64 (n,), for `CachedRows.gather`, and the numbers of the rows' files."""
 
     positions: npt.NDArray[np.int64]
     files: list[int]
@@ -112,7 +112,7 @@ class CachedRows:
         return RowLocations(self.mapped.offsets(rows) // self._unit, self.mapped.files(rows))
 
     def gather(self, found: RowLocations, out: npt.NDArray[Any]) -> None:
-        """Copy located rows to `out`, (n, ...), C-contiguous. `mapped.ready` must have returned True for them."""
+        """Copy located rows to `out`, (n, ...), C-contiguous. `mapped.ready` must have returned True for these rows."""
         self.mapped.mapping.require_whole(found.files)
         flat = out.reshape(-1).view(np.uint8).reshape(len(found.positions), self.mapped.index.row_bytes)
         if self.mapped.array is not None:

@@ -165,7 +165,7 @@ class BackgroundThreads:
     def start(self, idle: IdleThreads | None = None, **targets: Callable[[], object]) -> None:
         """Run each keyword argument in a thread: ``read_0=f`` calls `f` in a thread named "h5pack-read-0".
 
-        The threads come from `idle` and return there. If it is None, new threads are started, and end afterwards.
+        The threads come from `idle` and return there. If `idle` is None, new threads are started, and end afterwards.
         """
         _live.add(self)
         source = IdleThreads() if idle is None else idle

@@ -121,7 +121,7 @@ class H5Loader(Closeable, Resumable):
     Parameters
     ----------
     dataset : H5Dataset, ConcatPack or Subset
-        Must have no `transform` or `target_transform`, which take single samples. Those of the loader take batches.
+        Must have no `transform` or `target_transform`, which take single samples. The loader's transforms take batches.
     batch_size, shuffle, seed, window, drop_last, rank, num_replicas, streams, lanes, indices, weights, num_samples
         As for `ChunkBatchSampler`, which yields the same order for the same parameters.
     batch_sampler : MixtureSampler, optional
@@ -358,7 +358,7 @@ class H5Loader(Closeable, Resumable):
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last delivered batch of the running iteration. It can be saved as JSON.
+        """Return the JSON-serializable state after the most recently delivered batch of the running iteration.
 
         Once an epoch has been consumed to its end, the state is the start of the next epoch.
         """

@@ -25,8 +25,8 @@ _PERIOD = 10_000
 class MixtureSampler(BatchOrder):
     """Batch sampler that mixes several packs in fixed proportions; a DataLoader's ``batch_sampler``.
 
-    Each pack has a shuffled order of its own, which continues with its next epoch when it is exhausted. So a small pack
-    may be repeated several times while a large one is read once.
+    Each pack has its own shuffled order. When all rows of a pack have been used, the pack's next epoch begins. So a
+    small pack may be repeated several times while a large one is read once.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ class MixtureSampler(BatchOrder):
 
     @property
     def cursor(self) -> EpochCursor:
-        """The cursor of this sampler. A loader that follows the sampler uses the same cursor."""
+        """The cursor of this sampler. A loader with this `batch_sampler` uses the same cursor."""
         return self._cursor
 
     def plan(self) -> tuple[H5Dataset, MixturePlan]:

@@ -1,17 +1,18 @@
 """The threads of an `H5Loader`, which prefetch batches.
 
-An order is a sequence of chunk groups (`OrderPlan.chunk_groups`): rows that are read together, and the slots (row
-indices) in the batches that they go to. The terms of the protocol:
+An order is a sequence of chunk groups (`OrderPlan.chunk_groups`): rows that are read together, each with its batch and
+its slot (row index in the batch). The terms of the protocol:
 
-- A group is *issued* when memory is available for every batch that it has rows of. It is then cut into tasks, each of
-  which fills some rows of some batches. A group whose rows are copied block by block (see below) needs no memory yet.
+- A group is *issued* when memory is available for every batch with rows of the group. It is then cut into tasks, each
+  of which fills some rows of some batches. A group whose rows are copied block by block (see below) needs no memory
+  yet.
 - A batch is *open* from the allocation of its memory until all its rows are written. It is then *done*, and is queued
   for the consumer, which restores the order of the batches.
 - A *credit* is the permission to open a batch. The consumer returns one for each batch that is delivered. So credits
   bound the number of batches that are open or done; batches that were delivered do not count.
 
-Groups come in ascending order of the first batch that they have rows of. Therefore one credit more than the batches of
-the largest group is enough to avoid a deadlock.
+The groups are sorted by the first batch to which their rows go. Therefore, if the largest group has rows of n batches,
+n + 1 credits are enough to avoid a deadlock.
 
 A planning thread computes the order a few groups ahead, and makes the kernel start reading data that is not in the page
 cache. A reading thread runs the next task. If there is none, it issues the next group. If that is not possible, it
@@ -47,12 +48,12 @@ _PLANNED = 2
 """Number of groups to plan ahead of the group that is issued next."""
 
 _MERGED_BYTES = 16 * 1024 * 1024
-"""Groups are merged up to this many bytes, which is two tasks. Measured with chunks of one row of 116 KB, one thread
+"""Groups are merged up to this many bytes, the size of two tasks. Measured with chunks of one row of 116 KB, one thread
 and windows of 16 chunks: 19,800 images/s without merging, 35,000 with it."""
 
 
 class EpochGroups:
-    """The chunk groups of the epochs of an order, merged to groups that are large enough to be read efficiently."""
+    """The chunk groups of the epochs of an order, merged into groups that are large enough to be read efficiently."""
 
     def __init__(self, plan: OrderPlan, row_bytes: int) -> None:
         self._plan, self._max_rows = plan, max(1, _MERGED_BYTES // max(1, row_bytes))
@@ -73,13 +74,14 @@ class EpochGroups:
 class Pipeline(BackgroundThreads):
     """The threads and batches of one epoch, starting with batch `first`; `groups` are its chunk groups from there on.
 
-    At most `credits` batches are open or done, but not yet delivered. `finish` receives the number and the memory of
-    each complete batch, and returns the batch that the consumer gets. `held` has all rows of some small fields.
-    ``draw_key(batches)`` returns the key of random crops, see `h5pack.data.samplers.draw_key`. For groups in
-    the page cache, a task copies up to `block_rows` rows. With a single stream and lane, at most `max_gathered` batches
-    are open or done while such groups are copied. In this case, if `can_help` is true, the consumer's thread also
-    copies while it waits, and at most `cpus` threads copy. The threads come from `idle`, as in
-    `BackgroundThreads.start`.
+    At most `credits` batches have memory but are not delivered yet. `finish` receives the number and the memory of each
+    complete batch, and returns the batch that the consumer gets. `held` has the small fields that are held in memory.
+    ``draw_key(batches)`` returns the key of random crops, see `h5pack.data.samplers.draw_key`. The threads come from
+    `idle`, as in `BackgroundThreads.start`.
+
+    For groups in the page cache, a task copies up to `block_rows` rows. With a single stream and lane, at most
+    `max_gathered` batches have memory but are not delivered yet while such groups are copied. In this case, if
+    `can_help` is true, the consumer's thread also copies while it waits, and at most `cpus` threads copy.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class Pipeline(BackgroundThreads):
             self._done.put(error)
             self.stop()
         if pool.pinned and self._planned and not self._is_batchwise(self._planned[0]):
-            # Pin memory now: the batches of such a group are all opened while the lock is held, and pinning takes long.
+            # Pin memory now, because it takes long, and all batches of such a group get memory while the lock is held.
             pool.prepare()
         readers = {f"read_{number}": partial(self._guarded, self._work) for number in range(num_threads)}
         self.start(idle, **readers, plan=partial(self._guarded, self._plan_ahead))
@@ -148,7 +150,7 @@ class Pipeline(BackgroundThreads):
     # Methods that the consumer's thread calls.
 
     def fetch(self) -> tuple[int, Any]:
-        """Wait until any batch is done, and return its number and the batch. Raise the error of a thread that failed.
+        """Wait until any batch is complete, and return (number, batch). Raise the error of a failed thread.
 
         Batches may come in any order.
         """
@@ -185,7 +187,7 @@ class Pipeline(BackgroundThreads):
                     task()
                 del task
             except Exception as error:
-                # First deliver the batches that are done, as after an error in another thread.
+                # Queue the error behind the complete batches, so that these are delivered first.
                 self._done.put(error)
                 self.stop()
                 self._helping = False
@@ -197,11 +199,11 @@ class Pipeline(BackgroundThreads):
 
     @property
     def waiting(self) -> int:
-        """Number of batches that are done but not fetched."""
+        """Number of batches that are complete but not fetched."""
         return self._done.qsize()
 
     def return_credit(self) -> None:
-        """Allow one more batch to be opened, because one was delivered to the consumer."""
+        """Permit the threads to allocate one more batch, because a batch was delivered to the consumer."""
         self._delivered += 1
         self._credits.put(None)
         with self._lock:
@@ -299,7 +301,7 @@ class Pipeline(BackgroundThreads):
             self._wake.put(None)
 
     def _issue(self) -> None:
-        """Issue the next group, if its rows are copied block by block or there are enough credits."""
+        """Queue the next group's tasks or blocks, unless its batches need memory now and there are too few credits."""
         planned = self._planned[0]
         batchwise = self._is_batchwise(planned)
         if not batchwise and not self._open(planned.group.last):
@@ -320,7 +322,10 @@ class Pipeline(BackgroundThreads):
         return planned.runs is not None and self._batchwise
 
     def _take_credits(self, last: int) -> range | None:
-        """Return the batches up to number `last` that are to be opened now, or None if there are not enough credits."""
+        """Take a credit for each batch up to number `last` that was not opened yet, and return these batches.
+
+        Return None if there are too few credits. A credit is the permission to open one batch.
+        """
         batches = range(self._opened, last + 1)
         while self._granted < len(batches):
             try:

@@ -128,7 +128,7 @@ class ChunkSampler(Resumable, Sampler[int]):
     shuffle : {"window", "full", "chunk", False}
         "window": permute the chunks, then shuffle the rows of `window` chunks at a time. "full": permute all rows
         individually, so the rows of a chunk are read at different times. "chunk": permute the chunks, but keep the
-        order of the rows within each. False: the order of the file. True is the same as "window".
+        order of the rows within a chunk. False: the order of the file. True is the same as "window".
     seed : int
     window : int
         Number of chunks whose rows are shuffled together.
@@ -136,7 +136,7 @@ class ChunkSampler(Resumable, Sampler[int]):
         If the rows do not divide evenly among the ranks or streams: True leaves out the few extra rows, False repeats a
         few rows, as in torch's DistributedSampler.
     rank, num_replicas : int, optional
-        Give both or neither. None: those of torch.distributed if it is initialised, else a single rank.
+        Give both or neither. None: the values of torch.distributed if it is initialised, else a single rank.
     streams : int, optional
         Number of equal parts into which the order is divided; each rank gets the same number of them. For every number
         of ranks that divides `streams`, each training step has the same rows if the global batch (batch size x ranks)
@@ -154,7 +154,7 @@ class ChunkSampler(Resumable, Sampler[int]):
     Raises
     ------
     OptionsError
-        If a value is invalid, or `dataset` does not wrap an `H5Dataset`.
+        If a value is invalid, or `dataset` is not based on an `H5Dataset`.
 
     Notes
     -----
@@ -275,7 +275,7 @@ class ChunkBatchSampler(BatchOrder):
     Raises
     ------
     OptionsError
-        If a value is invalid, or `dataset` does not wrap an `H5Dataset`.
+        If a value is invalid, or `dataset` is not based on an `H5Dataset`.
     """
 
     def __init__(

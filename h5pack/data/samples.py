@@ -36,7 +36,7 @@ def name_fields(names: Sequence[str], label_name: str | None, with_rows: bool) -
     already in use, gets "_" at its end.
     """
     found: list[str] = []
-    # `count` and `index` are attributes of tuples, `repeats` is one of batches that an `EchoLoader` repeats.
+    # `count` and `index` are attributes of tuples, `repeats` is an attribute of an `EchoLoader`'s batches.
     taken = {*_SINGULAR, *_SINGULAR.values(), "count", "index", "repeats"}
     for number, path in enumerate(names):
         if number == 0 or path == label_name:
@@ -92,7 +92,7 @@ class Batch:
 
 @functools.cache
 def sample_type(fields: tuple[str, ...], lists: tuple[str, ...] = ()) -> Any:
-    """Return the type of samples with these fields, named as in a batch; those in `lists` become lists in a batch."""
+    """Return the type of samples with these fields, named as in a batch. Fields in `lists` are lists in a batch."""
     names = [_SINGULAR.get(name, name) for name in fields]
     return _named_tuple(Sample, names, {"__slots__": (), "_batch_fields": fields, "_lists": lists})
 

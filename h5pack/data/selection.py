@@ -40,13 +40,14 @@ def select_draws(
 ) -> tuple[H5Dataset, RowSampler]:
     """Return the `H5Dataset` that `dataset` is or wraps, and the `RowSampler` that chooses the rows of each epoch.
 
-    The parameters are those of `ChunkSampler`.
+    The parameters are as for `ChunkSampler`.
     """
     base, row_set, order = _select_rows(dataset, indices)
     if weights is None:
         if num_samples is not None:
             raise OptionsError(
-                f"num_samples is {num_samples!r}, but without weights each row is drawn once; give weights, or omit it",
+                f"num_samples is {num_samples!r}, but without weights each row is drawn once; give weights, or omit "
+                "num_samples",
                 parameters=("num_samples", "weights"),
             )
         return base, row_set
@@ -157,7 +158,7 @@ def _select_rows(
 def _pack_digest(dataset: H5Dataset) -> int | None:
     """Return the CRC-32 of the checksums of the file's first rows; None if it has no checksums.
 
-    It differs if the same images are packed again with another seed.
+    The result differs if the same images are packed again with another seed.
     """
     name = checksums_of(dataset.names[0])
     index = dataset.engine.indexes.get(name)
@@ -186,10 +187,10 @@ def _check_indices(indices: npt.NDArray[Any], count: int, what: str) -> npt.NDAr
 
 
 def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
-    """Return (rank, num_replicas): the arguments, else those of torch.distributed, else (0, 1)."""
+    """Return (rank, num_replicas): the arguments, else the values of torch.distributed, else (0, 1)."""
     if (rank is None) != (num_replicas is None):
         raise OptionsError(
-            "only one of rank and num_replicas is given; give both, or neither to use those of torch.distributed",
+            "only one of rank and num_replicas is given; give both, or neither to take them from torch.distributed",
             parameters=("rank", "num_replicas"),
         )
     if rank is not None and num_replicas is not None:
