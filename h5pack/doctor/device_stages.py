@@ -39,8 +39,8 @@ Step = Callable[[torch.Tensor, "torch.Tensor | None"], Any]
 _MAX_QUEUED_CALLS = 256
 # Maximum number of queued copies to the GPU. Each holds device memory until the GPU has finished the copy.
 _MAX_QUEUED_COPIES = 8
-# Maximum number of copies of the batch that are normalized in turn. Only a tiny batch would need more to exceed the
-# cache, but normalizing it takes only as long as the launch, even if it is in the cache.
+# Maximum number of tensors that `copies_beyond_cache` returns. Only tiny batches would need more to exceed the cache.
+# But normalizing a tiny batch takes only as long as the kernel launch, whether the batch is in the cache or not.
 _MAX_COPIES = 16
 _PREFETCH_FACTOR = 2
 # Number of batches that a `DeviceFeed` prefetches for a GPU, including those that wait in host memory.
@@ -199,7 +199,7 @@ def cache_bytes_of(device: torch.device) -> int:
 
 
 def copies_beyond_cache(images: torch.Tensor, cache_bytes: int) -> list[torch.Tensor]:
-    """Return a batch and its copies: together at least twice as large as the device's cache, but at most 16 in all.
+    """Return a batch and copies of it: at least twice as large as the device's cache in total, but at most 16 tensors.
 
     In training, every batch is new, so it is not in the cache. A single batch that is measured repeatedly would be read
     from the cache; several batches in turn are not.
@@ -262,7 +262,7 @@ def make_step(
             # For example, the device may have too little memory.
             raise OptionsError(f"the model cannot be moved to {device} ({error_line(error)})") from error
     if callable(made):
-        return made, f"{name}, which returned a whole step"
+        return made, f"{name}, which returned a step function"
     raise OptionsError(
         f"the model {name} returned a {type(made).__name__}; it must return a torch module, a pair of a module and a "
         "loss, or a function of images and labels"

@@ -34,10 +34,10 @@ _WARM_FRACTION = 0.04
 _LEEWAY = 1.25
 # Seconds of each small measurement; fewer if the time budget is small.
 _SMALL_MEASUREMENT_SECONDS = 0.05
-# Number of stages for which time is reserved, because they are measured last: with the file not in the page cache.
+# Number of stages that are measured with the file not in the page cache. They run last, so time is reserved for them.
 _COLD_STAGES = 2
-# Minimum number of batches that are normalized and passed to the step: one at the start, and three in the trial and in
-# each of three repeats (one alone and two in the loop).
+# Minimum number of batches that are normalized and passed to the step. The first run of the step takes one batch. The
+# trial and the three repeats take three batches each: one for the step alone, and two for the loop.
 _MIN_BATCHES = 13
 # Do not start measurements that need more than the remaining time multiplied by this factor. The first factor is for a
 # busy machine, the second for an idle one.
@@ -98,8 +98,8 @@ def diagnose(
     pin_memory : bool, optional
         Whether the loader puts batches into pinned memory. None: only if the step runs on a GPU.
     seconds : float
-        Time budget for everything, in seconds: to make the model, and to measure. If it is short, measurements that a
-        verdict does not need are left out.
+        Time budget in seconds, for making the model and for all measurements. If the budget is small, measurements that
+        a verdict does not need are left out.
     on_progress : callable, optional
         Called with a short text before each measurement.
 
@@ -137,8 +137,8 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         self._runs: dict[Stage, StageRun] = {}
         self._unknown: list[str] = []
         self._evidence: Evidence | None = None
-        self._measuring = 0.0  # when the first repeat of a stage began
-        self._batch_seconds = 0.0  # the least time that the device takes for a batch; 0 if unknown
+        self._measuring = 0.0  # time.perf_counter() at the start of the first repeat; 0 before
+        self._batch_seconds = 0.0  # minimum time that the device needs for a batch; 0 if unknown
         self._complete = False
         images, labels = detect_names(settings.path, settings.images, settings.labels)
         self.target = Target(replace(settings, images=images, labels=labels))
@@ -174,7 +174,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         needed, left = min_total_seconds(run.cost for run in hot), self._left()
         for_hot = max(needed, left * len(hot) / (len(hot) + _COLD_STAGES))
         self._take_turns(hot, min(self._end, self._measuring + for_hot))
-        # If other processes slowed down the repeats, there may be too few. Measure more before the cold stages.
+        # If other processes slowed down the repeats, a stage may have too few. Repeat it before the cold stages.
         needed_runs = [run for run in hot if self._is_needed(run.stage)]
         while late := next((run for run in needed_runs if self._lacks_repeats(run)), None):
             self._repeat(late, late.cost.min_seconds)
@@ -251,7 +251,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return self._guarded(run.stage, partial(run.repeat, seconds))
 
     def _small_measurements(self) -> dict[str, Any]:
-        """Measure fields of `Evidence` other than stages, and return them by name. The page cache must be filled."""
+        """Measure fields of `Evidence` other than stages; return them by name. The rows must be in the page cache."""
         target, budget = self.target, self._settings.seconds
         found: dict[str, Any] = {"load": self._load}
         self._show("small measurements")
@@ -276,7 +276,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             elif not target.on_gpu and threads > 1:
                 self._unknown.append(
                     f"whether PyTorch's {threads} threads slow the step down: there was no time to run it with one "
-                    "thread; compare with OMP_NUM_THREADS=1"
+                    "thread; compare with a run under OMP_NUM_THREADS=1"
                 )
             if target.on_gpu:
                 found["synchronisations"], found["synchronised_at"] = target.synchronisations()
@@ -327,8 +327,8 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         before = (self._measuring or time.perf_counter()) - self._begun
         measuring = max(min_seconds, min_total_seconds(run.cost for run in self._runs.values()))
         if not self._measuring and Stage.EVERYTHING not in self._runs:
-            # `measuring` does not include the loop yet, which needs two batches. Each takes at least as long as all
-            # other stages together.
+            # `measuring` does not include the loop yet, which needs two batches. Each batch takes at least as long as
+            # all other stages together.
             measuring *= 3
         # Recommend more seconds than were given, even if the estimate is lower.
         before = max(before, self._settings.seconds - measuring)

@@ -1,4 +1,4 @@
-"""Timing of stages: in which order and for how long to measure them, and the speed of reads, loaders and calls."""
+"""Timing of stages: the order and duration of their repeats, and functions that measure reads, loaders and calls."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ class Repeat:
 
 @dataclass(frozen=True)
 class StageCost:
-    """The duration of the shortest repeat of a stage, in seconds."""
+    """The duration of the shortest possible repeat of a stage, in seconds."""
 
     min_seconds: float = MIN_SECONDS  # the measured part
     overhead_seconds: float = 0.0  # before and after the measured part
 
     @property
     def total_seconds(self) -> float:
-        """Duration of the shortest repeat, with the overhead."""
+        """Duration of the shortest possible repeat, with the overhead."""
         return self.min_seconds + self.overhead_seconds
 
 
 def min_total_seconds(costs: Iterable[StageCost]) -> float:
-    """Return how many seconds `MIN_REPEATS` repeats of all stages take."""
+    """Return how many seconds it takes to measure each stage `MIN_REPEATS` times, as briefly as possible."""
     return MIN_REPEATS * sum(cost.total_seconds for cost in costs)
 
 
@@ -80,9 +80,10 @@ def repeats_within(costs: Sequence[StageCost], seconds: float) -> int:
 
 
 def next_seconds(left: float, cost: StageCost, others: Iterable[StageCost]) -> float | None:
-    """Return for how many seconds to measure the next repeat if `left` seconds are left and `others` come later.
+    """Return for how many seconds to measure a repeat of cost `cost`, if `left` seconds are left.
 
-    Each repeat gets its minimum and an equal share of the remaining time. Return None if even the minimum does not fit.
+    `others` are the costs of the repeats that follow. Each repeat gets its minimum and an equal share of the remaining
+    time. Return None if even the minimum does not fit.
     """
     if cost.total_seconds > left:
         return None
@@ -93,7 +94,7 @@ def next_seconds(left: float, cost: StageCost, others: Iterable[StageCost]) -> f
 def measure_in_turns(
     runs: Sequence[StageRun], end: float, measure: Callable[[StageRun, float], bool], clock: Callable[[], float]
 ) -> None:
-    """Measure all stages in turn, alternately forwards and backwards, so that all repeats end by `end` on `clock`.
+    """Measure the stages repeatedly, in alternating order (A, B, B, A), so that all repeats end by `end` on `clock`.
 
     `measure` measures one repeat of a stage for a number of seconds. It returns false if the stage has failed.
     """
@@ -126,7 +127,7 @@ class Meter:
         self._stalled = self._starved = self._normalized = 0.0
 
     def begin(self) -> None:
-        """Add the last iteration's waits to the totals. Call this before the monitors begin a new iteration."""
+        """Add the waits of the finished iteration to the totals. Call this before the monitors begin a new one."""
         self._stalled, self._starved, self._normalized = self.stalled(), self.starved() or 0.0, self.normalized()
 
     def synchronize(self) -> None:
@@ -145,7 +146,7 @@ class Meter:
         """Return for how many seconds the step's thread has normalized, in all iterations together; 0 on a GPU."""
         if self._step is None or self._loader is None or self._cuda is not None:
             return self._normalized
-        # Read the inner monitor first. Waits only grow, so the outer wait, which is read later, is not smaller.
+        # Read the loader's wait first. The step's wait, which includes it, may grow until it is read, but not shrink.
         loader, step = self._loader.report().wait_seconds, self._step.report().wait_seconds
         return self._normalized + max(0.0, step - loader)
 
@@ -212,9 +213,9 @@ def measure_epochs(
     `begin` starts an epoch and returns its iterator. `consume` processes a batch and returns its number of images. If
     an epoch is shorter than `seconds`, run as many whole epochs as fit (only one if `once`), and include the time to
     start each. If the first epoch is longer, stop it when the time is up, and leave out the first `prefetched` batches,
-    which the loader read before they were requested. But count these batches if they took more than half of the time,
-    or if the loader had by then read most of the other batches, too. If they are counted and the loader is faster than
-    its consumer, leave out only the time until the first batch.
+    which the loader read before they were requested. If these batches took more than half of the time, or if the loader
+    had meanwhile read most of the later batches, count all batches instead. Then leave out only the time until the
+    first batch, and not even this time if the loader is slower than its consumer.
 
     `ready_images` returns how many images are ready in the loader. They count as loaded if the consumer mostly waits.
     """
@@ -237,7 +238,8 @@ def measure_epochs(
                 if not longest and batches >= _MIN_BATCHES and time.perf_counter() >= deadline:
                     end = _Mark.end(images, meter, ready_images())
                     # Leave out the prefetched batches, unless the rest of the measurement is short, or most images of
-                    # the rest were ready when it began (on a busy machine, where the loader's threads hardly run).
+                    # the rest were ready before it began. The latter happens if other processes use all CPUs, so that
+                    # the loader's threads hardly run.
                     rest, roomy = settled.until(end), 2 * (end.time - settled.time) >= end.time - start.time
                     if batches > prefetched > 0 and roomy and 2 * rest.images >= images - settled.images:
                         return rest
@@ -287,8 +289,8 @@ def measure_calls(
 class ChunkReader:
     """A reader of a dataset's images. Each thread reads blocks of at most `block_rows` rows of one chunk group.
 
-    `busy_fraction` is the fraction (0 to 1) of the last `run` in which the threads did not wait for storage, but ran or
-    waited for a CPU. It is None before the first `run`.
+    `busy_fraction` is the fraction (0 to 1) of the most recent `run` in which the threads did not wait for storage, but
+    ran or waited for a CPU. It is None before the first `run`.
     """
 
     def __init__(self, dataset: H5Dataset) -> None:
@@ -398,7 +400,10 @@ class StageRun:
         self.cost = StageCost(self.cost.min_seconds, max(0.0, took - max(seconds, self.cost.min_seconds)))
 
     def _measure(self, seconds: float) -> tuple[float, Repeat]:
-        """Prepare and measure; return the duration, with the time to stop an unfinished epoch, and the repeat."""
+        """Prepare and measure a repeat; return the total duration and the repeat.
+
+        The total duration includes preparing, and stopping an unfinished epoch.
+        """
         begun = time.perf_counter()
         if self.prepare is not None:
             self.prepare()

@@ -51,7 +51,7 @@ class TargetSummary:
     split: str | None
     images: str  # shape and dtype of a row, such as "218x178x3 uint8"
     rows: int  # number of rows in the split
-    hot_rows: int  # number of rows that the stages with a filled page cache read
+    hot_rows: int  # number of rows used by the stages that read from the page cache
     device: str
     step: str
     labels: bool  # whether the step received labels
@@ -71,9 +71,9 @@ class DoctorReport:
     stages: tuple[StageResult, ...]  #: all stages, in the order in which an image passes through them
     verdict: Verdict | None  #: None if the run was interrupted
     advice: tuple[Advice, ...]
-    unknown: tuple[str, ...]  #: what could not be determined, and why, one line each; without the stages
+    unknown: tuple[str, ...]  #: facts that could not be determined, and why, one line each; stages are not included
     failures: tuple[str, ...]  #: errors of the user's transform or model, or of reading, one line each
-    enough_seconds: float  #: time budget to try if this one was too short to measure all stages
+    enough_seconds: float  #: recommended time budget if this run's was too short to measure all stages
     seconds: float  #: duration of the run
     machine: dict[str, Any]  #: the result of `machine_facts`
 
@@ -256,7 +256,7 @@ def _noisy_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> 
         why = f"repeats of the same loop reach {rate_text(rates.low)} to {rate_text(rates.high)} images/s"
     elif verdict.stage is not None:
         why = f"'{STAGE_TITLES[verdict.stage]}' reaches {evidence.rates(verdict.stage)}"
-        why += f", but the loop, which contains it, reaches {evidence.rates(Stage.EVERYTHING)}"
+        why += f", but the loop, which contains this stage, is faster: {evidence.rates(Stage.EVERYTHING)}"
     return (
         f"The measurements are too noisy to say what limits the training: {why}. Measure again when nothing else uses "
         f"the machine, or with more time, seconds={_more_seconds(enough_seconds):g}."
@@ -271,7 +271,7 @@ def _known_text(evidence: Evidence) -> str:
         return ""
     known = f" Measured alone, the loader reaches {feed}, and the step {step}"
     if min(feed.repeats, step.repeats) < MIN_REPEATS or feed.overlaps(step):
-        return f"{known}: too close, or too few repeats, to tell which is slower."
+        return f"{known}. The speeds are too close, or the repeats too few, to say which is slower."
     slower = "the loader" if feed.high < step.low else "the step"
     return f"{known}: {slower} was slower in every repeat."
 
@@ -327,7 +327,7 @@ def _unsteady_text(evidence: Evidence) -> str:
         for stage, rates in known.items()
         if rates is not None and not rates.is_steady
     ]
-    what = "differ by more than a factor of five, so only the fraction of waiting is certain"
+    what = "differ by more than a factor of five, so only the step's waiting time is certain"
     again = "Measure again when nothing else uses the machine"
     return f" Repeats of {listed(ranges)} {what}. {again}." if ranges else ""
 
@@ -336,7 +336,7 @@ def _limited_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -
     names = _named(verdict.bottlenecks)
     text = f"{names[0].upper()}{names[1:]} limits the training: the step waits {_stall_text(evidence)} of the time"
     if len(verdict.bottlenecks) > 1:
-        text += " (the measurements cannot tell these apart)"
+        text += " (the measurements cannot show which of the named bottlenecks it is)"
     grounds = "; ".join(dict.fromkeys(_grounds(name, evidence) for name in verdict.bottlenecks))
     return f"{text}. {grounds}; the step alone reaches {evidence.rates(Stage.STEP)}. {_gain_text(verdict)}"
 

@@ -44,8 +44,8 @@ from h5pack.system.text import error_line
 DTYPES = ("float32", "bfloat16", "float16")
 # A file larger than this fraction of the available memory is assumed not to stay in the page cache.
 _CACHED_FRACTION = 0.8
-# Each cold repeat starts this fraction of all rows after the previous start (wrapping around at the last row), which
-# spreads the starts evenly.
+# Distance between the first rows of successive cold repeats, as a fraction of all rows, continuing at row 0 after the
+# last row. This fraction (the golden ratio) spreads the first rows evenly.
 _GOLDEN = 0.618
 # Numbers of images from which the time for a whole batch is estimated.
 _FEW_IMAGES = (8, 64)
@@ -330,7 +330,7 @@ class Target:
     def hot_runs(self) -> list[StageRun]:
         """Return the stages to measure with rows in the page cache; record in `reasons` why the others are left out."""
         some = f"{self.hot_rows:,} of {len(self.dataset):,} rows" if self.hot_rows < len(self.dataset) else None
-        how = "by system calls, whereas H5Loader may copy rows from the memory-mapped file" if self.index.raw else None
+        how = "read by system calls, but H5Loader may copy rows from a memory map" if self.index.raw else None
         how = "; ".join(filter(None, (some, how))) or None
         threads = max(1, self.loaders.parallel)
 
@@ -404,12 +404,12 @@ class Target:
             raise NotMeasured(reason)
 
     def read_busy_fraction(self, seconds: float) -> float | None:
-        """Read rows from the page cache in one thread; return the fraction of the time in which it does not wait."""
+        """Read rows from the page cache in one thread; return the fraction of time in which it does not wait."""
         self._reader.run(seconds, 1, self.hot_rows)
         return self._reader.busy_fraction
 
     def transform_busy_fraction(self, seconds: float) -> float | None:
-        """Call the transform in one thread; return the fraction of time in which it does not wait. None: unknown."""
+        """Call the transform in one thread; return the fraction of time in which the thread does not wait, if known."""
         transform = self.loaders.transform
         if transform is None:
             return None

@@ -51,13 +51,13 @@ class ExportReport:
     format: str  #: "png" or "jpeg"
     rows: int  #: rows selected for export
     files: int  #: number of images in the folder
-    bytes: int  #: total size of these images, and of their masks and further images
+    bytes: int  #: total size of all image files, including masks and further images
     splits: dict[str, int]  #: number of images in each split
-    classes: int  #: number of classes with names; 0 if they have none
+    classes: int  #: number of classes; 0 if classes have no names
     num_workers: int
     seconds: float
     resumed_files: int  #: number of images kept from an earlier run
-    copied_files: int  #: number of rows whose stored bytes already have the export's format, and became the files
+    copied_files: int  #: number of rows already stored in the export's format, whose bytes were written unchanged
     renamed_files: int  #: number of images whose stored name could not be kept; the manifest lists stored names
     damaged: tuple[MissingRow, ...]  #: rows that could not be exported
     again: str  #: the `h5pack convert` command that packs the exported folder again
@@ -396,7 +396,7 @@ class _Export:
             return self._report(names, manifest, results)
 
     def _process_rows(self, folder: Path, *, check_only: bool = False) -> tuple[ExportNames, Manifest, ExportResults]:
-        """Write the files of all rows into `folder`, or if `check_only`, compare the files there and write nothing."""
+        """Write the files of all rows into `folder`. If `check_only`, only compare existing files with the rows."""
         max_bytes = os.pathconf(self.target.final.parent, "PC_NAME_MAX")
         # `folder` contains manifest.csv. If MANIFEST.CSV exists, too, the file system ignores case in names.
         folds_case = (folder / MANIFEST.upper()).exists()
@@ -431,7 +431,7 @@ class _Export:
         if self.work.format == "jpeg" and results.copied < files:
             lost = (*lost, "the exact pixels, which PNG files would keep")
         elif isinstance(form, ExportForm) and not form.is_exact(index.dtype, index.row_shape):
-            lost = (*lost, f"values of {index.dtype}, which became 8 bits")
+            lost = (*lost, f"the exact {index.dtype} values, which were converted to 8 bits")
         return ExportReport(
             path=str(self.target.final),
             source=f"{self.source_path} ({catalog.about})",

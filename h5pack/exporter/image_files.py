@@ -1,4 +1,4 @@
-"""Exported image files: the selection of rows, their pixels, encoding as PNG and JPEG, and the workers' function."""
+"""Exported image files: selecting rows, converting their pixels, and encoding as PNG or JPEG in worker processes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SourceRows:
     catalog: Catalog  # the rows in stored order
     reader: HDF5RowReader
     rows: npt.NDArray[np.int64]  # (n,), row numbers in the file
-    has_names: bool  # True if the file stores the names in the catalog, False if they are made from row numbers
+    has_names: bool  # False if the file stores no names, so that the catalog's names are made from row numbers
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -84,7 +84,7 @@ def open_rows(
         catalog = catalog.limited(limit)
     if not len(catalog):
         where = f" in its splits {', '.join(map(repr, splits))}" if splits else ""
-        raise NoImagesError(f"{path}: no rows{where}; list what the file holds with 'h5pack info'", path=path)
+        raise NoImagesError(f"{path}: no rows{where}; run 'h5pack info' to list the file's contents", path=path)
     reader = catalog.reader
     assert isinstance(reader, HDF5RowReader)
     rows = np.arange(len(catalog), dtype=np.int64) if reader.rows is None else reader.rows
@@ -143,9 +143,9 @@ class ExportWork:
 class ExportTask:
     """The rows of one task. Paths are relative to the folder of the export."""
 
-    indices: npt.NDArray[np.int64]  # (n,), ascending, in the catalog
-    paths: list[str]  # of each row's file
-    masks: list[list[str]] = field(default_factory=list)  # for each field of pixels, the path of each row's file
+    indices: npt.NDArray[np.int64]  # (n,), indices of the rows in the catalog, ascending
+    paths: list[str]  # path of each row's file
+    masks: list[list[str]] = field(default_factory=list)  # for each field of masks or images, the rows' file paths
 
     def __str__(self) -> str:
         """Describe the task's files for the error message if its worker process dies."""
@@ -158,9 +158,9 @@ class ExportResults:
 
     rows: int = 0
     bytes: int = 0  # total size of the files
-    reasons: dict[int, str] = field(default_factory=dict)  # why rows have no file, by their index in the catalog
+    reasons: dict[int, str] = field(default_factory=dict)  # index in the catalog: reason why the row has no file
     resumed: int = 0  # number of images kept from an earlier run
-    copied: int = 0  # number of rows whose stored bytes already have the export's format, and become the files
+    copied: int = 0  # number of rows already stored in the export's format, whose bytes are written unchanged
     differing: int = 0  # number of files that are missing or differ, if `check_only` is true
 
     def add(self, other: ExportResults) -> None:
@@ -176,7 +176,7 @@ class ExportResults:
 def export_tasks(
     reader: HDF5RowReader, paths: NameTable, masks: Sequence[NameTable], num_workers: int
 ) -> Iterator[ExportTask]:
-    """Divide all rows into tasks, in stored order. Rows of one group of the reader stay in one task."""
+    """Divide all rows into tasks, in stored order. Rows of one chunk group stay in one task."""
     count = len(paths)
     everything = np.arange(count, dtype=np.int64)
     max_rows = max(1, -(-count // (num_workers * _TASKS_PER_WORKER)))
@@ -252,7 +252,7 @@ def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | N
 def _export_field(work: ExportWork, number: int, index: int, path: str, results: ExportResults) -> None:
     """Write the mask or further image of a row, unless the file already holds its pixels.
 
-    uint8 masks become PNG files of 8 bits, others of 16 bits. Further images get the export's format.
+    uint8 masks become 8-bit PNG files, other masks become 16-bit PNG files. Further images get the export's format.
     """
     pixels = work.reader.read_field(number, index, path)
     is_mask = pixels.ndim == 2

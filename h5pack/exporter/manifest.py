@@ -88,7 +88,7 @@ class Manifest:
     lost: tuple[str, ...]  # what `h5pack convert` would not restore from the manifest
 
     def lines(self, left_out: Collection[int]) -> Iterator[list[str]]:
-        """Yield the cells of the header line, then of each row except those in `left_out`, which have no file."""
+        """Yield the cells of the header line, then of each row that is not in `left_out` (the rows without a file)."""
         columns = (self.split, *self.labels, *self.fields, *self.masks, *self.images, *self.others)
         yield ["path", *(column.name for column in columns)]
         for start in range(0, len(self.paths), _BLOCK_ROWS):
@@ -172,7 +172,7 @@ def plan_manifest(source: SourceRows, names: ExportNames) -> Manifest:
 
 
 def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
-    """Return the `--source` with which the folders restore all but the order of rows; None if they cannot."""
+    """Return the `--source` with which convert restores all but the row order from the folders; None if it cannot."""
     classes = list(catalog.label_names or ())
     if catalog.fields or not names.exact_folders or [*_lost_splits(catalog)] or classes != sorted(classes):
         return None
@@ -180,7 +180,7 @@ def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
 
 
 class _ColumnNames:
-    """Makes column names distinct, replaces commas, which separate names in options, and strips white space."""
+    """Makes column names distinct, strips white space, and replaces commas, because they separate names in options."""
 
     def __init__(self, *used: str) -> None:
         self._used = set(used)
@@ -222,7 +222,7 @@ def _labels(catalog: Catalog, name: _ColumnNames, lost: list[str]) -> tuple[list
     if unused:
         lost.append(f"{_counted(unused, 'class', 'classes')} without rows")
     if [word for word in names if word in used] != sorted(used):
-        lost.append("the order of classes, which becomes alphabetic, and with it their numbers")
+        lost.append("the order of classes and their numbers, because convert sorts classes by name")
     return [ManifestColumn(name("label"), labels, names)], []
 
 
@@ -281,7 +281,7 @@ def _counted(names: list[str], one: str, many: str) -> str:
 
 
 def _is_word(name: str) -> bool:
-    """Return whether `h5pack convert` reads a cell with this name as text, and unchanged."""
+    """Return whether `h5pack convert` reads a cell with this name as text and does not change it."""
     return bool(name) and name == printable(name).strip() and not is_number(name)
 
 

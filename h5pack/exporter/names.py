@@ -1,4 +1,4 @@
-"""Names of exported files: the stored name of each row inside the folders of its split and class, safe and distinct.
+"""Names of exported files: each row's stored name, made safe and distinct, in the folders of its split and class.
 
 - A path starts with the folder of the split, then the folder of the class. If the stored name already begins with these
   folders, they are not repeated. A file without splits has no split folders.
@@ -6,7 +6,7 @@
   component that begins with a dot gets ``_`` in front, because readers of image folders skip hidden files.
 - A suffix of the export format is kept. A suffix of another image format is replaced by the export format's first
   suffix, which is also appended to all other names.
-- If a row has no stored name, or one that is too long for the file system, its file is named after the row number.
+- If a row has no stored name, or the name is too long for the file system, its file is named after the row number.
 - If there are masks or further images, all images are in the folder ``images``. Beside it, each field of masks or
   further images has a folder with the field's name. A file has the same path there as the row's image has in
   ``images``, except for the suffix.
@@ -45,7 +45,7 @@ _PRINTABLE = dict.fromkeys(CONTROL_CHARACTERS, "_")
 class NameRules:
     """The constraints that the image format and the file system place on names."""
 
-    suffixes: tuple[str, ...]  # of the image format, in lower case; a name with another suffix gets the first
+    suffixes: tuple[str, ...]  # suffixes of the image format, in lower case; other names get the first one
     fold_case: bool = False  # whether the file system ignores case in names
     max_name_bytes: int = 255  # maximum length of a file or folder name
 
@@ -64,7 +64,7 @@ class ExportNames:
     folders: tuple[str, ...]  # parents before their subfolders; also folders of classes without rows
     renamed: int  # number of stored names that had to change by more than their suffix and leading folders
     exact_folders: bool = False  # whether each split and class has a folder with exactly its name
-    # For each field of pixels, (n,): the path of each row's mask (a PNG file) or further image.
+    # For each field of masks or further images: the path of each row's file, (n,). Masks are PNG files.
     masks: tuple[NameTable, ...] = ()
 
 

@@ -269,7 +269,7 @@ def test_a_pair_has_its_own_loss_and_any_other_callable_is_the_step() -> None:
     step, text = made(lambda: lambda images, labels: seen.append((images, labels)))
     step(IMAGES, LABELS)
     assert seen[1:] == [(IMAGES, LABELS)]
-    assert text.endswith("<lambda>, which returned a whole step")
+    assert text.endswith("<lambda>, which returned a step function")
 
 
 def test_modules_without_shapes_yet_without_training_and_with_autocast() -> None:

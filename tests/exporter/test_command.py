@@ -76,7 +76,7 @@ def test_options_reach_the_export(tmp_path: Path, capsys: pytest.CaptureFixture[
     arguments = ["--images", "a/pictures", "--labels", "kind", "--channel-axis", "first", "--value-range", "-1:1"]
     code, text, _ = run(capsys, tmp_path / "f.h5", tmp_path / "out", *arguments, "--fields", "weight", "--limit", 5)
     assert code == 0
-    assert "loses    values of float64, which became 8 bits" in text.splitlines()
+    assert "loses    the exact float64 values, which were converted to 8 bits" in text.splitlines()
     lines = (tmp_path / "out" / "manifest.csv").read_text().splitlines()
     assert lines[:3] == ["path,split,label,weight,row", "0/000000.png,all,0,0.0,0", "2/000002.png,all,2,0.5,2"]
     assert len(lines) == 6
