@@ -27,7 +27,7 @@ class RaggedRows:
 
     @classmethod
     def of(cls, kind: str, rows: Sequence[npt.NDArray[Any]], empty: npt.NDArray[Any]) -> RaggedRows:
-        """Create rows from arrays (n_i, ...). An `empty` array, (0, ...), determines their dtype and inner shape."""
+        """Create rows from arrays (n_i, ...). The array `empty`, (0, ...), sets dtype and inner shape."""
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         data = np.concatenate([empty, *rows]).astype(empty.dtype, copy=False)
         return cls(kind, data, np.append(0, np.cumsum(lengths)))
@@ -185,11 +185,11 @@ def _corners(boxes: RaggedRows, box_format: str) -> RaggedRows:
 
 
 def parse_values(values: Sequence[Any]) -> FieldValues:
-    """Return the values of one field of samples as rows. Each is a text, a list of texts, a number, an array, or None.
+    """Return one field's values as rows. Each value is a text, a list of texts, a number, an array, or None.
 
-    If there are texts, see `parse_texts`. Numbers, and arrays of one shape, become an array (N, ...), in which None
-    becomes zeros. Arrays that differ only in length become ragged rows, in which None becomes a row without entries.
-    The dtype is the one to which NumPy promotes all values, but uint8 for bools.
+    If there are texts, `parse_texts` converts all values. Numbers, and arrays of one shape, become an array (N, ...),
+    in which None becomes zeros. Arrays that differ only in length become ragged rows, in which None becomes a row
+    without entries. The dtype is the one to which NumPy promotes all values, but uint8 for bools.
 
     Raises FieldValueError for values of other types, and for values that cannot be rows of one field.
     """

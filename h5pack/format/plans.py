@@ -64,8 +64,8 @@ def plan_chunks(
 
     With `whole_pages`, the number of rows is changed so that chunks also end on a page boundary. The chunks are then
     adjacent in the file, so that all rows are one array in a mapping of the file. Chunks are enlarged for this purpose
-    only if `chunk_bytes` is not given, if they get at most `WHOLE_PAGES_BYTES`, and if at least `MIN_CHUNKS` of them
-    remain. Otherwise `whole_pages` has no effect. It never changes a given `chunk_rows`.
+    only if `chunk_bytes` is not given, if the enlarged chunks have at most `WHOLE_PAGES_BYTES` bytes, and if at least
+    `MIN_CHUNKS` of them remain. Otherwise `whole_pages` has no effect. It never changes a given `chunk_rows`.
     """
     if chunk_rows is not None:
         rows = chunk_rows
@@ -98,8 +98,8 @@ def plan_cache(
     dataset needs a cache with room for every chunk in use, because a chunk that does not fit is read and decoded again
     for every row. With fewer slots than chunks, two chunks in use can evict each other.
 
-    `window` is the number of row-chunks (positions of chunks along axis 0) that are in use at once if rows are read in
-    the order of a shuffle window. None means that rows are read in any order.
+    `window` is the number of chunks along axis 0 that are in use at once if rows are read in the order of a shuffle
+    window. None means that rows are read in any order.
     """
     chunk_bytes = math.prod(chunks) * itemsize
     nslots = _hash_range(shape, chunks)
@@ -112,7 +112,7 @@ def plan_cache(
         nbytes = max(nbytes, min(math.prod(grid) * chunk_bytes, 64 * 1024 * 1024))
         why = "filtered, rows in any order: room for up to 64 MiB of chunks, or more if the chunks of one row need it"
     else:
-        why = f"filtered, window of {window} row-chunks: room for all of them, so that each is decoded once"
+        why = f"filtered, window of {window} chunks along axis 0: room for all of them, so that each is decoded once"
     return CachePlan(nbytes, nslots, 1.0, why)
 
 

@@ -66,7 +66,7 @@ class EncodedOffsets(RowOffsets):
 
     @classmethod
     def of(cls, base: int, offsets: npt.NDArray[np.int64]) -> EncodedOffsets:
-        """Return the offsets of rows with boundaries `offsets`, int64 (N + 1,), relative to byte `base` of the file."""
+        """Create from `offsets`, int64 (N + 1,): the boundaries of the rows, relative to byte `base` of the file."""
         mean = int(offsets[-1] - offsets[0]) // max(1, len(offsets) - 1)
         return cls(base + offsets[:-1], 1, max(1, mean), base + offsets[1:])
 
@@ -99,7 +99,7 @@ class CheckTask:
 def check_tasks(
     path: str, offsets: RowOffsets, rows: npt.NDArray[np.int64], checksums: npt.NDArray[np.uint32], max_bytes: int
 ) -> Iterator[CheckTask]:
-    """Yield tasks that check ascending `rows`; `checksums` are those of all rows of the dataset, uint32 (N,)."""
+    """Yield tasks that check ascending `rows`; `checksums`, uint32 (N,), has one checksum per row of the dataset."""
     for start, count in offsets.runs(rows, max_bytes):
         edges = offsets.edges(start, count)
         yield CheckTask(path, start, offsets.offset(start), edges, checksums[start : start + count])

@@ -93,7 +93,7 @@ class FilterId(IntEnum):
 
 
 STATISTICS_STEP = 8
-"""Step between the rows of pixels that statistics use, in a split of more than `STATISTICS_SMALL_ROWS` rows."""
+"""Step between the rows that statistics use, in a split of pixels with more than `STATISTICS_SMALL_ROWS` rows."""
 STATISTICS_SMALL_ROWS = 4_096
 """If a split has at most this many rows, its statistics use all of them, unless the rows are encoded images."""
 

@@ -29,7 +29,7 @@ from h5pack.system.arrays import equal_runs
 DECODED_BYTES = 192 * 1024 * 1024
 """Default capacity of the cache: 48 chunks of 4 MiB, which are three shuffle windows of the default 16 chunks."""
 _SPARSE_FACTOR = 4
-"""If less than 1/4 of the rows of an unfiltered chunk are requested, reading only these rows is cheaper."""
+"""If fewer than 1/4 of the rows of an unfiltered chunk are requested, reading only these rows is cheaper."""
 _MAX_FILES = 256
 """Maximum number of source files kept open. Each may use two descriptors, one of them inside the HDF5 library."""
 
@@ -156,7 +156,7 @@ class ChunkDecoder:
         return self._assemble(index, chunk)
 
     def _assemble(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        """Return whole rows, joined from all chunks with the number `chunk` along axis 0, which hold parts of them."""
+        """Join all chunks with the number `chunk` along axis 0, which hold parts of rows, and return the whole rows."""
         assert index.chunk_shape is not None
         rows = np.empty((index.chunk_rows, *index.row_shape), index.dtype)
         fill = np.frombuffer(index.fill, index.dtype).reshape(index.row_shape) if index.fill else None
@@ -244,8 +244,8 @@ class SourceFiles:
         found = opened.get(file)
         if found is None:
             storage, reader = Storage(file.path, file.identity), H5Reader(file.path, file.identity)
-            # `dict.setdefault` is atomic, so one of two racing threads wins. A lock might stay locked in a forked
-            # child.
+            # `dict.setdefault` is atomic, so one of two racing threads wins. A lock is not used, because it
+            # might stay locked in a forked child.
             found = opened.setdefault(file, ChunkDecoder(storage, reader, self.own.cache))
             while len(opened) > self.max_open:
                 # Another thread may have removed the oldest entry in the meantime.
@@ -287,7 +287,10 @@ class SourceFiles:
         return ChunkRows(values.reshape(-1), np.arange(len(rows)), size, calls)
 
     def prefetch(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> None:
-        """Start reading the chunks of rows, int64 (n,), into the page cache, unless the HDF5 library reads the rows."""
+        """Start reading the chunks that hold `rows`, int64 (n,), into the page cache.
+
+        Do nothing for chunks that are read through the HDF5 library.
+        """
         for file, source, there in index.split_by_source(rows):
             if source.codec is not None:
                 numbers = source.chunks_of(there)

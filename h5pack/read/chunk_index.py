@@ -43,8 +43,8 @@ class ChunkIndex:
     name: str
     dtype: np.dtype[Any]  # in stored byte order
     shape: tuple[int, ...]
-    chunk_rows: int  # number of rows stored together: those of a chunk, or all rows of a contiguous dataset
-    group_rows: int  # number of rows read together: those of a chunk, or up to 4 MiB of a contiguous dataset
+    chunk_rows: int  # number of rows in a chunk; a contiguous dataset counts as one chunk
+    group_rows: int  # number of rows in a chunk group: one chunk, or up to 4 MiB of a contiguous dataset
     addresses: npt.NDArray[np.int64]
     fill: bytes = b""  # one row of fill values in stored byte order; empty if every chunk has allocated storage
     library_reason: str | None = None  # why all rows are read through the HDF5 library; None if they are not
@@ -79,7 +79,7 @@ class ChunkIndex:
 
     @property
     def complete(self) -> bool:
-        """Whether every row has allocated storage, so that no row is a fill value."""
+        """Whether every row has allocated storage, so that no row consists of fill values."""
         return not self.fill
 
     @property
@@ -94,7 +94,7 @@ class ChunkIndex:
 
     @property
     def library_text(self) -> str | None:
-        """Why all rows, or all rows of a source, are read through the HDF5 library; None if neither is the case."""
+        """Why this dataset, or a source of a virtual dataset, is read through the HDF5 library; None if neither is."""
         return self.library_reason
 
     @property
@@ -107,7 +107,7 @@ class ChunkIndex:
 
     @property
     def decoded_bytes(self) -> int:
-        """Total size in bytes of all decoded chunks; 0 if no chunk must be decoded."""
+        """Total size in bytes of all chunks after decoding; 0 if no chunk must be decoded."""
         chunk_bytes = self.chunk_rows * self.row_bytes
         return -(-self.rows // self.chunk_rows) * chunk_bytes if self.decoding_bytes else 0
 
@@ -157,15 +157,15 @@ class ChunkIndex:
         return None
 
     def source_file(self, source_id: int | None) -> SourceFile | None:
-        """Return the file of source number `source_id`. None stands for the dataset's own file."""
+        """Return the file of source number `source_id`; None, as argument or result, is the dataset's own file."""
         return None
 
     def split_by_source(
         self, rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[SourceFile | None, ChunkIndex, npt.NDArray[np.int64]]]:
-        """Split `rows` into runs with the same source; for each run, yield the source's file, index and row numbers.
+        """Split `rows` into runs with the same source; for each run, yield the source's (file, `ChunkIndex`, rows).
 
-        The file is None for the dataset's own file. The row numbers are those in the source.
+        The file is None for the dataset's own file. The yielded rows are row numbers in the source.
         """
         yield None, self, rows
 
@@ -203,20 +203,19 @@ class SourceDataset:
 
 @dataclass(frozen=True)
 class RowRanges:
-    """Consecutive rows, split by source and, if they have storage, by chunk group. Arrays are (ranges,)."""
+    """Consecutive rows, split by source and, if they have storage, by chunk group. All arrays have shape (ranges,)."""
 
     firsts: npt.NDArray[np.int64]  # first row of each range
     source_ids: npt.NDArray[np.int64]  # index of each range's source
     shifts: npt.NDArray[np.int64]  # for each range, a row's number in the source minus its number in this dataset
-    addresses: npt.NDArray[np.int64]  # byte offset of the first row; -1 if it has no storage or is not read directly
+    addresses: npt.NDArray[np.int64]  # byte offset of each range's first row; -1 if not stored, or not read directly
 
 
 def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkIndex:
     """Return the index of a numeric dataset; check the locations of its chunks unless HDF5 must read all rows.
 
     `dataset` was opened as `name` in `file`, but may belong to another file if `name` is a link. Raises PackFormatError
-    if a filter's decoder is missing, or if checked chunks extend past the end of the file, overlap, or are off the
-    chunk grid.
+    if a filter's decoder is missing, or if chunks extend past the end of the file, overlap, or are off the chunk grid.
     """
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     chunk_rows = dataset.chunks[0] if dataset.chunks else max(1, dataset.shape[0])
@@ -241,7 +240,7 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
             stored = table.sizes.copy()
             stored_checksums = _stored_checksums(file, name, table)
             if codec.steps:
-                # With H5Pset_chunk_opts, an edge chunk may be unfiltered although its mask is 0. HDF5 must read it.
+                # With H5Pset_chunk_opts, an edge chunk may be unfiltered although its mask is 0, so HDF5 must read it.
                 at_edge = _reaches_past_edge(dataset).reshape(stored.shape)
                 table.sizes[at_edge & (stored == codec.size) & (table.filter_masks == 0)] = -1
         _require_inside(file, name, table.addresses, stored, chunk_rows, dataset.shape[0])
@@ -276,7 +275,7 @@ def _stored_checksums(file: h5py.File, name: str, table: ChunkTable) -> npt.NDAr
 
 
 def contiguous_group_rows(rows: int, row_bytes: int) -> int:
-    """Return the number of rows in a chunk group of a dataset without chunks: that of `plan_chunks`, at most 4,096."""
+    """Choose the rows per chunk group of a dataset without chunks, as `plan_chunks` does, but at most 4,096 rows."""
     if row_bytes >= DEFAULT_CHUNK_BYTES:
         return 1
     return min(_MAX_GROUP_ROWS, plan_chunks(max(1, rows), max(1, row_bytes)).rows)
@@ -330,7 +329,7 @@ def _contiguous_table(dataset: h5py.Dataset) -> ChunkTable:
 
 
 def _reaches_past_edge(dataset: h5py.Dataset) -> npt.NDArray[np.bool_]:
-    """Return whether each chunk extends past the dataset's edge, bool in the shape of the chunk grid."""
+    """Return whether each chunk extends past the dataset's edge, as a bool array with the shape of the chunk grid."""
     partial = np.zeros(chunk_grid(dataset), np.bool_)
     for axis, (size, chunk) in enumerate(zip(dataset.shape, dataset.chunks, strict=True)):
         if size % chunk:

@@ -31,8 +31,8 @@ _free = require_libc_function("free", None, ctypes.c_void_p)
 class MallocBuffer:
     """A buffer allocated by malloc, which filter plugins require because they may free or replace it.
 
-    The memory is freed with the last array that uses it. `address` is the address of malloc memory that this object
-    takes ownership of; None allocates new memory.
+    The memory is freed with the last array that uses it. If `address` is None, new memory is allocated. Otherwise, the
+    buffer takes ownership of the malloc memory at this address.
     """
 
     def __init__(self, size: int, address: int | None = None) -> None:
@@ -232,7 +232,7 @@ _MAX_DECODED_BYTES = 1 << 40
 _BITSHUFFLE_COMPRESSOR = 4
 """Index of the bitshuffle parameter that selects the compressor."""
 _BITSHUFFLE_WITH_HEADER = (2, 3)
-"""Values of that parameter for LZ4 and Zstd, whose chunks begin with a header. Other values mean no compression."""
+"""Parameter values that select LZ4 and Zstd, whose chunks begin with a header. Other values mean no compression."""
 _HEADER_BYTES = 12
 _MAX_BLOCK_BYTES = 1 << 30
 

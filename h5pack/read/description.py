@@ -69,10 +69,10 @@ def describe_file(
 ) -> FileDescription:
     """Describe a pack, or any HDF5 file with a dataset whose rows are images (pixels, or encoded images).
 
-    `images`, `labels` and `fields` are paths in the file; for a pack's fields, names suffice. If the default `images`
-    do not exist, the images are the JPEG files in the group `/encoded`. If neither the default `labels` nor their
-    checksums exist, the result has no labels. If only the checksums exist, the labels were lost, which is an error. If
-    `sized` is false, encoded images get the size 0 x 0, which suffices for reading their bytes.
+    `images`, `labels` and `fields` are paths in the file; for a pack's fields, names suffice. If there is no dataset at
+    the default `images`, the images are the JPEG files in the group `/encoded`. If there is none at the default
+    `labels`, the result has no labels. However, if checksums of labels exist, the labels were lost, which is an error.
+    If `sized` is false, encoded images get the size 0 x 0, which suffices for reading their bytes.
 
     Raises PackFormatError if the file, or one of the datasets, is missing, damaged or unusable, and IncompletePackError
     if the pack is unfinished.
@@ -132,7 +132,7 @@ def _describe(
         rows = len(dataset) if rows < 0 else rows
         _require_length(file, name, len(dataset), images, rows)
         if is_encoded(dataset):
-            # Ignore stored checksums: they are those of the encoded bytes, and cannot be compared with decoded pixels.
+            # Ignore stored checksums: they belong to the encoded bytes, and cannot be compared with decoded pixels.
             sources = require_sources(dataset) if dataset.is_virtual else frozenset()
             indexes[name] = replace(index_encoded(file, dataset, name, sized=sized), external_files=sources)
             continue
@@ -193,7 +193,7 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
 
 
 def _single_labels(dataset: h5py.Dataset, index: ChunkIndex) -> ChunkIndex:
-    """Return `index`, but with the shape (N,) if the labels are integers (N, 1) without column names."""
+    """Return `index`, but with the shape (N,) if the labels are integers of shape (N, 1) without column names."""
     whole_rows = type(index) is ChunkIndex and index.chunk_shape is None
     single = index.row_shape == (1,) and index.dtype.kind in "iu" and schema.COLUMNS not in dataset.attrs
     return replace(index, shape=index.shape[:1]) if single and whole_rows else index
@@ -206,14 +206,14 @@ def _require_length(file: h5py.File, name: str, length: int, images: str, rows: 
 
 
 def _add_checksums(file: h5py.File, indexes: dict[str, ChunkIndex], name: str) -> None:
-    """Add the index of the checksums of dataset `name` to `indexes` if every row has a checksum."""
+    """If every row of dataset `name` has a checksum, add the index of the checksums to `indexes`."""
     checksums = find_item(file, checksums_of(name))
     if isinstance(checksums, h5py.Dataset) and checksums.shape == (indexes[name].rows,) and checksums.dtype.kind == "u":
         indexes[checksums_of(name)] = index_dataset(file, checksums, checksums_of(name))
 
 
 def checksums_of(name: str) -> str:
-    """Return the path of the dataset that holds the checksums of the rows of dataset `name`."""
+    """Return the path of the dataset with the row checksums of dataset `name`."""
     return f"{schema.CHECKSUMS}/{name}"
 
 
@@ -231,8 +231,8 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
     base, string = h5py.check_vlen_dtype(dtype), h5py.check_string_dtype(dtype)
     if isinstance(base, np.dtype):
         raise refuse(
-            f"holds variable-length {base} on {dataset.ndim} axes; rows of variable length must be encoded images, "
-            "uint8 on one axis; name another dataset"
+            f"holds variable-length {base} on {dataset.ndim} axes; only encoded images may have rows of variable "
+            "length (uint8 on one axis); name another dataset"
         )
     if images and string is not None and string.length is None:
         raise refuse(

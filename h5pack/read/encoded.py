@@ -5,8 +5,8 @@ Rows of another size can be read one by one, but not batched.
 
 A pack stores encoded images in the group `/encoded`. Their bytes are read directly (`EncodedIndex`). Other files store
 encoded images in a dataset of variable-length uint8. The HDF5 library fetches their bytes, in one thread at a time.
-Then `h5pack.images.decode`, which also decodes for `h5pack convert`, decodes the images without the GIL, in any number
-of threads.
+In both cases, `h5pack.images.decode`, which `h5pack convert` also uses, decodes the images without the GIL, in any
+number of threads.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def decode_rows(
     out: npt.NDArray[Any],
     mask_dtype: np.dtype[Any] | None = None,
 ) -> None:
-    """Decode the bytes of rows into `out`; `path`, `name` and `rows` are used in messages only.
+    """Decode `encoded`, the bytes of each row, into `out`; `path`, `name` and `rows` are used in messages only.
 
     `out` is either uint8 (n, H, W, 3), or an object array (n,) whose elements become uint8 arrays (h, w, 3) of
     individual sizes. If `mask_dtype` is given, the rows are masks of that dtype, so `out` and its elements lack the
@@ -154,7 +154,7 @@ def decoding_row(path: str, name: str, row: int) -> Iterator[None]:
 
 
 def _require_size(path: str, name: str, row: int, size: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    """Raise SizesDifferError if `size`, that of a row, differs from `wanted`, that of row 0."""
+    """Raise SizesDifferError if a row's `size` differs from `wanted`, the size of row 0."""
     if size != wanted:
         height, width = wanted
         raise SizesDifferError(
@@ -225,7 +225,7 @@ class EncodedIndex(ChunkIndex):
 
     @functools.cached_property
     def base(self) -> int | None:
-        """Byte offset of the data in its own file; None if other files store the data, or chunks are not adjacent."""
+        """Byte offset of `data` in its own file; None if other files store the bytes, or chunks are not adjacent."""
         if not self.data.in_own_file:
             return None
         starts = self.data.addresses
@@ -264,7 +264,7 @@ class EncodedIndex(ChunkIndex):
         self, storage_of: Callable[[int | None], Storage], out: npt.NDArray[np.uint8], start: int,
         rows: npt.NDArray[np.int64],
     ) -> int:  # fmt: skip
-        """Fill `out`, uint8 (n,), with bytes of the data from `start` on; return the number of system calls.
+        """Fill `out`, uint8 (n,), with the bytes of `data` from byte `start` on; return the number of system calls.
 
         `rows` is used in messages only. Errors are those of `Storage.scatter`.
         """

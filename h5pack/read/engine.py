@@ -47,8 +47,8 @@ class ReadStats:
     rows: int = 0  # number of rows read from the main dataset
     chunk_hits: int = 0  # rows read from the main dataset, except the first row of each visit to a chunk
     chunk_misses: int = 0  # visits to chunks of the main dataset
-    bytes_wanted: int = 0  # total size of returned rows of all datasets; an encoded image counts as row 0 decoded
-    bytes_read: int = 0  # bytes read from files or copied from mappings of files; fewer than wanted if compressed
+    bytes_wanted: int = 0  # total size of returned rows of all datasets; encoded images count with row 0's decoded size
+    bytes_read: int = 0  # bytes read from files or copied from mappings; may be below `bytes_wanted` if compressed
     # Number of system calls and HDF5 library calls; none for rows copied from a mapping, one per row in `read_encoded`.
     reads: int = 0
 
@@ -59,15 +59,15 @@ class ReadStats:
 
 
 SCATTER_BYTES = 512
-"""Minimum size in bytes of rows to scatter. In measurements, scattering was slower than staging for rows of 256 bytes,
-as fast at 784 bytes, and faster for larger rows."""
+"""Minimum size in bytes of rows that are read straight into their buffers. In measurements, this was slower than
+copying the rows from a staging buffer at 256 bytes, as fast at 784 bytes, and faster for larger rows."""
 
 _MIN_CACHED_ROWS, _MAX_CACHED_ROW_BYTES = 16, 64 * 1024
 """Minimum number and maximum size in bytes of rows that `Engine.read_batch` copies from a mapping. In measurements with
 256 rows, copying took 0.4 of the time of `Engine.read` for rows of 3 and 12 KB, 0.6 for 48 KB, and 1.0 for 116 KB."""
 _MAX_CHECKED_BYTES = 4 << 30
 """Maximum total size in bytes of mapped files from which `Engine.read_batch` copies rows. Random rows touch all parts
-of the files, and checking once a second that these are in the page cache takes 4 ms per GB."""
+of the files, and checking once a second that all parts are in the page cache takes 4 ms per GB."""
 
 _log = logging.getLogger("h5pack")
 
@@ -133,7 +133,7 @@ class Engine:
         return None if mapping is None else MappedDataset(index, mapping, None)
 
     def count_mapped(self, name: str, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> None:
-        """Count rows that were copied from a mapping. Run i consists of the rows ``first[i]`` to ``last[i]``."""
+        """Add rows copied from a mapping to the statistics. Run i consists of the rows ``first[i]`` to ``last[i]``."""
         index = self.indexes[name]
         begins, ends = index.chunks_of(first), index.chunks_of(last)
         chunks = int((ends - begins + 1).sum()) - int(np.count_nonzero(begins[1:] == ends[:-1]))
@@ -249,14 +249,14 @@ class Engine:
         return self.can_scatter(index) or self.can_decode(index)
 
     def decoding_bytes(self, num_threads: int, *, keep: bool) -> int:
-        """Return the bytes of memory that `rows_in_chunk` needs in `num_threads` threads, plus the cache if `keep`."""
+        """Return the memory in bytes that `rows_in_chunk` needs in `num_threads` threads, with the cache if `keep`."""
         largest = max((index.decoding_bytes for index in self.indexes.values()), default=0)
         if not largest:
             return 0
         return num_threads * largest + (self.chunks.cache.capacity if keep else 0)
 
     def decoded_bytes(self) -> int:
-        """Return the size in bytes of all decoded chunks; 0 if none needs decoding, or the cache is too small."""
+        """Return the size in bytes of all chunks after decoding; 0 if none is decoded, or the cache is too small."""
         total = sum(index.decoded_bytes for index in self.indexes.values())
         return total if total <= self.chunks.cache.capacity else 0
 
@@ -339,7 +339,7 @@ class Engine:
     def _encoded_rows(
         self, index: EncodedIndex, rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[slice, list[bytes], int]]:
-        """Read the bytes of ascending rows; for each read, yield (slice of `rows`, list of their bytes, calls)."""
+        """Read the bytes of ascending rows; for each read, yield (slice of `rows`, bytes of each row, call count)."""
         for part, start, stop in index.reads(rows):
             data = np.empty(stop - start, np.uint8)
             if index.library_reason is None:
@@ -391,7 +391,7 @@ class Engine:
             stats.reads += calls
 
     def check(self, name: str, checksums: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
-        """Raise DamagedRowsError if `values`, the given rows, differ from their CRC-32s in the dataset `checksums`.
+        """Raise DamagedRowsError if `values`, read from `rows`, do not match the CRC-32s in the dataset `checksums`.
 
         For encoded rows, `values` is not used. Instead, the encoded bytes are read again and checked.
         """
@@ -404,7 +404,7 @@ class Engine:
     def require_checksums(
         self, name: str, checksums: str, rows: npt.NDArray[np.int64], found: npt.NDArray[np.uint32]
     ) -> None:
-        """Raise DamagedRowsError unless `found`, uint32 (n,), are the CRC-32s of `rows` in the dataset `checksums`."""
+        """Raise DamagedRowsError if `found`, uint32 (n,), differs from the CRC-32s of `rows` in dataset `checksums`."""
         wrong = np.flatnonzero(found != self.read(checksums, rows))
         if len(wrong):
             damaged = sorted({int(rows[position]) for position in wrong})
@@ -445,7 +445,7 @@ class Engine:
                 self.files.storage(index.data, source).prefetch(offsets, counts)
 
     def prefetch_chunks(self, name: str, rows: npt.NDArray[np.int64]) -> None:
-        """Start reading the chunks of rows, int64 (n,), into the page cache, unless they are cached already.
+        """Start reading the chunks that hold `rows`, int64 (n,), into the page cache, unless they are cached already.
 
         Do nothing for chunks that are read through the HDF5 library.
         """

@@ -138,7 +138,7 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
 
 
 def datasets_text(file: h5py.File) -> str:
-    """Return a list of datasets for a message, such as "'X' uint8 (9, 8, 8, 3)"; those with most axes come first."""
+    """Return a list of datasets for a message, such as "'X' uint8 (9, 8, 8, 3)", by descending number of axes."""
     names, texts = sorted(dataset_names(file), key=lambda name: -file[name].ndim), []
     for name in names[:_MAX_NAMED]:
         try:
@@ -180,7 +180,7 @@ def reopen_tuned(dataset: h5py.Dataset, cache: CachePlan | None = None) -> h5py.
     if dataset.chunks is None:
         return dataset
     if cache is None:
-        # A row of variable length is stored as a reference of 16 bytes, but NumPy's itemsize is that of a pointer.
+        # A row of variable length is stored as a reference of 16 bytes, but NumPy's itemsize is the size of a pointer.
         item_bytes = dataset.id.get_type().get_size()
         cache = plan_cache(dataset.shape, dataset.chunks, item_bytes, filtered=is_filtered(dataset))
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)

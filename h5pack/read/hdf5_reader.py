@@ -51,7 +51,7 @@ class H5Reader:
     def read_images(self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> tuple[int, int]:
         """Read encoded rows and decode them into `out`; return the numbers of encoded bytes and library calls.
 
-        `out` and the errors of decoding are those of `decode_rows`.
+        See `decode_rows` for the shape of `out` and for the errors that decoding raises.
         """
         dataset = self._open().dataset(name)
         size = calls = 0

@@ -60,8 +60,8 @@ class FileMapping:
         sizes = [storage.identity.size for storage in storages]
         self.bases = np.array(bases, np.int64)
         self._storages, self._ends, self.file_bytes = storages, self.bases + sizes, sum(sizes)
-        # The range of `bytes` with the rows of each file, empty until `add_rows`. Only this range is loaded, because
-        # the bytes around it are often not in the page cache.
+        # For each file, the range of `bytes` that holds rows, empty until `add_rows`. Only this range is loaded,
+        # because the bytes around it are often not in the page cache.
         self._begins, self._stops = self._ends.copy(), self.bases.copy()
         self._opened: tuple[float, list[tuple[Storage, int, int]]] = (-math.inf, [])
         size = int(self._ends[-1])
@@ -106,7 +106,7 @@ class FileMapping:
             return None
 
     def add_rows(self, number: int, start: int, stop: int) -> None:
-        """Record that all rows of a dataset in file `number` are within ``bytes[start:stop]``, for `ready`."""
+        """Record, for `ready`, that file `number` stores all its rows of a dataset within ``bytes[start:stop]``."""
         self._begins[number] = min(int(self._begins[number]), start // mmap.PAGESIZE * mmap.PAGESIZE)
         self._stops[number] = max(int(self._stops[number]), stop)
         self._checked[1][[start // _BLOCK, (stop - 1) // _BLOCK]] = -np.inf
@@ -136,10 +136,10 @@ class FileMapping:
         return True
 
     def require_whole(self, numbers: Iterable[int]) -> None:
-        """Raise PackChangedError if one of these files was cut short since it was opened.
+        """Raise PackChangedError if one of the files `numbers` was cut short since it was opened.
 
         Call this before touching `bytes`, because touching bytes past the end of a file ends the process with SIGBUS.
-        It takes half the time of `require_unchanged`.
+        This check takes half the time of `require_unchanged`.
         """
         files, lseek, end = self._opened_files(), os.lseek, os.SEEK_END
         for number in numbers:
@@ -152,7 +152,7 @@ class FileMapping:
                 storage.identity.require(storage.path, descriptor)
 
     def require_unchanged(self, numbers: Iterable[int]) -> None:
-        """Raise PackChangedError if one of these files was cut short, rewritten or replaced since it was opened.
+        """Raise PackChangedError if one of the files `numbers` was cut short, rewritten or replaced since opening.
 
         Call this after touching `bytes`, because another program may have changed the bytes meanwhile.
         """
@@ -217,8 +217,9 @@ def _all_between(first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> n
 class MappedDataset:
     """The rows of a dataset in a mapping of the files that store them, in stored byte order.
 
-    The rows of one file form an array if its chunks are adjacent. The rows of a virtual dataset form an array if the
-    distances between all rows are multiples of the row size. If possible, `of_sources` maps the files accordingly.
+    The rows of a dataset that is not virtual form an array if its chunks are adjacent. The rows of a virtual dataset
+    form an array if the distance between any two rows is a multiple of the row size. If possible, `of_sources` maps the
+    files accordingly.
 
     Attributes
     ----------
@@ -323,7 +324,7 @@ def _grid_bases(found: Sequence[SourceFile], files: npt.NDArray[np.int64], index
         if not number:
             origin = first
         elif step <= _MAX_STEP:
-            # Raise `base` by the fewest blocks for which base + first equals origin modulo the row size.
+            # Increase `base` by the fewest blocks for which base + first equals origin modulo the row size.
             divisor = math.gcd(_BLOCK, index.row_bytes)
             distance, rest = divmod(origin - first - base, divisor)
             if not rest:

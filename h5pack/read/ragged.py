@@ -138,7 +138,7 @@ def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64],
 def _read_edges(
     starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], max_gap: int, max_entries: int
 ) -> list[int]:
-    """Divide rows, sorted by their start, into groups to be read together; return edges as `run_edges` does."""
+    """Divide rows, sorted by their start, into groups to read together; return the groups' edges (see `run_edges`)."""
     edges = run_edges(starts[1:] - np.maximum.accumulate(stops)[:-1] > max_gap).tolist()
     cuts = []
     for low, high in itertools.pairwise(edges):
@@ -149,7 +149,7 @@ def _read_edges(
 
 
 def texts_of(path: str, name: str, rows: npt.NDArray[np.int64], found: RaggedRows) -> list[Any]:
-    """Return the texts in `found`; raise DamagedRowsError if one is malformed. Other parameters are for messages."""
+    """Return the texts in `found`; raise DamagedRowsError if one is malformed. Messages use the other parameters."""
     wrong, problem = np.zeros(len(found), np.bool_), "is not UTF-8"
     if found.kind == schema.TEXTS:
         filled = np.flatnonzero(np.diff(found.offsets))
@@ -173,7 +173,7 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def find_field(file: h5py.File, name: str) -> str:
-    """Return the path of the field `name` of a pack. Without such a field, return `name`, which is a path in the file.
+    """Return the path of the field `name` of a pack. Without such a field, return `name`, taken as a path.
 
     Raises PackFormatError if a pack has neither the field nor the path.
     """

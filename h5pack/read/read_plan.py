@@ -26,22 +26,22 @@ MAX_GAP_BYTES = 4_096
 anyway, and reading the gap is cheaper than another system call."""
 
 MAX_EXTENT_BYTES = 4 * 1024 * 1024
-"""Size in bytes of aligned blocks. One read covers only extents that begin in the same block, which limits the staging
-buffer."""
+"""Size in bytes of aligned blocks of a file. One read covers only extents that begin in the same block, so that the
+staging buffer stays small."""
 
 
 @dataclass(frozen=True)
 class RowExtents:
     """Rows divided into extents: runs of rows whose bytes are adjacent in the file.
 
-    Extent i holds positions ``edges[i]`` to ``edges[i + 1] - 1`` of the requested rows. All other arrays are
-    (extents,).
+    Extent i consists of the requested rows at positions ``edges[i]`` to ``edges[i + 1] - 1``. All other arrays have the
+    shape (extents,).
     """
 
     edges: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]  # byte offset of each extent; negative if its rows have no allocated storage
-    # For each extent, how many of its rows are in another chunk than the row requested just before. The very first
-    # requested row counts, too.
+    # For each extent, the number of its rows whose chunk is not the chunk of the preceding requested row. The
+    # very first requested row counts, too.
     chunk_visits: npt.NDArray[np.int64]
     source_ids: npt.NDArray[np.int64] | None = None  # for each extent, the index of its source; None if not virtual
 
@@ -167,7 +167,7 @@ class FileExtents(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterPlan:
-    """Direct reads of rows into buffers anywhere in memory. `edges` to `source_ids` are those of `RowExtents`."""
+    """Direct reads of rows into buffers anywhere in memory. `RowExtents` describes `edges` to `source_ids`."""
 
     index: ChunkIndex
     rows: npt.NDArray[np.int64]

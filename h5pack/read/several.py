@@ -1,4 +1,4 @@
-"""Several HDF5 files read as one. One index locates the rows of all files, so that no joined file must be written."""
+"""Several HDF5 files read as one. Each dataset has one index of its rows in all files; no joined file is written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from h5pack.system.arrays import RowNumbers, joined_ranges
 
 
 def list_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str | os.PathLike[str]]:
-    """Return the files that a path, a pattern such as "shards/*.h5", or a list of both stands for.
+    """Return the files that `path` denotes: a path, a pattern such as "shards/*.h5", or a list of paths and patterns.
 
     The files that match a pattern are sorted. Raises OptionsError for an empty list, and PackFormatError for a pattern
     that matches nothing.
@@ -45,7 +45,7 @@ def list_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 def join_descriptions(packs: Sequence[FileDescription]) -> FileDescription:
     """Return one description of several files, whose rows follow each other in the order of the files.
 
-    Mean and standard deviation are those of all rows from which the files' statistics were computed. Raises
+    The mean and standard deviation cover all rows from which the files' statistics were computed. Raises
     PackFormatError if the files differ in datasets, row shapes, dtypes, classes or other metadata.
     """
     first = packs[0]
@@ -98,7 +98,7 @@ def _metadata(pack: FileDescription) -> tuple[Any, ...]:
 
 
 def _join(packs: Sequence[FileDescription], index_of: Callable[[FileDescription], ChunkIndex]) -> ChunkIndex:
-    """Return one index of a dataset's rows in all files. ``index_of(pack)`` must return its index in one file."""
+    """Join the indexes of one dataset in all files. ``index_of(pack)`` must return the index in one file."""
     parts = [index_of(pack) for pack in packs]
     first, rows = parts[0], sum(part.rows for part in parts)
     encoded = [part for part in parts if isinstance(part, EncodedIndex)]

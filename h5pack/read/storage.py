@@ -1,4 +1,4 @@
-"""Reads a file's bytes without the HDF5 library, into many buffers by one system call, and notices a replaced file.
+"""Read a file's bytes without the HDF5 library, into many buffers by one system call, and notice a replaced file.
 
 ``os.preadv`` would check every buffer while it holds the GIL. This takes 266 ns per buffer, as long as copying a small
 row. The C library's ``preadv`` takes an array of addresses, which NumPy computes for thousands of rows at once, and
@@ -46,7 +46,7 @@ class FileIdentity:
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
     def require(self, path: str, file: str | int | None = None) -> None:
-        """Raise PackChangedError unless `path`, or the descriptor `file` opened from it, has this identity."""
+        """Raise PackChangedError unless the file at `path`, or its open descriptor `file`, has this identity."""
         try:
             # Compare without creating a FileIdentity, because loaders check files several times per batch.
             status = os.stat(path if file is None else file)

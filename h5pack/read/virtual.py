@@ -1,8 +1,8 @@
 """Virtual datasets: which source files they refer to, and where in these files each row is stored.
 
-If a source file is missing, HDF5 silently returns fill values, but h5pack raises an error. If all mappings are of
-consecutive whole rows, rows are read directly from the sources whose layout allows it. If there are other mappings, the
-HDF5 library assembles all rows.
+If a source file is missing, HDF5 silently returns fill values, but h5pack raises an error. If every mapping covers
+consecutive whole rows, rows are read directly from the sources whose layout allows it. Otherwise, the HDF5 library
+assembles all rows.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
 
 
 def _index_linked(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, depth: int) -> ChunkIndex:
-    """Return the index of a dataset in another file. `index` is its index under the name of a link to it."""
+    """Return the index of a dataset in another file, to which a link leads. `index` has the link's name."""
     there = index_rows(dataset.file, dataset, dataset.name.lstrip("/"), visited, depth)
     file = _identify(dataset.file)
     if there.library_reason is not None or not index.rows or not index.row_bytes:
@@ -161,7 +161,9 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
         files.add(where)
         boxes = [_whole_rows(dataset, found, mapping) for mapping in mappings]
         if reason is None and None in boxes:
-            reason = f"it is virtual, and a mapping is not of consecutive whole rows of {name!r} in {file.filename}"
+            reason = (
+                f"it is virtual, and a mapping does not cover consecutive whole rows of {name!r} in {file.filename}"
+            )
         same_type = dataset.id.get_type().equal(found.id.get_type()) and dataset.dtype == found.dtype
         if reason is None and not same_type:
             reason = f"it is virtual, and its source {name!r} in {file.filename} holds numbers of another type"
@@ -188,7 +190,7 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
 
 
 def _whole_rows(dataset: h5py.Dataset, found: h5py.Dataset, mapping: _Mapping) -> tuple[int, int, int] | None:
-    """Return (first row, number of rows, first row in source) of a mapping of consecutive whole rows, else None."""
+    """Return (first row, row count, first row in source) if a mapping covers consecutive whole rows, else None."""
     if mapping.here.count == 0:
         return 0, 0, 0
     here, there = mapping.here.rows(dataset.shape), mapping.there.rows(found.shape)
@@ -249,12 +251,17 @@ def _visit(dataset: h5py.Dataset, file: h5py.File, datasets: dict[str, list[_Map
 def _require_source(dataset: h5py.Dataset, file: h5py.File, name: str, mappings: Sequence[_Mapping]) -> h5py.Dataset:
     found = find_item(file, name)
     if not isinstance(found, h5py.Dataset):
-        problem = f"is missing or not a dataset, but virtual {_where(dataset)} needs it; restore the right file"
+        problem = (
+            f"is missing or not a dataset, but the virtual dataset {_where(dataset)} needs it; restore the right file"
+        )
         raise dataset_error(file.filename, name, problem)
     for mapping in mappings:
         needed = _needed(mapping, found.shape)
         if needed is not None:
-            problem = f"has shape {found.shape}, but virtual {_where(dataset)} needs {needed}; restore the right file"
+            problem = (
+                f"has shape {found.shape}, but the virtual dataset {_where(dataset)} needs {needed}; restore the right "
+                "file"
+            )
             raise dataset_error(file.filename, name, problem)
     return found
 

@@ -39,11 +39,11 @@ class VirtualIndex(ChunkIndex):
     The rows are divided into ranges. A range is a run of rows within one chunk of one source (or about 4 MiB of a
     contiguous source). Ranges replace chunks in the methods inherited from `ChunkIndex`: `chunks_of` returns range
     numbers, and `addresses` holds the byte offset of each range's first row in the source's file, or -1 if the range
-    has no allocated storage or its rows cannot be read directly. Fill values are those of the sources, and messages
-    name the sources' row numbers.
+    has no allocated storage or its rows cannot be read directly. Fill values and the row numbers in messages are
+    those of the sources.
 
-    Rows that no mapping covers get a placeholder source without allocated storage, whose fill value is that of the
-    virtual dataset.
+    Rows that no mapping covers get a placeholder source without allocated storage, with the fill value of the virtual
+    dataset.
     """
 
     starts: Integers  # first row of each range, ascending from 0
@@ -144,7 +144,7 @@ class VirtualIndex(ChunkIndex):
 def join_rows(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[MappedRows]) -> VirtualIndex:
     """Return a virtual index with the name, dtype and shape of `index`, whose rows are stored according to `parts`.
 
-    `parts` must ascend and not overlap. `file` is the file of the dataset, and `fill` the bytes of a row outside them.
+    `parts` must ascend and not overlap. `file` is the dataset's file. `fill` is one row of fill values, as bytes.
     """
     builder = _Builder()
     at = 0
@@ -204,7 +204,7 @@ class _Builder:
         self.columns.append((ranges.firsts - shift, source_ids, ranges.shifts + shift, ranges.addresses))
 
     def group_rows(self) -> int:
-        """Return the `group_rows` of the sources that store most rows; 0 if no row has allocated storage."""
+        """Return the `group_rows` that applies to most rows in the sources; 0 if no row has allocated storage."""
         return self._rows_by_group.most_common(1)[0][0] if self._rows_by_group else 0
 
     def _number(self, source: SourceDataset) -> int:
