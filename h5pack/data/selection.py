@@ -177,8 +177,10 @@ def _check_indices(indices: npt.NDArray[Any], count: int, what: str) -> npt.NDAr
             parameters=("indices",),
         )
     numbers = indices.astype(np.int64)
+    # An index of uint64 that exceeds int64 becomes negative.
+    wrapped = (numbers < 0) & (indices > 0)
     numbers[numbers < 0] += count
-    wrong = np.flatnonzero((numbers < 0) | (numbers >= count))
+    wrong = np.flatnonzero((numbers < 0) | (numbers >= count) | wrapped)
     if len(wrong):
         raise OptionsError(
             f"{what} contain {int(indices[wrong[0]])}; give indices of the {count:,} rows", parameters=("indices",)

@@ -118,6 +118,8 @@ def _describe(
     ragged: dict[str, RaggedIndex] = {}
     for name in (*(() if indexes else (images,)), *(() if labels is None else (labels,)), *fields):
         if is_mask_group(file, name):
+            if name in (images, labels):
+                raise dataset_error(file.filename, name, "holds masks; give it in fields, not as images or labels")
             indexes[name] = index_kept(file, name, sized=sized)
             _require_length(file, name, indexes[name].rows, images, rows)
             _add_checksums(file, indexes, name)

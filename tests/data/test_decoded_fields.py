@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import h5pack
 from h5pack.data.draws import BatchKey, crop_windows
-from h5pack.errors import OptionsError
+from h5pack.errors import OptionsError, PackFormatError
 from tests.makers import pixels, quick
 
 SIZES = [(60, 81), (97, 40), (33, 33), (128, 70), (50, 90), (75, 100), (40, 41)]
@@ -167,3 +167,10 @@ def test_masks_that_cannot_move_are_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionsError) as caught:
         h5pack.H5Loader(dataset, 2, decode=CROPS[0])
     assert caught.value.parameters == ("decode", "fields")
+
+
+@pytest.mark.parametrize("parameter", ["images", "labels"])
+def test_masks_are_neither_images_nor_labels(path: Path, parameter: str) -> None:
+    with pytest.raises(PackFormatError) as caught:
+        h5pack.H5Dataset(path, **{parameter: "fields/mask"})
+    assert caught.value.dataset == "fields/mask"

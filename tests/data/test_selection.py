@@ -81,7 +81,11 @@ def test_any_nest_of_subsets_is_what_indexing_gives(dataset: h5pack.H5Dataset, d
     assert pairs(rows) == expected(nest, range(count) if chosen is None else [index % count for index in chosen])
 
 
-@pytest.mark.parametrize("wrong", [[0, 40], [0, -41], [10**12], [0.5], [[1, 2]], [True, False], ["a"], 3], ids=repr)
+@pytest.mark.parametrize(
+    "wrong",
+    [[0, 40], [0, -41], [10**12], [0.5], [[1, 2]], [True, False], ["a"], 3, np.array([2**64 - 1], np.uint64)],
+    ids=repr,
+)
 def test_wrong_indices_are_refused(dataset: h5pack.H5Dataset, wrong: Any) -> None:
     for data in (dataset, Subset(dataset, range(COUNT))):
         with pytest.raises(OptionsError, match="indices"):
