@@ -27,12 +27,12 @@ from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop, ResizedCrop, check_image_size
 
 FLIP, TOP, LEFT, ERASE, BOX, VERTICAL_FLIP = 0, 1, 2, 3, 4, 44
-"""Indices of the random words in stream 0 (see `random_words`). A box takes four words for each of its tries."""
+"""Index of the random word for each change (`random_words`, stream 0). From BOX on, each tried box takes four words."""
 COLOR_STREAM = 2
 _GREY = (19595, 38470, 7471)
 """Weights of red, green and blue in grey, in units of 2^-16, as in Pillow and ITU-R BT.601."""
 _QUARTER_TURN = (11225, 21145, -32370, -21774, 2601, 19173, 82681, -68855, -13826)
-"""The matrix that rotates by a quarter turn from I to Q, in units of 2^-16.
+"""The 3 x 3 matrix that rotates a color by a quarter turn, from axis I to axis Q, in units of 2^-16.
 
 It is inverse(T) R T, where T maps a color to YIQ (FCC NTSC 1953, as in Python's colorsys: I = 0.74 (red - Y) - 0.27
 (blue - Y), Q = 0.48 (red - Y) + 0.41 (blue - Y)) and R maps (Y, I, Q) to (0, -Q, I).
@@ -67,9 +67,9 @@ class ColorJitter:
 
     Notes
     -----
-    torchvision applies the four changes in random order, and clamps and rounds after each. Its `level` is the mean grey
-    of each image; here it is 255 times the grey of the mean that `Normalize` was given (127.5 without one). torchvision
-    rotates hue in HSV, which is not linear.
+    torchvision applies the four changes in random order, and clamps and rounds after each. In torchvision, `level`
+    is the mean grey of each image. Here, it is 255 times the grey of the option `mean` of `Normalize`, or 127.5 if
+    `mean` is not given. torchvision rotates hue in HSV, which is not linear.
     """
 
     brightness: float = 0.0
@@ -88,11 +88,11 @@ class ColorJitter:
 class Changes(NamedTuple):
     """Which kinds of changes the draws of a batch may make to its images."""
 
-    moves: bool  # Pixels are flipped, or come from a window.
-    pads: bool  # The window may exceed the image.
+    moves: bool  # Images are flipped or cropped.
+    pads: bool  # The crop window may exceed the image.
     erases: bool
     colors: bool
-    resize: ResizedCrop | None = None  # How windows are resized.
+    resize: ResizedCrop | None = None  # The crop, if its windows are resized.
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Augmentation:
     # An int: padding on each side before a window of the image's size is cut out.
     crop: int | RandomCrop | ResizedCrop = 0
     erase: float = 0.0  # Probability that a box is erased.
-    erase_scale: tuple[float, float] = (0.02, 0.33)  # Range of the box's area / the result's; drawn uniformly.
-    erase_ratio: tuple[float, float] = (0.3, 3.3)  # Range of the box's height / width; drawn log-uniformly.
+    erase_scale: tuple[float, float] = (0.02, 0.33)  # Range of (box area) / (result area), drawn uniformly.
+    erase_ratio: tuple[float, float] = (0.3, 3.3)  # Range of the box's height / width, drawn log-uniformly.
     vertical_flip: float = 0.0  # Probability of a vertical flip.
     color: ColorJitter | None = None
     level: float = 127.5  # The grey level that a change of contrast leaves unchanged.
@@ -176,7 +176,7 @@ class Augmentation:
         return (-padding, rows), (-padding, columns)
 
     def window_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of the crop window, in pixels of the image; `RandomResizedCrop` draws its own."""
+        """Return height and width of the crop window, in pixels of the image; `RandomResizedCrop` draws both."""
         return self.output_size(height, width) if self.resize is None else (height, width)
 
     def changes(self, height: int, width: int) -> Changes:
@@ -203,14 +203,14 @@ class AugmentationDraws:
     #: window of ``CenterCrop(resize=...)`` is the whole image; the middle is cut out after resizing.
     crop_height: torch.Tensor
     crop_width: torch.Tensor  #: Width of the crop window.
-    #: The 3 x 4 color matrix of each sample, row by row, in units of 2^-16: int32, (12, N). Its last column holds the
-    #: offsets that are added to red, green and blue.
+    #: The 3 x 4 color matrix of each sample, row by row, in units of 2^-16: int32, (12, N). The last column of the
+    #: matrix holds the offsets that are added to red, green and blue.
     color: torch.Tensor | None = None
 
     def block(self) -> torch.Tensor:
-        """Return a tensor at whose address the tensors named in `GEOMETRY` begin, one directly after the other.
+        """Store the tensors of `GEOMETRY` back to back in memory; return a tensor that begins at the first of them.
 
-        They are copied only if they do not lie in memory like this already.
+        They are copied only if they are not stored like this already.
         """
         parts = [getattr(self, name) for name in GEOMETRY]
         first, size = parts[0].data_ptr(), parts[0].nbytes
@@ -248,7 +248,7 @@ GEOMETRY = tuple(field.name for field in fields(AugmentationDraws) if field.name
 
 
 def fixed_draws(images: torch.Tensor, top: int, left: int, size: tuple[int, int]) -> AugmentationDraws:
-    """Return draws that take the same window of all images and change nothing else."""
+    """Return draws that crop all images to the same window, without other changes."""
     block = torch.zeros((len(GEOMETRY), len(images)), dtype=torch.int32, device=images.device)
     draws = AugmentationDraws.of_block(block)
     draws.top.fill_(top)
@@ -309,7 +309,7 @@ def _boxes(words: torch.Tensor, augmentation: Augmentation, height: int, width: 
 
 
 def color_table(device: torch.device) -> torch.Tensor:
-    """Return int64, (2 * 4096 + 18,), in units of 2^-16: cosines and sines of a full turn, and two 3 x 3 matrices.
+    """Return 4096 cosines and 4096 sines of a full turn, and two 3 x 3 matrices: int64, (8210,), in units of 2^-16.
 
     The first matrix maps colors to grey. The second maps the color with the YIQ components (Y, I, Q) to the color with
     the components (0, -Q, I).
@@ -337,7 +337,7 @@ def color_ranges(augmentation: Augmentation) -> tuple[tuple[int, int], ...]:
 
 
 def _color_matrices(words: torch.Tensor, augmentation: Augmentation) -> torch.Tensor:
-    """Return the color matrices (see `AugmentationDraws.color`); `words` is five words per sample: int64, (N, 5)."""
+    """Return the color matrices (see `AugmentationDraws.color`); `words` are five random words per sample, (N, 5)."""
     ranges = color_ranges(augmentation)
     brightness, contrast, saturation, hue = (
         below(words[:, number], count) + low for number, (low, count) in enumerate(ranges)

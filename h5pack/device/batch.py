@@ -120,7 +120,7 @@ def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of the batch's containers with `function` applied to each tensor; other objects are kept."""
+    """Return a copy of the batch with `function` applied to each tensor. Other objects are shared."""
     if is_echoed(batch):
         repeats = repeats_of(batch)
         if isinstance(repeats, torch.Tensor):
@@ -174,7 +174,7 @@ def with_images(batch: Any, image_key: Hashable | None, images: Any) -> Any:
 
 
 def with_elements(batch: Any, elements: Mapping[Any, Any]) -> Any:
-    """Return a copy of the batch with some elements replaced: `elements` maps keys or indices to the new ones."""
+    """Return a copy of the batch with some elements replaced: `elements` maps keys or indices to new elements."""
     if is_echoed(batch):
         return EchoedBatch.mark(with_elements(EchoedBatch.unmark(batch), elements), repeats_of(batch))
     if isinstance(batch, Mapping):

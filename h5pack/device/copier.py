@@ -5,7 +5,7 @@ for the copy and transforms it. The *consumer's stream* (the one that is current
 both, and then runs the training step.
 
 torch's allocator keeps the memory of each stream apart, and may give freed memory to the next tensor on the same stream
-at once. So `record_stream` must be called for each other stream on which a tensor is used: its memory is then reused
+at once. So `record_stream` must be called for each further stream on which a tensor is used: its memory is then reused
 only when that stream has finished the work that was queued when the tensor was freed.
 """
 
@@ -48,22 +48,22 @@ class CudaOperations:
         return torch.cuda.stream(stream)
 
     def event(self, stream: Any) -> Any:
-        """Record an event on a stream. A thread that synchronizes with it sleeps, instead of using a CPU."""
+        """Record an event on a stream. A thread that waits for the event sleeps instead of using a CPU."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a strided CPU tensor as a dense one in pinned memory, and a tensor on another device unchanged."""
+        """Return a strided CPU tensor as a dense tensor in pinned memory. Return tensors on other devices unchanged."""
         if tensor.device.type != "cpu":
             return tensor
         if not _is_dense(tensor):
-            # The copy of such a tensor to the device would first make it dense, in pageable memory.
+            # Copying such a tensor to the device would first make a dense copy in pageable memory.
             tensor = tensor.contiguous()
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Queue the copy of a tensor to the device on the current stream."""
+        """Copy a tensor to the device; the copy is queued on the current stream."""
         return tensor.to(self.device, non_blocking=True)
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
@@ -92,7 +92,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 @dataclass
 class QueuedBatch:
-    """A batch whose copy or transform is queued on the device, and the event after that work."""
+    """A batch whose copy or transform is queued on the device. `done` is the event recorded after that work."""
 
     fetched: FetchedBatch
     done: Any
@@ -102,9 +102,9 @@ class DeviceCopier:
     """Moves the batches of one iteration to a device and transforms them there.
 
     The prefetch thread calls `enter` and `copy`; the consumer's thread calls the other methods. With `keep_images`,
-    repeated images are copied only once: if the images of a batch are the same tensor as those of the batch before, as
-    in the repeats of an `EchoLoader`, their copy is used again. The first transform must not change this copy in place,
-    so it has to be a `Normalize`, or `Views` whose transforms are all `Normalize`; otherwise images are always copied.
+    repeated images are copied only once: if two consecutive batches have the same tensor of images, as in the repeats
+    of an `EchoLoader`, they share its copy. The first transform must not change this copy in place, so it has to be a
+    `Normalize`, or `Views` whose transforms are all `Normalize`; otherwise images are always copied.
     """
 
     def __init__(self, operations: CudaOperations, transform: ImageTransform | None, keep_images: bool = False) -> None:
@@ -159,7 +159,7 @@ class DeviceCopier:
         return fetched
 
     def consumed(self) -> Any:
-        """Return an event after the work that the consumer has queued so far."""
+        """Record and return an event after all work that the consumer has queued so far."""
         return self._operations.event(self._operations.current_stream())
 
     def join_streams(self) -> None:
@@ -195,7 +195,7 @@ class DeviceCopier:
 
 
 def _is_joinable(element: Any) -> bool:
-    """Return whether an element of a batch is a list of several tensors that one tensor can hold."""
+    """Return whether an element of a batch is a list of several tensors that can be concatenated."""
     if not isinstance(element, list) or len(element) < 2 or not isinstance(element[0], torch.Tensor):
         return False
     first = element[0].detach()

@@ -42,8 +42,8 @@ class EchoState:
     """The progress of an iteration over repeated batches. It holds neither batches nor threads."""
 
     epoch: int = 0
-    batch: int = 0  # The index within the epoch of the batch that is being repeated.
-    showing: int = 0  # How many times that batch has been delivered.
+    batch: int = 0  # The index of the current batch in the epoch.
+    showing: int = 0  # How many times the current batch has been delivered.
     shown: int = 0  # How many batches, including repeats, this iteration has delivered.
     fresh: int = 0  # How many of the `shown` batches were delivered for the first time.
 
@@ -53,8 +53,8 @@ class EchoLoader(LoaderWrapper):
 
     The method is that of Choi, Passos, Shallue and Dahl 2019, arXiv:1907.05550. With ``DeviceFeed(EchoLoader(...))``
     raw batches are repeated, and each repeat is augmented differently. With ``EchoLoader(DeviceFeed(...))`` transformed
-    batches are repeated. The first delivery of a batch is the loader's own object. A repeat is a copy of it with the
-    attribute `repeats` (see `EchoedBatch`). It shares the tensors, so in-place changes affect later repeats.
+    batches are repeated. The first delivery of a batch is the loader's own object. Each repeat is a copy with the
+    attribute `repeats` (see `EchoedBatch`). The copies share the tensors, so in-place changes affect later repeats.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class EchoLoader(LoaderWrapper):
         self.max_factor = whole_number("max_factor", max_factor, 1)
         self.factor: Fraction | str = _AUTO if factor == _AUTO else _to_fraction(factor, self.max_factor)
         self._require_one_rank()
-        # The state of the current iteration, or of the last one if none is running.
+        # The state of the current iteration, or of the last iteration if none is running.
         self._state = EchoState()
         # The state at which the next iteration begins. None: it begins a new epoch.
         self._loaded: EchoState | None = None
@@ -109,7 +109,7 @@ class EchoLoader(LoaderWrapper):
         return self._state.fresh
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. A loaded state is kept if it is of this epoch, and dropped if not."""
+        """Set the epoch of the next iteration. A loaded state is dropped unless it is of the same epoch."""
         super().set_epoch(epoch)
         if self._loaded is not None and self._loaded.epoch != epoch:
             self._loaded = None
@@ -142,9 +142,9 @@ class EchoLoader(LoaderWrapper):
             thread.join()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last delivered batch, a dict that includes the state of the loader.
+        """Return the state after the most recently delivered batch, including the state of the loader.
 
-        After a complete epoch, it is the state at the beginning of the next epoch.
+        After a complete epoch, this is the state at the beginning of the next epoch.
 
         Raises
         ------
@@ -214,7 +214,7 @@ class EchoLoader(LoaderWrapper):
 
 
 def _setting_text(value: Any) -> str:
-    """Return a setting as the parameter is written in Python; a factor is stored as its numerator and denominator."""
+    """Return a setting as text for a message. A numeric factor is stored as [numerator, denominator]."""
     return "/".join(map(str, value)) if isinstance(value, list) else repr(value)
 
 
@@ -271,7 +271,7 @@ class _FixedEcho(_EchoIterator):
 
 
 def showings(factor: Fraction, batch: int) -> int:
-    """Return how often this batch is delivered; batches 0 to n - 1 are delivered ``floor(factor * n)`` times in all."""
+    """Return how often a batch is delivered. Batches 0 to n - 1 together are delivered ``floor(factor * n)`` times."""
     return math.floor((batch + 1) * factor) - math.floor(batch * factor)
 
 
@@ -311,8 +311,8 @@ class _AdaptiveEcho(_EchoIterator):
     def _get(self, *, wait: bool) -> FetchedBatch | None:
         """Return the loader's next batch; None if it is not ready. If `wait`, wait until it is ready.
 
-        Otherwise, wait briefly if it is expected soon, because a repeat in its place would hardly save time. After the
-        last batch, raise StopIteration, or the loader's error.
+        Without `wait`, still wait briefly for a batch that is expected soon: a repeat instead would hardly save time.
+        After the last batch, raise StopIteration, or the loader's error.
         """
         tolerance = _WAIT_SHARE * self._step_seconds
         soon = 0.0 < self._clock.begun + self._clock.seconds - time.monotonic() <= tolerance
@@ -343,12 +343,12 @@ class _FetchClock:
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        # When the thread began its current batch, and how many seconds a batch takes on average.
+        # When the thread began to fetch its current batch, and how many seconds a batch takes on average.
         self.begun, self.seconds = time.monotonic(), 0.0
         # Each thread has its own current CUDA stream. If the wrapped loader is a DeviceFeed, it delivers batches in the
         # prefetch thread, and must make them ready for the stream of the consumer's thread.
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        # Each device has its own current stream, and the feed's device need not be the consumer's current one.
+        # Each device has its own current stream, and the feed's device need not be the consumer's current device.
         devices = [device, None] if device is not None and device.type == "cuda" else [None]
         self._streams = [torch.cuda.current_stream(one) for one in devices] if in_use else []
 

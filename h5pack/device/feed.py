@@ -47,7 +47,7 @@ class DeviceFeed(LoaderWrapper):
         are applied in its order.
     prefetch_factor : int
         Maximum number of batches that are copied to the device before the step requests them. The device also holds
-        the batch of the current step and, until it has finished the previous step, the batch of that step. So up to
+        the batch of the current step, and the batch of the previous step until that step has finished. So up to
         ``prefetch_factor + 2`` batches are on the device. Batches are prefetched only for CUDA devices.
     image_key : int or str, optional
         Where the images are in a batch: an index, a key, or the field name of a named tuple. Default: the tensor itself
@@ -70,7 +70,7 @@ class DeviceFeed(LoaderWrapper):
     give ``torch.cuda.graph`` the argument ``capture_error_mode="thread_local"``, as with any loader with threads.
 
     The results of a transform that was compiled with ``mode="reduce-overhead"`` are copied, because the next call
-    overwrites them. Inside another transform, such a function cannot be recognized: clone its results there.
+    overwrites them. A compiled function called inside another transform is not recognized: clone its results there.
     """
 
     def __init__(

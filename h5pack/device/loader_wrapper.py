@@ -19,11 +19,11 @@ class FetchedBatch:
 
     batch: Any
     epoch: int
-    # The index of the batch in its epoch, from 0. If no state says at which batch of the epoch the iteration began, the
-    # index in the iteration.
+    # The index of the batch, from 0: in its epoch if a state says at which batch the iteration began, else in the
+    # iteration.
     number: int
     count: int  # How many batches have been fetched in this iteration, including this one.
-    state: dict[str, Any] | None  # The loader's state when this batch had been fetched; None if not recorded.
+    state: dict[str, Any] | None  # The loader's state right after it returned this batch; None if not recorded.
 
 
 @dataclass
@@ -32,7 +32,7 @@ class DeliveryCursor:
 
     iteration: int  # The iteration's number from 0, used as the epoch if the loader counts no epochs.
     delivered: int  # How many batches the step has received.
-    state: dict[str, Any] | None  # The loader's state after the last delivered batch; None if not recorded.
+    state: dict[str, Any] | None  # The loader's state after the most recently delivered batch; None if not recorded.
 
     def advance(self, fetched: FetchedBatch) -> None:
         """Record that the step has received this batch."""
@@ -42,8 +42,8 @@ class DeliveryCursor:
 class LoaderWrapper:
     """A wrapper around a loader that offers the loader's length, dataset, epoch and state as its own.
 
-    The state and the epoch are those of the loader, or those of its sampler if it is a DataLoader. If neither counts
-    epochs, the wrapper counts iterations from 0 and uses that number as the epoch.
+    The state and the epoch come from the loader, or from its sampler if the loader is a DataLoader. If neither of them
+    counts epochs, the wrapper counts iterations from 0 and uses that number as the epoch.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -95,10 +95,10 @@ class LoaderWrapper:
             setter.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch that the step received, even if more batches were prefetched.
+        """Return the state after the batch that the step received most recently, even if more were prefetched.
 
-        The state is that of the loader, or of its sampler if it is a DataLoader. If neither counts epochs, the epoch
-        is added. After a complete epoch, the state is that at the beginning of the next epoch.
+        The state comes from the loader, or from its sampler if the loader is a DataLoader. If neither of them counts
+        epochs, the epoch is added. After a complete epoch, this is the state at the beginning of the next epoch.
 
         Raises
         ------
@@ -157,7 +157,7 @@ class LoaderWrapper:
         return self._cursor, BatchFetcher(self, iterator, self._iteration, record, first)
 
     def _first_number(self, state: dict[str, Any] | None) -> int:
-        """Return the index, within the epoch, of the first batch of the iteration that has just begun; 0 if unknown.
+        """Return how many batches of the epoch come before the iteration that has just begun; 0 if unknown.
 
         `state` is the loader's state at the beginning of the iteration.
         """
@@ -181,7 +181,7 @@ class LoaderWrapper:
             return
         for sampler in with_samplers(self.loader):
             # If set_epoch or load_state_dict was called during the iteration, the sampler's state already describes the
-            # next epoch and must not be changed. Such a state does not depend on the number of batches.
+            # next epoch and must not be changed. `state_dict` then ignores the number of batches.
             if isinstance(sampler, (BatchOrder, ChunkSampler)) and sampler.state_dict(0) != sampler.state_dict(1):
                 sampler.set_epoch(sampler.epoch + 1)
 
@@ -206,7 +206,7 @@ class LoaderWrapper:
         )
 
     def _consumed(self, sampler: BatchOrder | ChunkSampler, cursor: DeliveryCursor) -> int:
-        """Return what the step has received, counted in batches for a `BatchOrder` and in rows for a `ChunkSampler`."""
+        """Return how many batches (for a `BatchOrder`) or rows (for a `ChunkSampler`) the step has received."""
         if isinstance(sampler, BatchOrder):
             return cursor.delivered
         rows = cursor.delivered * (getattr(self.loader, "batch_size", None) or 1)
@@ -215,7 +215,7 @@ class LoaderWrapper:
 
 
 class BatchFetcher:
-    """A fetcher of the batches of one iteration of a wrapped loader. Only one thread at a time may use it."""
+    """A class that fetches batches from a wrapped loader during one iteration. Only one thread at a time may use it."""
 
     def __init__(
         self, wrapper: LoaderWrapper, iterator: Iterator[Any], iteration: int, record: bool, first: int
@@ -230,7 +230,7 @@ class BatchFetcher:
         self._count += 1
         state = self._wrapper._loader_state() if self._record else None
         if self._epoch is None:
-            # Keep the epoch of the first batch: a new iteration may change the loader's epoch before this one ends.
+            # Keep the epoch of the first batch: before this iteration ends, a new one may change the loader's epoch.
             known = _epoch_of(self._wrapper.loader, counted=True)
             self._epoch = self._iteration if known is None else known
         return FetchedBatch(batch, self._epoch, self._first + self._count - 1, self._count, state)
@@ -277,7 +277,7 @@ def base_datasets(dataset: Any) -> list[Any]:
 
 
 def with_samplers(loader: Any) -> list[Any]:
-    """Return the loader, its batch sampler, its sampler, and the sampler of its batch sampler, without absent ones."""
+    """Return the loader, its batch sampler, its sampler, and its batch sampler's sampler, as far as they exist."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
     return [loader, *(sampler for sampler in samplers if sampler is not None)]

@@ -13,7 +13,7 @@ exact in float32::
 
 A fused multiply-add therefore gives the same bits as a separate product and sum, so results are identical on all
 devices. float16 and bfloat16 results do not need ``fine``: the relative error of ``steps * coarse + bias`` is at most
-about 2^-15 before it is rounded to at most 11 significant bits.
+about 2^-15, and such results have at most 11 significant bits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LAYOUTS = ("channels_last", "contiguous")
 _CHANNELS = ("last", "first", None)
 _BACKENDS = ("auto", "torch", "triton")
 _POOLED = 2
-"""Maximum number of results on the CPU whose memory is kept for reuse.
+"""Maximum number of CPU results whose memory is kept for reuse.
 
 Allocating new memory would take longer than the arithmetic.
 """
@@ -192,7 +192,7 @@ class Normalize:
         Raises
         ------
         OptionsError
-            If the dataset has no statistics, or the datasets of a ConcatPack have different ones.
+            If the dataset has no statistics, or the datasets of a ConcatPack have different statistics.
         """
         found = {stored_statistics(part) for part in base_datasets(dataset)}
         if len(found) != 1:
@@ -261,7 +261,7 @@ class Normalize:
             (top, _), (left, _) = self.augmentation.windows(height, width)
             pixels = fixed_window(pixels, top, left, size)
         if torch.compiler.is_compiling():
-            # torch.compile fuses these operations into one kernel. Its tensors are symbolic and must not be cached.
+            # torch.compile fuses the operations into one kernel. Do not cache its tensors, which are symbolic.
             return self._by_operations(
                 pixels, self._constant_tensor(images.device, channels), draws, changes, size, out
             )
@@ -437,10 +437,10 @@ class Normalize:
         return self.backend == "triton"
 
     def _launched(self, device: torch.device, name: str, *args: Any) -> Any:
-        """Launch "draw", "normalize" or "resize" and return its result. With "auto", return None if Triton fails.
+        """Launch the kernel "draw", "normalize" or "resize" and return its result; None if Triton fails in "auto" mode.
 
-        After a failure with "auto", later calls do not try Triton again. Only errors of compiling and loading count:
-        errors of a launch may be caused by earlier kernels, so they are raised in any case.
+        After such a failure, later calls do not try Triton again. Only errors of compiling and loading count as
+        failures: errors of a launch may be caused by earlier kernels, so they are raised in any case.
         """
         try:
             from h5pack.device.kernels import draw, launch, normalize, resize

@@ -1,7 +1,7 @@
 """The arithmetic of `Normalize` by torch operations: windows and flips, colors, scaling, erased boxes.
 
-The functions whose names end in "_on_cpu" are faster than those for any device and give the same bits. The Triton
-kernels give the same bits, too.
+On a CPU, the functions whose names end in "_on_cpu" are faster than the functions for any device. Both, and the Triton
+kernels, give the same bits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _BITS = 16
 _BLOCK_VALUES = 1 << 16
 """How many values each thread processes at a time. Their temporaries (512 KiB) then stay in the CPU's cache."""
 _ROW_VALUES = 1 << 12
-"""Each constant is repeated for several image rows, up to this many values (64 KiB for all four constants), or for one
-image row if that alone is longer. Operations then run over long rows."""
+"""Each constant is repeated for as many image rows as fit into this number of values (64 KiB for all four constants),
+or for one longer row. Operations then run over several image rows at once."""
 
 
 def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws, size: tuple[int, int]) -> torch.Tensor:
@@ -83,7 +83,7 @@ def fixed_window(pixels: torch.Tensor, top: int, left: int, size: tuple[int, int
 
 
 def apply_color(pixels: torch.Tensor, color: torch.Tensor) -> torch.Tensor:
-    """Return uint8 images (N, H, W, 3) multiplied by a 3 x 4 matrix each, rounded and clamped to 0..255.
+    """Multiply each uint8 image, (N, H, W, 3), by its own 3 x 4 color matrix; round and clamp the levels to 0..255.
 
     `color` is int32, (12, N), in units of 2^-16; see `AugmentationDraws`.
     """
@@ -97,7 +97,7 @@ def apply_color(pixels: torch.Tensor, color: torch.Tensor) -> torch.Tensor:
 
 
 def apply_color_on_cpu(pixels: torch.Tensor, color: torch.Tensor) -> torch.Tensor:
-    """Do the same as `apply_color`, image by image; temporaries stay in the CPU's cache. Keeps the memory layout."""
+    """Do the same as `apply_color`, image by image: temporaries then fit in the CPU's cache. Keep the memory layout."""
     with unfilled_memory():
         result = torch.empty_like(pixels)
     for number in range(len(pixels)):
@@ -195,7 +195,7 @@ def _divisor(number: int, limit: int) -> int:
 def checked_statistics(
     mean: Sequence[float] | None, std: Sequence[float] | None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and std as tuples of equal length (one number if both are None); raise OptionsError if invalid."""
+    """Return mean and std as tuples of equal length (1 if both are None); raise OptionsError if invalid."""
     try:
         means = None if mean is None else tuple(map(float, mean))
         deviations = None if std is None else tuple(map(float, std))

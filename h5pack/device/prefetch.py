@@ -1,16 +1,15 @@
 """Prefetching: a thread fetches batches, which are copied to a CUDA device before the training step requests them.
 
 The consumer is the code that iterates over the batches, usually the training loop. A `PrefetchThread` fetches batches
-from the loader and queues their copies to the device, up to ``prefetch_factor`` more than were requested. When the
-consumer requests a batch, `DevicePrefetcher` queues the transforms of all batches whose copies are queued, and delivers
-the first of them. So the consumer has to wait only if the loader has no batch ready. Transforms are called in the
-consumer's thread, so this thread's modes (no_grad, autocast) and profiler apply to them.
+from the loader and queues their copies to the device: at most ``prefetch_factor`` batches more than the consumer has
+requested. When the consumer requests a batch, `DevicePrefetcher` queues the transforms of all batches whose copies are
+queued, and delivers the first of them. So the consumer has to wait only if the loader has no batch ready. Transforms
+are called in the consumer's thread, so this thread's modes (no_grad, autocast) and profiler apply to them.
 
 The host may queue many training steps before the device has done them, but the batches of these steps need memory.
-Therefore the thread copies a batch only when the device has finished the step of the batch that was delivered
-``prefetch_factor + 2`` batches earlier.
+Therefore the thread fetches batch n only when the device has finished the step of batch n - ``prefetch_factor`` - 2.
 
-If the loader or a launch fails, the batches before the error are delivered first, and then the error is raised.
+If fetching, copying or transforming a batch fails, all earlier batches are delivered before the error is raised.
 
 The thread holds no reference to its consumer. An iterator that the user drops is therefore garbage-collected, and the
 iterator's finalizer stops the thread. Garbage collection may run in any thread while any lock is held, so `stop` must
@@ -70,7 +69,7 @@ class PrefetchThread(BackgroundThreads):
         self._credits.put(event)
 
     def stop(self) -> None:
-        """Stop the thread once it has fetched its current batch. This takes no lock, so finalizers may call it."""
+        """Stop the thread once it has fetched its current batch. `stop` takes no lock, so finalizers may call it."""
         self.stopping = True
         self._credits.put(None)
         self._batches.put(EndOfBatches(LoaderError("the iterator was closed while its next batch was awaited")))
@@ -102,8 +101,8 @@ class PrefetchThread(BackgroundThreads):
 class DevicePrefetcher(Iterator[FetchedBatch]):
     """An iterator over batches that are copied and transformed before the consumer requests them.
 
-    Besides the delivered batch, up to `prefetch_factor` batches are on the device. If the device has not finished the
-    step before, it also holds the batch of that step.
+    Besides the delivered batch, up to `prefetch_factor` batches are on the device. Until the device has finished the
+    previous step, it also holds the batch of the previous step.
     """
 
     def __init__(self, fetcher: BatchFetcher, copier: DeviceCopier, prefetch_factor: int) -> None:
@@ -116,8 +115,8 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
         self._finalizer = self.thread.stop_with(self)
 
     def __next__(self) -> FetchedBatch:
-        # The previous call recorded `_consumed`: the device reaches it after the work on the batch before the last one.
-        # By now, the consumer has queued its work on the last batch, too, so the next event is recorded below.
+        # Call n delivers batch n. Call n - 1 recorded the event `_consumed`, which follows the step of batch n - 2. By
+        # now, the step of batch n - 1 is queued, too, and the event recorded below follows it.
         self.thread.release(self._consumed)
         self._consumed = self._copier.consumed() if self._delivered else None
         while self._end is None and len(self._launched) <= self._prefetch_factor:
@@ -128,7 +127,7 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
             try:
                 raise self._end
             finally:
-                # The error's traceback refers to this frame and so to `self`. Keeping the error would be a cycle.
+                # The error's traceback refers to this frame and `self`. Keeping the error would be a reference cycle.
                 self._end = StopIteration()
         self._delivered = True
         return self._copier.deliver(self._launched.popleft())
@@ -144,7 +143,7 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
     def _launch_one(self) -> bool:
         """Queue the next batch's transform, or record the end of the batches. Return False if no batch is ready.
 
-        Wait for a batch only if there is no other one to deliver.
+        Wait for a batch only if no other batch can be delivered.
         """
         if self._launched:
             item = self.thread.get(seconds=0.0)

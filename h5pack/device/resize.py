@@ -9,8 +9,8 @@ pixel i of the result with the weight::
 
     max(0, 2 k - |(2 p + 1) m - (2 i + 1) n|)        divided by the sum of these weights over all p
 
-The weights are rounded to multiples of 2^-16. The result of the first axis keeps 6 bits after the point, so the final
-level, from 0 to 255, differs from the exact one by rounding only. A pixel p with a weight is called a tap.
+The weights are rounded to multiples of 2^-16. After the first axis, values keep 6 fractional bits, so the final levels
+(0 to 255) differ from the exact values by rounding only. The pixels p that contribute to pixel i are called its taps.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def max_taps(crop: ResizedCrop, height: int, width: int) -> tuple[int, int]:
 def find_taps(
     draws: AugmentationDraws | None, crop: ResizedCrop, pixels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the taps of each row and of each column of the results, with crops and flips applied.
+    """Return which rows of the images each row of the results is computed from (its taps); the same for columns.
 
-    Each tensor is int32, (N, 1 + taps, size). Along axis 1, it holds the position of the first tap, in pixels of the
-    image, and then the weights of the first tap and of the taps after it, in units of 2^-16. In the padding, all
-    weights are 0. N is 1 if `draws` is None.
+    Crops and flips are taken into account. Each tensor is int32, (N, 1 + taps, size). Along axis 1, it holds the
+    position of the first tap, in pixels of the image, and then the weights of all taps in order, in units of 2^-16. In
+    the padding, all weights are 0. N is 1 if `draws` is None.
     """
     _, height, width, _ = pixels.shape
     found = []
@@ -67,7 +67,7 @@ def find_taps(
 
 
 def _taps(begin: torch.Tensor, extent: torch.Tensor, output: torch.Tensor, resized: int, taps: int) -> torch.Tensor:
-    """Return the taps along one axis. `begin` and `extent` of the window are (N, 1); `output` is (N, size)."""
+    """Return the taps along one axis (see `find_taps`). `begin` and `extent` are (N, 1); `output` is (N, size)."""
     reach = 2 * extent.clamp(min=resized)
     centre = (2 * output + 1) * extent
     first = torch.div(centre - reach + resized, 2 * resized, rounding_mode="floor").clamp(min=0)
@@ -82,7 +82,7 @@ def _taps(begin: torch.Tensor, extent: torch.Tensor, output: torch.Tensor, resiz
 def resize(pixels: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Return `pixels`, uint8 (N, H, W, C), as resized images, uint8 (N, height, width, C).
 
-    `rows` and `columns` are the taps that `find_taps` returned. Works on any device and inside ``torch.compile``.
+    `rows` and `columns` are what `find_taps` returned. Works on any device and inside ``torch.compile``.
     """
     count, height, width, channels = pixels.shape
     images = torch.arange(count, device=pixels.device)[:, None]
@@ -131,7 +131,7 @@ def resize_on_cpu(
         window = window.flip([2 + axis for axis in (0, 1) if flip[axis]]) if any(flip) else window
         found, target = F.interpolate(window, resized, mode="bilinear", antialias=True)[0], targets[number]
         for axis in (0, 1):
-            # What lies outside of the resized image stays black.
+            # Pixels outside of the resized image stay black.
             first = resized[axis] - size[axis] - offset[axis] if flip[axis] else offset[axis]
             begin, end = max(0, first), min(resized[axis], first + size[axis])
             found = found.narrow(1 + axis, begin, end - begin)

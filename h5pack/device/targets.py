@@ -22,7 +22,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class AxisMap:
-    """How rows or columns of images become those of the output.
+    """A map from rows of the images to rows of the output, or from columns to columns.
 
     A window of each image is resized. The output is a part of the resized window, and is flipped in some images. A
     coordinate x becomes ``(x - begin) * resized / extent - offset``. In a flipped image, it becomes ``size`` minus this
@@ -43,20 +43,20 @@ class AxisMap:
         This is the pixel under the output pixel's centre, as in torch's ``interpolate(mode="nearest-exact")``. Outside
         of the image, it is negative or at least `input`.
         """
-        # Twice the centres of the output's pixels in the resized window: integers are exact on every device.
+        # The centres of the output's pixels in the resized window, times 2: integers are exact on every device.
         first, last = 2 * self.offset + 1, 2 * (self.offset + self.size) - 1
         centres = torch.arange(first, last + 1, 2, device=self.begin.device)
         centres = torch.where(self.flip[:, None], centres.flip(0), centres)
         return self.begin[:, None] + centres * self.extent[:, None] // (2 * self.resized)
 
     def move(self, values: torch.Tensor) -> torch.Tensor:
-        """Return coordinates of the image, (N, ...), as coordinates of the output."""
+        """Convert coordinates, (N, ...), from the image to the output."""
         begin, extent, flip = (_aligned(part, values) for part in (self.begin, self.extent, self.flip))
         moved = (values - begin) * (self.resized / extent.to(values.dtype)) - self.offset
         return torch.where(flip, self.size - moved, moved)
 
     def at(self, images: torch.Tensor) -> AxisMap:
-        """Return the map of the images with these indices, int64, (n,), which may repeat."""
+        """Return the map of the images with these indices: int64, (n,). Indices may repeat."""
         parts = {name: getattr(self, name)[images] for name in ("begin", "extent", "flip")}
         return replace(self, **parts)
 
@@ -68,7 +68,7 @@ Axes = tuple[AxisMap, AxisMap]
 def axes_of(
     images: torch.Tensor, draws: AugmentationDraws | None, crop: Any, input_size: Size, output_size: Size
 ) -> Axes:
-    """Return how `Normalize` moves images.
+    """Return the maps by which `Normalize` moves rows and columns of images.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def axes_of(
     crop : int, RandomCrop, CenterCrop or RandomResizedCrop
         The option of `Normalize`.
     input_size, output_size : tuple of int
-        Height and width of the images before and after.
+        Height and width of the images before and after the transform.
     """
     none = torch.zeros(len(images), dtype=torch.int64, device=images.device)
     flips = (none, none) if draws is None else (draws.vertical_flip, draws.flip)
@@ -134,7 +134,7 @@ def move_field(kind: str, field: Any, axes: Axes) -> Any:
 
 
 def move_masks(masks: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """Return masks moved like their images; each pixel is a copy of the nearest one.
+    """Return masks moved like their images, without interpolation: each pixel is copied from the nearest pixel.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ def move_boxes(boxes: torch.Tensor | Sequence[torch.Tensor], axes: Axes) -> torc
     """Return boxes moved like their images, clipped to the output.
 
     A box that is completely outside of the output remains as a box without area, so that boxes keep their order and
-    their labels. A row without area that only pads an image's boxes, such as four zeros, still has no area afterwards.
+    their labels. Rows without area, such as four zeros that pad an image's boxes, still have no area afterwards.
     ``(boxes[..., 2:] > boxes[..., :2]).all(-1)`` selects the boxes with an area.
 
     Parameters
@@ -175,7 +175,7 @@ def move_boxes(boxes: torch.Tensor | Sequence[torch.Tensor], axes: Axes) -> torc
     Returns
     -------
     Tensor or list of Tensor
-        float32, or float64 if `boxes` are, of the same shapes.
+        Of the same shapes, as float64 if `boxes` are float64, else as float32.
     """
     if not isinstance(boxes, torch.Tensor):
         return _move_in_one(move_boxes, boxes, axes)
@@ -194,7 +194,7 @@ def _move_in_one(move: Callable[..., Any], rows: Sequence[torch.Tensor], axes: A
     if not counts:
         return []
     device = axes[0].flip.device
-    # Without the size of its result, repeat_interleave makes the host wait for the device.
+    # Without `output_size`, repeat_interleave makes the host wait for the device.
     images = torch.arange(len(rows), device=device).repeat_interleave(_on(device, counts), output_size=sum(counts))
     moved = move(torch.cat(list(rows)), (axes[0].at(images), axes[1].at(images)))
     return list(torch.split(moved, counts))
@@ -216,7 +216,8 @@ def move_keypoints(points: torch.Tensor | Sequence[torch.Tensor], axes: Axes) ->
     Returns
     -------
     Tensor or list of Tensor
-        float32, or float64 if `points` are, of the same shapes. The visibility of a point outside of the output is 0.
+        Of the same shapes, as float64 if `points` are float64, else as float32. The visibility of a point outside of
+        the output is 0.
     """
     if not isinstance(points, torch.Tensor):
         return _move_in_one(move_keypoints, points, axes)
@@ -272,7 +273,7 @@ def checked_fields(fields: Any) -> dict[Hashable, str | None]:
 
 
 def _on(device: torch.device, numbers: list[int]) -> torch.Tensor:
-    """Return integers as int64, (n,), on a device, without waiting for its queued work as a pageable copy would."""
+    """Copy integers to a device as int64, (n,), without waiting until the device has done its queued work."""
     if device.type != "cuda":
         return torch.tensor(numbers, device=device)
     return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""How transforms are applied to a batch in a `DeviceFeed`; several views; random numbers for keyed transforms."""
+"""Transforms in a `DeviceFeed`: applying them to batches, several views of images, random numbers for transforms."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Views:
     Parameters
     ----------
     *transforms : callable
-        The transform of each view, called with the images, and with a `BatchKey` if it is `keyed`. The key's `view` is
+        The transform of each view, called with the images, and with a `BatchKey` if it is keyed. The key's `view` is
         the number of the view, from 0. The same transform may be given several times.
 
     Attributes

@@ -1,6 +1,6 @@
 """The Triton kernel that draws the random changes of a batch. Importing this module requires Triton.
 
-It computes the same as `augment.draw_augmentation`, in 64-bit integers, with one launch instead of dozens.
+The kernel computes the same as `augment.draw_augmentation`, in 64-bit integers, with one launch instead of dozens.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def draw(key: BatchKey, seed: int, augmentation: Augmentation, height: int, widt
 
 
 def _settings(augmentation: Augmentation, height: int, width: int) -> torch.Tensor:
-    """Return an int64 tensor of the settings, for images of this size; the kernel reads them by position."""
+    """Return the settings of an augmentation for images of this size, int64; the kernel reads them by position."""
     windows = augmentation.windows(height, width)
     size = augmentation.output_size(height, width)
     jitter = augmentation.color
@@ -107,7 +107,7 @@ def _settings(augmentation: Augmentation, height: int, width: int) -> torch.Tens
 
 
 def _window_table(crop: RandomResizedCrop, height: int, width: int, device: torch.device) -> torch.Tensor:
-    """Return height, width, root of the area, fallback window, and tables of sides: int64, (7 + 3 * 4096,)."""
+    """Return height, width and root of the area, the fallback window and `side_tables`: int64, (7 + 3 * 4096,)."""
 
     def make() -> torch.Tensor:
         numbers = torch.tensor([height, width, fixed_root(height * width), *crop.fallback(height, width)])
@@ -146,7 +146,7 @@ def _rounded(products):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _first_that_fits(state, number, table, root, height, width, smallest):  # type: ignore[no-untyped-def]
-    """Return the number of each sample's first rectangle that fits (-1: none) and its sides; see `data.draws`."""
+    """Return which of each sample's rectangles is the first that fits (-1: none), and its sides; see `data.draws`."""
     chosen, tall, wide = tl.zeros_like(state) - 1, tl.zeros_like(state), tl.zeros_like(state)
     for attempt in range(_TRIES):
         first = number + 4 * attempt
@@ -193,7 +193,7 @@ def _draw_windows(line, here, samples, state, number, table):  # type: ignore[no
 def _draw_colors(  # type: ignore[no-untyped-def]
     line, here, samples, state, number, settings, table
 ):
-    """Store the matrix of each sample, as `augment._color_matrices` makes it."""
+    """Store the color matrix of each sample, as `augment._color_matrices` computes it."""
     brightness = tl.load(settings + 14) + _below(_word(state, number), tl.load(settings + 15))
     contrast = tl.load(settings + 16) + _below(_word(state, number + 1), tl.load(settings + 17))
     saturation = tl.load(settings + 18) + _below(_word(state, number + 2), tl.load(settings + 19))

@@ -1,12 +1,12 @@
 """The Triton kernel that writes images moved, colored, normalized and erased. Importing this module requires Triton.
 
 A thread computes one vector (16 bytes of the result) at a time, always in the same columns of every n-th line of an
-image. So all that depends on columns is computed once: offsets in the source, constants of the channels, the columns of
-the box. What depends on the line is the same for all values of a vector. Lines that do not begin and end at multiples
-of 16 bytes leave a few values at their ends, which separate programs compute one by one.
+image. So everything that depends on the column is computed once: the offset in the source, the channel's constants, and
+whether the column is in the erased box. Everything that depends on the line is the same for all values of a vector. If
+a line does not begin and end at multiples of 16 bytes, separate programs compute the few values at its ends one by one.
 
-Pixels are loaded without masks, which would take an instruction for each pixel. For positions outside the image, its
-last row or column is read instead, and the value is then replaced.
+Pixels are loaded without masks, because a mask would take an instruction for each pixel. For positions outside the
+image, the last row or column of the image is read instead, and the value is then replaced.
 
 Flips and windows only change the offsets from which pixels are loaded.
 """
@@ -29,9 +29,9 @@ def _load_constants(constants, CHANNELS: tl.constexpr, FINE: tl.constexpr):  # t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scaled(raw, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (raw / 255 - mean) / std in float32, of int32 `raw`, as described in `h5pack.device.normalize`."""
-    # 0x4B000000 is the float 2^23, and with the bits of raw it is the float 2^23 + raw. So no integer has to be
-    # converted, which would take four times as long as another instruction. The difference is exact.
+    """Return (raw / 255 - mean) / std in float32; `raw` is int32. See `h5pack.device.normalize`."""
+    # 0x4B000000 is the float 2^23; combined with the bits of raw, it is the float 2^23 + raw. This avoids converting an
+    # integer to a float, which would take four times as long as another instruction. The difference is exact.
     steps = (raw | 0x4B000000).to(tl.float32, bitcast=True) - (centre + 8388608.0)
     small = bias
     if FINE:
@@ -41,7 +41,7 @@ def _scaled(raw, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignor
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _blackened(is_black, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return coarse, fine and bias that turn whatever is loaded in black columns into the result of a black pixel.
+    """Return coarse, fine and bias. In black columns, they turn any loaded value into the result of a black pixel.
 
     This saves an instruction per value in the loop over lines.
     """
@@ -51,7 +51,7 @@ def _blackened(is_black, centre, coarse, fine, bias, FINE: tl.constexpr):  # typ
 
 @triton.jit
 def _load_row(colors, samples):  # type: ignore[no-untyped-def]
-    """Return a row of color matrices, with half a unit added to the last number, so that a shift rounds."""
+    """Load one row (four numbers) of each color matrix. Add 2^15 to the last number, so that a shift by 16 rounds."""
     added = tl.load(colors + 3 * samples) + 32768
     return tl.load(colors), tl.load(colors + samples), tl.load(colors + 2 * samples), added
 
@@ -67,14 +67,15 @@ def _outside(positions, size):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _inside(positions, size):  # type: ignore[no-untyped-def]
-    """Return positions as uint32. Those outside 0..size-1 become size-1, so that every load is inside the image."""
+    """Return positions as uint32. Positions outside 0..size-1 become size-1, so that every load is inside the image."""
     return tl.minimum(positions.to(tl.uint32, bitcast=True), (size - 1).to(tl.uint32, bitcast=True))
 
 
 @triton.jit
 def _moved(x, y, advance, draws, samples, lines, width):  # type: ignore[no-untyped-def]
-    """Return from which column and row of the image the pixels (x, y) of the result come, and the step
-    from one line of a thread to the next, in rows of the image.
+    """Return column and row in the image of the pixels (x, y) of the result, and the step to the thread's next line.
+
+    The step is in rows of the image, and negative if the image is flipped vertically.
     """
     is_upside_down = tl.load(draws + samples) != 0
     step = tl.where(is_upside_down, -advance, advance)
@@ -87,11 +88,11 @@ def _place(  # type: ignore[no-untyped-def]
     x, y, advance, draws, samples, width, lines, width_out, stride_x,
     MOVES: tl.constexpr, PADDED: tl.constexpr, ERASES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Return what `_copy_rows` needs for the pixels (x, y) of the result.
+    """Return where the pixels (x, y) of the result lie in the source and relative to the erased box.
 
-    - In the source: the offset within a row, the row, the step to the row of the thread's next line, and the bits to
-      keep of the loaded pixels.
-    - In the result: the row in the erased box, the height of the box, and the bits to keep of the values in these rows.
+    - Source: the offset within a row, the row, the step to the row of the thread's next line, and a bit mask for the
+      loaded pixels.
+    - Erased box: the row in the box, the height of the box, and a bit mask for values in rows of the box.
     """
     box_row, box_height, box_bits = y, lines, x
     if ERASES:
@@ -143,8 +144,8 @@ def _copy_rows(  # type: ignore[no-untyped-def]
 ):
     """Compute the values of the lines y, y + advance, ... of a part (see `image_kernel`) in the given columns.
 
-    `y` is (A, 1); `column` is (A, B). `places`, also (A, B), says where each value of line y goes in the result. It
-    counts from the last multiple of VALUES at or before the start of the part.
+    `y` is (A, 1); `column` is (A, B). `places`, also (A, B), says where each value of line y is stored in the
+    result, as an offset from the last multiple of VALUES at or before the start of the part.
     """
     image = part
     plane = 0
@@ -169,7 +170,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
         of_red, of_green, of_blue, added = _load_row(of_image + 4 * channel * samples, samples)
     else:
         offset += channel * stride_channel
-    # The loop then needs only one 64-bit addition for each address.
+    # Add these terms before the loop, which then needs only one 64-bit addition for each address.
     of_columns = pixels + image * stride_image + offset
     left = tl.where(known, lines - y, 0)
     start = part * size * (PLANES if PLANES > 1 else 1) // VALUES
@@ -253,11 +254,11 @@ def image_kernel(  # type: ignore[no-untyped-def]
     VECTORS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Write some vectors of a part of the result. PLANES says what the part and its lines 0, 1, ... are.
+    """Write some vectors of one part of the result. PLANES says what a part is and what its lines are.
 
     - 0: A part is an image, and a line holds all channels of its pixels.
     - 1: A part is a single plane (a channel of an image), and a line is a row of this plane.
-    - More: A part is an image with this many planes. A program computes the same lines in all of them.
+    - More: A part is an image with this many planes. A program computes the same lines in all planes.
     """
     program = tl.program_id(0)
     programs = blocks if WHOLE else blocks + 1
@@ -269,7 +270,7 @@ def image_kernel(  # type: ignore[no-untyped-def]
         size = lines.to(tl.int64) * length
         shift = ((part * size) % VALUES).to(tl.int32)
     if WHOLE or block < blocks:
-        # Whole vectors. The lines of a thread are a period apart, so vectors begin at the same columns in all of them.
+        # Whole vectors. A thread computes every `period`-th line: vectors begin at the same columns in all these lines.
         vector = block * VECTORS + tl.arange(0, VECTORS)
         per_line = tl.maximum(length // VALUES, 1)
         y = vector // per_line
@@ -283,7 +284,7 @@ def image_kernel(  # type: ignore[no-untyped-def]
             MOVES, PADDED, ERASES, COLORS, FINE, WIDE, VALUES,
         )  # fmt: skip
     else:
-        # What is left of each line: fewer than VALUES values at its beginning and at its end.
+        # The rest of each line: fewer than VALUES values at its beginning and at its end.
         ROWS: tl.constexpr = VECTORS // 2
         rows = tl.arange(0, ROWS)[:, None]
         spot = tl.arange(0, 2 * VALUES)[None, :]

@@ -1,4 +1,4 @@
-"""What all launches of Triton kernels need: whether Triton works here, and which errors mean that it does not."""
+"""Helpers for launching Triton kernels: check whether Triton works here, and recognize errors if it does not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def interpreted() -> bool:
 
 @functools.cache
 def load(device: torch.device) -> None:
-    """Compile the smallest kernel and load it on a device; raise UnusableError if that fails.
+    """Compile an empty kernel and load it on a device; raise UnusableError if that fails.
 
     This needs what all kernels need: a C compiler, ptxas, and a driver that can load the output of ptxas.
     """
@@ -49,7 +49,7 @@ def load(device: torch.device) -> None:
 
 
 class Launching(contextlib.AbstractContextManager[None]):
-    """Make a device current, and turn errors of compiling a kernel into UnusableError."""
+    """A context manager that makes a device current and turns errors of compiling a kernel into UnusableError."""
 
     def __init__(self, device: torch.device) -> None:
         self._context = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

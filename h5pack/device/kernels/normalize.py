@@ -5,7 +5,7 @@ for bit.
 
 `_flat_kernel` handles contiguous (N, H, W, C) images without augmentation if the result is channels_last, too. It
 treats all values as one flat array, in which the channel of a value is its index modulo C. Each program moves through
-the array in steps of a multiple of C, so it loads the constants of its channels only once and keeps them in registers.
+the array in steps that are multiples of C, so it loads its channels' constants only once and keeps them in registers.
 
 `image_kernel` handles everything else: any strides, a contiguous result, windows, flips, colors and erased boxes.
 """
@@ -29,13 +29,13 @@ _STORE_BYTES = 16
 _FLAT_PROGRAMS = 32
 """Programs of the flat kernel per multiprocessor: several times the number that run at once, to balance the load."""
 _IMAGE_WARPS = 2
-"""Warps per program of the image kernel: few, so that there are many programs. Each of them reuses what it has computed
-for its columns in many lines of an image."""
+"""Warps per program of the image kernel: few, so that there are many programs. Each program computes what depends on
+its columns once, and reuses it in many lines of an image."""
 _IMAGE_VALUES = 512
 """Values that a program of the image kernel computes at a time: 8 for each thread."""
 _MAX_TURNS = 16
-"""Maximum number of turns of a program's loop, each of which computes `_IMAGE_VALUES` values. This many turns hide the
-preparation of the program, which takes about as long as three turns."""
+"""Maximum number of turns of a program's loop; each turn computes `_IMAGE_VALUES` values. With this many turns, the
+program's preparation, which takes about as long as three turns, hardly matters."""
 
 
 def normalize(
@@ -144,9 +144,9 @@ def plan_lines(lines: int, length: int, values: int, vectors: int) -> tuple[int,
     """Return the period (the distance between the lines of a thread) and the number of programs for a part.
 
     A line has `length` values. A program computes `vectors` vectors of `values` values at a time. In lines that are a
-    period apart, the same columns are at multiples of 16 bytes. Among the periods with which a program has at most 16
-    turns, choose the one with the smallest product of programs and turns. The preparation of a program counts as three
-    turns.
+    period apart, the same columns are at multiples of 16 bytes. Among the periods with which a program's loop has at
+    most 16 turns, choose the one with the smallest product of programs and turns. The preparation of a program counts
+    as three turns.
     """
     least = values // math.gcd(length, values)
     per_line = max(1, length // values)

@@ -24,12 +24,13 @@ from h5pack.images.crops import RandomResizedCrop
 
 _TAP_BLOCK = 128
 _ROWS, _COLUMNS, _WARPS = 32, 64, 2
-"""A thread computes 32 values of a tile, which share the work for their row or column. It needs 168 registers."""
-# Sums are shifted right by these numbers of bits: after the first axis, and at the end. The halves make them round.
+"""A thread computes 32 values of a tile, which share the work for their row or column. A thread needs 168 registers."""
+# Sums are shifted right by `_SHIFT` bits after the first axis, and by `_LAST_SHIFT` bits at the end. The sums start
+# at `_HALF` and `_LAST_HALF`, so that the shifts round.
 _SHIFT, _LAST_SHIFT = tl.constexpr(WEIGHT_BITS - KEPT_BITS), tl.constexpr(WEIGHT_BITS + KEPT_BITS)
 _HALF, _LAST_HALF = tl.constexpr(1 << (_SHIFT.value - 1)), tl.constexpr(1 << (_LAST_SHIFT.value - 1))
 _UNIT_BITS = tl.constexpr(WEIGHT_BITS)
-# Rows of the block of draws.
+# The rows of these tensors in the result of `AugmentationDraws.block`.
 _FLIP, _VERTICAL_FLIP, _TOP, _LEFT, _BOX_TOP, _BOX_LEFT, _BOX_HEIGHT, _BOX_WIDTH, _HEIGHT, _WIDTH = (
     tl.constexpr(GEOMETRY.index(name))
     for name in (
@@ -206,7 +207,7 @@ def _resize_kernel(  # type: ignore[no-untyped-def]
     count_y, count_x = taps_y, taps_x
     if RANDOM:
         # Smaller windows may have fewer taps than the largest window. Draws of another Normalize may have windows that
-        # exceed the image. The minimum keeps them from reading taps outside of the tables.
+        # exceed the image. The minimum keeps the loops from reading taps outside of the tables.
         extent_y, extent_x = tl.load(draws + _HEIGHT * samples), tl.load(draws + _WIDTH * samples)
         count_y = tl.minimum(tl.cdiv(2 * tl.maximum(extent_y, out_height), out_height), taps_y)
         count_x = tl.minimum(tl.cdiv(2 * tl.maximum(extent_x, out_width), out_width), taps_x)
@@ -225,7 +226,7 @@ def _resize_kernel(  # type: ignore[no-untyped-def]
     source = pixels + image * stride_image
     target = result + image * CHANNELS * out_height * out_width
     if COLORS:
-        # Neighbouring values of a channels_last result belong to different channels, and each needs all three.
+        # Adjacent values of a channels_last result belong to different channels. Each value needs all three channels.
         red = _resized(
             source, rows, columns, y, x, height, width, out_height, out_width,
             count_y, count_x, stride_y, stride_x, WIDE, ROWS, COLUMNS,
@@ -238,12 +239,12 @@ def _resize_kernel(  # type: ignore[no-untyped-def]
             source + 2 * stride_channel, rows, columns, y, x, height, width, out_height, out_width,
             count_y, count_x, stride_y, stride_x, WIDE, ROWS, COLUMNS,
         )  # fmt: skip
-    for plane in range(CHANNELS if PLANAR else 1):  # Unrolled, it would need more registers than there are.
+    for plane in range(CHANNELS if PLANAR else 1):  # Unrolled, the loop would need too many registers.
         channel = tl.full((COLUMNS,), plane, tl.int32) if PLANAR else column % CHANNELS
         if COLORS:
             row = (colors + image + 4 * channel * samples)[None, :]
             mixed = tl.load(row) * red + tl.load(row + samples) * green + tl.load(row + 2 * samples) * blue
-            # Add the offset, the last number of the row, and half of 65,536, so that the shift rounds.
+            # Add the offset (the last number of the row), and 2^15 so that the shift rounds.
             levels = tl.minimum(tl.maximum((mixed + tl.load(row + 3 * samples) + 32768) >> 16, 0), 255)
         else:
             of_channel = channel.to(tl.int64) * stride_channel if WIDE else channel * stride_channel
@@ -271,7 +272,7 @@ def _resized(  # type: ignore[no-untyped-def]
         first_y, first_x = first_y.to(tl.int64), first_x.to(tl.int64)
     total = tl.full((ROWS, COLUMNS), _LAST_HALF, tl.int32)
     for tap_x in range(count_x):
-        # Taps without weight may lie outside of the image, so their place is clamped.
+        # Taps without weight may lie outside of the image, so their positions are clamped.
         from_x = source + tl.minimum(first_x + tap_x, width - 1) * stride_x
         weight_x = tl.load(columns + (1 + tap_x) * out_width + x, mask=known_x, other=0)
         line = tl.full((ROWS, COLUMNS), _HALF, tl.int32)
