@@ -196,7 +196,9 @@ class Normalize:
         """
         found = {stored_statistics(part) for part in base_datasets(dataset)}
         if len(found) != 1:
-            raise OptionsError("the statistics of the concatenated datasets differ; give Normalize mean and std")
+            none = f"a {type(dataset).__name__} is no H5Dataset, nor a Subset or ConcatPack of some"
+            problem = "the statistics of the concatenated datasets differ" if found else none
+            raise OptionsError(f"{problem}; give Normalize mean and std")
         return cls(*found.pop(), **options)
 
     @classmethod
@@ -361,11 +363,10 @@ class Normalize:
         last, first = shape[3] in counts, shape[1] in counts
         channels = self.channels
         if channels is None:
-            if last and first:
-                raise OptionsError(
-                    f"images of shape {shape} may have their channels last or first; give channels='last' or 'first'",
-                    parameters=("channels",),
-                )
+            if last == first and (last or self._any_channels):
+                which = "may have their channels last or first" if last else "have neither 1 nor 3 channels"
+                text = f"images of shape {shape} {which}; give channels='last' or 'first'"
+                raise OptionsError(text, parameters=("channels",))
             channels = "last" if last else "first"
         found = shape[3] if channels == "last" else shape[1]
         if not self._any_channels and found != len(self.mean):

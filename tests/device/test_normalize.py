@@ -453,7 +453,7 @@ def test_datasets_without_statistics_or_with_different_ones_are_refused(tmp_path
     other = copy.copy(one)
     assert one.mean is not None
     other.mean = one.mean / 2
-    for wrong in ([1], ConcatPack([one, other])):
+    for wrong in (None, [1], ConcatPack([one, other])):
         with pytest.raises(OptionsError):
             Normalize.from_dataset(wrong)
 
@@ -489,9 +489,11 @@ def test_images_of_another_dtype_or_shape_are_refused() -> None:
         (Normalize((0.5,), (0.5,)), batch()),
         (Normalize.imagenet(channels="first"), batch()),
         (Normalize(), batch(6, 1, 8)),
+        (Normalize(), batch(channels=4)),
     ):
         with pytest.raises(OptionsError):
             norm(images)
     assert Normalize.imagenet(channels="last")(batch(6, 3, 8)).shape == (6, 3, 3, 8)
     assert Normalize.imagenet(channels="first")(batch(6, 3, 8)).shape == (6, 3, 8, 3)
-    assert Normalize((0.5,) * 4, (0.5,) * 4)(batch(channels=4)).shape == (6, 4, 13, 11)
+    for norm in (Normalize((0.5,) * 4, (0.5,) * 4), Normalize(channels="last")):
+        assert norm(batch(channels=4)).shape == (6, 4, 13, 11)
