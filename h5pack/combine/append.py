@@ -160,7 +160,7 @@ def _row_options(old: Part) -> dict[str, Any]:
 
 
 def _is_appended(old: Part, new: Part) -> bool:
-    """Return whether the last part of `old` is already `new`, so that only `new` remains to be removed."""
+    """Return whether the rows of `new` are already appended to `old`, so that only `new` remains to be removed."""
     made_of = old.options.get("combined", {})
     return bool(made_of.get("verb") == "append" and made_of["parts"][-1] == new.identity)
 

@@ -1,4 +1,4 @@
-"""Makes one pack of the rows of other packs, its parts: plans the tables and the structure, and writes the output.
+"""Makes one pack of the rows of other packs (its parts): plans the tables and the structure, and writes the output.
 
 The output gets its name once it is complete. Every step can be repeated after a kill: uncompressed rows are copied
 again only if the bytes in the file do not match their checksums; a compressed output is written from the beginning.
@@ -98,7 +98,7 @@ class Combination:
         cls, verb: str | None, parts: Sequence[Part], merged: Catalog, order: Rows, statistics: dict[str, Any],
         chunk_rows: int | None = None,
     ) -> Combination:  # fmt: skip
-        """Return the combination of the rows `order` of `merged`, the catalog of all rows of all parts."""
+        """Return a combination. `order` lists its rows, as row numbers of `merged`, the catalog of all parts' rows."""
         catalog = merged if np.array_equal(order, np.arange(len(merged))) else _tables_at(merged, order)
         splits = [
             (catalog.split_names[int(catalog.split_ids[start])], start, stop)
@@ -112,7 +112,7 @@ class Combination:
         return len(self.origins)
 
     def stored_rows(self, rows: int) -> int:
-        """Return how much of axis 0 of the images dataset the first `rows` rows take: rows of pixels, or bytes."""
+        """Return the length along axis 0 that the images of the first `rows` rows take: rows of pixels, or bytes."""
         return rows if self.offsets is None else int(self.offsets[rows])
 
     @cached_property
@@ -173,7 +173,7 @@ class Combination:
         return replace(structure, metadata_bytes=plan_metadata(chunks.count, structure, names, datasets))
 
     def options(self) -> dict[str, Any]:
-        """Return the options that the pack stores: those of its first part, the verb, and the parts' identities."""
+        """Return the options that the pack stores: the first part's options, the verb, and the parts' identities."""
         if self.verb is None:
             return self.parts[0].options
         made_of = {"verb": self.verb, "parts": [part.identity for part in self.parts]}
@@ -225,7 +225,7 @@ class Combination:
 
 
 def _tables_at(merged: Catalog, order: Rows) -> Catalog:
-    """Return `merged` with the rows of all its tables chosen and ordered by `order`; the reader stays as it is."""
+    """Select the rows with the numbers `order`, in that order, in all tables of `merged`; the reader stays the same."""
     return replace(
         merged,
         names=merged.names.take(order),
@@ -314,7 +314,7 @@ def write_combination(
 def _existing_report(plan: Combination, output: Output) -> CombineReport:
     """Return the report of an output that is already complete.
 
-    Raise OutputExistsError if its options or its rows are not those of the plan.
+    Raise OutputExistsError if its options or its rows differ from the plan.
     """
     with open_file(output.final) as file:
         same = text(file.attrs.get(schema.OPTIONS, b"")) == options_text(plan.options())
@@ -344,7 +344,7 @@ def _has_rows(file: h5py.File, tables: PackTables) -> bool:
 
 
 def _copy_rows(pack: _UnfinishedFile, stages: Stages) -> int:
-    """Copy the rows of all datasets; return the number of bytes that were copied, not shared."""
+    """Copy the rows of all datasets; return the number of copied (not shared) bytes."""
     plan, total, num_threads = pack.plan, 0, available_cpus()
     with (
         stages("copy", plan.rows * len(pack.all_offsets)) as advance,
@@ -386,7 +386,7 @@ def _compress_rows(pack: _UnfinishedFile, stages: Stages) -> int:
 def _compressed_chunk(task: tuple[int, int]) -> bytes:
     """Return the compressed bytes of a chunk. `task` is (position of the dataset, first row of the chunk).
 
-    If a part has a chunk of the same rows with the same compression, its bytes are reused.
+    If a part has a chunk of the same rows with the same compression, that chunk's bytes are reused.
     """
     plan: Combination = shared()
     number, start = task

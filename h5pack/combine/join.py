@@ -26,7 +26,7 @@ def join(
 ) -> CombineReport:
     """Make one pack of several, or with `virtual` a small file that refers to them.
 
-    Each split has its rows of all packs, in the order of `packs`. The classes of the first pack keep their numbers;
+    Each split gets its rows from all packs, in the order of `packs`. The classes of the first pack keep their numbers;
     classes that only later packs have get the next numbers.
 
     Parameters

@@ -172,8 +172,8 @@ def require_alike(parts: Sequence[Part]) -> None:
         for what, own, other in zip(_KINDS, _content(part), _content(first), strict=True):
             if own != other:
                 raise SourceError(
-                    f"{part.path}: has {what} {_shown(own)}, but {first.path} has {_shown(other)}; convert it again "
-                    "with the same options",
+                    f"{part.path}: has {what} {_shown(own)}, but {first.path} has {_shown(other)}; convert one of "
+                    "them again with the options of the other",
                     path=part.path,
                 )
 

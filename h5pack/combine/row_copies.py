@@ -35,7 +35,7 @@ class RowOrigins:
 
     @classmethod
     def of(cls, parts: Sequence[Part], order: Rows) -> RowOrigins:
-        """Return the origins of the rows `order`, whose numbers count through all parts."""
+        """Return the origins of the rows with the numbers `order`, counted consecutively through all parts."""
         starts = np.cumsum([0, *map(len, parts)])
         owners = np.searchsorted(starts, order, "right") - 1
         return cls(owners, order - starts[owners])
@@ -78,7 +78,7 @@ class RowCopier:
             yield start, start + count
 
     def copy(self, task: tuple[int, int]) -> tuple[int, int]:
-        """Copy the rows of a task; return the number of rows, and the number of bytes that were copied, not shared.
+        """Copy the rows of a task; return the number of rows, and the number of copied (not shared) bytes.
 
         Raises DamagedRowsError if rows do not match their checksums, and OSError if writing fails.
         """

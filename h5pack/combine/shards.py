@@ -1,6 +1,6 @@
 """A conversion into several packs of limited size, the shards, and a virtual file over them.
 
-All shards have one plan, so images, splits and their order are those of one large pack. The shards are written one
+All shards have one plan, so images, splits and their order are as in one large pack. The shards are written one
 after the other into the folder ``OUT.partial.shards``, and each is complete before the next one begins. When all
 shards are complete, the virtual file is written as ``OUT.partial``. Finally the shards are renamed, and then the
 virtual file. A resumed run sees from these files how far the interrupted run had come.
@@ -92,9 +92,9 @@ class ShardedConversion(Conversion):
             lock.release()
 
     def _begin(self, plan: ConvertPlan, lock: OutputLock) -> bool:
-        """Start the journal, or compare the plan with that of the interrupted run.
+        """Start the journal, or compare the plan with the interrupted run's plan.
 
-        Returns whether an existing output may be replaced: with the `overwrite` of this run or of the interrupted one.
+        Returns whether an existing output may be replaced: if `overwrite` is set in this run or in the interrupted one.
         """
         output, journal = self.output, Journal(self.output.journal)
         before = journal.plan() if self.options.continues else None

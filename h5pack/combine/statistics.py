@@ -23,7 +23,7 @@ def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
     """Combine the statistics of the parts, without reading rows.
 
     The sums of each part are integers, so they can be recovered from its mean and standard deviation. Parts whose
-    statistics describe another split or no rows are left out. If no part is left, the first one is used.
+    statistics describe another split or no rows are left out. If no part is left, the first part is used.
     """
     split = merged.split_names[schema.statistics_split(merged.split_names)]
     chosen = [part for part in parts if part.statistics["split"] == split and part.statistics["rows"]] or [parts[0]]
@@ -53,7 +53,7 @@ def _sums(statistics: dict[str, Any], count: int) -> npt.NDArray[np.uint64]:
 
 
 def measured_statistics(parts: Sequence[Part], merged: Catalog, order: Rows) -> dict[str, Any]:
-    """Compute the statistics of the rows `order` of `merged`, from the same sample of rows as `convert` would use."""
+    """Compute the statistics of the rows of `merged` with the numbers `order`, on the same sample as `convert` uses."""
     number = schema.statistics_split(merged.split_names)
     own = order[merged.split_ids[order] == number]
     encoded = parts[0].is_encoded

@@ -50,7 +50,7 @@ def subset(
         Rows to take: row numbers, or text such as "0:1000,5000:6000,7123"; the end of a range is not included.
         Default: all.
     sample : int, optional
-        Take at most this many of these rows, drawn at random without replacement. Default: all of them.
+        Take at most this many of the selected rows, drawn at random without replacement. Default: all of them.
     seed : int
         Seed of the draw of `sample`, 0 to 2**63 - 1.
     overwrite : bool

@@ -25,7 +25,7 @@ from h5pack.system.arrays import consecutive_runs, run_edges
 from h5pack.system.files import reporting_full_disk, sync_path
 
 _MAPPING_BYTES = 512
-"""Upper bound of the metadata of one mapping, in bytes, without the length of the file name."""
+"""Upper bound on the bytes that one mapping (see `_VirtualRows`) takes in a virtual file, without the file name."""
 
 
 def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int = 0) -> CombineReport:
@@ -111,7 +111,7 @@ def _sources_of(path: str, index: ChunkIndex, first: int, begin: int, end: int) 
     ranges = index.ranges(begin, end)
     counts = np.diff(np.append(ranges.firsts, end))
     starts = ranges.firsts + ranges.shifts
-    # A range ends with its chunk, so join ranges that follow each other in one source.
+    # A range ends where its chunk ends, so join ranges that follow each other in one source.
     joins = (np.diff(ranges.source_ids) == 0) & (starts[1:] == starts[:-1] + counts[:-1])
     for low, high in itertools.pairwise(run_edges(~joins).tolist()):
         source = index.sources[int(ranges.source_ids[low])]

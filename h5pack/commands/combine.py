@@ -25,8 +25,8 @@ def _add_append(commands: Any) -> None:
     append = commands.add_parser(
         "append",
         help="add new images to a pack",
-        description="Add the images of SOURCE to PACK, packed with the options of its own images. PACK is replaced "
-        "when the new file is complete; if anything fails, it is unchanged.",
+        description="Add the images of SOURCE to PACK, packed with the options that PACK was made with. PACK is "
+        "replaced when the new file is complete; if anything fails, PACK is unchanged.",
     )
     append.set_defaults(run=run_append)
     append.add_argument("out", metavar="PACK", help="the pack to add images to")

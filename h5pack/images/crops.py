@@ -1,4 +1,4 @@
-"""Options of crops: which window `Normalize(crop=...)` and `H5Loader(decode=...)` cut out of images, and its size.
+"""Options of crops, which select the window that `Normalize(crop=...)` or `H5Loader(decode=...)` cuts out of an image.
 
 The classes only check the options and compute sizes; they do not touch pixels.
 """
@@ -106,7 +106,7 @@ class CenterCrop(_Crop):
     def window(self, height: int, width: int) -> tuple[int, int]:
         """Return the window's first row and column in the resized image; 0 or less if the window is larger.
 
-        `height` and `width` are those of the image before resizing, in pixels.
+        `height` and `width` are the size of the image before resizing, in pixels.
         """
         sides = zip(self.resized_size(height, width), self.output_size, strict=True)
         top, left = (round((side - size) / 2) if side >= size else -((size - side) // 2) for side, size in sides)
@@ -124,7 +124,7 @@ class RandomResizedCrop(_Crop):
     scale : (float, float)
         Range of the window's area, as a fraction of the image's area. The area is drawn uniformly from it.
     ratio : (float, float)
-        Range of the window's width / height, which is drawn log-uniformly from it.
+        Range of the window's width divided by its height. The ratio is drawn log-uniformly from this range.
 
     Raises
     ------
@@ -174,8 +174,8 @@ class Resize(_Crop):
     Raises
     ------
     OptionsError
-        If `size` is invalid. It must be a pair, because torchvision would resize only the shorter side to an int, so
-        results could differ in size.
+        If `size` is invalid. It must be a pair: torchvision treats an int as the length of the shorter side, so results
+        could differ in size.
     """
 
     size: Sequence[int]
@@ -221,7 +221,7 @@ def _checked_range(name: str, value: Any, low: float, high: float) -> tuple[floa
 def _checked_int(name: str, value: Any, minimum: int) -> int:
     if not _is_whole(value, minimum, MAX_SIZE):
         raise OptionsError(
-            f"{name} is {value!r}; give pixels, an integer from {minimum} to {MAX_SIZE}", parameters=(name,)
+            f"{name} is {value!r}; give an integer number of pixels from {minimum} to {MAX_SIZE}", parameters=(name,)
         )
     return operator.index(value)
 

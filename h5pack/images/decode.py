@@ -92,7 +92,7 @@ def decoder_versions() -> dict[str, str]:
 
 @contextlib.contextmanager
 def strict_pillow() -> Iterator[None]:
-    """Silence Pillow's warnings, disable its limit on pixels (`refuse_bomb` checks ours), and reject truncated files.
+    """Silence Pillow's warnings, disable its limit on pixels (see `refuse_bomb`), and reject truncated files.
 
     These settings are global to the process. If contexts of several threads overlap, the first one changes the
     settings, and the last one restores them.
@@ -182,7 +182,7 @@ class Decoder:
         self._colorspace = "GRAY" if options.channels == 1 else "RGB"
         self._resample = Image.Resampling[options.resample.upper()]
         self._decoded: Image.Image | None = None
-        self.upright = Upright(0, 0)  # of the last image
+        self.upright = Upright(0, 0)  # of the image that was decoded most recently
         shape = (options.height, options.width, options.channels)
         self._channels_last = None if options.layout == "nhwc" else np.empty(shape, np.uint8)
 
@@ -394,7 +394,7 @@ def rejecting() -> Iterator[None]:
         # The size of an image is bounded, so the machine is short of memory and the image must not be rejected.
         raise
     except Exception as error:
-        # Malformed bytes can make decoders raise any type of exception, so all others mean that the image is damaged.
+        # Malformed bytes can make decoders raise any type of exception, so any other exception means a damaged image.
         raise _rejected(error) from error
 
 
@@ -445,8 +445,8 @@ def _rejected(error: Exception) -> RejectedImageError:
 def _proven_paths(channels: int) -> frozenset[DecodePath]:
     """Return the kinds of JPEG that simplejpeg decodes to exactly Pillow's pixels; none if it is not installed.
 
-    simplejpeg and Pillow each bundle their own version of libjpeg-turbo. So every kind is tested on small images of an
-    odd size, baseline and progressive. The test takes about 2 ms.
+    simplejpeg and Pillow each bundle their own version of libjpeg-turbo, so their pixels may differ. Every kind of
+    JPEG is tested on small images of an odd size, baseline and progressive. The test takes about 2 ms.
     """
     try:
         import simplejpeg

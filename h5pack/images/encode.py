@@ -24,9 +24,9 @@ def fitted_size(height: int, width: int, max_side: int | None) -> tuple[int, int
 class JpegEncoder(Decoder):
     """Decodes images, shrinks their longer side to at most `max_side` pixels, and encodes them as JPEG of `quality`.
 
-    If `max_side` is None, no image is shrunk. Images of more than `max_pixels` pixels are rejected. The pixels are
-    those of `Decoder`, upright. Gray images stay gray, unless they have alpha or one bit per pixel. Chroma is
-    subsampled (4:2:0).
+    If `max_side` is None, no image is shrunk. Images of more than `max_pixels` pixels are rejected. Images are
+    decoded as by `Decoder`, and turned upright. Gray images stay gray, unless they have alpha or one bit per pixel.
+    Chroma is subsampled (4:2:0).
     """
 
     def __init__(self, max_side: int | None, quality: int, max_pixels: int) -> None:

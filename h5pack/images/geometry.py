@@ -1,6 +1,6 @@
 """Coordinate transforms of boxes and points, which follow the pixels of an image that is resized or cropped.
 
-The arithmetic is that of `h5pack.images.decode` and `h5pack.images.encode`, which resize with Pillow.
+The arithmetic matches `h5pack.images.decode` and `h5pack.images.encode`, which resize with Pillow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Placement:
     def of(
         cls, heights: npt.NDArray[np.int32], widths: npt.NDArray[np.int32], height: int, width: int, fit: str
     ) -> Placement:
-        """Return the placement of images of these sizes, (M,), resized to `height` x `width`; `fit` as in `convert`."""
+        """Return how M images, `heights` x `widths`, are resized to `height` x `width`; for `fit`, see `convert`."""
         old = np.maximum(np.stack([widths, heights], axis=1), 1).astype(np.float64)
         new = np.broadcast_to(np.array([width, height], np.float64), old.shape)
         if fit == "stretch":
@@ -54,7 +54,7 @@ class Placement:
 
     @classmethod
     def shrunk(cls, heights: npt.NDArray[np.int32], widths: npt.NDArray[np.int32], max_side: int | None) -> Placement:
-        """Return the placement of images of these sizes, (M,), shrunk so that no side exceeds `max_side`, if given."""
+        """Return how M images, `heights` x `widths`, are shrunk so that no side exceeds `max_side`, if given."""
         old = np.maximum(np.stack([widths, heights], axis=1), 1)
         new = old.copy()
         for index in np.flatnonzero(old.max(axis=1) > (max_side or np.iinfo(np.int32).max)).tolist():
@@ -68,7 +68,7 @@ class Placement:
         return replace(rows, data=data.astype(np.float32))
 
     def boxes(self, boxes: Floats, counts: npt.NDArray[np.int64]) -> Floats:
-        """Return box corners, (n, 4), moved with their images and clipped to the results.
+        """Return box corners, (n, 4), moved with their images and clipped to the resulting images.
 
         Image i has ``counts[i]`` boxes. A box that is completely outside of the result gets an area of 0.
         """
@@ -92,7 +92,7 @@ class Placement:
 def turned_upright(points: Floats, orientation: int, height: int, width: int) -> Floats:
     """Convert points, (n, 2), from the coordinates of a stored image to those of the upright image.
 
-    `orientation` is the image's Exif orientation, 5 to 8; `height` and `width` are those of the upright image.
+    `orientation` is the image's Exif orientation, 5 to 8; `height` and `width` are the size of the upright image.
     """
     x, y = points[:, 1], points[:, 0]
     if orientation in (6, 7):

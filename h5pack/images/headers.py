@@ -1,8 +1,8 @@
 """Image headers: an image's size and how it may be decoded.
 
 Plain JPEG and PNG files are parsed here, in a tenth of the time that Pillow needs to open one. All other files (with
-orientation tags, unusual colour spaces, or other formats) are left to Pillow. The tests require that both give the same
-results. "Upright" means that the Exif orientation has been applied, or that there is none to apply.
+orientation tags, unusual colour spaces, or other formats) are left to Pillow. The tests require that Pillow gives the
+same results. "Upright" means that the Exif orientation has been applied, or that there is none to apply.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SOF = (0xC0, 0xC1, 0xC2)
 _APP0, _APP1, _APP14, _SOS = 0xE0, 0xE1, 0xEE, 0xDA
 # Accepted segments: tables, restart intervals, comments, and APPn except APP1, which may contain an orientation.
 _ACCEPTED = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)} - {_APP1})
-# Leave images with these APPn segments to Pillow, which parses them and rejects images in which they are malformed.
+# Leave images with these APPn segments to Pillow, which parses the segments and rejects malformed ones.
 _PILLOW_SEGMENTS = (b"MPF\0", b"Photoshop 3.0\0")
 _JFIF_BYTES, _ICC_BYTES, _ADOBE_BYTES = 14, 14, 12
 

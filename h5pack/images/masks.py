@@ -87,7 +87,7 @@ def mask_numbers(image: Image.Image) -> npt.NDArray[Any]:
 
 
 class MaskDecoder:
-    """A decoder of masks into rows (H, W) of `dtype`, "|u1" or "<i4". `options` are those of the images."""
+    """A decoder of masks into rows (H, W) of `dtype`, "|u1" or "<i4". `options` are the pixel options of the images."""
 
     def __init__(self, options: PixelOptions, dtype: str) -> None:
         self._options, self._dtype = options, dtype
@@ -95,7 +95,7 @@ class MaskDecoder:
     def decode(self, source: bytes | npt.NDArray[Any], image: Upright, out: npt.NDArray[Any]) -> None:
         """Decode a mask into `out`, (H, W); raise RejectedImageError if it cannot be decoded or does not fit its image.
 
-        `source` is the bytes of a file, or pixels (h, w). `image` is the `Decoder.upright` of its image.
+        `source` is the bytes of a file, or pixels (h, w). `image` is `Decoder.upright` after decoding the mask's image.
         """
         pixels = self.pixels(source, image)
         size = (self._options.width, self._options.height)
@@ -130,7 +130,7 @@ class MaskDecoder:
 
     def _require_bits(self, dtype: str) -> None:
         if np.dtype(dtype).itemsize > np.dtype(self._dtype).itemsize:
-            raise RejectedImageError("its pixels have more bits than those of the other masks")
+            raise RejectedImageError("its pixels have more bits than the pixels of the other masks")
 
 
 def read_mask(data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -169,11 +169,11 @@ def encode_mask(pixels: npt.NDArray[Any], height: int, width: int) -> bytes:
 def require_size(height: int, width: int, image_height: int, image_width: int) -> None:
     """Raise RejectedImageError if a mask does not have the size of its image."""
     if (height, width) != (image_height, image_width):
-        raise RejectedImageError(f"its size is {height}x{width}, but that of its image is {image_height}x{image_width}")
+        raise RejectedImageError(f"its size is {height}x{width}, but its image's size is {image_height}x{image_width}")
 
 
 def _moved(pixels: npt.NDArray[Any], image: Upright, *, own: bool) -> npt.NDArray[Any]:
-    """Turn a mask upright like its image, unless the mask's file has its `own` orientation.
+    """Turn a mask upright like its image, unless the mask's file has an orientation of its own (`own`).
 
     A mask is assumed to match the image as stored, so both are turned. But if the turned mask does not have the size of
     the upright image, the mask is assumed to be upright already, and is returned unchanged.

@@ -59,7 +59,7 @@ The next call of the same thread reuses the memory, because fresh memory would c
 
 
 class RegionDecoder:
-    """A decoder of windows of upright 8-bit JPEGs, gray or YCbCr, to RGB. Each thread needs its own."""
+    """A decoder of windows of upright 8-bit JPEGs, gray or YCbCr, to RGB. Each thread needs its own decoder."""
 
     def __init__(self) -> None:
         from nvidia import nvimgcodec
@@ -81,10 +81,10 @@ class RegionDecoder:
 
 
 def decode_top(data: bytes, header: ImageHeader, window: Window) -> Pixels | None:
-    """Return a window of a JPEG, uint8 (height, width, 3); decode only the rows from the top to the end of the window.
+    """Return a window of a JPEG, uint8 (height, width, 3); decode only the rows down to the end of the window.
 
-    The result is a view of memory of `scratch`. Return None if decoding fails, if simplejpeg cannot be used, or if all
-    rows would have to be decoded.
+    The result is a view of the memory of `scratch`. Return None if decoding fails, if simplejpeg cannot be used, or if
+    all rows would have to be decoded.
     """
     saves = window[0] + window[2] + _CONTEXT_ROWS < header.height
     return _decode_top(data, header, window) if saves and header.decode_path in _paths_of_tops() else None

@@ -77,10 +77,10 @@ class DatasetReport:
 
     def to_text(self, path: str) -> str:
         """Return the report as lines of text. `path`, the file's path, is used in recommended commands."""
-        share = f", {self.overhead:.3f} of the data" if self.bytes else ""
+        share = f", {self.overhead:.3f} times the array's size" if self.bytes else ""
         stored = f"{format_bytes(self.stored_bytes)} stored{share}"
         if self.layout == "virtual":
-            stored = f"over {counted(self.files, 'file')}"
+            stored = f"refers to {counted(self.files, 'file')}"
         lines = [f"/{self.name}: {self.dtype} {shape_text(self.shape) or 'scalar'}, {self.layout}, {stored}"]
         if self.chunks is not None:
             filters = ", ".join(self.filters) or "no filter"
@@ -112,7 +112,7 @@ class FileReport:
     #: (start, stop) byte ranges that a program reads to open the file and to look up every chunk of datasets with two
     #: or more axes. Over a network, each range takes one request. A range may include gaps of up to 1 MiB.
     opening: tuple[tuple[int, int], ...]
-    opening_fix: tuple[str, ...] | None = None  #: command that writes a copy that can be opened with one range
+    opening_fix: tuple[str, ...] | None = None  #: command that writes a copy for which one range suffices
     stats: dict[str, Any] | None = None  #: class counts and channel statistics, if requested
 
     def to_json(self) -> dict[str, Any]:
@@ -357,7 +357,7 @@ def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
 
 
 def packing_options(file: h5py.File, name: str) -> dict[str, Any]:
-    """Return the keyword arguments with which `convert` keeps the axes, labels and fields of the images `name`."""
+    """Return the keyword arguments with which `convert` keeps the axes, labels and fields of the images in `name`."""
     images = file[name]
     found: dict[str, Any] = {}
     if schema.FORMAT not in file.attrs:  # `convert` keeps the labels and fields of a pack by default.

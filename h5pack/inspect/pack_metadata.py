@@ -19,7 +19,7 @@ from h5pack.read.hdf5 import attribute_names, require_dataset, text
 from h5pack.read.ragged import index_ragged, is_ragged, own_fields
 from h5pack.system.text import counted, format_bytes
 
-_WIDTH, _MAX_NAMES_LENGTH = 110, 180  # characters of a line, and of the names of classes
+_WIDTH, _MAX_NAMES_LENGTH = 110, 180  # maximum characters of a line, and of a list of class names
 
 
 def describe_pack(file: h5py.File) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def pack_lines(pack: dict[str, Any]) -> list[str]:
         sides = f", longer sides {sides}" if sides else ""
         lines.append(f"encoded  {counted(kept['images'], 'JPEG file')}, {format_bytes(kept['bytes'])}{sides}")
     rows = _statistics_text(pack["statistics_rows"], counts)
-    lines.append(f"mean     {number_text(pack['mean'])}   std {number_text(pack['std'])}   (of 0..1{rows})")
+    lines.append(f"mean     {number_text(pack['mean'])}   std {number_text(pack['std'])}   (values in 0..1{rows})")
     lines.append(f"rejects  {pack['rejects']:,}")
     return lines
 

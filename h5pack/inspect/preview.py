@@ -150,7 +150,7 @@ def preview(
     H5PackError
         The base class of all errors; see `h5pack.errors` for the others.
     """
-    # `own_fields=False`: of a pack's fields, use only masks and images, which are read only for the shown rows.
+    # `own_fields=False` leaves out a pack's fields that are not masks or images, because they would be read completely.
     bounds = None if value_range is None else parse_range(value_range)
     datasets = HDF5Datasets(images, labels, (), channel_axis, bounds, own_fields=False)
     check_integer("tile", tile, 16, 4_096)
@@ -276,7 +276,7 @@ def _read(
 
 
 def scaled(pixels: npt.NDArray[np.uint8], tile: int) -> Image.Image:
-    """Scale uint8 pixels (h, w, 1 or 3) so that the longer side has at most `tile` pixels; enlarge by whole factors."""
+    """Scale uint8 pixels (h, w, 1 or 3) so that no side exceeds `tile` pixels; enlarge only by a whole factor."""
     image = image_of(pixels).convert("RGB")
     longest = max(image.size)
     if longest <= tile:

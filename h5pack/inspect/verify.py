@@ -93,7 +93,7 @@ class _Rows:
     offsets: RowOffsets | None = None
     chunk_rows: int = 0
     chunk_bytes: int = 0
-    stored_checksums: npt.NDArray[np.uint32] | None = None  # (chunks,): see `ChunkIndex`
+    stored_checksums: npt.NDArray[np.uint32] | None = None  # of each chunk, as in `ChunkIndex`
 
 
 @dataclass
@@ -274,7 +274,9 @@ def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
         return
     absent = np.flatnonzero(index.addresses < 0)
     if len(absent):
-        found.problems.append(f"{name}: {counted(len(absent), 'chunk')} without storage, first chunk {int(absent[0])}")
+        found.problems.append(
+            f"{name}: {counted(len(absent), 'chunk')} without stored data; the first is chunk {int(absent[0])}"
+        )
         return
     if index.library_reason is not None or is_filtered(dataset):
         rows.chunk_rows, rows.chunk_bytes = dataset.chunks[0], int(np.prod(dataset.chunks)) * dataset.dtype.itemsize

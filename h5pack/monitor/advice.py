@@ -47,7 +47,9 @@ class Remedy(Enum):
     CHEAPER_TRANSFORM = (
         "Make the transform cheaper. Do operations that are the same in every epoch once, before 'h5pack convert'."
     )
-    TRANSFORM_WAITS = "The transform mostly waits (it runs {busy:.0f} % of its time). Find out what it waits for."
+    TRANSFORM_WAITS = (
+        "The transform mostly waits (it computes for only {busy:.0f} % of its time). Find out what it waits for."
+    )
     TRANSFORM_IN_MORE_THREADS = (
         "Until then, use more {units}, so that more calls wait at the same time (`{parameter}={number}`)."
     )
@@ -142,9 +144,9 @@ class Advice:
     """One recommendation: a template and the numbers and names to insert into it."""
 
     remedy: Remedy
-    moves: bool  # whether it relieves the bottleneck; other advice would not make the training faster now
+    moves: bool  # whether the advice relieves the bottleneck; if not, it would not make the training faster now
     values: Mapping[str, Any] = field(default_factory=dict)
-    first_epoch: bool = False  # whether it concerns only the first epoch
+    first_epoch: bool = False  # whether the advice concerns only the first epoch
 
     @property
     def text(self) -> str:
@@ -176,11 +178,12 @@ def threads_advice(evidence: Evidence) -> Advice | None:
     return Advice(Remedy.ONE_STEP_THREAD, True, {**values, "times": times}) if times > _FASTER_ALONE else None
 
 
-# PyTorch's threads delay each other if the step with one thread is more than this many times as fast as with all.
+# PyTorch's threads delay each other if one thread runs the step more than this many times as fast as all threads.
 _FASTER_ALONE = 1.2
 # The disk loses time with seeks if stored order is more than this many times as fast as the loader's order.
 _SEEKS = 1.3
-# A step has a high fixed cost if its images/s with half a batch are less than this fraction of those with a whole one.
+# A step has a high fixed cost if its images/s with half a batch, divided by its images/s with a whole batch, are less
+# than this.
 _OVERHEAD = 0.75
 _SMALL_BATCH_BYTES = 1 << 20
 # A loader that uses at least the first and less than the second number of CPUs counts as using only one CPU.

@@ -151,13 +151,13 @@ class Evidence:
     full_shuffle: bool = False  # whether rows are shuffled individually, regardless of their chunks
     fits_cache: bool = True  # whether the page cache can hold all stored bytes
     has_transform: bool = False  # whether a transform runs on the host
-    # The fraction of the time in which one thread did not wait: while it read rows from the page cache, and while it
-    # called the transform.
+    # The fraction of its time in which a thread ran on a CPU instead of waiting: a thread that reads rows from the page
+    # cache, and a thread that calls the transform.
     read_busy_fraction: float | None = None
     transform_busy_fraction: float | None = None
     # The step's images/s with half a batch, divided by its images/s with a whole batch.
     half_batch_ratio: float | None = None
-    # The step's images/s with one of PyTorch's CPU threads, divided by its images/s with all of them.
+    # The step's images/s with one of PyTorch's CPU threads, divided by its images/s with all threads.
     one_thread_ratio: float | None = None
     synchronisations: float | None = None  # how often a step makes the process wait for the CUDA device
     synchronised_at: str | None = None  # FILE:LINE of the first such wait
@@ -256,7 +256,7 @@ class Verdict:
     outcome: Outcome
     bottlenecks: tuple[Bottleneck, ...] = ()  # more than one if the measurements cannot tell them apart
     # NOT_MEASURED: the stage that was not measured. TOO_LITTLE: the stage with too few repeats. NOISY: the stage that
-    # is slower alone than the loop; EVERYTHING if its speeds differ too much; None if the waits differ too much.
+    # is slower alone than the loop; EVERYTHING if the loop's speeds differ too much; None if the waits differ too much.
     stage: Stage | None = None
     gain: float = 1.0  # how many times as fast the training would be at most if the step did not wait
     slowdown: float = 1.0  # FED on a CPU: the speed of normalizing and the step alone, divided by the loop's speed
@@ -310,7 +310,7 @@ _STALL_NOISE = 0.1
 _EQUAL = 1.1
 # Two speeds whose medians differ by more than this factor count as different, even if their ranges overlap.
 _APART = 1.5
-# If the feed's slowest repeat is more than this many times as fast as the step's fastest, the feed is fast enough.
+# The feed is fast enough if its slowest repeat is more than this many times as fast as the step's fastest repeat.
 _AMPLE = 1.5
 # If a step on the CPU hardly waits for data, but alone is this many times as fast as the loop, other work slows it.
 _SLOWED = 3.0
@@ -330,7 +330,7 @@ def _alike(one: Rates, other: Rates) -> bool:
 class _StageRules:
     """The rules for stages that were measured alone, and for the loop.
 
-    The loop shows whether the step waits. The speeds of the stages show which of them it waits for.
+    The loop shows whether the step waits. The speeds of the stages show which stage it waits for.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -361,7 +361,8 @@ class _StageRules:
         for stage, rates in ((producers if waited else {}) | self.device).items():
             if together.median > _FASTER * rates.median:
                 return Verdict(Outcome.NOISY, stage=stage)
-        # The loop cannot become faster than the device alone. If noise made the device seem slower, the gain is 1.
+        # The loop cannot become faster than the device alone. If noise makes the device seem slower than the loop, the
+        # gain is 1.
         gain = 1 / max(1e-3, 1 - stall)
         if stall > MAX_STALL:
             gain = min(gain, max(1.0, demand.median / together.median))
@@ -391,9 +392,10 @@ class _StageRules:
         return (_slowest if self.evidence.on_gpu else _in_turn)(self.device.values())
 
     def _device_parts(self) -> tuple[Bottleneck, ...]:
-        """Return which of normalizing and the step takes more time: alone and, if known, in the loop.
+        """Return which takes more time, normalizing or the step: measured alone and, if known, in the loop.
 
-        If the loop contradicts the speeds alone, return the step, because nothing shows that normalizing is the limit.
+        If the loop contradicts the speeds measured alone, return the step, because nothing shows that normalizing is
+        the limit.
         """
         evidence, alone = self.evidence, {stage: 1 / rates.median for stage, rates in self.device.items()}
         parts = [alone]
@@ -436,7 +438,7 @@ class _StageRules:
 
 
 def _which_limits(outer: Rates, inner: Rates) -> tuple[bool, bool]:
-    """Return whether an outer stage itself limits its speed, and whether the inner stage, which it contains, does."""
+    """Return two flags: whether the outer stage itself limits its speed, and whether the inner stage limits it."""
     share = outer.median / inner.median
     if share < _EXPLAINS[0] and outer.high < _APART * _EXPLAINS[0] * inner.low:
         return True, False

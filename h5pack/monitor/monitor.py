@@ -41,7 +41,7 @@ _warned: set[str] = set()
 
 
 class MonitoredIterator(BatchIterator):
-    """An iterator that returns a loader's batches unchanged, and measures how long the process waited for each."""
+    """An iterator that returns a loader's batches unchanged, and measures how long the process waits for each batch."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class FeedMonitor(LoaderWrapper):
         if self._recorder is not None:
             self._earlier_batches += self._recorder.counters.batches
         begun = time.perf_counter()
-        # A resumed epoch begins at the batch that the loader's state says, not at batch 0.
+        # A resumed epoch begins at the batch that is given in the loader's state, not at batch 0.
         done = (self._loader_state() or {}).get("batches", 0)
         self._first_batch = done if isinstance(done, int) else 0
         cursor, fetcher = self._begin(record=False)
@@ -266,7 +266,7 @@ class FeedRecorder:
         self.due = begun + monitor._interval_seconds
 
     def waited(self, seconds: float) -> None:
-        """Count seconds of waiting in which no batch arrived: while the loader started, or at its end."""
+        """Count seconds of waiting in which no batch arrived: while the loader started, or when it had ended."""
         self.counters.wait += seconds
         self.counters.stall += seconds
 
@@ -323,7 +323,7 @@ class FeedRecorder:
         return report
 
     def _read(self, now: float) -> _Counters:
-        """Return a copy of the counters at the time `now`, with those of the device and of the loaders."""
+        """Return a copy of the counters at the time `now`, updated with the counts of the device and the loaders."""
         device_seconds = 0.0 if self.device_wait is None else self.device_wait.seconds
         return replace(
             self.counters,

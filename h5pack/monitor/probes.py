@@ -56,8 +56,9 @@ def _children_seconds(proc: Path) -> float | None:
         # The system does not list child processes, so the CPU seconds of children that still run are not known.
         return None if multiprocessing.active_children() else seconds
     try:
-        # The process name may contain spaces and brackets, so split after the last bracket. Of these fields, 11 to 14
-        # are the user and system time of the process and of its ended children. An ended process has no fields.
+        # The process name may contain spaces and brackets, so split after the last bracket. Fields 11 to 14 after
+        # it, counted from 0, are the user and system time of the process and of its ended children. An ended process
+        # has no fields.
         stats = [_text(proc / child / "stat").rpartition(")")[2].split() for child in _descendants(proc, own)]
         ticks = sum(int(ticks) for stat in stats for ticks in stat[11:15])
     except OSError:
@@ -122,7 +123,7 @@ class DeviceWait:
 
     @property
     def seconds(self) -> float:
-        """The seconds of all waits so far. Until the device reaches the end of a wait, the process's wait counts."""
+        """The seconds of all waits so far. Until the device ends a wait, the process's wait is counted instead."""
         self._count_finished()
         return self._seconds + sum(host for _, _, host in self._pending)
 

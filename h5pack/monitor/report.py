@@ -40,7 +40,7 @@ class FeedReport:
     stall_seconds: float
     stall_fraction: float  #: `stall_seconds` divided by `seconds`, 0 to 1
     images_per_s: float | None
-    bytes_per_s: float | None  #: bytes of all tensors of the batches, as the step receives them
+    bytes_per_s: float | None  #: bytes per second of all tensors in the batches that the step received
     queue_depth: int | None = None  #: batches ready in the loader at the end of the period
     #: CPU use of this process and its child processes, such as a DataLoader's workers; 100 is one CPU.
     cpu_percent: float | None = None
@@ -79,7 +79,7 @@ def _number_text(value: float | None, unit: str = "") -> str:
 
 
 class ReportOutputs:
-    """The outputs to which a monitor sends its reports. The parameters are those of `FeedMonitor`."""
+    """The outputs to which a monitor sends its reports. The parameters are explained in `FeedMonitor`."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class ReportOutputs:
             self._bar = tqdm(total=total, initial=first_batch, desc=self._name, unit=" batches")
 
     def interval(self, report: FeedReport, batches: int) -> None:
-        """Send the report of an interval to the outputs. The iteration has delivered `batches` so far."""
+        """Send the report of an interval to the outputs. The iteration has delivered `batches` batches so far."""
         self._show(report, batches)
         self._append(report)
         if self._writer is not None:

@@ -14,22 +14,22 @@ _PARAMETERS = {"samples": "num_samples", "trim": "drop_last", "pack_digest": "da
 _OF_SPLIT = ("start", "rows")
 _PACK_DIGEST = "pack_digest"
 _GLOBAL_BATCH = "batch_size times num_replicas"
-# For keys of an identity: the end of a message that begins "the state was saved", and says what to do.
+# The end of an error message that begins "the state was saved", by the key of the identity whose values differ.
 _PROBLEMS = {
     **dict.fromkeys(
         ("order", "mixture"),
-        "by another kind of sampler or h5pack version; resume with those of the first run",
+        "by another kind of sampler or h5pack version; resume with the same sampler and version",
     ),
     _PACK_DIGEST: "for a pack with other rows, or in another order; resume with the pack of the first run",
     "rows_digest": "for other rows of the file, or other indices; resume with the same indices or Subset",
     "weights_digest": "with other weights; resume with the same weights",
     "counts": "with other weights of the packs; resume with the same weights",
-    "packs": "for other packs, or with another seed, shuffle or window; resume with those of the first run",
+    "packs": "for other packs, or with another seed, shuffle or window; resume with the same packs and values",
 }
 
 
 def _rows_text(order: dict[str, Any]) -> str:
-    """Describe the rows of an order's identity: by their range, or for a subset only by their number."""
+    """Describe the rows in an order's identity: their range or, for a subset, only their number."""
     start, rows = order.get("start"), order.get("rows")
     if isinstance(start, int) and isinstance(rows, int):
         return f"rows {start} to {start + rows - 1}"
@@ -37,7 +37,7 @@ def _rows_text(order: dict[str, Any]) -> str:
 
 
 def _agrees(saved: Any, ours: Any, name: str = "") -> bool:
-    """Return whether two values of an identity are equal. A digest of the pack agrees with a missing one."""
+    """Return whether a saved value and our value are equal. A digest of the pack agrees with a missing digest."""
     if name == _PACK_DIGEST:
         return saved is None or ours is None or bool(saved == ours)
     if isinstance(saved, dict) and isinstance(ours, dict):
@@ -54,8 +54,9 @@ class IterationState:
     epoch: int = 0
     start: int = 0  # the batch or row at which this iteration started: above 0 if it resumed from a saved state
     count: int = 0  # batches or rows delivered since `start`
-    exhausted: bool = False  # whether a sampler's iteration was asked for more than the epoch has left
-    # Returns how many of `count` the training loop has received. If it is None or returns None: all of them.
+    exhausted: bool = False  # whether a sampler was asked for more rows than the epoch had left
+    # Returns how many of the `count` batches or rows the training loop has received. If there is no function, or it
+    # returns None, all were received.
     received: Callable[[], int | None] | None = None
 
 
@@ -63,8 +64,8 @@ class EpochCursor:
     """The progress of a sampler or loader: the next epoch, the batch or row it starts at, and the running iteration.
 
     An epoch has `length` batches or rows; `unit` is "batches" or "rows". Each is counted when it is delivered. An
-    iteration starts the epoch that was passed to `set_epoch`, by default the one after the last epoch. After `load` the
-    next iteration continues where the state was saved. A state that was saved with another `identity` is refused.
+    iteration starts the epoch that was passed to `set_epoch`, by default the epoch after the previous one. After `load`
+    the next iteration continues where the state was saved. A state that was saved with another `identity` is refused.
 
     If each rank counts its own rows, give `num_replicas`: a state then resumes on another number of ranks only if all
     streams (equal parts of the order, see `h5pack.order.window`) had delivered the same number of rows.
@@ -91,11 +92,11 @@ class EpochCursor:
         self._running = False
 
     def pause(self) -> None:
-        """Record that an iterator was created but not started, so that the state is its starting point."""
+        """Record that an iterator was created but not started, so that `state` returns its starting point."""
         self._running = False
 
     def finish(self, iteration: IterationState) -> None:
-        """Record that an iteration was consumed to its end, so that the state is the start of the next epoch."""
+        """Record that an iteration was consumed to its end, so that `state` returns the start of the next epoch."""
         if iteration is self.iteration:
             self._running = False
 
@@ -109,8 +110,9 @@ class EpochCursor:
     def state(self, count: int | None = None) -> dict[str, Any]:
         """Return the state after `count` batches or rows of the running iteration.
 
-        None: after everything that was received so far. If that is all of an exhausted epoch, return the state at the
-        start of the next epoch. If no iteration is running, return the state at the start of the next iteration.
+        If `count` is None, return the state after everything that was received so far or, if that is all of an
+        exhausted epoch, at the start of the next epoch. If no iteration is running, return the state at the start of
+        the next iteration.
         """
         iteration = self.iteration
         if count is None and self._running:
@@ -121,7 +123,7 @@ class EpochCursor:
         return self.state_of(iteration if self._running else None, count)
 
     def state_of(self, iteration: IterationState | None, count: int | None = None) -> dict[str, Any]:
-        """Return the state after `count` batches or rows of `iteration`; None: after all that were counted.
+        """Return the state after `count` batches or rows (None: `iteration.count`) of `iteration`.
 
         If `iteration` is None, return the state at the start of the next iteration.
         """
@@ -188,7 +190,7 @@ class Resumable:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the running or last iteration."""
+        """The epoch of the running iteration, else of the previous one."""
         return self._cursor.iteration.epoch
 
     def set_epoch(self, epoch: int) -> None:

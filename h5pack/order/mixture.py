@@ -19,7 +19,7 @@ from h5pack.order.window import ChunkGroup, OrderPlan
 
 _VERSION = 1
 BLOCK_ROWS = 1_024
-"""Batch size of the packs' plans, and so about the rows per chunk group, unless packs are shuffled by window."""
+"""Batch size in the plans of the packs. Unless packs are shuffled by window, chunk groups have about this many rows."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Mixture:
     `num_batches` steps.
     """
 
-    plans: tuple[OrderPlan, ...]  # of the packs, each for a single rank and in batches of `BLOCK_ROWS`
+    plans: tuple[OrderPlan, ...]  # one per pack, for a single rank, with batches of `BLOCK_ROWS` rows
     counts: tuple[int, ...]  # rows of each pack in one period
     starts: Rows  # int64, (packs,): index of the first sample of each pack
     global_batch: int
@@ -53,7 +53,7 @@ class Mixture:
         return [np.flatnonzero(self.owners == number) for number in range(len(self.plans))]
 
     def draws_of(self, epoch: int, steps: Any) -> tuple[int, int, Any]:
-        """Return the key of random crops, as `OrderPlan.draws_of` does; an epoch may repeat a row in several steps."""
+        """Return the key of random crops. It includes `steps`, because an epoch may repeat a row in several steps."""
         return self.plans[0].seed, epoch, steps
 
     def identity(self) -> dict[str, Any]:
@@ -92,9 +92,9 @@ class Mixture:
             first += 1
 
     def slots_of(self, number: int, start: int, count: int) -> Rows:
-        """Return the slots, within their steps, of rows `start` to ``start + count - 1`` of the order of pack `number`.
+        """Return the slots (indices within a step) of rows `start` to ``start + count - 1`` in the order of a pack.
 
-        The result is int64, (count,).
+        `number` is the index of the pack. The result is int64, (count,).
         """
         whole, rest = np.divmod(start + np.arange(count), self.counts[number])
         slots: Rows = (whole * len(self.owners) + self.places[number][rest]) % self.global_batch
@@ -110,7 +110,7 @@ class _PackOrder:
         self._number, self._plan, self._start = number, mixture.plans[number], int(mixture.starts[number])
         self._begun, self._following = begun, first
         self._groups = self._from(first)
-        # Chunk groups are begun one ahead, so that their rows can be read before they are needed.
+        # Begin each chunk group one group early, so that its rows can be read before they are needed.
         self._ahead = self._begin()
         self._rows, self._done = np.empty(0, np.int64), 0
 
@@ -196,8 +196,9 @@ def schedule(counts: Sequence[int]) -> Rows:
 
     Among the first n items, the number of copies of i differs from the share of i, ``n * counts[i] / sum(counts)``, by
     less than 1. For this, copy j (from 0) of i must be at one of the positions at which the share of i grows from j to
-    j + 1. Each position gets the copy that is allowed there and has the earliest deadline, which is its last allowed
-    position. This finds a position for every copy (Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate progress").
+    j + 1. The last of these positions is the copy's deadline. Each position gets the copy with the earliest deadline
+    among the copies allowed there. This finds a position for every copy (Baruah, Cohen, Plaxton and Varvel 1996,
+    "Proportionate progress").
     """
     whole = sum(counts)
     later = [(0, number, 0) for number, count in enumerate(counts) if count]

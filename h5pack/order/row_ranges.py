@@ -22,8 +22,8 @@ class EpochRows(Protocol):
     count: int  # number of rows; a row that is drawn several times counts each time
     chunk_count: int  # chunks that contain at least one row of the epoch
     chunk_rows: int  # rows per chunk of the file
-    # Pairs (chunk, number of rows that it lacks, possibly 0); the numbers of a chunk in several pairs add up. All other
-    # chunks have `chunk_rows` rows. None: chunks may have any length; `chunk_lengths` returns the lengths.
+    # Pairs (chunk, number of missing rows, possibly 0). If several pairs have the same chunk, their numbers add up. All
+    # other chunks have `chunk_rows` rows. None: chunks may have any length; `chunk_lengths` returns the lengths.
     short_chunks: list[tuple[int, int]] | None
 
     def chunk_lengths(self) -> Rows:
@@ -122,8 +122,8 @@ class RowRange:
 class RowSubset:
     """Any rows of the file, in any order and possibly repeated. They are sorted into the file's order.
 
-    `indices` are the dataset indices that a sampler yields for `rows`; both are int64, (n,). `pack_digest` is as for
-    `RowRange`.
+    `indices` are the dataset indices that a sampler yields for `rows`; both are int64, (n,). `pack_digest` is
+    explained in `RowRange`.
     """
 
     short_chunks: list[tuple[int, int]] | None = None

@@ -37,7 +37,7 @@ from h5pack.system.parameters import whole_number
 ORDER_VERSION = 1
 SHUFFLES = ("window", "full", "chunk", False)
 DEFAULT_WINDOW = 16
-# Parts of the random keys, so that the keys of each purpose differ. A change would change the order of a seed.
+# Parts of the random keys, so that keys for different purposes differ. Other values would change the order of a seed.
 _CHUNKS, _ROWS, _WINDOW, _DRAWS = 1, 2, 3, 4
 
 
@@ -56,11 +56,11 @@ class ChunkGroup:
     indices: Rows  # int64, (n,): the dataset indices that a sampler yields for `rows`
     positions: Rows  # int64, (n,): a permutation of 0 to n - 1, see above
     spans: list[Span]  # in ascending order of batches
-    # Rows of the file that later groups have, int64 (n,), each array ascending: worth reading into the page cache now.
+    # Rows of the file that later groups need, to read into the page cache now; int64 (n,), each array ascending.
     upcoming: tuple[Rows, ...] = ()
 
     def split_by_batch(self, values: npt.NDArray[Any]) -> Iterator[tuple[Span, npt.NDArray[Any]]]:
-        """Yield each span with its values. `values`, (n, ...), has one for each row, in the order of `rows`."""
+        """Yield each span with its values. `values`, (n, ...), has one value per row, in the order of `rows`."""
         ordered = self.in_slot_order(values)
         start = 0
         for span in self.spans:
@@ -304,7 +304,7 @@ class _ChunkSequence:
         return starts
 
     def _find(self, offset: int) -> int:
-        """Return the number on the line of the chunk that contains an offset."""
+        """Return the number, along the line, of the chunk that contains an offset."""
         rounds, inside = divmod(offset, self.rows.count)
         if self._edges is not None:
             number = int(np.searchsorted(self._edges, inside, "right")) - 1
@@ -345,7 +345,7 @@ class _ChunkSequence:
             window += 1
 
     def _rows_between(self, numbers: Rows, edges: Rows) -> tuple[Rows, Rows]:
-        """Return rows and indices of each chunk ``numbers[i]``: ``edges[i]`` to ``edges[i + 1] - 1`` on the line."""
+        """For each chunk ``numbers[i]``, return rows and indices of offsets ``edges[i]`` to ``edges[i + 1] - 1``."""
         starts = self._starts(numbers)
         chunks = numbers % self.rows.chunk_count
         if self._permutation is not None:
@@ -354,7 +354,7 @@ class _ChunkSequence:
         return self.rows.rows_in_chunks(chunks[some], (edges[:-1] - starts)[some], (edges[1:] - starts)[some])
 
     def _fully_shuffled(self, start: int, first: int, length: int) -> Iterator[tuple[Rows, Rows, Rows, int]]:
-        """Yield fully shuffled rows as `groups` does: those of one batch at a time, sorted into the file's order."""
+        """Yield fully shuffled rows as `groups` does: the rows of one batch at a time, sorted into the file's order."""
         permutation = Permutation(self.rows.count, self._key(_ROWS))
         for low in range(first, length, self.plan.stream_share):
             offsets = np.arange(low, min(low + self.plan.stream_share, length))
@@ -366,8 +366,8 @@ class _ChunkSequence:
 def merge_groups(groups: Iterable[ChunkGroup], max_rows: int, max_batches: int) -> Iterator[ChunkGroup]:
     """Merge consecutive chunk groups into larger ones; the rows keep their batches and slots.
 
-    A merged group has at most `max_rows` rows, and at most `max_batches` batches from its first to its last. A larger
-    group is yielded unchanged.
+    A merged group has at most `max_rows` rows, and at most `max_batches` batches from its first to its last. A group
+    that is already larger is yielded unchanged.
     """
     waiting: list[ChunkGroup] = []
     rows = 0

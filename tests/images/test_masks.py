@@ -167,8 +167,8 @@ def test_colors_are_no_numbers(mode: str) -> None:
         (b"text", "not an image"),
         (b"", "not an image"),
         (FORMS["I;16"][0], "more bits"),
-        (encoded(Image.new("L", (4, 2))), "2x4, but that of its image is 2x3"),
-        (encoded(Image.new("L", (2, 3))), "3x2, but that of its image is 2x3"),
+        (encoded(Image.new("L", (4, 2))), "2x4, but its image's size is 2x3"),
+        (encoded(Image.new("L", (2, 3))), "3x2, but its image's size is 2x3"),
     ],
 )
 def test_what_is_no_mask_of_the_image_is_rejected(data: bytes, reason: str) -> None:

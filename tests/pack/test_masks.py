@@ -217,12 +217,12 @@ def test_each_bad_pair_has_its_reason(tmp_path: Path) -> None:
     assert reasons == {
         "images/000.jpg": "no file of its name in 'masks'",
         "images/001.jpg": mask(1, "not an image, or of an unknown format"),
-        "images/002.jpg": mask(2, "its size is 21x14, but that of its image is 20x14"),
+        "images/002.jpg": mask(2, "its size is 21x14, but its image's size is 20x14"),
         "images/003.jpg": mask(
             3, "RGB pixels are not class numbers; save the mask with a palette, as gray or with 16 bits"
         ),
         "images/004.jpg": "several files of its name in 'masks'",
-        "images/005.jpg": mask(5, "its size is 14x20, but that of its image is 20x14"),
+        "images/005.jpg": mask(5, "its size is 14x20, but its image's size is 20x14"),
         "images/006.jpg": mask(6, "file not found"),
         "images/007.jpg": mask(7, "not an image, or of an unknown format"),
     }
@@ -496,7 +496,7 @@ def test_further_images_are_of_the_same_size_and_not_kept(tmp_path: Path) -> Non
     assert (report.images, report.rejects) == (1, 2)
     with h5py.File(tmp_path / "o.h5") as file:
         assert file["rejects/reasons"].asstr()[()].tolist() == [
-            "its image other.png: its size is 21x14, but that of its image is 20x14",
+            "its image other.png: its size is 21x14, but its image's size is 20x14",
             "its image nothing.jpg: file not found",
         ]
     with pytest.raises(OptionsError, match="keep"):
