@@ -68,16 +68,16 @@ class Storing(IntEnum):
 REASONS = {
     Storing.ZIP_ENCRYPTED: "it is encrypted",
     Storing.ZIP_OTHER: "its compression method is neither stored nor deflate",
-    Storing.LINK: "a link in a zip file, or a link to no file of the archive",
+    Storing.LINK: "a link in a zip file, or a link whose target is not a file of the archive",
     Storing.SPARSE: "it is stored as a sparse file",
     Storing.SPECIAL: "not a regular file",
     Storing.OUTSIDE: "its path is empty or absolute, or contains '..' or NUL",
     Storing.LONG_NAME: "its name is too long",
     Storing.REPLACED: "a later member of the archive has the same name",
 }
-"""The reason for rejecting a member, by how it is stored."""
+"""The reasons for rejecting members."""
 UNPLACED = (Storing.OUTSIDE, Storing.LONG_NAME, Storing.REPLACED)
-"""Members with an invalid name, or with the same name as a later member. They never reach the survey."""
+"""Members with an invalid name, or with the same name as a later member. Their bytes are never read."""
 
 
 class ArchiveFile:
@@ -91,7 +91,7 @@ class ArchiveFile:
         self.identity = FileIdentity.of(self.path)
         self.size = self.identity.size  # in bytes; after `keep_copy`, the size of the decompressed copy
         self.descriptor: Descriptor | None = None
-        # The path in /proc of the decompressed copy, a file without a name, which cannot outlive the conversion.
+        # The path in /proc of the decompressed copy. The copy has no name on disk, so it cannot outlive the conversion.
         self.copy_path: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class ArchiveFile:
             self.descriptor = None
 
     def read(self, count: int, offset: int) -> bytes:
-        """Return `count` bytes at `offset`, or fewer if the file ends before that."""
+        """Return `count` bytes at `offset`, or fewer if the file ends earlier."""
         data = self.read_unchecked(count, offset)
         if self.copy_path is None:
             self.require_unchanged()
@@ -143,7 +143,7 @@ class ArchiveFile:
             )
 
     def damaged(self, problem: str) -> SourceError:
-        """Return the error for a damaged archive; the message is its path and then `problem`."""
+        """Return the error for a damaged archive; its message begins with the archive's path and `problem`."""
         return SourceError(f"{self.path}: {problem}; download or make it again", path=self.path)
 
 
@@ -172,7 +172,7 @@ class _Extent(io.RawIOBase):
 
 @dataclass
 class Members:
-    """The members of one archive except folders, in the archive's order, and the set of folders that it lists."""
+    """The members of one archive, in its order. The folders that it lists are kept apart, in `folders`."""
 
     # Numbers are kept in arrays, because lists would take several times the memory.
     names: list[str] = field(default_factory=list)
@@ -185,7 +185,7 @@ class Members:
     notes: tuple[Note, ...] = ()
 
     def __post_init__(self) -> None:
-        self.numbers: dict[str, int] = {}  # for each valid path, the index of the last member with it
+        self.numbers: dict[str, int] = {}  # member indices by valid path; a later member replaces an earlier one
 
     def add(self, name: str, offset: int, size: int, stored: int, checksum: int, storing: int) -> None:
         """Add a member. It replaces an earlier member of the same name, as it would if the archive were unpacked."""
@@ -228,7 +228,7 @@ def member_path(name: str) -> str | None:
 
 @dataclass
 class ArchiveReader(SourceReader):
-    """Reads members of archives. All arrays are (M,)."""
+    """Reads members of archives. All arrays are (M,), with one entry per member."""
 
     files: tuple[ArchiveFile, ...]
     file_ids: npt.NDArray[np.int32]  # index into `files`
@@ -237,7 +237,7 @@ class ArchiveReader(SourceReader):
     stored_sizes: npt.NDArray[np.int64]
     checksums: npt.NDArray[np.uint32]
     storings: npt.NDArray[np.uint8]
-    masks: tuple[ArchiveReader, ...] = ()  # for each field of masks, a reader of the images' masks
+    masks: tuple[ArchiveReader, ...] = ()  # for each field of masks, a reader of its masks, one per image
 
     def __post_init__(self) -> None:
         self._opened: list[int] = []
@@ -312,9 +312,9 @@ class ArchiveReader(SourceReader):
         return file
 
     def _unzipped(self, index: int, count: int | None) -> bytes:
-        """Return the first `count` bytes of a member of a zip file; if `count` is None, all bytes, checked by CRC-32.
+        """Return the first `count` bytes of a zip file's member; if `count` is None, all bytes, checked by CRC-32.
 
-        At most one byte more than the declared size of the member is decompressed.
+        At most one byte more than the member's declared size is decompressed.
         """
         size, stored = int(self.sizes[index]), int(self.stored_sizes[index])
         if size > max(_BOMB_BYTES, _BOMB_RATIO * stored):
@@ -374,7 +374,7 @@ def decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
 
 
 def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kind: str) -> Catalog:
-    """Return the catalog of an archive, by the rules for folders; `kind` is as in `arranged`, or "pairs"."""
+    """Return the catalog of an archive, made as for a folder of these files; `kind` is "pairs" or as in `arranged`."""
     _strip_only_folder(members, kind)
     placed = {}
     rejects = []

@@ -115,7 +115,7 @@ class NameTable:
         return self.at([index])[0]
 
     def at(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> list[str]:
-        """Return the names at `indices`. One decoding call for all takes a fifth of the time of one call per name."""
+        """Return the names at `indices`. Decoding them in one call is five times as fast as one by one."""
         found = np.asarray(indices, np.int64)
         edges = zip(self._offsets[:-1][found].tolist(), self._offsets[1:][found].tolist(), strict=True)
         joined = b"\0".join([self._blob[start:stop] for start, stop in edges])
@@ -157,10 +157,10 @@ class SurveyedImage(NamedTuple):
 
     header: ImageHeader
     fingerprint: int  # a hash of 64 bits that changes if the image changes
-    label: npt.NDArray[Any] | None = None  # only from readers with `has_labels`; None also for an unlabelled sample
+    label: npt.NDArray[Any] | None = None  # None if the sample has no label, or the reader's `has_labels` is false
     unused: tuple[str, ...] = ()  # names of the other parts of a sample, which are not packed
     file_bytes: int = 0  # size of the image's file in bytes; 0 if the image has no file of its own
-    fields: dict[str, Any] | None = None  # values by field name, only from readers with `has_labels`
+    fields: dict[str, Any] | None = None  # values by field name; None if the reader's `has_labels` is false
 
 
 class SourceReader:
@@ -187,7 +187,7 @@ class SourceReader:
         raise NotImplementedError
 
     def read_field(self, number: int, index: int, name: str) -> bytes | npt.NDArray[Any]:
-        """Return a mask or further image of image `index` in a form that `read` returns; pixels of a mask are (h, w).
+        """Return a mask or further image of image `index`: the bytes of a file, or pixels, which are (h, w) for a mask.
 
         `number` is the index of the field in `Catalog.pixel_fields`, and `name` is from `PixelField.files`.
         """
@@ -224,7 +224,7 @@ class SourceReader:
         """Announce the images that will be read next, in this order, so that the reader can prefetch them."""
 
     def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """Return a group number for each image, int64 (n,), or None if reading a group together is not faster."""
+        """Return a group number per image, int64 (n,): images of a group are faster to read together; None if not."""
         return None
 
     def take(self, indices: npt.NDArray[np.int64]) -> SourceReader:
@@ -312,7 +312,7 @@ class FileReader(SourceReader):
             os.close(descriptor)
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for reading. Call `head` before, which rejects anything but a regular file."""
+        """Open a file for reading. Call `head` first, because it rejects anything but a regular file."""
         return open(self._path(name), "rb")
 
     def _path(self, name: str) -> str:
@@ -354,7 +354,7 @@ class Reject:
 
     name: str
     reason: str
-    sample: int | None = None  # its index in a map-style dataset; None for other sources
+    sample: int | None = None  # the sample's index in a map-style dataset; None for other sources
 
     @property
     def shown(self) -> str:
@@ -384,10 +384,10 @@ class Catalog:
     label_names: tuple[str, ...] | None = None  # names of the classes, or of the K columns
     fields: dict[str, FieldValues] = field(default_factory=dict)  # by field name: array (M, ...), or M ragged rows
     pixel_fields: tuple[PixelField, ...] = ()
-    rejects: tuple[Reject, ...] = ()  # found before the survey, e.g. images without a mask or a row in a table
+    rejects: tuple[Reject, ...] = ()  # found before the survey, e.g. images that lack a mask
     ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files or samples, by category
     notes: tuple[Note, ...] = ()
-    # Height and width of each image as stated by its annotations, int32 (M, 2); 0 if unknown. None if all are unknown.
+    # Height and width of each image in the annotations, int32 (M, 2); 0 if unknown. None if there are no annotations.
     annotated_sizes: npt.NDArray[np.int32] | None = None
     about: str = ""  # text that the plan shows after the kind, e.g. the datasets, columns or folders in use
 
@@ -396,11 +396,11 @@ class Catalog:
 
     @property
     def noun(self) -> str:
-        """The word for an undecoded image in messages: "file" or "sample"."""
+        """The word for an image of the source in messages: "file" or "sample"."""
         return "sample" if self.kind == "dataset" else "file"
 
     def reject(self, index: int, reason: str) -> Reject:
-        """Return a `Reject` of image `index` for this reason."""
+        """Return a `Reject` of image `index`."""
         return Reject(self.names[index], reason, self.reader.sample_index(index))
 
     def shown(self, index: int) -> str:
@@ -464,7 +464,7 @@ class Catalog:
 
 
 def unused_note(kind: str, names: Sequence[str], advice: str, *parameters: str) -> tuple[Note, ...]:
-    """Return a note that `names`, which are of a `kind` such as "columns", are not packed; () if there are none."""
+    """Return a note that `names` are not packed; () if there are none. `kind` says what they are, such as "columns"."""
     if not names:
         return ()
     shown = ", ".join(map(repr, names[:_MAX_NAMED])) + (

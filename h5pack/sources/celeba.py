@@ -14,7 +14,7 @@ from h5pack.sources.folders import walk
 from h5pack.sources.manifest import TextTable, binary_table, integers, read_delimited, read_spaced
 
 _IMAGES = "img_align_celeba"
-# Folders that may contain the images or the tables, in Kaggle's archive, in the university's archives, or side by side.
+# Possible folders of images and of tables: as in Kaggle's archive, in the university's archives, or side by side.
 _IMAGE_FOLDERS = (f"{_IMAGES}/{_IMAGES}", _IMAGES, f"Img/{_IMAGES}/{_IMAGES}", f"Img/{_IMAGES}")
 _TABLE_FOLDERS = ("", "Anno", "Eval", "anno", "eval")
 _PARTITIONS = ("train", "val", "test")

@@ -50,7 +50,7 @@ def _annotation_files(root: Path) -> dict[str, list[Path]]:
 class _Image:
     """An image with its annotations."""
 
-    name: str  # of its file, relative to the folder of its split
+    name: str  # path of its file, relative to the folder of its split
     split: int  # index into the catalog's `split_names`
     image_id: int
     size: tuple[int, int]  # height and width; 0 if they are not given
@@ -69,14 +69,15 @@ class _Annotations:
     has_boxes: bool = False
     has_captions: bool = False
     unused: set[str] = field(default_factory=set)  # keys of annotations that are not packed
-    counts: Counter[str] = field(default_factory=Counter)  # boxes "clipped" or "empty"; annotations of "unknown" images
+    # Numbers of "clipped" boxes, of "empty" boxes, and of annotations whose image is "unknown".
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
-    """Return the catalog of a folder in COCO's layout, or of one annotation file; images are in the files' order.
+    """Return the catalog of a folder in COCO's layout, or of one annotation file. Images keep their order in each file.
 
     `root` is the folder that contains the images, directly or in one of the usual subfolders. Default: `path` if it is
-    a folder, else the parent of the annotation file's folder, or that folder itself.
+    a folder, else the annotation file's folder or its parent.
     """
     files = _annotation_files(path) if path.is_dir() else {_split_of(path): [path]}
     if not files:
@@ -118,10 +119,10 @@ def _short(name: str) -> str:
 
 
 def _image_folder(file: Path, split: str, image: _Image | None, top: Path | None) -> Path:
-    """Return the folder of a split's images: the first of the usual folders that contains the split's first `image`.
+    """Return the folder of a split's images: the first usual folder that contains `image`, the split's first image.
 
-    The usual folders are in `top`; if `top` is None, in the annotation file's folder and its parent. If the split has
-    no image, return the first usual folder.
+    Look in `top`, or if it is None, in the annotation file's folder and its parent. If the split has no image, return
+    the first usual folder.
     """
     parents = (top,) if top is not None else (file.parent.parent, file.parent)
     inner = ((), (split,), ("images", split), (_short(split),), ("images", _short(split)), ("images",))

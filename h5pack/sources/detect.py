@@ -32,7 +32,7 @@ KINDS = (
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab", *JSON_LINES)
 _FOLDER_KINDS = ("folder", "flat", "classes", "splits", "pairs")
 _SHARD_KINDS = ("webdataset", "parquet", "mds")
-# In the folder of a dataset, Hugging Face datasets caches the results of transformations in files of these names.
+# Hugging Face's library datasets caches the results of transformations in files of these names, beside the data.
 _CACHES = ("cache-*.arrow", "tmp*")
 _PARQUET_MAGIC = b"PAR1"
 _ZIP_STARTS = (b"PK\3\4", b"PK\5\6")
@@ -128,7 +128,7 @@ def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
     return map_style_catalog(dataset, fields).filtered(options.names)
 
 
-# The parameters of `convert`, by the attributes of `HDF5Datasets` and `ManifestColumns` that hold their values.
+# For each attribute of `HDF5Datasets` and `ManifestColumns`: the parameter of `convert` that sets it.
 _DATASET_PARAMETERS = {name: name for name in ("images", "labels", "fields", "channel_axis", "value_range")}
 _COLUMN_PARAMETERS = {
     "root": "root", "path": "path_column", "labels": "label_columns", "split": "split_column",
@@ -161,7 +161,7 @@ def _open_mds(path: Path, options: SourceOptions) -> Catalog:
     _refuse_unused(str(path), "mds", options)
     if not path.is_dir():
         parameter = "source_kind='mds'"
-        problem = f"{path}: {parameter} needs the folder of index.json; check the path"
+        problem = f"{path}: {parameter} needs the folder that contains index.json; check the path"
         raise SourceError(problem, path=path, parameters=(parameter,))
     with _reporting_storage(path):
         return mds(path, options.names, options.columns)

@@ -29,9 +29,9 @@ class Listing:
     # The sorted names of each folder's selected files, by folder relative to the root ("" is the root). The names are
     # joined into one string by NUL, which no name contains, so that a million names are not a million objects.
     folders: dict[str, str] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)  # the sorted folders
+    order: list[str] = field(default_factory=list)  # the keys of `folders`, sorted
     ignored: Counter[str] = field(default_factory=Counter)  # skipped files and folders by category
-    # The sorted names of the visible subfolders, including empty ones, of the root ("") and each folder in the root.
+    # For the root ("") and each folder in it: the sorted names of the visible subfolders, including empty ones.
     subfolders: dict[str, list[str]] = field(default_factory=lambda: {"": []})
 
     def names(self, folder: str) -> list[str]:
@@ -97,7 +97,7 @@ def list_names(root: str, files: Iterable[str], folders: Iterable[str], names: N
     """Return the listing that `walk` would return for a folder of these files and folders (relative paths)."""
     found = Listing(root)
     wanted: dict[str, list[str]] = {}
-    # For each folder: the topmost hidden folder on its path, which may be itself, or None.
+    # For each folder: the topmost hidden folder on its path (possibly the folder itself), or None.
     hidden: dict[str, str | None] = {"": None}
     for file in files:
         folder, _, name = file.rpartition("/")
@@ -230,7 +230,7 @@ _TARGET_FOLDERS = frozenset((
 
 
 def refuse_pairs(found: Listing, folders: list[str]) -> None:
-    """Raise SourceError if one of the folders seems to have images, and another their masks under the same names.
+    """Raise SourceError if two of the folders seem to contain images and their masks, under the same names.
 
     `folders` are paths relative to the root.
     """
@@ -316,9 +316,9 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
 def _files_by_stem(
     found: Listing, roles: tuple[str, ...], by_split: bool, ignored: Counter[str]
 ) -> dict[str, dict[str, list[str]]]:
-    """Return the files of each role (folder of images or masks) by their paths without that folder and the suffix.
+    """Return the files of each role (folder of images or of masks); "train/masks/a.png" has the key "train/a".
 
-    The folders of the roles are in each split if `by_split` is true, else in the root.
+    If `by_split` is true, each split contains the folders of images and masks, else the root does.
     """
     files: dict[str, dict[str, list[str]]] = {role: {} for role in roles}
     for name in found.below(""):
@@ -332,7 +332,7 @@ def _files_by_stem(
 
 
 def _splits_by_name(splits: list[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    """Return `split_names` and `split_ids`, given each image's top folder; one split unless all are names of splits."""
+    """Return `split_names` and `split_ids`, given each image's top folder; one split unless all folders are splits."""
     if not splits or not all(map(is_split_name, splits)):
         return one_split(len(splits))
     names = split_order(splits)

@@ -51,7 +51,7 @@ class HDF5Datasets:
     fields: tuple[str, ...] = ()  # further datasets with one row per image
     channel_axis: str | None = None  # one of `CHANNEL_AXES`; default: inferred by `channel_axes`
     value_range: tuple[float, float] | None = None  # the values mapped to 0 and 255; see `PixelForm`
-    own_fields: bool = True  # if false, fields of a pack other than masks and further images are left out
+    own_fields: bool = True  # if false, only fields of masks and of further images are kept
 
     def __post_init__(self) -> None:
         if self.channel_axis is not None and self.channel_axis not in CHANNEL_AXES:
@@ -151,7 +151,7 @@ def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, l
     # `_has_rows` is false for a damaged dataset. That is no error here, because the dataset is not packed.
     fitting = [name for name in names if _has_rows(file, name, rows)]
     others = [name for name in names if name not in fitting]
-    advice = "datasets of numbers can be packed with fields" + ("" if labelled else ", and one of them with labels")
+    advice = "datasets of numbers can be packed with fields" + ("" if labelled else ", or one of them with labels")
     return (
         *unused_note("datasets", fitting, advice, "fields", *(() if labelled else ("labels",))),
         *unused_note("datasets", others, f"they do not have the length of {images!r}, which is {rows:,}"),
@@ -176,8 +176,8 @@ def find_images(file: h5py.File) -> str:
     found = [name for name in dataset_names(file) if _looks_like_images(file[name])]
     if len(found) == 1:
         return found[0]
-    shapes = "numbers (N, H, W), (N, H, W, C) or (N, C, H, W), or encoded images"
-    problem = f"none of its datasets looks like images: {shapes} (found: {datasets_text(file)})"
+    shapes = "arrays (N, H, W), (N, H, W, C) or (N, C, H, W) of numbers, or encoded images"
+    problem = f"none of its datasets looks like images, that is, {shapes} (found: {datasets_text(file)})"
     if found:
         problem = f"{', '.join(map(repr, found))} look like images"
     path, parameter = file.filename, "images=NAME"

@@ -26,8 +26,8 @@ _BATCH_BYTES = 16 * 1024 * 1024
 class PixelForm:
     """The conversion of a row's numbers to pixels.
 
-    If `value_range` is None, it is `default_range` of the dtype. If that is also None, uint8 values are kept, False and
-    True become 0 and 255, and uint16 values become their high bytes.
+    If `value_range` is None, `default_range` of the dtype is used. If that is also None, uint8 values are kept, False
+    and True become 0 and 255, and uint16 values are replaced by their high bytes.
     """
 
     channel_axis: str  # "last" (H, W, C), "first" (C, H, W) or "none" (H, W)
@@ -191,7 +191,7 @@ class HDF5RowReader(SourceReader):
         return indices if self.rows is None else self.rows[indices]
 
     def _load(self, index: int) -> npt.NDArray[Any]:
-        """Return the row of an image. If the image is the next announced one, prefetch the announced ones after it."""
+        """Return the row of an image. If it is the next announced image, prefetch the images announced after it."""
         count = max(1, _BATCH_BYTES // max(1, self.index.row_bytes))
         if self.index.group_rows * self.index.row_bytes > self.engine.chunks.cache.capacity and not self.index.raw:
             # The cache cannot keep such a large chunk between two reads, so read all announced rows at once.

@@ -87,7 +87,7 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
             if "\0" in name or not (name or cells is not names):
                 raise table.error(row, f"{name!r} is not a path; correct the line")
     reader = FileReader(columns.root or str(path.parent))
-    # `_complete` leaves out the rows in which one of these cells is empty.
+    # A row without the path of a mask or further image is rejected below, by `_complete`.
     fields = (PixelField(name, kind, NameTable.of(further[name])) for name, kind in kinds.items())
     catalog = Catalog("manifest", reader, NameTable.of(names), *one_split(len(names)), pixel_fields=tuple(fields))
     catalog = with_columns(catalog, table, columns, {path_column, *further})
@@ -101,7 +101,7 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
 def _complete(catalog: Catalog, further: dict[str, list[str]]) -> Catalog:
     """Return the catalog in which images that lack a mask or a further image are rejects.
 
-    `further` has the cells of the columns of paths of masks and further images, by column name.
+    `further` has the paths of the masks and further images by column name, "" for a missing path.
     """
     missing = {row: name for name, cells in further.items() for row, cell in enumerate(cells) if not cell}
     if not missing:
@@ -122,10 +122,10 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
     split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, columns.all_fields)
     labels, label_names = _labels(table, chosen)
     packed = {*used, split_column, *chosen, *columns.all_fields}
-    advice = "columns of numbers can be packed with field_columns, those of text with text_columns"
+    advice = "columns of numbers can be packed with field_columns, columns of text with text_columns"
     parameters = ["field_columns", "text_columns"]
     if catalog.kind == "manifest":
-        advice = f"{advice}, those of paths with mask_columns or image_columns"
+        advice = f"{advice}, columns of paths with mask_columns or image_columns"
         parameters += ["mask_columns", "image_columns"]
     notes = unused_note("columns", [name for name in table.header if name not in packed], advice, *parameters)
     notes += _many_classes_note(chosen, labels, label_names)
@@ -309,7 +309,7 @@ class TextTable:
 class ColumnTable(TextTable):
     """A table with one row per image. Columns are read only when they are needed. `rows` and `lines` are empty."""
 
-    load: Callable[[str], list[Any]]  # returns the values of a column, None for those without a value
+    load: Callable[[str], list[Any]]  # returns the values of a column, None for a missing value
     row_name: Callable[[int], str]  # returns the name of a row for messages
 
     def error(self, row: int, message: str, *parameters: str) -> SourceError:
@@ -330,7 +330,7 @@ class JsonTable(TextTable):
 
 
 def read_json_lines(path: Path) -> JsonTable:
-    """Read a table whose lines are JSON objects. Their keys may differ."""
+    """Read a table whose lines are JSON objects, which may have different keys."""
     records: list[dict[str, Any]] = []
     lines: list[int] = []
     try:
@@ -377,7 +377,7 @@ def read_delimited(path: Path) -> TextTable:
 def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
     """Read a table delimited by spaces, such as those of CelebA, and ignore its first `skip` lines.
 
-    If `header` is None, the next line names all columns but the first one, which has the file names.
+    If `header` is None, the line after these names all columns except the first, which contains the file names.
     """
     try:
         with path.open(encoding="utf-8-sig") as stream:

@@ -89,7 +89,7 @@ class MapStyleReader(SourceReader):
     has_labels = True
 
     def __post_init__(self) -> None:
-        # Keep the last sample, (index, sample), because an image and its masks are read one after the other.
+        # Cache one sample as (index, sample), because an image and its masks are read one after the other.
         object.__setattr__(self, "_last", (-1, None))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> C
             if kind == schema.ARRAY:
                 found[name] = parse_values(values)
             else:
-                # Treat an empty list of boxes, which may have any shape, as a missing one.
+                # An empty list of boxes or points may have any shape, so treat it like a missing value.
                 lists = [None if value is None or np.size(value) == 0 else value for value in values]
                 found[name] = parse_ragged(lists, kind, reader.fields.box_format)
         except FieldValueError as error:
@@ -241,9 +241,7 @@ def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Itera
         held = f"{labels.shape[1]} columns" if table else f"labels from {labels.min()} to {labels.max()}"
         fits = labels.shape[1] == len(names) if table else bool(-1 <= labels.min() <= labels.max() < len(names))
         if not fits:
-            notes += (
-                Note(f"not packed: the names of the dataset's {len(names):,} classes, which do not fit: it has {held}"),
-            )
+            notes += (Note(f"not packed: the names of {len(names):,} classes, because the dataset has {held}"),)
             names = None
     if labels is None:
         names = None
@@ -285,7 +283,7 @@ def _attribute(dataset: Any, name: str) -> Any:
 
 
 def _known_of_subset(dataset: Any, count: int) -> _Known | None:
-    """Return the properties of a ``Subset``, selected from those of its dataset; None for datasets of other types."""
+    """Return the properties of a ``Subset``, taken from the dataset that it selects from; None for other types."""
     whole, indices = _attribute(dataset, "dataset"), _attribute(dataset, "indices")
     if not hasattr(whole, "__len__") or not hasattr(indices, "__len__") or len(indices) != count:
         return None
@@ -340,7 +338,7 @@ def _file_names(dataset: Any, count: int) -> list[str] | None:
 
 
 def _relative(names: list[str], root: Any) -> list[str]:
-    """Make paths relative to `root`. If not all are below it, make absolute paths relative to their common folder."""
+    """Make paths relative to `root`, or, if a path is not below `root` and all are absolute, to their common folder."""
     if isinstance(root, (str, os.PathLike)):
         folder = os.path.join(os.fsdecode(root), "")
         if all(name.startswith(folder) for name in names):
@@ -372,7 +370,7 @@ def _class_names(dataset: Any) -> tuple[str, ...] | None:
 
 
 def _splits(dataset: Any, count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]] | None:
-    """Return the splits of an `H5Dataset`, whose samples are the rows ``dataset.rows`` of a file; None for others."""
+    """Return the splits of an `H5Dataset`, whose samples are the rows ``dataset.rows`` of a file; else None."""
     chosen, ranges = _attribute(dataset, "rows"), _attribute(dataset, "splits")
     if not isinstance(chosen, (range, np.ndarray)) or len(chosen) != count or not isinstance(ranges, Mapping):
         return None
@@ -410,7 +408,7 @@ def _value(value: Any) -> Any:
         return [*value]
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
-        raise RejectedImageError(f"the dataset gave the value {value!r:.60} of a field; expected numbers or texts")
+        raise RejectedImageError(f"the dataset gave {value!r:.60} as the value of a field; expected numbers or texts")
     return array
 
 
@@ -433,7 +431,7 @@ def _pixels(image: Any) -> npt.NDArray[np.uint8]:
 
 
 def _mask(name: str, mask: Any) -> npt.NDArray[Any]:
-    """Convert a mask, a Pillow image or an array or tensor of integers or bools, to uint8 or int32 (H, W)."""
+    """Convert a Pillow image, or an array or tensor of integers or bools, to a mask, uint8 or int32 (H, W)."""
     if mask is None:
         raise RejectedImageError(f"the dataset gave a sample without {name!r}, but the first sample has it")
     array = mask_numbers(mask) if hasattr(mask, "convert") and hasattr(mask, "getbands") else np.asarray(mask)

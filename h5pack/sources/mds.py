@@ -112,7 +112,7 @@ def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
         described = json.loads(path.read_bytes())["shards"]
         for one in described:
             if (one["version"], one["format"]) != (2, "mds"):
-                raise ValueError(f"format {one['format']!r}, version {one['version']!r}")
+                raise ValueError(f"its format is {one['format']!r}, version {one['version']!r}, not 'mds', version 2")
             name = os.path.join(folder, str(one["raw_data"]["basename"]))
             encodings = dict(zip(map(str, one["column_names"]), map(str, one["column_encodings"]), strict=True))
             sizes = [0 if size is None else int(size) for size in one["column_sizes"]]
@@ -158,7 +158,7 @@ def _values(file: ArchiveFile, offsets: Ints, sizes: Ints) -> Iterator[bytes]:
 
 
 def _find_images(shard: _Shard) -> str:
-    """Return the column of images: the only one encoded as jpeg or png, or else as bytes, preferring usual names."""
+    """Return the column of images: the only one encoded as jpeg or png, or else as bytes; usual names have priority."""
     for encodings in (("jpeg", "png"), ("bytes",)):
         named = [name for name, encoding in shard.encodings.items() if encoding.split(":")[0] in encodings]
         found = [name for name in named if name.lower() in IMAGE_COLUMNS] or named

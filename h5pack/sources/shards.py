@@ -25,10 +25,13 @@ _MAX_FILES = 1_000_000
 
 @dataclass(frozen=True)
 class Shards:
-    """The files of a source: a folder's (sorted, or for MDS in the order of the index), or those of a brace pattern."""
+    """The files of a source: a file, a folder or a brace pattern.
+
+    They are in the order of the brace pattern or of the MDS index, else sorted.
+    """
 
     root: Path  # the folder that contains the files
-    names: list[str]  # of the files, relative to `root`
+    names: list[str]  # paths of the files, relative to `root`
     wanted: NameFilter  # selects samples in the files
 
     @property
@@ -38,7 +41,7 @@ class Shards:
 
     @property
     def prefixes(self) -> list[str]:
-        """For each file, the prefix of its samples' names: the file name without suffix, plus "/"; "" for one file."""
+        """Prefix of the samples' names in each file: the file name without suffix, plus "/"; "" for a single file."""
         if len(self.names) == 1:
             return [""]
         ending = "|".join(map(re.escape, sorted((*TAR_SUFFIXES, *TABLE_SUFFIXES), key=len, reverse=True)))

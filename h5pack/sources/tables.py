@@ -30,12 +30,12 @@ _TASK_ROWS = 1_024
 
 @dataclass
 class TableReader(SourceReader):
-    """Reads images of a column of Parquet or Arrow files. All arrays are (M,)."""
+    """Reads images from a column of Parquet or Arrow files. All arrays are (M,), with one entry per image."""
 
     files: tuple[ArchiveFile, ...]
     column: str
     file_ids: npt.NDArray[np.int32]  # index into `files`
-    row_groups: npt.NDArray[np.int32]  # index of the row group in the file; an Arrow file counts as one
+    row_groups: npt.NDArray[np.int32]  # index of the row group in the file; 0 for an Arrow file
     rows: npt.NDArray[np.int64]  # index of the row in the row group
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class _Table:
         self.counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
 
     def column(self, name: str, row_group: int | None = None) -> Any:
-        """Return a column of one row group, or of the file, as a ``pyarrow.ChunkedArray``."""
+        """Return a column of one row group, or by default of the whole file, as a ``pyarrow.ChunkedArray``."""
         if self._parquet is None:
             return self._table.column(name)
         if row_group is None:
@@ -129,7 +129,7 @@ class _Table:
         return self._parquet.read_row_group(row_group, columns=[name], use_threads=False).column(name)
 
     def largest_group_bytes(self, name: str) -> int:
-        """Return the uncompressed size in bytes of a column in its largest row group; 0 for an Arrow file."""
+        """Return the largest uncompressed size in bytes of a column in a row group; 0 for an Arrow file."""
         if self._parquet is None:
             return 0
         metadata = self._parquet.metadata
@@ -171,7 +171,7 @@ def _open(file: ArchiveFile) -> _Table:
     except Exception as error:
         # On damaged files, pyarrow raises several exception types.
         file.require_unchanged()
-        raise file.damaged(f"is not a Parquet or Arrow file, or damaged ({error})") from error
+        raise file.damaged(f"is not a Parquet or Arrow file, or is damaged ({error})") from error
 
 
 def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
@@ -228,7 +228,7 @@ def _find_images(file: ArchiveFile, schema: Any) -> str:
         problem = f"{', '.join(map(repr, found))} look like images; choose one with path_column"
         raise SourceError(f"{file.path}: {problem}", path=file.path, parameters=("path_column",))
     held = ", ".join(f"{name!r} {schema.field(name).type}" for name in schema.names)
-    problem = f"has no column of images, whose type is binary or a struct with a field 'bytes' (found: {held})"
+    problem = f"has no column of images, that is, of type binary or a struct with a field 'bytes' (found: {held})"
     raise SourceError(f"{file.path}: {problem}; check the path", path=file.path)
 
 

@@ -48,7 +48,7 @@ class _Headers:
 
 
 def open_tar(path: Path, scratch: Path) -> tuple[ArchiveFile, Members]:
-    """Open a tar file and return its index. A compressed one is decompressed into an unnamed file in `scratch`."""
+    """Open a tar file and return its index. If it is compressed, decompress it into an unnamed file in `scratch`."""
     file = ArchiveFile(str(path))
     start = file.read(6, 0)
     if start.startswith((_GZIP, _BZIP2, _XZ, _ZSTD)):

@@ -14,13 +14,13 @@ from h5pack.system.arrays import shuffled_split
 from h5pack.system.text import counted
 
 _NAME = "val"
-# Passed to `shuffled_split` as a split number. It is far above real ones, so that the hash that chooses the images for
-# validation is independent of the hashes that shuffle the splits.
+# A split number for `shuffled_split`, to choose the images for validation. It is far above real split numbers, so that
+# the choice is independent of how the splits are shuffled.
 _HASH = 2**32
 
 
 def training_split(source: str, catalog: Catalog, val: float) -> int:
-    """Return the index of the split to divide: the only one if the source has no splits, else the one for training.
+    """Return the index of the split to divide: the split for training, or 0 if the source has no splits.
 
     Raise OptionsError if there is not exactly one split for training, or if there already is one for validation.
     """
@@ -51,8 +51,8 @@ def divided_names(names: tuple[str, ...], training: int) -> tuple[str, ...]:
 def divide(catalog: Catalog, training: int, usable: npt.NDArray[np.int64], val: float, seed: int) -> Catalog:
     """Return the catalog with a split for validation, inserted after the split with the index `training`.
 
-    `usable` are catalog indices, int64 (n,). The new split gets the fraction `val` of those that are in the divided
-    split. Raise OptionsError if that is none or all of them.
+    `usable` are the indices of the images to choose from, int64 (n,). The new split gets the fraction `val` of those in
+    the divided split. Raise OptionsError if it would get none or all of them.
     """
     images = usable[catalog.split_ids[usable] == training]
     labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None

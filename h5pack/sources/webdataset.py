@@ -43,7 +43,7 @@ class _Samples:
 def is_webdataset(members: Members) -> bool:
     """Return whether a tar file is a WebDataset shard.
 
-    A shard has an image with a ``.cls`` member. A ``.json`` or ``.txt`` member is enough if no member is in a folder.
+    A shard has an image with a ``.cls`` member or, if no member is in a folder, with a ``.json`` or ``.txt`` member.
     """
     if not any(name.endswith(_TABLE_ENDINGS) for name in members.names):
         return False
@@ -57,7 +57,7 @@ def is_webdataset(members: Members) -> bool:
 
 
 def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], columns: ManifestColumns) -> Catalog:
-    """Return the catalog of WebDataset shards, with the samples in order. `opened` are the shards and their indexes.
+    """Return the catalog of WebDataset shards, with the samples in order. `opened` yields each shard and its members.
 
     The label is the ``.cls`` member, or else a value of the ``.json`` member. The keys of ``.json`` members are treated
     like columns of a manifest, and a ``.txt`` member like a column "txt".
@@ -88,7 +88,7 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
     if catalog.labels is None:
         catalog = replace(catalog, notes=(*catalog.notes, Note("there are no labels in .cls or .json members")))
     others = [f".{ending}" for ending in sorted(samples.others)]
-    notes = unused_note("members", others, "a .txt can be packed with text_columns", "text_columns")
+    notes = unused_note("members", others, "a .txt member can be packed with text_columns", "text_columns")
     unlabelled = sum(_CLASS not in cells for cells in samples.cells) if columns.labels == (_CLASS,) else 0
     if unlabelled:
         notes += (Note(f"{counted(unlabelled, 'sample')} without a .cls: the label is -1"),)
@@ -98,7 +98,7 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
 def _add_shard(
     samples: _Samples, file: ArchiveFile, members: Members, prefix: str, shards: Shards, wanted: tuple[str, ...]
 ) -> None:
-    """Add the samples of a shard. `wanted` are the endings of members that have columns which the user named."""
+    """Add a shard's samples. `wanted` are the endings of the members to read for the columns that the user named."""
     reader = ArchiveReader.of(file, members)
     images: list[int] = []
     for key, parts in _grouped(file, members, samples, prefix):

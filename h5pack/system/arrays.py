@@ -109,7 +109,7 @@ def shuffled(count: int, key: int) -> npt.NDArray[np.int64]:
 
 
 def _radix_order(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Return ``np.argsort(keys, kind="stable")``, in half of the time of sorting for 2,000 to 60,000 random keys.
+    """Return ``np.argsort(keys, kind="stable")``. For 2,000 to 60,000 random keys, this takes half as long as sorting.
 
     NumPy's stable sort of 16-bit integers is a radix sort. So sort by the two upper 16-bit parts of the keys, and then
     sort the few keys that are equal in both parts by the whole key.

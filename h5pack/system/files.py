@@ -26,7 +26,7 @@ _COPY_BYTES = 4 * 1024 * 1024
 
 
 def read_all(descriptor: int, count: int, offset: int) -> bytes:
-    """Read and return `count` bytes at `offset`, or fewer if the file ends there."""
+    """Read and return `count` bytes at `offset`, or fewer if the file ends earlier."""
     parts = []
     while count:
         part = os.pread(descriptor, count, offset)
@@ -101,7 +101,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 def reporting_full_disk(path: Path, advice: str, *parameters: str) -> Iterator[None]:
     """Turn an OSError with one of the `NO_SPACE` errors into a NoSpaceError about `path` that ends with `advice`.
 
-    `parameters` are those that `advice` names.
+    `parameters` are the parameters named in `advice`.
     """
     try:
         yield
@@ -229,8 +229,8 @@ def cached_pages(path: Path) -> int:
 def drop_cache(path: Path) -> int:
     """Drop a file's pages from the page cache, and return how many remain in it.
 
-    Without posix_fadvise, no page can be dropped, and the result is at least 1, which means that it did not work. If
-    this machine is virtual, its host may still have the pages in a cache of its own.
+    Without posix_fadvise, no page can be dropped, and the result is at least 1, even if no page was cached. If this
+    machine is virtual, its host may still have the pages in a cache of its own.
     """
     if not hasattr(os, "posix_fadvise"):
         return max(1, cached_pages(path))

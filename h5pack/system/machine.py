@@ -78,9 +78,9 @@ _trim = libc_function("malloc_trim", ctypes.c_int, ctypes.c_size_t)
 
 
 def release_free_memory() -> None:
-    """Return freed memory to the system, because glibc keeps what was freed in small pieces.
+    """Return freed memory to the system, because glibc keeps memory that was freed in small parts.
 
-    After ten million files had been listed, it kept 175 of 650 MB.
+    After ten million files had been listed, glibc kept 175 of 650 MB.
     """
     if _trim is not None:
         _trim(0)
@@ -114,7 +114,7 @@ def machine_facts(folder: Path) -> dict[str, Any]:
 
 
 def _cgroups(membership: Path) -> list[str]:
-    """Return the paths, below the mount, of this process's control groups and their parents; all their limits apply."""
+    """Return the paths of this process's control groups and their parents, relative to the mount; all limits apply."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

@@ -33,7 +33,7 @@ _MAX_DEPTH = 6
 ONE_WORKER = "num_workers=1"
 _OR_ONE_WORKER = f", or give {ONE_WORKER}, which needs no other process"
 
-# The shared object is kept per thread, because several threads may each use a SerialExecutor.
+# The object that `shared` returns is kept per thread, because several threads may each use a SerialExecutor.
 _local = threading.local()
 
 
@@ -56,7 +56,10 @@ class ElasticExecutor(concurrent.futures.Executor):
     """An executor whose number of workers may change."""
 
     def in_flight(self) -> int:
-        """Return how many tasks may be submitted and not yet yielded. `run` asks again each time before it submits."""
+        """Return how many tasks may be in flight: submitted, but with results not yet yielded.
+
+        `run` calls this each time before it submits tasks.
+        """
         raise NotImplementedError
 
 
@@ -82,8 +85,8 @@ def open_executor(
 ) -> Iterator[concurrent.futures.Executor]:
     """Open an executor of worker processes, or of this process if `num_workers` is 1.
 
-    If `start_method` is None, `choose_start_method` decides. Inside tasks `shared()` returns `shared_object`. Forked
-    workers inherit this object; for others it is pickled once per worker. Raises WorkerError if the object cannot be
+    If `start_method` is None, `choose_start_method` decides. Inside tasks, `shared()` returns `shared_object`. Forked
+    workers inherit this object; other workers each receive a pickled copy. Raises WorkerError if the object cannot be
     used in a worker, or if workers cannot start. The error recommends ``num_workers=1``, unless the caller needs a
     separate process and sets `isolated`.
     """
@@ -163,7 +166,7 @@ def run(
                 try:
                     result = future.result()
                 except LostTaskError:
-                    # Name this task first, but not alone: other tasks of these workers may have killed them.
+                    # Name this task first, but not alone: another task may have killed the workers.
                     pending = {future: pending[future], **pending}
                     raise
                 del pending[future]
@@ -184,7 +187,7 @@ def _require_no_open_file(value: Any) -> None:
     Processes share the position of an inherited file: with two workers that called seek and read, up to 10 of 400 rows
     were wrong.
     """
-    # Loggers refer to these streams.
+    # Skip these streams, because loggers refer to them.
     seen = {id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)}
     rest = [value]
     while rest:
@@ -223,7 +226,7 @@ def _require_importable_main(advice: str) -> None:
         return
     if not os.path.exists(path):
         raise WorkerError(
-            f"{path}: worker processes cannot import the main program, which is not in a file; save it as one{advice}",
+            f"{path}: worker processes cannot import the main program, which is not in a file; save it to disk{advice}",
             path=path,
             parameters=(ONE_WORKER,),
         )
@@ -308,8 +311,8 @@ def _require_start(executor: concurrent.futures.Executor, num_workers: int, advi
         done.pop().result()
     except (BrokenProcessPool, ConnectionError, EOFError) as error:
         raise WorkerError(
-            "a worker process ended while it started; standard error has the reason, which is often that the main "
-            f'script cannot be imported: put the code that it runs under if __name__ == "__main__":{advice}',
+            "a worker process ended while it started; see standard error for the reason, often that the main "
+            f'script cannot be imported: put its code under if __name__ == "__main__":{advice}',
             parameters=(ONE_WORKER,),
         ) from error
 
@@ -343,8 +346,7 @@ def _die_with_parent() -> None:
 def _kill(executor: concurrent.futures.ProcessPoolExecutor) -> None:
     """Kill the workers. A conversion records rows only after writing them, so no half-written row counts as written.
 
-    Private API: ``_processes``, ``_result_queue`` and ``_executor_manager_thread``, because an executor has no public
-    way to kill its workers before Python 3.14.
+    This uses private attributes of the executor, which has no public way to kill its workers before Python 3.14.
     """
     manager = getattr(executor, "_executor_manager_thread", None)
     processes = list((getattr(executor, "_processes", None) or {}).values())
@@ -360,5 +362,5 @@ def _kill(executor: concurrent.futures.ProcessPoolExecutor) -> None:
         with contextlib.suppress(OSError):
             results._writer.close()
     if manager is not None:
-        # Seen with Python 3.11: if that thread ends while the interpreter exits, a traceback may be printed.
+        # Wait for the executor's thread: if it ends while the interpreter exits, Python 3.11 may print a traceback.
         manager.join(_JOIN_SECONDS)
