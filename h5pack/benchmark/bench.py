@@ -1,8 +1,9 @@
 """`bench`: within a time budget, pack a sample with several chunk sizes, time reading it, and recommend one size.
 
 A file variant is the sample with one chunk size and compression. A case is a file variant, an order and a reader. The
-cases that decide the recommendation are measured first: one case for each variant, then, in a run-off, the fastest of
-these again, and other settings for the best one. The remaining time is for the cases that only appear in the tables.
+cases that decide the recommendation are measured first: one case for each variant, and then the run-off. It measures
+the fastest variants again, and tries other loader settings with the best one. The remaining time is for the cases that
+only appear in the tables.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ from h5pack.system.machine import available_cpus, available_memory, load_average
 
 _MAX_THREADS = 4
 _TRIED = (1, 2, 4, 8, 16)
-"""Numbers of threads and workers to compare by default: those up to the CPU count, and the CPU count if below 16."""
+"""Default numbers of threads and workers to compare: those up to the CPU count; a CPU count below 16 is added."""
 _WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.3, 0.25
 """Fractions of the remaining time for warming up, comparing variants, the run-off, and each of two sets of settings."""
 _SMALL_SECONDS = 10.0
-"""Seconds for measuring a sample that is too small to compare variants, unless many variants were asked for."""
+"""Time limit for measuring a sample that is too small to compare variants; longer if many variants were asked for."""
 _REST_TURNS = 4
-"""Repeat the run-off if the remaining time is longer than this number of turns of the comparison."""
+"""The run-off is repeated while there is time to measure all variants more than this many times."""
 
 
 def bench(
@@ -88,8 +89,8 @@ def bench(
     """Measure which chunks and loader settings are fastest on this machine.
 
     Pack a sample of the images with several chunk sizes, read each file in several ways, and recommend a chunk size.
-    Temporary files are removed. If several batch sizes or windows are given, every other comparison uses the first of
-    each.
+    Temporary files are removed. If several batch sizes or windows are given, everything else is measured with the first
+    batch size and the first window.
 
     Parameters
     ----------
@@ -113,8 +114,8 @@ def bench(
     batch_size, window : int or sequence of int
         Rows per batch, and chunks that are shuffled together.
     num_threads, num_workers : int or sequence of int
-        Reading threads of H5Loader and worker processes of a DataLoader to compare. Default: powers of two up to the
-        number of CPUs that this process may use, and that number, but at most 16.
+        Reading threads of H5Loader and worker processes of a DataLoader to compare. Default: the number of CPUs that
+        this process may use, but at most 16, and all powers of two below that number.
     rows : int, optional
         Number of rows in the sample. Default: as many as time, memory and disk allow, up to 512 MiB.
     size : int, (int, int) or str, optional
@@ -181,7 +182,7 @@ class _Comparison:
     end: float  # As returned by `clock`.
 
     def compare(self, cases: Sequence[BenchCase]) -> tuple[str, float]:
-        """Measure the cases that compare variants; return the measured page-cache state and the seconds of one turn."""
+        """Measure the cases that compare variants; return their page-cache state, and the seconds of one turn."""
         turn, cache, left, found = 0.0, "hot", self.end - self.clock(), self.report.measurements
         for cache in deciding_caches(self.workload, self.settings.caches):
             chosen = [case for case in cases if case == self.workload.case(case.variant, cache)]
@@ -193,7 +194,7 @@ class _Comparison:
     def run_off(self, cache: str) -> bool:
         """Measure the fastest variants again, side by side; then compare windows, numbers of threads and workers.
 
-        Return whether this added repeats; each further call may add more.
+        Return whether any repeats were added. Further calls may add more repeats.
         """
         report, workload, left = self.report, self.workload, self.end - self.clock()
         if self.missing(cache) or self.is_small(cache):
@@ -228,7 +229,7 @@ class _Comparison:
         return sum(len(one.speeds) for one in self.report.run_off)
 
     def with_first_epoch(self, cache: str) -> _Comparison:
-        """Return this comparison. If only first epochs decode chunks, add the speeds of such epochs to `workload`."""
+        """Return this comparison, with the speeds of first epochs added to its workload if only these decode chunks."""
         interim = self.choose(cache)
         if interim is None:
             return self
@@ -251,9 +252,9 @@ class _Comparison:
 
 
 class BenchRun:
-    """One run of `bench`. `report` is None until packing ends, then the results so far, even after an interruption.
+    """One run of `bench`. Until packing ends, `report` is None; then it has the results so far, even if interrupted.
 
-    `elapsed` seconds of the time budget have passed before this object was made.
+    `elapsed` is the part of the time budget that was used before this object was made, in seconds.
     """
 
     def __init__(
@@ -350,7 +351,7 @@ class BenchRun:
             most = min(workload.cpus, max(workload.num_threads, *settings.num_threads, 1) + 1)
             ceilings = Ceilings(sample.variants, sample.rows, sample.row_bytes, batch_size, most)
         if ceilings.copy is None:
-            report.notes.append("Memory is too small to measure the ceiling of warm reads, which is a memory copy.")
+            report.notes.append("There is too little memory to measure a memory copy, the ceiling of warm reads.")
         comparison = _Comparison(report, workload, settings, sweep, ceilings, self._clock, end)
         try:
             with self._phase("comparing chunk sizes"):

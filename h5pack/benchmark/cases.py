@@ -24,29 +24,29 @@ DEFAULT_CHUNK_BYTES = tuple(1024 * size for size in (64, 256, 1024, 4096, 16384)
 MIN_REPEATS = 3
 """Minimum number of repeats for a reliable median."""
 MIN_TURNS = 5
-"""Number of turns (see `Sweep`) in which one file variant must be faster than another, unless it is much faster."""
+"""A file variant must be faster in this many turns (see `Sweep`) to be preferred, unless it is much faster."""
 REPEATS = 4
 """Number of repeats to aim for in each case; slow cases get fewer."""
 TIE = 0.95
 """A speed of at least this fraction of another counts as equal: repeats differ by as much even on an idle machine."""
 _CLEAR = 1.25
-"""A case is faster if its speed is over this many times another's in each of several turns, however ratios vary."""
+"""A case is faster if its speed is over this many times another's in each turn, no matter how much the speeds vary."""
 HOPELESS = 0.6
-"""A case whose fastest repeat is below this fraction of another's slowest is slower, however few repeats there are."""
+"""A case is slower if its fastest repeat is below this fraction of another's slowest repeat, even with few repeats."""
 MIN_EPOCH_SECONDS = 0.005
 """A sample that is read in less time is too small to compare variants: starting an epoch takes much of that time."""
 LEEWAY = 1.25
-"""Factor of an estimated time, because repeats take longer when other programs run."""
+"""Estimated times are multiplied by this factor, because repeats take longer when other programs run."""
 NO_TIME = "there was no time for it"
 
 _MIN_ROWS, _MIN_BYTES = 256, 64 * 1024 * 1024
-"""A sample with fewer rows and fewer bytes is too small, too."""
+"""A sample with fewer rows and fewer bytes is too small to compare variants, whatever its speed."""
 _MIN_CASE_SECONDS = {"hot": 0.14, "cold": 0.2}
 _DECODE_BUDGET_BYTES = 2**30
 
 
 def is_small(rows: int, row_bytes: int) -> bool:
-    """Return whether a sample is too small to compare variants, because an epoch takes a few milliseconds anyway."""
+    """Return whether a sample is too small to compare variants, because an epoch takes only a few milliseconds."""
     return rows < _MIN_ROWS and rows * row_bytes < _MIN_BYTES
 
 
@@ -144,7 +144,7 @@ class Measurement:
     reason: str | None = None  # Why the case, or one of its repeats, was not measured; else None.
     # Images/s of the ceiling, measured after each repeat with `ceiling_threads` threads; empty if not measured.
     ceilings: tuple[float, ...] = ()
-    turns: tuple[int, ...] = ()  # The turn in which each repeat was measured: repeats of one turn are compared.
+    turns: tuple[int, ...] = ()  # Turn that measured each repeat; only repeats of the same turn are compared.
 
     @property
     def median(self) -> float:
@@ -160,7 +160,7 @@ class Measurement:
     def ratios(self, other: Measurement) -> tuple[float, ...]:
         """Return this case's speed divided by the other's in each turn that measured both, ascending.
 
-        A machine is slower in some seconds than in others, which affects both cases of a turn. Of every ten ratios, the
+        The speed of a machine varies over time, but within a turn it affects both cases alike. Of every ten ratios, the
         lowest and the highest are left out, so that more turns mean less noise.
         """
         others = dict(zip(other.turns, other.speeds, strict=False))
@@ -170,12 +170,12 @@ class Measurement:
         return tuple(ratios[outliers : len(ratios) - outliers])
 
     def is_faster(self, other: Measurement, min_turns: int = MIN_REPEATS) -> bool:
-        """Return whether this case is faster than `other`, by the ratios of their speeds in turns that measured both.
+        """Return whether this case is faster than `other`, judged by the ratios of their speeds (see `ratios`).
 
-        There must be `min_turns` such turns, and the lowest ratio must be above 1.05. On a busy machine ratios vary, so
-        a few of them may all be above 1 by chance. Therefore, the lowest ratio must also be above 1.25, or above their
-        spread: the highest ratio divided by the lowest. If it is above 1.25 and above the spread, `MIN_REPEATS` turns
-        are enough. One repeat is enough if the speeds are as far apart as `HOPELESS` says.
+        There must be at least `min_turns` ratios, and the lowest must be above 1.05. The lowest must also be above 1.25
+        or above the spread, which is the highest ratio divided by the lowest: on a busy machine, a few ratios may all
+        be above 1 by chance. If the lowest ratio is above both 1.25 and the spread, `MIN_REPEATS` ratios are enough.
+        One repeat of each case is enough if their speeds are as far apart as `HOPELESS` says.
         """
         if not self.speeds or not other.speeds:
             return False
@@ -188,14 +188,14 @@ class Measurement:
         return ratios[0] > (min(bounds) if len(ratios) >= min_turns else max(bounds))
 
     def with_repeats_of(self, other: Measurement) -> Measurement:
-        """Return this measurement with the repeats of another one of the same case added."""
+        """Return this measurement with the repeats of `other` added, which is a measurement of the same case."""
         matched = bool(self.of_ceiling or not self.speeds) and bool(other.of_ceiling or not other.speeds)
         ceilings = (*self.ceilings, *other.ceilings) if matched else ()
         speeds, turns = (*self.speeds, *other.speeds), (*self.turns, *other.turns)
         return replace(other if other.speeds else self, speeds=speeds, ceilings=ceilings, turns=turns)
 
     def updated_by(self, run_off: Measurement | None) -> Measurement:
-        """Return this measurement of the sweep with the speeds replaced by those of the run-off.
+        """Return the measurement to use for this case: `run_off` instead of this one, which is from the sweep.
 
         The run-off is more reliable, because it loads the file into the page cache again before each repeat. If it has
         fewer than `MIN_TURNS` repeats, the speeds of the sweep are kept in addition.
@@ -244,7 +244,7 @@ class CaseRepeats:
         return cls(sweep.updated_by(run_off), sweep.with_repeats_of(run_off))
 
     def beside(self, other: CaseRepeats) -> tuple[Measurement, Measurement]:
-        """Return two measurements to compare: both `stated` if these share `MIN_TURNS` turns, else both `every`."""
+        """Return the measurements to compare: `stated` of both cases if these share `MIN_TURNS` turns, else `every`."""
         if len(self.stated.ratios(other.stated)) >= MIN_TURNS:
             return self.stated, other.stated
         return self.every, other.every
@@ -261,10 +261,10 @@ class CaseRepeats:
 
 
 def ceiling_threads(case: BenchCase, cpus: int) -> int:
-    """Return with how many threads to measure the ceiling of a case of H5Loader.
+    """Return the number of threads for measuring the ceiling of a case of H5Loader.
 
-    While the caller of an H5Loader waits for rows in the page cache, it copies some itself, so one thread more than
-    `num_threads` copies; at most as many as there are CPUs.
+    If the file is in the page cache, it is one more than `num_threads`, but at most `cpus`: the caller of an H5Loader
+    also copies rows while it waits.
     """
     return min(case.num_threads + 1, cpus) if case.cache == "hot" else case.num_threads
 
@@ -303,7 +303,7 @@ def plan_cases(cases: Sequence[BenchCase], seconds: float) -> list[BenchCase]:
 
 
 def enough_seconds(budget: float, left: float, cases: Sequence[BenchCase]) -> int:
-    """Return a time budget that is enough for these cases, too, if `budget` leaves `left` seconds for them."""
+    """Return a time budget that leaves enough time for `cases`, given that `budget` leaves `left` seconds for them."""
     needed = LEEWAY * sum(map(min_seconds, cases))
     return math.ceil(max(budget * needed / left if left > 0 else 0.0, budget + needed - left))
 
@@ -345,7 +345,7 @@ def all_cases(
                     threads = 1 if order == "single" or engine == "default" else num_threads
                     cases.append(BenchCase(variant.label, order, engine, cache, rows, window, threads))
             if "direct" in settings.engines and "window" in settings.orders:
-                # Change one setting at a time: batch size, window, number of threads, or of workers.
+                # Change one setting at a time: batch size, window, number of threads or number of workers.
                 base = BenchCase(variant.label, "window", "direct", cache, batch_size, window, num_threads)
                 cases += [replace(base, batch_size=size) for size in settings.batch_size[1:]]
                 cases += [replace(base, window=chunks) for chunks in settings.window[1:]]

@@ -31,7 +31,7 @@ _PROBES = 16
 
 
 def touch(images: npt.NDArray[Any]) -> int:
-    """Read one byte of every memory page of a uint8 array, so that all of it is in memory; return the sum."""
+    """Read one byte of each memory page of a uint8 array, so that all are in memory; return the sum of the bytes."""
     return int(images.reshape(-1)[:: mmap.PAGESIZE].sum())
 
 
@@ -41,13 +41,13 @@ def images_of(batch: Any) -> Any:
 
 
 def interleaved(names: Sequence[_T], repeats: int) -> Iterator[_T]:
-    """Yield all names `repeats` times, alternately forwards and backwards, so that drifts affect all names equally."""
+    """Yield all names `repeats` times, forwards and backwards in turn, so that a drift in speed affects all equally."""
     for repeat in range(repeats):
         yield from names if repeat % 2 == 0 else reversed(names)
 
 
 def sequential(path: Path, flags: int = 0, seconds: float = math.inf, num_threads: int = 1) -> float:
-    """Read a file for at most about `seconds`, each thread an equal part of it in order; return bytes/s.
+    """Read a file sequentially for at most about `seconds`, an equal part of it in each thread; return bytes/s.
 
     `flags` are further flags for `os.open`, such as O_DIRECT.
     """
@@ -129,7 +129,7 @@ class Ceilings:
         self._speeds: dict[tuple[str, int], list[float]] = {}
 
     def measure(self, case: BenchCase) -> float | None:
-        """Measure one repeat of the ceiling of a case of H5Loader; return images/s, or None if that is impossible."""
+        """Measure the ceiling for a case of H5Loader once; return images/s, or None if it cannot be measured."""
         threads = ceiling_threads(case, self._cpus)
         speed = self._measure_copy(threads) if case.cache == "hot" else self._measure_read(threads)
         if speed is not None:
@@ -141,7 +141,7 @@ class Ceilings:
             return None
         speeds: list[float] = []
         begin = time.perf_counter()
-        # An epoch of a small sample is shorter than it takes to start the threads.
+        # Copy several epochs of a small sample, because one takes less time than starting the threads.
         while not speeds or time.perf_counter() - begin < _MIN_COPY_SECONDS:
             speeds.append(self.copy(num_threads, len(speeds)))
         return len(speeds) / sum(1 / speed for speed in speeds)
@@ -174,7 +174,7 @@ class PageState:
         """Drop the files from the page cache; return None if that succeeds, else the reason why pages stay there."""
         if not hasattr(os, "posix_fadvise"):
             return "this system cannot drop a file from the page cache"
-        # The system keeps pages that a process has mapped, as loaders of this dataset do.
+        # Close the dataset, because its loaders map the files, and the system keeps mapped pages.
         self._dataset.close()
         for path in self.files:
             try:
@@ -191,8 +191,8 @@ class PageState:
     def _seems_cached(self) -> bool:
         """Return whether any of a few sampled chunks can be read without waiting for the disk; True if unknown.
 
-        False if the rows are in other files.
-        mincore(2) reports all pages as cached to a process that may not write the file, hence this second check.
+        False if the rows are in other files. This check is needed because mincore(2) reports
+        all pages as cached to a process that may not write the file.
         """
         index = self._dataset.engine.indexes[self._dataset.names[0]]
         if not index.in_own_file:

@@ -35,7 +35,7 @@ class Workload:
     cpus: int  # Number of CPUs that this process may use.
     asked_batch_size: int | None = None  # Batch size that was asked for, if the sample is too small for it.
     split: str | None = None  # Split that a training reads; None: all rows.
-    first_epoch: tuple[float, ...] = ()  # Images/s of epochs that decode all chunks, if later ones decode none.
+    first_epoch: tuple[float, ...] = ()  # Images/s of first epochs, if only these decode chunks; else empty.
 
     @property
     def recommended_batch_size(self) -> int:
@@ -43,11 +43,11 @@ class Workload:
         return limited_batch_size(self.asked_batch_size or self.batch_size, self.num_images)
 
     def is_default(self, variant: FileVariant) -> bool:
-        """Return whether `h5pack.convert` makes these chunks by default."""
+        """Return whether `h5pack.convert` makes the chunks of this variant by default."""
         return variant.chunk_rows == self.default_chunk_rows and variant.compression == "none" and not variant.is_input
 
     def case(self, variant: str, cache: str) -> BenchCase:
-        """Return the case that compares a file variant: H5Loader with direct reads and window shuffle."""
+        """Return the case by which a file variant is compared with others: H5Loader, direct reads, window shuffle."""
         return BenchCase(variant, "window", "direct", cache, self.batch_size, self.window, self.num_threads)
 
 
@@ -73,9 +73,10 @@ def pick_settings(
 
 
 def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, str]:
-    """Return the number of workers for a DataLoader, one per CPU unless another is faster; and the reason.
+    """Return the recommended number of workers for a DataLoader, and the reason.
 
-    If one per CPU was not tried, because other numbers were asked for, return the fastest of these.
+    The number is one per CPU unless another number is faster. If one per CPU was not measured, because other numbers
+    were asked for, it is the fastest of these.
     """
     case = replace(picked.case, num_threads=1)
     tried = {
@@ -91,7 +92,7 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
         few = (
             f"there was no time for {MIN_REPEATS} repeats with num_workers={listed([str(number) for number in tried])}"
         )
-        why = f"one per CPU; {few if tried else 'none were measured'}"
+        why = f"one per CPU; {few if tried else 'no number was measured'}"
         return workload.cpus, f"If you use a DataLoader instead of H5Loader: num_workers={workload.cpus}, {why}."
     number = best.case.num_workers or 0
     why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"
@@ -123,7 +124,7 @@ def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> t
     shape, chunks = (workload.num_images, *workload.row_shape), (variant.chunk_rows, *workload.row_shape)
     cache = plan_cache(shape, chunks, 1, filtered=variant.compression != "none", window=window)
     text = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g}"
-    return cache, [f"With h5py, computed: {text} ({cache.reason}). H5Loader and H5Dataset need no chunk cache."]
+    return cache, [f"Computed chunk cache for h5py: {text} ({cache.reason}). H5Loader and H5Dataset need no cache."]
 
 
 def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:

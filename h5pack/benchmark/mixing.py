@@ -20,7 +20,7 @@ from h5pack.system.parameters import whole_number
 from h5pack.system.text import counted
 
 MARGIN = 0.05
-"""Fraction by which a label distance may exceed a full shuffle's and count as equal (see `allowed_distance`)."""
+"""A label distance may exceed a full shuffle's by this fraction and still count as equal (see `allowed_distance`)."""
 MAX_BATCHES = 2_048
 """Maximum number of batches sampled from one order, in all epochs together; but at least `_RUNS` per epoch."""
 MAX_WINDOW_ROWS = 2**22
@@ -40,7 +40,7 @@ class OrderMixing:
     shuffle: str | bool  # "window", "full" or False.
     window: int | None  # Number of chunks that are shuffled together; None unless `shuffle` is "window".
     # Total-variation distance (0 to 1) between the label histogram of a batch and that of all rows: the mean over all
-    # batches, and over the columns of a label table.
+    # batches, and over the columns if a row has several labels.
     label_distance: float | None
     batch_deviation: float | None  # Standard deviation of the label distance over all batches.
     standard_error: float | None  # Standard error of `label_distance`, from the means of the epochs.
@@ -76,7 +76,7 @@ class MixingReport:
     epochs: int
     batches: int  # Number of full batches that were sampled in each epoch.
     epoch_batches: int  # Number of full batches in an epoch.
-    window: int  # Number of chunks shuffled together, which the advice is about; at most `chunks`.
+    window: int  # The window that the advice is about, in chunks; at most `chunks`.
     expected_distance: float | None  # Exact mean label distance of full shuffles; None without labels.
     # Largest label distance that counts as equal to that of a full shuffle; None without labels. It exceeds
     # `expected_distance` by 5 % of the smaller of two numbers: `expected_distance`, and its difference to the mean
@@ -97,7 +97,7 @@ class MixingReport:
         if enough is not None and enough <= window:
             return f"window={window} is enough: it mixes the labels as well as a full shuffle."
         if asked.bound(-_quantile(self.epochs)) <= self.allowed_distance:
-            return f"Give more than epochs={self.epochs}, which does not show whether window={window} is large enough."
+            return f"Give more epochs: epochs={self.epochs} is too few to show whether window={window} is large enough."
         other = "convert in shuffled order"
         if enough is not None:
             other = f"window={enough} ({enough * self.chunk_bytes / 2**20:,.1f} MiB)"
@@ -157,8 +157,8 @@ def mixing_report(
     """Measure how well the window shuffle mixes a dataset's rows, compared with a full shuffle and the stored order.
 
     The orders are those of `ChunkBatchSampler` and `H5Loader` on one rank. The labels are read once, the images never.
-    For each order, at most 2,048 batches are sampled in all epochs together, but at least 8 per epoch: 8 evenly spaced
-    runs of consecutive batches.
+    For each order, at most 2,048 batches are sampled in all epochs together, but at least 8 per epoch. In each epoch,
+    they are 8 evenly spaced runs of consecutive batches.
 
     Parameters
     ----------
@@ -303,7 +303,7 @@ def _ranks(values: Rows) -> npt.NDArray[np.float64]:
 
 
 def _spearman(one: Rows, other: Rows) -> float:
-    """Return Spearman's rank correlation; 0 if all values of one side are equal."""
+    """Return Spearman's rank correlation; 0 if all values of one argument are equal."""
     left, right = (ranks - ranks.mean() for ranks in (_ranks(one), _ranks(other)))
     scale = math.sqrt(float(left @ left) * float(right @ right))
     return float(left @ right) / scale if scale else 0.0
@@ -316,7 +316,7 @@ class _LabelTable:
         self._stored, repeats = np.unique(rows.rows_at(np.arange(rows.count))[0], return_counts=True)
         table = dataset.read_rows(name, self._stored).reshape(len(self._stored), -1)
         self.rows, self.columns = rows.count, table.shape[1]
-        self._codes = np.empty(table.shape, np.int64)  # Class numbers from 0; columns share none.
+        self._codes = np.empty(table.shape, np.int64)  # Class numbers from 0; no class is in two columns.
         classes = 0
         for column in range(self.columns):
             values, codes = np.unique(table[:, column], return_inverse=True)
@@ -342,8 +342,8 @@ class _LabelTable:
 def _mean_deviation(rows: int, marked: int, drawn: int) -> float:
     """Return the mean absolute deviation of the number of marked rows among `drawn` rows, drawn without replacement.
 
-    By de Moivre's sum, it is 2 m (rows - marked - drawn + m) / rows times the probability of m, where m is the first
-    integer above the mean.
+    By de Moivre's sum, it is 2 m (rows - marked - drawn + m) / rows times the probability of m marked rows, where m
+    is the first integer above the mean.
     """
     above = drawn * marked // rows + 1
     if above > min(drawn, marked):

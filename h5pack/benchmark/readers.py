@@ -95,7 +95,7 @@ class SharedDatasets:
         key = variant.label, library
         if key not in self._datasets:
             dataset = H5Dataset(variant.path, images=variant.images, labels=variant.labels)
-            # Scale the cache like the sample, or the sample would fit into it even if the whole file would not.
+            # Scale the cache by the sample's share of all images: it should hold the sample only if it would hold all.
             if not variant.is_input:
                 dataset.engine.chunks.cache.capacity = int(DECODED_BYTES * self._sampled)
             self._datasets[key] = through_library(dataset) if library else dataset

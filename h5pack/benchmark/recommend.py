@@ -38,7 +38,7 @@ from h5pack.system.text import counted, format_bytes
 
 _MAX_FINALISTS = 6
 _NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) counts as the default.
-_BUSY_SPREAD = 1.5  # If the speed ratios of ties vary by more than this factor, the machine counts as busy.
+_BUSY_SPREAD = 1.5  # The machine counts as busy if the speed ratios of similar variants vary by more than this factor.
 _CACHE_WORDS = {"hot": "warm", "cold": "cold"}
 
 
@@ -54,27 +54,27 @@ class Recommendation:
     window: int  # Number of chunks that H5Loader shuffles together.
     num_threads: int  # Number of threads for H5Loader.
     num_workers: int  # Number of worker processes if a DataLoader is used instead of H5Loader.
-    # Chunk cache for reading the converted file in window shuffle with h5py; None if it is not converted.
+    # Chunk cache for reading the converted file in window shuffle with h5py; None if the input file is kept.
     chunk_cache: CachePlan | None
     judged_by: str  # Page-cache state whose speeds decided: "hot" or "cold".
     images_per_s: float  # Speed measured with these settings; the batch size may have been smaller.
     images_per_s_range: tuple[float, float] = (0.0, 0.0)  # Slowest and fastest repeat.
-    # The speed divided by that of the ceiling, measured beside each repeat with `ceiling_threads` threads: the median,
-    # the lowest and the highest. None if no ceiling was measured.
+    # Ratio of the speed to the ceiling, which is measured after each repeat: the median, the lowest and the highest.
+    # None if no ceiling was measured.
     of_ceiling: tuple[float, float, float] | None = None
-    ceiling_threads: int = 0
+    ceiling_threads: int = 0  # Number of threads that measured the ceiling.
     ties: tuple[str, ...]  # Labels of this variant and of those without a clear difference to it; all if not compared.
     compared: bool = True  # Whether variants were compared; False if the sample is too small for that.
     reasons: tuple[str, ...]  # Sentences that explain the recommendation.
     command: str  # Command line that converts to the variant; empty if `convert` is False.
     code: str  # Python code that reads the file with these settings.
-    is_default: bool = False  # Whether `h5pack.convert` makes these chunks by default.
+    is_default: bool = False  # Whether `h5pack.convert` makes the variant's chunks by default.
     busy: bool = False  # Whether repeats differed too much to compare variants, as on a busy machine.
     gain: float | None = None  # Speedup over reading the input file with h5py, one index per call, if measured.
 
 
 def deciding_caches(workload: Workload, caches: Sequence[str]) -> list[str]:
-    """Return the page-cache states to judge by, best first; each counts only if those before it were not measured."""
+    """Return the page-cache states to judge by, best first; the second counts only if the first was not measured."""
     fits = workload.num_images * workload.row_bytes <= workload.memory_bytes // 2
     return [cache for cache in (("hot", "cold") if fits else ("cold", "hot")) if cache in caches]
 
@@ -84,11 +84,11 @@ def _cache_reason(workload: Workload, cache: str) -> str:
     memory = format_bytes(workload.memory_bytes)
     sizes = f"{workload.num_images:,} images take {format_bytes(size)}, and {memory} of memory is available"
     if cache == deciding_caches(workload, ("hot", "cold"))[0]:
-        then = "so the file stays in memory" if cache == "hot" else "under twice their size, so epochs read the disk"
+        then = "so the file stays in memory" if cache == "hot" else "less than twice as much, so epochs read the disk"
         return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."
     state = f"Judged with the page cache {_CACHE_WORDS[cache]}"
     other = _CACHE_WORDS["cold" if cache == "hot" else "hot"]
-    return f"{state}, although in a training it would be {other} ({sizes}): that case was not measured."
+    return f"{state}, because it was not measured {other}, as it would be in a training ({sizes})."
 
 
 def missing(
@@ -154,8 +154,8 @@ def choose(
 
     Recommend the input file if it was measured, else the variant closest to the default. Recommend another variant only
     if it is faster, usually in at least `MIN_TURNS` turns (see `Measurement.is_faster`), and unusual loader settings
-    only if they are faster. If no variant is near the default, leave out the variants that another one is likely faster
-    than, and recommend the nearest of the others.
+    only if they are faster. If no variant is near the default, recommend the nearest of those variants that no other
+    one is likely faster than.
     """
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
@@ -225,8 +225,8 @@ class _Compared(CaseRepeats):
     def is_likely_faster(self, other: _Compared) -> bool:
         """Return whether this variant is faster than the other, or likely faster.
 
-        It is likely faster if, in at least `MIN_REPEATS` turns that measured both, all ratios of their speeds are above
-        1, and the median of the ratios is above 1 / `TIE`.
+        It is likely faster if there are at least `MIN_REPEATS` ratios of their speeds (see `ratios`), all of them are
+        above 1, and their median is above 1 / `TIE`.
         """
         ratios = self.ratios(other)
         was_faster = len(ratios) >= MIN_REPEATS and ratios[0] > 1 and TIE * statistics.median(ratios) > 1
@@ -250,7 +250,7 @@ def _compared(
 def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bool) -> _Compared:
     """Return the variant of least effort (see `_effort`), or, if others are faster than it, the fastest of those.
 
-    Among several fastest ones, return that of least effort, so that noise does not decide.
+    If several variants are fastest, return the one of least effort among them, so that noise does not decide.
     """
 
     def least_effort(some: Sequence[_Compared]) -> _Compared:
@@ -258,7 +258,7 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
 
     usual = least_effort(found)
     if compare and _effort(usual.variant, workload)[1] > _NEAR:
-        # The default was left out. Of the variants that no other is likely faster than, take the nearest to it.
+        # The default was left out: take the variant nearest to it that no other variant is likely faster than.
         return least_effort([one for one in found if not any(other.is_likely_faster(one) for other in found)] or found)
     faster = [one for one in found if one.is_faster(usual)] if compare else []
     if usual.variant.is_input and faster:
@@ -278,20 +278,20 @@ def _is_busy(picked: _Compared, found: Sequence[_Compared], workload: Workload) 
 def _comparable(
     variants: Sequence[FileVariant], measurements: Sequence[Measurement], workload: Workload, cache: str
 ) -> list[Measurement]:
-    """Return measurements that differ only in the variant. Leave out the contiguous one, which h5pack cannot write."""
+    """Return measurements that differ only in the variant. Skip the contiguous variant; h5pack cannot write it."""
     cases = {workload.case(one.label, cache) for one in variants if one.is_input or one.chunk_rows is not None}
     return [one for one in measurements if one.speeds and one.case in cases]
 
 
 def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
-    """Return a sort key: the input file, uncompressed variants, compressed ones; then distance to the default size."""
+    """Return a sort key: 0 for the input file, 1 uncompressed, 2 compressed; then the distance to the default size."""
     if variant.is_input or variant.chunk_rows is None:
         return 0, 0.0
     return 1 + (variant.compression != "none"), abs(math.log(variant.chunk_rows / max(1, workload.default_chunk_rows)))
 
 
 def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:
-    """Return a sentence with the durations of short epochs of the variants other than the recommended one, if any."""
+    """Return a sentence with how long an epoch of each other variant takes; empty if there is no other variant."""
     made = "new chunks of " if picked.variant.is_input else ""
     others = [
         f"{made}{one.variant.label} {epoch_text(workload.num_images, one.stated.median)}"
@@ -322,7 +322,7 @@ def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workloa
     equal = [one for one in found if one is not picked and one not in (*faster, *below, *slower)]
     why = _why(picked, [*faster, *equal], workload)
     spreads = [ratios[-1] / ratios[0] for one in equal if (ratios := one.ratios(picked))]
-    noise = "runs differ by more than these sizes, so " if TIE * max(spreads, default=1.0) > 1 else ""
+    noise = "the ratios vary too much to be sure, so " if TIE * max(spreads, default=1.0) > 1 else ""
     turns = min((len(one.ratios(picked)) for one in faster), default=0)
     chance = "not certain enough"
     if turns < MIN_TURNS and all(one.is_faster(picked, MIN_REPEATS) for one in faster):
@@ -359,7 +359,7 @@ def _why(picked: _Compared, others: Sequence[_Compared], workload: Workload) -> 
 
 
 def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) -> str:
-    """Return the speeds of variants as multiples of another's, the fastest first."""
+    """Return the speeds of variants as multiples of the picked variant's speed, the fastest first."""
     ratios = {}
     for one in some:
         name = one.variant.label + (" (the default)" if workload.is_default(one.variant) else "")
@@ -386,8 +386,8 @@ def _gain(
         if one.speeds and (one.case.variant, one.case.engine, one.case.order, one.case.cache) == baseline
     ]
     reasons = [
-        f"The input file, {reader}: {speeds[0]:,.0f} images/s, {_times_text(picked.median / speeds[0])} x slower."
-        for reader, speeds in (("by H5Loader", loader), ("one index a call by h5py", plain))
+        f"The input file, read {reader}: {speeds[0]:,.0f} images/s, {_times_text(picked.median / speeds[0])} x slower."
+        for reader, speeds in (("by H5Loader", loader), ("by h5py with one index a call", plain))
         if speeds
     ]
     return round(picked.median / plain[0], 2) if plain else None, reasons

@@ -42,7 +42,7 @@ _Line = tuple[Measurement, list[str]]
 
 @dataclass(frozen=True)
 class Ceiling:
-    """An upper bound on the speed of readers on this machine, except cold reads of compressed files."""
+    """An upper bound on the speed of readers on this machine. Only cold reads of compressed files may exceed it."""
 
     name: str  # "memory copy" or "sequential read".
     num_threads: int
@@ -150,7 +150,7 @@ class BenchReport:
         if not self.complete and chosen is None:
             return "Interrupted before anything could be recommended."
         if chosen is None and self.enough_seconds is None:
-            return "Nothing can be recommended, because the deciding cases were not measured."
+            return "Nothing can be recommended, because the cases that decide the recommendation were not measured."
         if chosen is None:
             return (
                 f"Too little was measured to recommend anything: give more time, seconds={self.enough_seconds} or more."
@@ -170,7 +170,7 @@ class BenchReport:
         if not chosen.compared and not self._more_rows:
             epoch = f"all {self.num_images:,} images are read in {epoch_text(self.num_images, chosen.images_per_s)}"
             later = "an epoch after the first" if chosen.judged_by == "hot" else "an epoch"
-            return f"{what}: {epoch}, {speed} {threads}, and no other chunk size can save more than that in {later}."
+            return f"{what}: {speed} {threads}; {epoch}, so no other chunk size can save more in {later}."
         text = f"{what}: {speed} {threads}"
         if not chosen.compared:
             epoch = epoch_text(self.sample_rows, chosen.images_per_s)
@@ -188,7 +188,7 @@ class BenchReport:
         return f"rows={rows}" if rows > 2 * MIN_EPOCH_SECONDS * chosen.images_per_s else ""
 
     def _hint(self) -> tuple[str, str]:
-        """Return advice about other sources, and the parameter that it advises to give; both empty if there is none."""
+        """Return advice about other sources, and the parameter that it names; each is empty if there is none."""
         chosen, shape = self.recommendation, self.row_shape
         if chosen is None:
             return "", ""
@@ -221,10 +221,10 @@ class BenchReport:
 
 
 def _ratio_text(chosen: Recommendation) -> str:
-    """Return the recommended speed in relation to that of the ceiling.
+    """Return the ratio of the recommended speed to the ceiling as text, such as "0.94 of a memory copy".
 
     Return an empty text if the ceiling was not measured, or if the ratio varies by more than a factor of 1.5. Except
-    for cold reads of compressed files, a ratio above 1 is noise: the ceiling is measured after the reading.
+    for cold reads of compressed files, a ratio above 1 is noise: the ceiling is not measured at the same time.
     """
     median, low, high = chosen.of_ceiling or (0.0, 0.0, math.inf)
     if high > _NOISY_RATIO * low:
@@ -237,7 +237,7 @@ def _ratio_text(chosen: Recommendation) -> str:
 
 
 class SweepTable:
-    """Table of measurements by variant, order, engine and page-cache state, from the sweep and updated by the run-off.
+    """Table of the sweep's measurements, updated by the run-off, by variant, order, engine and page-cache state.
 
     Cases may also differ in batch size, window, threads or workers. For each order, engine and page-cache state, the
     table holds the cases with the most common of these settings. All other cases are in `others`. Variants are sorted:
@@ -270,7 +270,10 @@ class SweepTable:
         return self._found.get((variant, order, engine, cache))
 
     def compared(self) -> list[FileVariant]:
-        """Return the input file and uncompressed variants; if all chunked ones are compressed, also one method's."""
+        """Return the variants to draw: the input file and the uncompressed variants.
+
+        If all chunked variants are compressed, those of the first compression method are included.
+        """
         made = [one.compression for one in self.variants if not one.is_input and one.chunk_rows is not None]
         first = made[0] if made else "none"
         return [one for one in self.variants if one.is_input or one.compression in ("none", first)]
@@ -363,12 +366,12 @@ def _facts(report: BenchReport) -> list[str]:
     lines.append(f"time      {report.seconds.get('all', 0.0):.0f} s of {report.budget_seconds:g} s ({phases})")
     hot = [one for one in (*report.measurements, *report.run_off) if one.case.cache == "hot"]
     for one in report.ceilings:
-        # Cold reads of compressed files may be faster than their ceiling, and so may readers with more threads.
+        # Leave out cold reads and readers with more threads, which may be faster even if nothing slowed the ceiling.
         alike = [
             found.median for found in hot if max(found.case.num_threads, found.case.num_workers or 0) <= one.num_threads
         ]
         slow = one.cache == "hot" and one.speeds and _SLOW_RATIO * statistics.median(one.speeds) < max(alike, default=0)
-        slowed = ", slowed by other programs: some reading was faster" if slow else ""
+        slowed = ", slowed by other programs: a case was faster" if slow else ""
         lines.append(f"ceiling   {one}: {measured_text(one.speeds)} images/s, {one.cache}{slowed}")
     if report.fix is not None and report.recommendation is None:
         lines.append(f"fix       {report.fix}")
@@ -395,7 +398,7 @@ def _tables(report: BenchReport) -> list[list[str]]:
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
     if blocks:
         blocks.append(_legend(report))
-    run_off = "run-off: speeds, and their ratios to the recommended settings (median of the ratios in each turn)"
+    run_off = "run-off: speeds, and their ratios to the recommended settings (median over the turns)"
     others: list[_Line] = [(one, []) for one in table.others]
     for title, more_heads, found_lines in (("other settings", [], others), (run_off, ["ratio"], _run_off(report))):
         lines = sorted((line for line in found_lines if line[0].speeds), key=lambda line: -line[0].median)
@@ -412,9 +415,9 @@ def _case_cells(case: BenchCase) -> list[str]:
 
 
 def _run_off(report: BenchReport) -> list[_Line]:
-    """Return the measurements of the run-off, as the answer states them, and ratios of H5Loader's speeds.
+    """Return the lines of the run-off's table: a measurement, and its speed relative to the recommended settings.
 
-    A ratio is a speed divided by that of the recommended settings, in the turns that the answer compares.
+    The ratio is the median over the turns that the answer compares. It is "-" for a DataLoader, or without such turns.
     """
     sweep, chosen = {one.case: one for one in report.measurements}, report.recommendation
     repeats = {one.case: CaseRepeats.of(sweep.get(one.case), one) for one in report.run_off}
@@ -433,7 +436,7 @@ def _legend(report: BenchReport) -> list[str]:
     chosen, engines = report.recommendation, {one.case.engine for one in report.measurements}
     marks = [] if chosen is None else ["> recommended"]
     if chosen is not None and chosen.compared and len(chosen.ties) > 1:
-        marks.append("= no clear difference to the recommended")
+        marks.append("= no clear difference to the recommended one")
     if any(variant.compression != "none" for variant in report.variants):
         marks.append("chunk: uncompressed size x ratio of stored to uncompressed bytes of all images")
     readers = {
@@ -477,7 +480,7 @@ def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _unmeasured(report: BenchReport) -> list[str]:
     """Return each reason for missing measurements once, with the number of its cases and the first of them."""
     reasons: dict[str, list[BenchCase]] = {}
-    # A note counts the cases of the tables that there was no time for.
+    # Leave out the cases that there was no time for: a note says how many they are.
     tried = [one for one in report.measurements if one.reason != NO_TIME]
     for one in (*tried, *report.run_off):
         if one.reason is not None:

@@ -109,7 +109,7 @@ class BenchInput:
     source: str  # Path to convert.
     num_images: int
     options: dict[str, Any]  # Keywords for converting the images with `convert`.
-    split: str | None = None  # The split that a training reads; None without splits.
+    split: str | None = None  # The split that a training reads; None if there is none.
     variant: FileVariant | None = None  # The input file as it is; None if the input is not an HDF5 file.
     faults: tuple[str, ...] = ()  # Faults of the file's layout, as in the report of `h5pack.info`.
     fix: str | None = None  # The command that fixes the faults; None without faults.
@@ -226,7 +226,7 @@ class BenchSample:
     pack_images_per_s: float | None = None
     default_chunk_rows: int = 0  # Chunk size that `convert` chooses by default for the whole source.
     notes: list[str] = field(default_factory=list)  # Remarks on what was left out, and why.
-    not_packed: list[str] = field(default_factory=list)  # Labels of variants with chunks, for which time was too short.
+    not_packed: list[str] = field(default_factory=list)  # Labels of chunked variants that there was no time to pack.
 
 
 def usual_sizes(default_chunk_rows: int, row_bytes: int) -> set[int]:
@@ -271,7 +271,7 @@ def make_sample(
         packer.notes.append(f"The sample has fewer than {settings.rows:,} rows: there are only {rows:,} images.")
     if len(chunk_rows) < len(wanted):
         left_out = listed([f"{count:,}" for count in wanted if count not in chunk_rows])
-        packer.notes.append(f"Chunks of {left_out} rows were left out: {rows:,} rows fill fewer than two of them.")
+        packer.notes.append(f"Omitted chunks of {left_out} rows: the sample's {rows:,} rows do not fill two of them.")
     scratch.require(int(1.1 * rows * row_bytes * num_files))
     # Put the sizes closest to the default first, because the last ones are left out if time is short.
     chunk_rows.sort(key=lambda count: abs(math.log(count / default_chunk_rows)))
@@ -351,7 +351,7 @@ class _Packer:
 def _make_variants(
     packer: _Packer, base: Path, settings: BenchSettings, chunk_rows: list[int], is_late: Callable[[], bool]
 ) -> tuple[list[FileVariant], list[str]]:
-    """Convert `base` to all requested variants that time allows; return these, and labels of left-out chunk sizes."""
+    """Convert `base` to all variants that time allows; return these, and the labels of left-out chunk sizes."""
     made: list[FileVariant] = []
     late: list[str] = []
     kept = {name: packer.options[name] for name in ("layout", "mode") if name in packer.options}

@@ -1,4 +1,4 @@
-"""Measuring cases in turns, for as long as time allows."""
+"""Measure cases in turns for as long as time allows; a turn measures each case once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _CaseState:
     end: float  # When the last repeat must end, as returned by the clock of `Sweep`.
     # Until this time, repeats may exceed the allowance if there are fewer than `MIN_REPEATS`; None: they may not.
     late_end: float | None = None
-    run_seconds: float = 0.0  # Duration of the last repeat, without loading; at first an estimate.
+    run_seconds: float = 0.0  # Duration of the latest repeat, without loading; at first an estimate.
     speeds: list[float] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)  # Number of the turn that measured each repeat.
     # Images/s of the ceiling, measured after each repeat; fewer than `speeds` if it could not be measured.
@@ -54,9 +54,10 @@ class _CaseState:
         return self.run_seconds + (self.load_seconds if self.reloads_next() else 0.0)
 
     def is_due(self, now: float) -> bool:
-        """Return whether another repeat would end in time and is the first, within the allowance, or needed.
+        """Return whether to measure another repeat: it must end before `end`, and must not exceed the allowance.
 
-        With `late_end`, repeats are needed until there are `MIN_REPEATS`.
+        The first repeat may exceed the allowance. With `late_end`, the first `MIN_REPEATS` repeats may exceed it, and
+        need only end before `late_end`.
         """
         few = self.late_end is not None and len(self.speeds) < MIN_REPEATS
         within = few or not self.speeds or self.spent + self.next_seconds() <= self.allowance
@@ -67,8 +68,8 @@ class _CaseState:
 class Sweep:
     """Measures cases in turns, alternately forwards and backwards, so that drifts of speed affect all cases equally.
 
-    A turn measures one repeat of every case that has time left. `on_progress` is called with the seconds since its last
-    call.
+    A turn measures one repeat of every case that has time left. `on_progress` is called with the seconds since the
+    previous call.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Sweep:
         seed: int,
         on_progress: Callable[[float], None],
         clock: Callable[[], float] = time.monotonic,
-        sampled: float = 1.0,  # the fraction of all images that the variants have
+        sampled: float = 1.0,  # fraction of all images that are in the sample
     ) -> None:
         self._variants = {variant.label: variant for variant in variants}
         self._seed = seed
@@ -129,12 +130,12 @@ class Sweep:
         """Measure cases for about `seconds`, and append one measurement per case to `found`, even if interrupted.
 
         Each case gets a share of the time in proportion to its `min_seconds`, so slow cases get fewer repeats, maybe
-        none. With `end`, each gets `MIN_REPEATS` even if that takes longer, but until `end` at most. With `ceilings`,
-        the ceiling is measured after each repeat of an H5Loader. Return the estimated seconds of one turn.
+        none. With `end`, each case gets `MIN_REPEATS` repeats even if that takes longer, but none after `end`. With
+        `ceilings`, the ceiling is measured after each repeat of an H5Loader. Return the estimated seconds of one turn.
 
         If `reload_each_repeat` is true, the file is loaded into the page cache again before each repeat, provided that
-        time remains for enough repeats. Speeds depend by up to a fifth on where the cached pages lie in memory, which
-        changes only when the file is loaded again.
+        time remains for enough repeats. The reason: where the cached pages lie in memory changes speeds by up to a
+        fifth, and they move only when the file is loaded again.
         """
         shares = sum(min_seconds(case) for case in cases)
         soft_end = self._clock() + seconds

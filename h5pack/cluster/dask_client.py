@@ -49,7 +49,7 @@ _NOT_INSTALLED = "a Dask cluster needs distributed, which is not installed; run 
 
 @dataclass(frozen=True)
 class Expectations:
-    """What must be the same for all workers; created by the process that submits tasks."""
+    """Values that must be the same on all workers; created by the process that submits tasks."""
 
     token: str  # identifies the executor; the keys of its tasks contain it
     versions: dict[str, str]
@@ -210,7 +210,7 @@ def _pickled(value: Any) -> bytes:
 
 @dataclass
 class _Prepared:
-    """What one worker process stores for one executor."""
+    """The data that one worker process stores for one executor."""
 
     payload: bytes  # the pickled shared object
     problems: list[str]
@@ -247,7 +247,7 @@ def _plugin(expected: Expectations, payload: bytes) -> Any:
     from distributed import WorkerPlugin
 
     class SharedObject(WorkerPlugin):  # type: ignore[misc]
-        """Gives a worker process the shared object, and forgets it at the end."""
+        """Stores the shared object in a worker process, and removes it at the end."""
 
         def setup(self, worker: Any) -> None:
             prepare(expected, payload)
@@ -285,7 +285,7 @@ def run_pickled(token: str, data: bytes) -> bytes:
 class DaskExecutor(ElasticExecutor):
     """An executor of the workers of a Dask cluster; see `open_dask_executor`.
 
-    A thread fetches results in groups, because fetching each by itself would take a round trip.
+    A thread fetches results in groups, because fetching them one by one would take a round trip each.
     """
 
     def __init__(self, client: Any, expected: Expectations) -> None:
@@ -299,7 +299,7 @@ class DaskExecutor(ElasticExecutor):
         self._collector.start()
 
     def in_flight(self) -> int:
-        """See `ElasticExecutor`; it is never 0, because adaptive clusters start workers only for tasks that wait."""
+        """See `ElasticExecutor`. The number is never 0: adaptive clusters start workers only for waiting tasks."""
         if time.monotonic() - self._counted > 1:
             with contextlib.suppress(Exception):
                 self._threads = count_threads(self._client)
@@ -350,7 +350,7 @@ class DaskExecutor(ElasticExecutor):
         try:
             results = self._client.gather([inner for inner, _ in good])
         except Exception:
-            # A result or the scheduler was lost meanwhile. Fetching each result alone, below, shows which.
+            # A result or the scheduler was lost. Fetch the results one by one below: only the lost ones raise an error.
             good, results = [], []
         for (_, outer), result in zip(good, results, strict=True):
             outer.set_result(pickle.loads(result))
@@ -364,7 +364,7 @@ class DaskExecutor(ElasticExecutor):
 
 @dataclass(frozen=True)
 class _Spread:
-    """A picklable function of one argument, a tuple, that calls `function` with its elements."""
+    """A picklable function that takes a tuple, and calls `function` with its elements as arguments."""
 
     function: Callable[..., Any]
 

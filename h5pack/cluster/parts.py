@@ -1,6 +1,7 @@
-"""What the parts of an array job share. They are independent processes on several machines, connected only by files.
+"""The files that the parts of an array job share.
 
-Each part makes the same plan, so it needs the results of the whole survey. No part waits for a particular other one,
+The parts are independent processes on several machines, connected only by these files. Each part makes the same plan,
+so it needs the results of the whole survey (the pass over all image headers). No part waits for a particular other one,
 which may never be started, or may be killed. Instead, all parts submit the same tasks: `SharedResults` gives task N to
 the first part that creates the file ``N.claim``, and that part saves the result as ``N.result``. If a part has no other
 work and no result arrives for a while, it also runs tasks that other parts have claimed. At worst a task runs several
@@ -33,13 +34,13 @@ _COUNT = "number of parts"
 
 
 class PartsFolder:
-    """The folder ``OUT.partial.parts``: what must be equal in all parts, and the results that all of them need."""
+    """The folder ``OUT.partial.parts``: a record of what must be equal in all parts, and the results they share."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def agreed(self) -> dict[str, Any] | None:
-        """Return what the first part has recorded with `agree`; None if no part has started."""
+        """Return the record that the first part made with `agree`; None if no part has started."""
         try:
             agreed: dict[str, Any] = json.loads((self.folder / "job.json").read_bytes())
         except FileNotFoundError:
@@ -47,7 +48,7 @@ class PartsFolder:
         return agreed
 
     def agree(self, count: int, options: dict[str, Any], catalog: Catalog) -> None:
-        """Record what must be equal in all parts; raise ResumeError if an earlier part has recorded something else."""
+        """Record the number of parts, options, packages and source; raise ResumeError if earlier parts differ."""
         job = {_COUNT: count, "options": options, "packages": decoder_versions(), "source": catalog.identity()}
         job = json.loads(json.dumps(job))
         temporary = self.folder.with_name(f"{self.folder.name}-{secrets.token_hex(6)}")
@@ -121,7 +122,7 @@ class SharedResults(ElasticExecutor):
         self._running = [one for one in self._running if not one.done()]
         idle_seconds = time.monotonic() - self._changed
         if self._awaited and not self._running and idle_seconds > max(_IDLE_SECONDS, 2 * self._longest_seconds):
-            # Select them at random, so that several idle parts run different tasks.
+            # Select tasks at random, so that several idle parts run different ones.
             for number in random.sample(sorted(self._awaited), min(len(self._awaited), self._num_workers)):
                 self._run(number, *self._awaited.pop(number))
         return 2 * self._num_workers * self._parts

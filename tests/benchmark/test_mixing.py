@@ -306,7 +306,7 @@ def test_a_window_at_the_limit_passes_one_time_in_twenty(epochs: int) -> None:
 @pytest.mark.parametrize(
     ("error", "enough", "advice"),
     [
-        (0.05, None, "Give more than epochs=8"),
+        (0.05, None, "Give more epochs: epochs=8"),
         (0.02, None, "Use shuffle='full', or convert in shuffled order: with window=4"),
         (0.02, 50, "Use shuffle='full', or window=50"),
     ],
