@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -338,7 +339,8 @@ class DaskExecutor(ElasticExecutor):
             except queue.Empty:
                 if self._client.status not in ("running", "connecting"):
                     for outer in [self._pending.pop(inner) for inner in list(self._pending)]:
-                        outer.set_exception(_lost_scheduler(None))
+                        if outer.set_running_or_notify_cancel():
+                            outer.set_exception(_lost_scheduler(None))
                 continue
             while len(finished) < _MANY_RESULTS and not self._done.empty():
                 finished.append(self._done.get())
@@ -353,13 +355,10 @@ class DaskExecutor(ElasticExecutor):
             # A result or the scheduler was lost. Fetch the results one by one below: only the lost ones raise an error.
             good, results = [], []
         for (_, outer), result in zip(good, results, strict=True):
-            outer.set_result(pickle.loads(result))
+            _settle(outer, partial(pickle.loads, result))
         for inner, outer in pairs:
             if not outer.done():
-                try:
-                    outer.set_result(pickle.loads(inner.result()))
-                except (Exception, concurrent.futures.CancelledError) as error:
-                    outer.set_exception(_translated(error) if inner.status == "error" else _lost_scheduler(error))
+                _settle(outer, partial(_result_of, inner))
 
 
 @dataclass(frozen=True)
@@ -370,6 +369,24 @@ class _Spread:
 
     def __call__(self, arguments: tuple[Any, ...]) -> Any:
         return self.function(*arguments)
+
+
+def _settle(outer: concurrent.futures.Future[Any], load: Callable[[], Any]) -> None:
+    """Give a future the result or the error of `load`, unless the future was cancelled."""
+    if not outer.set_running_or_notify_cancel():
+        return
+    try:
+        outer.set_result(load())
+    except (Exception, concurrent.futures.CancelledError) as error:
+        outer.set_exception(error)
+
+
+def _result_of(inner: Any) -> Any:
+    """Return the result of a finished Dask future."""
+    try:
+        return pickle.loads(inner.result())
+    except (Exception, concurrent.futures.CancelledError) as error:
+        raise (_translated(error) if inner.status == "error" else _lost_scheduler(error)) from None
 
 
 def _translated(error: BaseException) -> BaseException:

@@ -61,6 +61,8 @@ class PartsFolder:
                 temporary.rename(self.folder)
             except OSError:
                 shutil.rmtree(temporary, ignore_errors=True)
+                if self.agreed() is None:
+                    raise
             before = self.agreed()
         for name in {**job, **(before or {})}:
             old, new = (before or {}).get(name), job.get(name)

@@ -236,6 +236,17 @@ def test_the_gain_over_the_input_file_is_stated() -> None:
     assert any("9.1 x slower" in reason for reason in chosen.reasons)
 
 
+def test_plain_h5py_may_be_faster_than_the_recommended_reader() -> None:
+    chosen = chosen_from(
+        [INPUT, *VARIANTS],
+        measured("as it is", 10, 11, 12),
+        measured("32 rows", 99, 100, 101),
+        measured("as it is", 124.0, 125.0, 126.0, order="single", engine="default", batch_size=1, num_threads=1),
+    )
+    assert chosen.gain == 0.8
+    assert any("1.2 x faster" in reason for reason in chosen.reasons)
+
+
 def settings_of(*run_off: Measurement, **changes: Any) -> Recommendation:
     """The recommendation if one variant won, and other settings were tried with it."""
     found = [measured("32 rows", 99, 100, 101), measured("2 rows", 1, 2, 3)]

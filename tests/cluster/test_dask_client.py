@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -161,6 +162,14 @@ def test_tasks_of_a_killed_worker_are_done_by_others(tmp_path: Path, client: Any
     assert len(leftovers(tmp_path / "deaths")) == 1
     h5pack.convert(Pictures(60), tmp_path / "local.h5", num_workers=1, chunk_rows=4)
     assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "local.h5").read_bytes()
+
+
+def test_a_cancelled_task_does_not_hold_up_the_others(tmp_path: Path, client: Any) -> None:
+    with dask_client.open_dask_executor(client, None, None, tmp_path / "o.h5.partial") as executor:
+        cancelled = executor.submit(time.sleep, 0.3)
+        assert cancelled.cancel()
+        # The result of the cancelled task arrives before these.
+        assert [executor.submit(time.sleep, 0.4).result(60), executor.submit(abs, -2).result(60)] == [None, 2]
 
 
 def test_an_image_that_kills_each_worker_ends_the_conversion(tmp_path: Path, client: Any) -> None:

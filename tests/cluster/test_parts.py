@@ -38,7 +38,7 @@ from h5pack.pack.output import Output, OutputLock, OwnerFile
 from h5pack.system.processes import SerialExecutor, run
 from tests.cluster.test_dask_client import compressed, folder, hdf5, kept_files, masks
 from tests.crashing import convert_in_child, distinct_steps, leftovers, wait_for
-from tests.makers import save
+from tests.makers import flat_folder, save
 
 pytestmark = pytest.mark.usefixtures("impatient")
 FORK = multiprocessing.get_context("fork")
@@ -170,6 +170,17 @@ def test_parts_must_agree(tmp_path: Path) -> None:
     with pytest.raises(OutputExistsError) as caught:
         h5pack.convert(source, tmp_path / "p.h5", num_workers=1, part="1/3", **options)
     assert caught.value.parameters == ("resume=True", "part='1/3'")  # A part never discards an unfinished file.
+
+
+def test_parts_that_cannot_agree_name_the_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = flat_folder(tmp_path / "in", 8)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(PermissionError):
+        h5pack.convert(source, tmp_path / "o.h5", part=(1, 2), num_workers=1)
 
 
 def test_a_strict_part_is_not_advised_to_resume(tmp_path: Path) -> None:
