@@ -89,7 +89,8 @@ class NoImagesError(SourceError):
 class SizesDifferError(SourceError):
     """Images that must have the same size differ in size.
 
-    These are the images of a source if ``size`` is not given, or the encoded images of one batch.
+    These are the images of a source if ``size`` is not given, images to append and those of the pack, or the encoded
+    images of one batch.
     """
 
 

@@ -81,7 +81,7 @@ def _add_columns(what: Any) -> None:
         help="the manifest's columns of numbers, or of lists of numbers, to store as fields",
     )  # fmt: skip
     what.add_argument(
-        "--mask-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of paths of masks (PNG files)"
+        "--mask-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of paths of masks"
     )
     what.add_argument(
         "--image-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of paths of further images"

@@ -196,7 +196,7 @@ class Normalize:
         """
         found = {stored_statistics(part) for part in base_datasets(dataset)}
         if len(found) != 1:
-            none = f"a {type(dataset).__name__} is no H5Dataset, nor a Subset or ConcatPack of some"
+            none = f"a {type(dataset).__name__} is not an H5Dataset, nor a Subset or ConcatPack of them"
             problem = "the statistics of the concatenated datasets differ" if found else none
             raise OptionsError(f"{problem}; give Normalize mean and std")
         return cls(*found.pop(), **options)

@@ -214,7 +214,7 @@ def export_rows(task: ExportTask) -> ExportResults:
 
 
 def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | None, results: ExportResults) -> None:
-    """Write the file of a row unless it already holds the row's pixels; raise RejectedImageError for a damaged row.
+    """Write the file of a row, or with `work.check_only`, compare it; raise RejectedImageError for a damaged row.
 
     If the row is an encoded image of the export's format, its bytes are copied, so that a JPEG is not compressed again.
     Unless the reader has compared these bytes with a checksum, they are decoded to find damage.

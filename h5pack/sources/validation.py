@@ -36,7 +36,8 @@ def training_split(source: str, catalog: Catalog, val: float) -> int:
     if validation:
         problem = f"it already has the split {names[validation[0]]!r} for validation"
     raise OptionsError(
-        f"{source}: {parameter} would divide its images for training, but {problem}; leave out {parameter}",
+        f"{source}: {parameter} would take validation images from the training split, but {problem}; leave out "
+        f"{parameter}",
         path=None if catalog.kind == "dataset" else source,
         parameters=(parameter,),
     )

@@ -24,13 +24,15 @@ from h5pack.images.crops import RandomResizedCrop
 
 _TAP_BLOCK = 128
 _ROWS, _COLUMNS, _WARPS = 32, 64, 2
-"""A thread computes 32 values of a tile, which share the work for their row or column. A thread needs 168 registers."""
+"""The size of a tile. Each thread computes 32 values of it, reuses what depends only on a row or a column, and uses
+168 registers.
+"""
 # Sums are shifted right by `_SHIFT` bits after the first axis, and by `_LAST_SHIFT` bits at the end. The sums start
 # at `_HALF` and `_LAST_HALF`, so that the shifts round.
 _SHIFT, _LAST_SHIFT = tl.constexpr(WEIGHT_BITS - KEPT_BITS), tl.constexpr(WEIGHT_BITS + KEPT_BITS)
 _HALF, _LAST_HALF = tl.constexpr(1 << (_SHIFT.value - 1)), tl.constexpr(1 << (_LAST_SHIFT.value - 1))
 _UNIT_BITS = tl.constexpr(WEIGHT_BITS)
-# The rows of these tensors in the result of `AugmentationDraws.block`.
+# The row of each of these draws in the result of `AugmentationDraws.block`.
 _FLIP, _VERTICAL_FLIP, _TOP, _LEFT, _BOX_TOP, _BOX_LEFT, _BOX_HEIGHT, _BOX_WIDTH, _HEIGHT, _WIDTH = (
     tl.constexpr(GEOMETRY.index(name))
     for name in (
