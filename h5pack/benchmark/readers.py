@@ -193,8 +193,9 @@ class SingleReader(CaseReader):
 
 
 class LibraryReader(CaseReader):
-    """Reader of batches by h5py's ``dataset[i]``; encoded images are decoded by Pillow.
+    """Reader of batches by h5py, row by row, or in the sequential order with a slice per batch.
 
+    Encoded images are read row by row, and decoded by Pillow.
     The chunk cache is h5py's default, or set up for random access if the case's engine is "tuned". `dataset` is used
     only for the order of a window shuffle.
     """

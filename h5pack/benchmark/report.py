@@ -35,7 +35,7 @@ from h5pack.system.text import counted, format_bytes, listed
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
 _NOISY_RATIO, _SLOW_RATIO = 1.5, 1.25
-_LONGER = "seconds=300"  # For a busy machine: with more turns, more outliers are left out of the ratios.
+_LONGER = "seconds=300"  # Advice for a busy machine: of more repeats, more outliers can be left out.
 _Line = tuple[Measurement, list[str]]
 """A measurement, and further cells of its line in a table."""
 

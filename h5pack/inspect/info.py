@@ -302,7 +302,7 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
         try:
             rows = index_encoded(dataset.file, dataset, dataset.name.lstrip("/")).rows
         except (PackFormatError, ReadError):
-            # Row 0 is not an encoded image, so the rows do not hold images.
+            # Row 0 cannot be read or decoded, so it is unknown whether the rows hold images.
             rows = 0
         return ("each row is an encoded image, which must be decoded in every epoch",) if rows else ()
     if dataset.chunks is None or dataset.ndim < 2 or dataset.dtype.kind not in "biuf":

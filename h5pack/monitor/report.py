@@ -40,7 +40,7 @@ class FeedReport:
     stall_seconds: float
     stall_fraction: float  #: `stall_seconds` divided by `seconds`, 0 to 1
     images_per_s: float | None
-    bytes_per_s: float | None  #: bytes per second of all tensors in the batches that the step received
+    bytes_per_s: float | None  #: bytes per second of all tensors and arrays in the batches that the step received
     queue_depth: int | None = None  #: batches ready in the loader at the end of the period
     #: CPU use of this process and its child processes, such as a DataLoader's workers; 100 is one CPU.
     cpu_percent: float | None = None

@@ -167,7 +167,7 @@ class FileExtents(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterPlan:
-    """Direct reads of rows into buffers anywhere in memory. `RowExtents` describes `edges` to `source_ids`."""
+    """Direct reads of rows into buffers anywhere in memory. `RowExtents` documents the other fields."""
 
     index: ChunkIndex
     rows: npt.NDArray[np.int64]
