@@ -144,7 +144,7 @@ class Measurement:
     reason: str | None = None  # Why the case, or one of its repeats, was not measured; else None.
     # Images/s of the ceiling, measured after each repeat with `ceiling_threads` threads; empty if not measured.
     ceilings: tuple[float, ...] = ()
-    turns: tuple[int, ...] = ()  # Turn that measured each repeat; only repeats of the same turn are compared.
+    turns: tuple[int, ...] = ()  # Number of the turn of each repeat. Only repeats of the same turn are compared.
 
     @property
     def median(self) -> float:

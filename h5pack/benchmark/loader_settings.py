@@ -110,7 +110,8 @@ def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> st
     text = f"{', '.join(others)} of its speed"
     if any(min(found) > 1 for found in ratios.values()):
         return f"{text}; the ratios vary too much to prefer another value"
-    return text + ", no clear difference" * any(max(found) >= 1 for found in ratios.values())
+    unclear = [f"{name}={value}" for value, found in sorted(ratios.items()) if max(found) >= 1]
+    return f"{text}; the difference to {listed(unclear)} is not clear" if unclear else text
 
 
 def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> tuple[CachePlan | None, list[str]]:

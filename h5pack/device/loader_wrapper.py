@@ -19,8 +19,8 @@ class FetchedBatch:
 
     batch: Any
     epoch: int
-    # The index of the batch, from 0: in its epoch if a state says at which batch the iteration began, else in the
-    # iteration.
+    # The index of the batch in its epoch, from 0. If the loader's state does not say where in the epoch the iteration
+    # began, the index in the iteration.
     number: int
     count: int  # How many batches have been fetched in this iteration, including this one.
     state: dict[str, Any] | None  # The loader's state right after it returned this batch; None if not recorded.

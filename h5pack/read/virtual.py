@@ -139,7 +139,7 @@ def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
 
 
 def _index_linked(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, depth: int) -> ChunkIndex:
-    """Return the index of a dataset in another file, to which a link leads. `index` has the link's name."""
+    """Return `index`, that of a link to `dataset` in another file, with the places of the rows in that file."""
     there = index_rows(dataset.file, dataset, dataset.name.lstrip("/"), visited, depth)
     file = _identify(dataset.file)
     if there.library_reason is not None or not index.rows or not index.row_bytes:

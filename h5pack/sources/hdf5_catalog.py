@@ -341,7 +341,7 @@ def _read_labels(path: Path, dataset: h5py.Dataset, name: str) -> tuple[npt.NDAr
         raise _label_error(path, name, f"has shape {values.shape}, but labels are (N,) or (N, K)", _OTHER)
     if values.ndim == 1 and values.dtype.kind in "OSU":
         if any(not isinstance(value, (bytes, str)) for value in values.tolist()):
-            raise _label_error(path, name, "holds neither numbers nor text", _OTHER, _NONE)
+            raise _label_error(path, name, "does not hold one number or one text per row", _OTHER, _NONE)
         words, numbers = class_ids([text(value) for value in values.tolist()])
         return numbers, words
     if values.dtype.kind not in "biuf":

@@ -273,6 +273,12 @@ def test_other_settings_are_recommended_only_if_clearly_faster(
     assert f"batch_size=256, window={expected[1]}, num_threads={expected[0]}" in chosen.code
 
 
+def test_only_unclear_differences_are_called_so() -> None:
+    slower, equal = measured("32 rows", 50, 51, 52, num_threads=1), measured("32 rows", 97, 99, 102, num_threads=3)
+    (text,) = (reason for reason in settings_of(slower, equal, cpus=4).reasons if "num_threads=1 gives" in reason)
+    assert text.endswith("the difference to num_threads=3 is not clear.")
+
+
 def test_more_threads_than_cpus_are_never_recommended() -> None:
     faster = [measured("32 rows", 120 * n, 121 * n, 122 * n, num_threads=n) for n in (3, 8)]
     assert settings_of(*faster).num_threads == 2
