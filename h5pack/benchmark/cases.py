@@ -197,8 +197,8 @@ class Measurement:
     def updated_by(self, run_off: Measurement | None) -> Measurement:
         """Return the measurement to use for this case: `run_off` instead of this one, which is from the sweep.
 
-        The run-off is more reliable, because it loads the file into the page cache again before each repeat. If it has
-        fewer than `MIN_TURNS` repeats, the speeds of the sweep are kept in addition.
+        The run-off is more reliable, because it loads the file into the page cache again before each repeat if
+        time allows. If it has fewer than `MIN_TURNS` repeats, the speeds of the sweep are kept in addition.
         """
         if run_off is None or not run_off.speeds:
             return self

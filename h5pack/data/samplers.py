@@ -81,11 +81,10 @@ def _received(loader: weakref.ref[Any], iteration: IterationState) -> int | None
 class SamplerIterator(Iterator[Item]):
     """One iteration over a sampler.
 
-    It does not start until the first item is requested, because DataLoaders create some iterators that they never use.
-
-    torchdata's StatefulDataLoader saves and restores the state of this iterator in addition to the sampler's. When it
-    resumes at the end of an epoch, it restores an iterator but never requests an item from it. So `load_state_dict`
-    starts the iteration, and the sampler continues with the next epoch.
+    An iteration starts when its first item is requested, not before: DataLoaders create iterators that they never use.
+    `load_state_dict` starts it, too. torchdata's StatefulDataLoader saves and restores the state of this iterator along
+    with the sampler's, but requests no item from an iterator restored at the end of an epoch. Unless that one started,
+    the sampler would repeat the epoch.
     """
 
     def __init__(self, cursor: EpochCursor, items: Callable[[IterationState], Iterator[Item]]) -> None:

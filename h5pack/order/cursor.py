@@ -14,7 +14,7 @@ _PARAMETERS = {"samples": "num_samples", "trim": "drop_last", "pack_digest": "da
 _OF_SPLIT = ("start", "rows")
 _PACK_DIGEST = "pack_digest"
 _GLOBAL_BATCH = "batch_size times num_replicas"
-# The end of an error message that begins "the state was saved", by the key of the identity whose values differ.
+# By key of a saved state: how the message "the state was saved ..." ends if the value differs from that of this order.
 _PROBLEMS = {
     **dict.fromkeys(
         ("order", "mixture"),
