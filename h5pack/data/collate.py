@@ -89,7 +89,7 @@ class BatchSource(Closeable, Dataset[Any]):
 
 
 def positions_of(indices: Sequence[int], count: int, where: str = "") -> npt.NDArray[np.int64]:
-    """Return indices of `count` samples as nonnegative int64, (n,); raise an IndexError if one is out of range."""
+    """Return indices into `count` samples as int64, (n,), none negative; raise an IndexError if one is out of range."""
     try:
         numbers = np.fromiter(map(operator.index, indices), np.int64, len(indices))
     except OverflowError:

@@ -310,7 +310,7 @@ class MappedDataset:
 
 
 def _grid_bases(found: Sequence[SourceFile], files: npt.NDArray[np.int64], index: VirtualIndex) -> list[int]:
-    """Return the index in `bytes` at which to map each file, a multiple of `_BLOCK`.
+    """Return for each file the index in `FileMapping.bytes` at which to map it, a multiple of `_BLOCK`.
 
     The distance between the first rows of any two files is a multiple of the row size, so that the rows of all files
     can form one array. If this is impossible, or gaps could exceed `_MAX_STEP`, a file begins at the next multiple of

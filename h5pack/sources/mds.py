@@ -119,8 +119,8 @@ def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
             if len(sizes) != len(encodings) or os.path.isabs(name) or ".." in name.split("/"):
                 raise ValueError("its shards are described wrongly")
             if one.get("zip_data") and not (root / name).is_file():
-                problem = f"{root / name}: is compressed; decompress the shards first, for example with 'zstd -d'"
-                raise SourceError(problem, path=root / name)
+                problem = "is missing, because the shards are compressed; decompress them, for example with 'zstd -d'"
+                raise SourceError(f"{root / name}: {problem}", path=root / name)
             yield name, _read_shard(root / name, encodings, sizes, int(one["samples"]))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         if isinstance(error, SourceError):
