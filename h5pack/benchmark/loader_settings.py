@@ -89,9 +89,7 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
     others = [one for one in found.values() if workload.cpus not in tried or (usual and one.is_faster(usual))]
     best = max(others, key=lambda one: one.median, default=usual)
     if best is None:
-        few = (
-            f"there was no time for {MIN_REPEATS} repeats with num_workers={listed([str(number) for number in tried])}"
-        )
+        few = f"too little time to measure num_workers={listed([str(number) for number in tried])}"
         why = f"one per CPU; {few if tried else 'no number was measured'}"
         return workload.cpus, f"If you use a DataLoader instead of H5Loader: num_workers={workload.cpus}, {why}."
     number = best.case.num_workers or 0

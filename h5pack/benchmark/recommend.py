@@ -37,6 +37,7 @@ from h5pack.pack.options import convert_command
 from h5pack.system.text import counted, format_bytes
 
 _MAX_FINALISTS = 6
+_SHORT_EPOCH_SECONDS = 0.1
 _NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) counts as the default.
 _BUSY_SPREAD = 1.5  # The machine counts as busy if the speed ratios of similar variants vary by more than this factor.
 _CACHE_WORDS = {"hot": "warm", "cold": "cold"}
@@ -71,6 +72,13 @@ class Recommendation:
     is_default: bool = False  # Whether `h5pack.convert` makes the variant's chunks by default.
     busy: bool = False  # Whether repeats differed too much to compare variants, as on a busy machine.
     gain: float | None = None  # Speedup over reading the input file with h5py, one index per call, if measured.
+
+    @property
+    def label_note(self) -> str:
+        """Advice if `command` packs fields of another HDF5 file, but no labels; else empty."""
+        if " --fields " not in self.command or " --labels " in self.command:
+            return ""
+        return "The command packs no labels, because no dataset is named like labels; choose one with labels=NAME."
 
 
 def deciding_caches(workload: Workload, caches: Sequence[str]) -> list[str]:
@@ -190,6 +198,7 @@ def choose(
         ties=tuple(one.variant.label for one in ties),
         compared=compared,
         reasons=(
+            *(_whole_epoch(used, workload) if compared else ()),
             *measuring_reasons(variant, workload),
             *(_comparison(picked, found, workload) if compared else _epochs(picked, found, workload)),
             *cache_reasons,
@@ -303,6 +312,14 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload) -
     images = counted(workload.num_images, "image")
     why = "not compared, because starting an epoch takes much of this time"
     return [f"Epochs of {images} with the other variants: {', '.join(others)}; {why}."]
+
+
+def _whole_epoch(used: Measurement, workload: Workload) -> list[str]:
+    """Return a sentence for images that are read so fast that a chunk size can save little; else an empty list."""
+    if workload.num_images > _SHORT_EPOCH_SECONDS * used.median:
+        return []
+    epoch = epoch_text(workload.num_images, used.median)
+    return [f"All {workload.num_images:,} images are read in {epoch}; no chunk size can save more than that per epoch."]
 
 
 def epoch_text(rows: int, speed: float) -> str:

@@ -35,7 +35,7 @@ from h5pack.system.text import counted, format_bytes, listed
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
 _NOISY_RATIO, _SLOW_RATIO = 1.5, 1.25
-_LONGER = "seconds=300"  # Advice for a busy machine: of more repeats, more outliers can be left out.
+_LONG_SECONDS, _LONGER = 300, "seconds=300"  # For a busy machine: of more repeats, more outliers can be left out.
 _Line = tuple[Measurement, list[str]]
 """A measurement, and further cells of its line in a table."""
 
@@ -132,16 +132,15 @@ class BenchReport:
         """The parameters of `bench` and `to_text` that the text may advise to give, such as ``seconds=60``."""
         chosen = self.recommendation
         if chosen is not None:
-            longer = _LONGER if chosen.busy else ""
-            return (*filter(None, (self._more_rows, self._hint()[1], longer)), "full=True")
+            given = (self._more_rows, self._hint()[1], _LONGER * chosen.busy, "labels=NAME" * bool(chosen.label_note))
+            return (*filter(None, given), "full=True")
         seconds = [] if self.enough_seconds is None else [f"seconds={self.enough_seconds}"]
         return *seconds, "orders='window'", "engines='direct'", "full=True"
 
     def to_text(self, full: bool = False) -> str:
         """Return the answer in under 25 lines of 100 columns; `full` adds all reasons, tables and notes."""
-        blocks = [*_answer(self, full)]
-        if full:
-            blocks += [_facts(self), *_tables(self), _bullets("not measured", _unmeasured(self))]
+        rest = [_facts(self), *_tables(self), _bullets("not measured", _unmeasured(self))] if full else []
+        blocks = [*_answer(self, full), *rest]
         return "\n\n".join("\n".join(block) for block in blocks if block)
 
     def headline(self) -> str:
@@ -152,19 +151,21 @@ class BenchReport:
         if chosen is None and self.enough_seconds is None:
             return "Nothing can be recommended, because the cases that decide the recommendation were not measured."
         if chosen is None:
-            return (
-                f"Too little was measured to recommend anything: give more time, seconds={self.enough_seconds} or more."
-            )
+            few = "Too little was measured to recommend anything"
+            return f"{few}: give more time, seconds={self.enough_seconds} or more."
         variant = next((one for one in self.variants if one.label == chosen.variant), None)
         size = "" if variant is None or variant.chunk_bytes is None else f" ({format_bytes(variant.chunk_bytes)})"
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is for H5Loader"
         if chosen.busy:
-            again = f"measure again when nothing else uses the machine, or longer ({_LONGER})"
+            again = "measure again when nothing else uses the machine"
+            again += f", or longer ({_LONGER})" if self.budget_seconds < _LONG_SECONDS else ""
             what = f"{what[0].lower()}{what[1:]}"
             what = f"Speeds vary too much between repeats to say which file is fastest; {again}. Until then, {what}"
         elif chosen.is_default and len(chosen.ties) > 1 and chosen.compared:
             what = f"No chunk size is measurably better: keep the default of {chosen.variant}{size}"
+            if self.kind == "file" and chosen.convert:
+                what = f"Convert with {chunks}{size}; no other chunk size is measurably better"
         speed = speed_range_text(chosen.images_per_s, *chosen.images_per_s_range)
         threads = f"with num_threads={chosen.num_threads}"
         if not chosen.compared and not self._more_rows:
@@ -340,11 +341,12 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
         reasons = [f"Fault of the file: {printable(text)}" for text in report.faults]
         if report.fix is not None and not chosen.convert:
             reasons.append(f"A copy without faults speeds up first epochs and other readers: {printable(report.fix)}")
-        busy = load_text(report.load)
-        busy = f"Other programs were using the machine ({busy}), so speeds vary more." if busy else ""
-        reasons += [printable(text) for text in (busy, report._hint()[0], *chosen.reasons) if text]
-    typed = [] if chosen is None else [chosen.command, chosen.code]
-    code = [f"    {line}" for text in typed for line in text.splitlines()]
+        load = load_text(report.load)
+        busy = f"Other programs were using the machine ({load}), so speeds vary more." if load else ""
+        sentences = (chosen.label_note, busy, report._hint()[0], *chosen.reasons)
+        reasons += [printable(text) for text in sentences if text]
+    typed = "" if chosen is None else f"{chosen.command}\n{chosen.code}"
+    code = [f"    {line}" for line in typed.splitlines() if line]
     if not full:
         texts = [*reasons, *map(printable, report.notes)]
         lines: list[str] = []

@@ -162,7 +162,7 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
         )
     stored = _described(dataset)
     with open_file(path) as file:
-        options = {"images": images, **packing_options(file, dataset.names[0]), **options}
+        options = {"images": images, **packing_options(file, dataset.names[0], options.get("labels")), **options}
     dataset = H5Dataset(path, images=images, labels=options.get("labels", schema.LABELS) or None)
     if form is not None:
         channel_axis = {"last": -1, "first": -3}.get(form.channel_axis)

@@ -161,7 +161,7 @@ def _measured_pixels(part: Part) -> int:
         return int(rows * math.prod(part.index.row_shape) // len(part.statistics["mean"]))
     own = np.flatnonzero(part.catalog.split_ids == (names.index(name) if name in names else -1))[::step]
     sizes = part.index.image_sizes[own].astype(np.int64).prod(axis=1)
-    # Statistics leave out rows that could not be decoded. These are unknown, so assume that they have the mean size.
+    # Statistics leave out rows that could not be decoded. Which ones is unknown, so assume that all have the mean size.
     return int(int(sizes.sum()) * rows // max(1, len(own)))
 
 

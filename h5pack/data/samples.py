@@ -38,6 +38,8 @@ def name_fields(names: Sequence[str], label_name: str | None, with_rows: bool) -
     found: list[str] = []
     # `count` and `index` are attributes of tuples, `repeats` is an attribute of an `EchoLoader`'s batches.
     taken = {*_SINGULAR, *_SINGULAR.values(), "count", "index", "repeats"}
+    if label_name is None:
+        taken.remove(_SINGULAR[LABELS])
     for number, path in enumerate(names):
         if number == 0 or path == label_name:
             found.append(IMAGES if number == 0 else LABELS)

@@ -38,6 +38,7 @@ _FILTER_NAMES = {
     32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2",
 }  # fmt: skip
 _LAYOUTS = {getattr(h5py.h5d, name.upper()): name for name in ("chunked", "contiguous", "compact", "virtual")}
+_TABLES = (schema.CHECKSUMS, schema.SPLITS, schema.STATISTICS, schema.REJECTS)  # not described one by one in texts
 _MAX_SAMPLED_ROWS = 1024
 _OPENING_GAP_BYTES = 1024 * 1024
 
@@ -95,7 +96,7 @@ class DatasetReport:
                 uses = " (for h5py, DataLoader workers and the first epoch)"
                 once = f"{'decodes' if self.filters else 'reads'} each chunk once and keeps it in memory"
                 size = format_bytes(self.kept_bytes)
-                lines.append(f"  H5Loader: {once}, {size} in all; only its first epoch is slow")
+                lines.append(f"  H5Loader: {once}, {size} in all; later epochs are faster")
             lines.append(f"  fix{uses}: {shlex.join(self.fix)}")
             lines.append(f"  measure: {shlex.join(['h5pack', 'bench', path, '--images', self.name])}")
         return "\n".join(lines)
@@ -123,12 +124,16 @@ class FileReport:
         """Return the report as lines of text."""
         lines = [f"{self.path}: {format_bytes(self.bytes)}"]
         lines += ["not an h5pack file"] if self.pack is None else pack_lines(self.pack)
-        size = format_bytes(sum(stop - start for start, stop in self.opening))
-        lines.append(f"opening  over a network takes {counted(len(self.opening), 'request')}, {size} in all")
-        lines += [dataset.to_text(self.path) for dataset in self.datasets]
         lines += [] if any(one.faults for one in self.datasets) else ["faults   none"]
-        if self.opening_fix is not None:
-            lines.append(f"to open the file over a network with one request: {shlex.join(self.opening_fix)}")
+        size = format_bytes(sum(stop - start for start, stop in self.opening))
+        fix = "" if self.opening_fix is None else f"; for 1 request: {shlex.join(self.opening_fix)}"
+        lines.append(f"opening  over a network takes {counted(len(self.opening), 'request')}, {size} in all{fix}")
+        tables = [one for one in self.datasets if self.pack is not None and one.name.partition("/")[0] in _TABLES]
+        lines += [dataset.to_text(self.path) for dataset in self.datasets if dataset not in tables]
+        if tables:
+            stored = format_bytes(sum(one.stored_bytes for one in tables))
+            names = ", ".join(dict.fromkeys(one.name.partition("/")[0] for one in tables))
+            lines.append(f"tables   {names}: {counted(len(tables), 'dataset')}, {stored} stored")
         stats = self.stats or {}
         if stats.get("labels"):
             splits = stats.get("split_labels", {}).items()
@@ -323,7 +328,7 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
         )
     if per_row > 1 and tuple(chunks) == _guessed_chunks(dataset):
         found.append("h5py chose the chunks (chunks=True) without regard to rows")
-    # Compression of a pack is no fault, because h5pack decodes each chunk only once per shuffle window.
+    # Compression of a pack is no fault, because its owner has chosen it.
     own = schema.FORMAT in dataset.file.attrs
     times = "once" if kept else "once per shuffle window"
     if filters and not own and per_row * chunk_bytes > _DEFAULT_CACHE_BYTES:
@@ -331,6 +336,11 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
             f"the chunks of one row take {per_row * chunk_bytes / 2**20:.1f} MiB, but the default cache of HDF5 "
             f"{h5py.version.hdf5_version} has only {format_bytes(_DEFAULT_CACHE_BYTES)}, so h5py decodes the chunks "
             f"again for each row (H5Loader: {times})"
+        )
+    elif filters and not own:
+        found.append(
+            f"chunks of {counted(chunks[0], 'row')} are compressed with {', '.join(filters)}, so they must be decoded "
+            f"(H5Loader: {times})"
         )
     if chunk_bytes < 16_384 and dataset.nbytes > 2**24:
         found.append(f"chunks have only {chunk_bytes:,} bytes, so looking them up takes longer than reading them")
@@ -356,12 +366,16 @@ def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
     return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, "repacked.h5")
 
 
-def packing_options(file: h5py.File, name: str) -> dict[str, Any]:
-    """Return the keyword arguments with which `convert` keeps the axes, labels and fields of the images in `name`."""
+def packing_options(file: h5py.File, name: str, labels: str | None = None) -> dict[str, Any]:
+    """Return the keyword arguments with which `convert` keeps the axes, labels and fields of the images in `name`.
+
+    `labels` is the dataset of labels if it is known; "" if there are none.
+    """
     images = file[name]
     found: dict[str, Any] = {}
     if schema.FORMAT not in file.attrs:  # `convert` keeps the labels and fields of a pack by default.
-        labels, fields = find_labels(file, name, len(images)), further_datasets(file, name)
+        labels = find_labels(file, name, len(images)) if labels is None else labels.strip("/")
+        fields = further_datasets(file, name, labels)
         found |= {"images": name} | ({"labels": labels} if labels else {})
         found |= {"fields": ",".join(fields)} if fields else {}
     axes = [] if is_encoded(images) else channel_axes(images.shape[1:])

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from h5pack.errors import DamagedRowsError, H5PackError, OptionsError, PackFormatError, SourceError
 from h5pack.format import schema
-from h5pack.format.fields import FieldValues
+from h5pack.format.fields import FieldValueError, FieldValues, parse_texts
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.description import FileDescription, checksums_of, describe_file
 from h5pack.read.encoded import has_kept_images, is_encoded, is_mask_group
@@ -151,7 +151,8 @@ def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, l
     # `_has_rows` is false for a damaged dataset. That is no error here, because the dataset is not packed.
     fitting = [name for name in names if _has_rows(file, name, rows)]
     others = [name for name in names if name not in fitting]
-    advice = "datasets of numbers can be packed with fields" + ("" if labelled else ", or one of them with labels")
+    or_labels = "" if labelled else ", or one of them with labels"
+    advice = f"datasets of numbers or texts can be packed with fields{or_labels}"
     return (
         *unused_note("datasets", fitting, advice, "fields", *(() if labelled else ("labels",))),
         *unused_note("datasets", others, f"they do not have the length of {images!r}, which is {rows:,}"),
@@ -281,18 +282,22 @@ def _label_names(images: str) -> Iterator[str]:
         yield word
 
 
-def further_datasets(file: h5py.File, images: str) -> list[str]:
+def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[str]:
     """Return the paths of the datasets, other than images and labels, that can be packed as fields."""
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
     rows = len(file[images])
-    labels = find_labels(file, images, rows)
     found: dict[str, str] = {}
     for name in dataset_names(file):
         base, is_own = os.path.basename(name), name.partition("/")[0] in own
         fits = name not in (images, labels) and not is_own and is_field_name(base) and _has_rows(file, name, rows)
-        if fits and file[name].dtype.kind in "biuf":
+        if fits and (file[name].dtype.kind in "biuf" or _is_text(file[name])):
             found.setdefault(base, name)
     return list(found.values())
+
+
+def _is_text(dataset: h5py.Dataset) -> bool:
+    """Return whether a dataset has one text per row."""
+    return dataset.ndim == 1 and h5py.check_string_dtype(dataset.dtype) is not None
 
 
 def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str) -> str | None:
@@ -372,7 +377,7 @@ def _label_error(path: Path, name: str, found: str, *advice: str) -> SourceError
 
 
 def _read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
-    """Return the values of a field, in native byte order; raise SourceError if they are neither ragged nor numbers."""
+    """Return a field's values, in native byte order; raise SourceError if they are not numbers, texts or ragged."""
     if is_ragged(file, name):
         index = index_ragged(file, name)
         _require_memory(path, name, index.data.rows * index.data.row_bytes)
@@ -382,8 +387,14 @@ def _read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
         with _reporting(path, name), contextlib.closing(_engine(path, indexes)) as engine:
             return read_ragged(engine, index, np.arange(index.rows), check=True)
     dataset = require_dataset(file, name)
+    if _is_text(dataset):
+        try:
+            return parse_texts([text(value) for value in _read_all(path, dataset, name).tolist()])
+        except FieldValueError as error:
+            raise _dataset_error(path, name, f"row {error.row} {error}; leave it out") from None
     if dataset.dtype.kind not in "biuf" or not dataset.shape:
-        raise _dataset_error(path, name, f"holds {dataset.dtype}, but a field needs rows of numbers; leave it out")
+        problem = f"holds {dataset.dtype}, but a field needs rows of numbers or one text per row; leave it out"
+        raise _dataset_error(path, name, problem)
     return _read_all(path, dataset, name)
 
 

@@ -114,7 +114,7 @@ def machine_facts(folder: Path) -> dict[str, Any]:
 
 
 def _cgroups(membership: Path) -> list[str]:
-    """Return the paths of this process's control groups and their parents, relative to the mount; all limits apply."""
+    """Return the paths, below the mount point, of this process's control groups and of their parents."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

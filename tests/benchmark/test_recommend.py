@@ -273,6 +273,19 @@ def test_other_settings_are_recommended_only_if_clearly_faster(
     assert f"batch_size=256, window={expected[1]}, num_threads={expected[0]}" in chosen.code
 
 
+@pytest.mark.parametrize(
+    ("options", "noted"), [({"fields": "a,b"}, True), ({"fields": "a,b", "labels": "y"}, False), ({}, False)]
+)
+def test_a_command_without_labels_is_noted(options: dict[str, str], noted: bool) -> None:
+    assert bool(settings_of(options=options).label_note) == noted
+
+
+@pytest.mark.parametrize(("images", "short"), [(9, True), (11, False)])
+def test_epochs_of_less_than_a_tenth_of_a_second_are_named(images: int, short: bool) -> None:
+    reasons = settings_of(num_images=images).reasons
+    assert any(f"All {images} images are read in 90.0 ms" in reason for reason in reasons) == short
+
+
 def test_only_unclear_differences_are_called_so() -> None:
     slower, equal = measured("32 rows", 50, 51, 52, num_threads=1), measured("32 rows", 97, 99, 102, num_threads=3)
     (text,) = (reason for reason in settings_of(slower, equal, cpus=4).reasons if "num_threads=1 gives" in reason)

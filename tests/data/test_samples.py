@@ -30,7 +30,7 @@ from tests.data.packs import same
         (("x", "y"), "y", True, ("images", "labels", "rows")),
         (("x", "y", "z"), None, True, ("images", "y", "z", "rows")),
         (("images", "labels", "a/masks", "b/masks"), "labels", False, ("images", "labels", "masks", "masks_")),
-        (("images", "labels"), None, False, ("images", "labels_")),
+        (("images", "labels", "label"), None, False, ("images", "labels_", "label")),
         (("images", "in/rows", "2d", "a-b", "_x", "class"), None, True,
          ("images", "rows_", "field_2d", "a_b", "field__x", "class_", "rows")),
         (("images", "count", "repeats"), None, False, ("images", "count_", "repeats_")),

@@ -70,6 +70,7 @@ def test_a_pack_has_no_faults(tmp_path: Path) -> None:
         ((200, 3, 58, 48), {"chunks": (100, 3, 57, 48)}, ["2 parts", "1.97"]),
         ((200, 3, 218, 178), {"chunks": True, "maxshape": (None, 3, 218, 178)}, ["48 parts", "h5py"]),
         ((100, 3, 100, 80), {"chunks": (50, 3, 100, 80), "compression": "gzip"}, ["1.1 MiB"]),
+        ((100, 3, 100, 80), {"chunks": (1, 3, 100, 80), "compression": "gzip"}, ["of 1 row are compressed with gzip"]),
         ((99, 3, 90, 80), {"chunks": (9, 3, 90, 80)}, []),
         ((99, 3, 90, 80), {}, []),
     ],
@@ -131,7 +132,7 @@ def test_the_fix_of_other_numbers_removes_the_faults(tmp_path: Path) -> None:
         ({"chunks": (50, 3, 64, 63)}, 2**24, True),  # joined and rounded up: 150 rows in three chunks
         ({"chunks": (120, 3, 16, 16), "compression": "gzip"}, 2**20, False),
         ({"chunks": (120, 3, 16, 16), "scaleoffset": 8}, 2**22, False),  # h5pack has no codec for it
-        ({"chunks": (1, 3, 64, 64), "compression": "gzip"}, 2**24, None),  # no fault
+        ({"chunks": (9, 3, 64, 64)}, 2**24, None),  # no fault
     ],
 )
 def test_kept_bytes_tell_whether_the_loader_decodes_each_chunk_once(
@@ -308,21 +309,24 @@ def test_the_fix_keeps_labels_and_fields_and_statistics_find_the_images(tmp_path
     with h5py.File(path, "w") as file:
         group = file.create_group("run")
         group.create_dataset("pictures", data=images, chunks=(40, 3, 8, 8))
-        group["category"] = np.arange(40) % 7
+        group["category"], group["stage"] = np.arange(40) % 7, np.arange(40) % 3
         group["temperature"] = temperatures = np.linspace(0, 1, 40)
-        file["names"], file["short"] = [b"x"] * 40, np.arange(5)
+        file["names"], file["short"] = [f"x{row}" for row in range(40)], np.arange(5)
     report = h5pack.info(path, stats=True)
     (fix,) = [dataset.fix for dataset in report.datasets if dataset.fix is not None]
     assert fix[4:] == (
-        *("--images", "run/pictures", "--labels", "run/category", "--fields", "run/temperature"),
+        *("--images", "run/pictures", "--labels", "run/category", "--fields", "names,run/stage,run/temperature"),
         *("--layout", "nchw"),
     )
     assert convert_command(str(path), find_input(path, {}, tmp_path).options) == fix  # That of `bench` is the same.
+    given = find_input(path, {"labels": "run/stage"}, tmp_path).options
+    assert (given["labels"], given["fields"]) == ("run/stage", "names,run/category,run/temperature")
     assert report.stats is not None
     assert sum(report.stats["labels"].values()) == 40
     np.testing.assert_allclose(report.stats["channels"]["mean"], images.mean((0, 2, 3)) / 255)
     assert main([*fix[1:2], str(path), str(tmp_path / "p.h5"), *fix[4:], "--quiet", "--workers", "1"]) == 0
-    packed = h5pack.H5Dataset(tmp_path / "p.h5", fields=["temperature"])
+    packed = h5pack.H5Dataset(tmp_path / "p.h5", fields=["temperature", "names"])
     rows = [int(name.split("/")[-1]) for name in packed.filenames or ()]
     assert [sample.label for sample in packed] == [row % 7 for row in rows]
     assert [sample.temperature.item() for sample in packed] == temperatures[rows].tolist()
+    assert [sample.names for sample in packed] == [f"x{row}" for row in rows]
