@@ -327,9 +327,10 @@ class Engine:
             visits, size, calls = plan_reads(index, rows).execute(flat, partial(self.files.storage, index))
             self._count(index, len(rows), visits, size, calls)
         else:
+            fits = self.decoded_bytes() > 0
             for first, last in itertools.pairwise(equal_runs(index.chunks_of(rows)).tolist()):
-                # Do not cache a chunk that was consumed completely.
-                keep = last - first < index.rows_in_chunk_of(int(rows[first]))
+                # Do not cache a chunk that was consumed completely, unless all chunks fit into the cache.
+                keep = fits or last - first < index.rows_in_chunk_of(int(rows[first]))
                 values, positions = self.rows_in_chunk(index.name, rows[first:last], keep=keep)
                 values = values.reshape(len(values), -1).view(np.uint8)
                 np.take(values, positions, axis=0, out=flat[first:last], mode="clip")
