@@ -90,8 +90,8 @@ class Normalize:
         The probability of a horizontal flip. True: 0.5.
     crop : int, RandomCrop, CenterCrop or RandomResizedCrop, optional
         An int: pixels of black padding added on each side before a window of the image's size is cut out at random,
-        like torchvision's ``RandomCrop(size, padding=crop)``. The classes cut out windows of other sizes; all but
-        RandomCrop can resize.
+        like torchvision's ``RandomCrop(size, padding=crop)``. An int is never the window's size: for that, give a crop
+        such as ``RandomCrop(28)``. All crops but RandomCrop can resize.
     erase : float
         The probability that a box is set to 0 (the mean) after normalizing, like torchvision's ``RandomErasing``.
     erase_scale : tuple of float

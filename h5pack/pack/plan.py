@@ -92,7 +92,8 @@ def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool
 
 _METADATA_BYTES = 65_536
 _BLOCK = 65_536
-_MANY_TIMES = 3
+# Outputs of this size, and this many times as large as the image files, get a note on what needs less disk.
+_LARGE_FILE_BYTES, _MANY_TIMES = 256 * 1024 * 1024, 3
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,8 @@ class ConvertPlan:
         if self.options.chunk_rows is not None and self.options.chunk_rows > self.rows:
             text = f"chunk_rows exceeds the {self.rows:,} images; these are in one chunk of {self.chunks.rows:,} rows"
             notes.append(Note(text, ("chunk_rows",)))
-        if self.options.keep is None and 0 < _MANY_TIMES * self.source_bytes <= self.file_bytes:
+        is_large = self.file_bytes >= max(_LARGE_FILE_BYTES, _MANY_TIMES * self.source_bytes)
+        if self.options.keep is None and self.source_bytes and is_large:
             text = "rows are pixels; keep='jpeg' stores image files instead. A smaller size saves more than compression"
             notes.append(Note(text, ("keep='jpeg'", "size")))
         return tuple(notes)

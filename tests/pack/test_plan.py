@@ -136,8 +136,12 @@ def test_the_plan_for_programs() -> None:
 
 
 @pytest.mark.parametrize(("file_bytes", "noted"), [(0, False), (9_000, True), (10**6, False)])
-def test_a_file_much_larger_than_the_image_files_is_worth_a_note(file_bytes: int, noted: bool) -> None:
+def test_a_file_much_larger_than_the_image_files_is_worth_a_note(
+    file_bytes: int, noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = plan(seen=survey(file_bytes=file_bytes), size=(64, 32))
+    assert made.notes() == ()
+    monkeypatch.setattr("h5pack.pack.plan._LARGE_FILE_BYTES", made.file_bytes)
     assert [note.parameters for note in made.notes()] == [("keep='jpeg'", "size")] * noted
     times = made.file_bytes / file_bytes if file_bytes else 0
     assert (f" {times:,.0f} times " in made.to_text()) == noted
