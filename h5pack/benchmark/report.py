@@ -203,8 +203,8 @@ class BenchReport:
             axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
             given = f"size={axes[0]}x{axes[1]}"
             rows = plan_chunks(MANY_IMAGES, self.row_bytes, whole_pages=True).rows
-            many = f"Many images like these get chunks of {counted(rows, 'row')} by default"
-            return f"{many}. To compare sizes for them, omit the source and give {given}.", given
+            many = f"Only a much larger set of such images gets chunks of {counted(rows, 'row')} by default"
+            return f"{many}. To compare sizes for one, omit the source and give {given}.", given
         return "", ""
 
     def ceiling_of(self, cache: str) -> Ceiling | None:
