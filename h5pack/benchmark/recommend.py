@@ -257,7 +257,7 @@ def _compared(
 
 
 def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bool) -> _Compared:
-    """Return the variant of least effort (see `_effort`), or, if others are faster than it, the fastest of those.
+    """Return the variant of least effort (see `_effort`), or with `compare`, the fastest of those faster than it.
 
     If several variants are fastest, return the one of least effort among them, so that noise does not decide.
     """

@@ -1,4 +1,4 @@
-"""The survey: one parallel pass over all image headers before anything is written."""
+"""The survey: one parallel pass over all image headers before any row is written."""
 
 from __future__ import annotations
 
