@@ -36,10 +36,10 @@ from h5pack.inspect.info import DatasetReport, describe_dataset, packing_options
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import ConvertReport
 from h5pack.read.encoded import EncodedIndex
-from h5pack.read.hdf5 import open_file, require_dataset
+from h5pack.read.hdf5 import find_item, open_file, require_dataset
 from h5pack.sources.detect import open_source
 from h5pack.sources.folders import split_rank
-from h5pack.sources.hdf5_catalog import is_hdf5
+from h5pack.sources.hdf5_catalog import is_hdf5, is_text
 from h5pack.sources.hdf5_rows import HDF5RowReader
 from h5pack.system.files import lock, open_locked
 from h5pack.system.machine import available_cpus, available_memory, free_bytes
@@ -163,7 +163,11 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
     stored = _described(dataset)
     with open_file(path) as file:
         options = {"images": images, **packing_options(file, dataset.names[0], options.get("labels")), **options}
-    dataset = H5Dataset(path, images=images, labels=options.get("labels", schema.LABELS) or None)
+        labels = options.get("labels", schema.LABELS) or None
+        # `convert` takes names of classes as labels, but they cannot be read in batches.
+        if labels is not None and is_text(find_item(file, labels)):
+            labels = None
+    dataset = H5Dataset(path, images=images, labels=labels)
     if form is not None:
         channel_axis = {"last": -1, "first": -3}.get(form.channel_axis)
         options |= {"layout": "nchw"} if channel_axis == -3 else {}

@@ -315,8 +315,8 @@ def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> st
     unsteady = _unsteady_text(evidence)
     if verdict.slowdown >= _SLOWDOWN and not unsteady:
         text += f". Alone, normalizing and the step are {verdict.slowdown:.1f} times as fast as in the loop, "
-        text += "where other threads or programs take CPUs from them"
-    return f"{text}. A faster loader would gain at most {100 * verdict.gain - 100:.0f} %.{unsteady}"
+        text += "where other threads, such as the loader's, or programs take CPUs from them"
+    return f"{text}. Without waiting, the training would gain at most {100 * verdict.gain - 100:.0f} %.{unsteady}"
 
 
 def _unsteady_text(evidence: Evidence) -> str:

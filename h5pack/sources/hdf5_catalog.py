@@ -290,14 +290,14 @@ def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[s
     for name in dataset_names(file):
         base, is_own = os.path.basename(name), name.partition("/")[0] in own
         fits = name not in (images, labels) and not is_own and is_field_name(base) and _has_rows(file, name, rows)
-        if fits and (file[name].dtype.kind in "biuf" or _is_text(file[name])):
+        if fits and (file[name].dtype.kind in "biuf" or is_text(file[name])):
             found.setdefault(base, name)
     return list(found.values())
 
 
-def _is_text(dataset: h5py.Dataset) -> bool:
-    """Return whether a dataset has one text per row."""
-    return dataset.ndim == 1 and h5py.check_string_dtype(dataset.dtype) is not None
+def is_text(item: Any) -> bool:
+    """Return whether an item of a file is a dataset with one text per row."""
+    return isinstance(item, h5py.Dataset) and item.ndim == 1 and h5py.check_string_dtype(item.dtype) is not None
 
 
 def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str) -> str | None:
@@ -387,7 +387,7 @@ def _read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
         with _reporting(path, name), contextlib.closing(_engine(path, indexes)) as engine:
             return read_ragged(engine, index, np.arange(index.rows), check=True)
     dataset = require_dataset(file, name)
-    if _is_text(dataset):
+    if is_text(dataset):
         try:
             return parse_texts([text(value) for value in _read_all(path, dataset, name).tolist()])
         except FieldValueError as error:

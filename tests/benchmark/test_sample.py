@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from h5pack.benchmark.cases import BenchSettings
-from h5pack.benchmark.sample import BenchSample, ScratchFolder, make_sample, usual_sizes
+from h5pack.benchmark.sample import BenchSample, ScratchFolder, find_input, make_sample, usual_sizes
 from h5pack.combine.convert import convert
 from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, WorkerError
 from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, input_of, sample_of, write_cut_chunks
@@ -123,6 +123,14 @@ def test_an_input_behind_links_is_found(tmp_path: Path) -> None:
         file["images"] = h5py.SoftLink("/outer")
     source = input_of(tmp_path / "links.h5")
     assert (source.num_images, len(source.faults)) == (200, 2)
+
+
+@pytest.mark.parametrize("given", [{}, {"labels": "y"}])
+def test_names_of_classes_as_labels_do_not_stop_a_benchmark(tmp_path: Path, given: dict[str, str]) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["x"], file["y"] = np.zeros((40, 8, 8, 3), np.uint8), ["cat", "dog"] * 20
+    found = find_input(tmp_path / "f.h5", given, tmp_path)
+    assert (found.num_images, found.options["labels"], "fields" in found.options) == (40, "y", False)
 
 
 def test_rows_that_are_no_images_are_only_read_as_they_are(tmp_path: Path, scratch: ScratchFolder) -> None:
