@@ -35,6 +35,8 @@ HOPELESS = 0.6
 """A case is slower if its fastest repeat is below this fraction of another's slowest repeat, even with few repeats."""
 MIN_EPOCH_SECONDS = 0.005
 """A sample that is read in less time is too small to compare variants: starting an epoch takes much of that time."""
+SHORT_EPOCH_SECONDS = 0.05
+"""If all images are read in less time, variants are not compared: none can save more than that in an epoch."""
 LEEWAY = 1.25
 """Estimated times are multiplied by this factor, because repeats take longer when other programs run."""
 NO_TIME = "there was no time for it"

@@ -15,6 +15,7 @@ from h5pack.benchmark.cases import (
     MIN_REPEATS,
     MIN_TURNS,
     NO_TIME,
+    SHORT_EPOCH_SECONDS,
     TIE,
     BenchCase,
     CaseRepeats,
@@ -37,7 +38,6 @@ from h5pack.pack.options import convert_command
 from h5pack.system.text import counted, format_bytes
 
 _MAX_FINALISTS = 6
-_SHORT_EPOCH_SECONDS = 0.1
 _NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) counts as the default.
 _BUSY_SPREAD = 1.5  # The machine counts as busy if the speed ratios of similar variants vary by more than this factor.
 _CACHE_WORDS = {"hot": "warm", "cold": "cold"}
@@ -198,7 +198,6 @@ def choose(
         ties=tuple(one.variant.label for one in ties),
         compared=compared,
         reasons=(
-            *(_whole_epoch(used, workload) if compared else ()),
             *measuring_reasons(variant, workload),
             *(_comparison(picked, found, workload) if compared else _epochs(picked, found, workload)),
             *cache_reasons,
@@ -216,8 +215,9 @@ def choose(
 
 
 def _is_short(workload: Workload, speed: float) -> bool:
-    """Return whether an epoch of the sample, read at `speed` images/s, is too short to compare variants."""
-    return is_small(workload.sample_rows, workload.row_bytes) or workload.sample_rows < MIN_EPOCH_SECONDS * speed
+    """Return whether epochs at `speed` images/s, of the sample or of all images, are too short to compare variants."""
+    is_short = workload.sample_rows < MIN_EPOCH_SECONDS * speed or workload.num_images < SHORT_EPOCH_SECONDS * speed
+    return is_short or is_small(workload.sample_rows, workload.row_bytes)
 
 
 @dataclass(frozen=True)
@@ -314,14 +314,6 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload) -
     return [f"Epochs of {images} with the other variants: {', '.join(others)}; {why}."]
 
 
-def _whole_epoch(used: Measurement, workload: Workload) -> list[str]:
-    """Return a sentence for images that are read so fast that a chunk size can save little; else an empty list."""
-    if workload.num_images > _SHORT_EPOCH_SECONDS * used.median:
-        return []
-    epoch = epoch_text(workload.num_images, used.median)
-    return [f"All {workload.num_images:,} images are read in {epoch}; no chunk size can save more than that per epoch."]
-
-
 def epoch_text(rows: int, speed: float) -> str:
     """Return how long `rows` images take at `speed` images/s, such as "1.9 ms" or "2.5 s"."""
     seconds = rows / speed
@@ -372,7 +364,7 @@ def _why(picked: _Compared, others: Sequence[_Compared], workload: Workload) -> 
         return "the default is recommended"
     if all(_effort(picked.variant, workload) <= _effort(one.variant, workload) for one in others):
         return "the one nearest to the default is recommended"
-    return "the one whose advantage is more certain is recommended"
+    return "the size that is faster in most turns is recommended"
 
 
 def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) -> str:
@@ -417,7 +409,9 @@ def _times_text(ratio: float) -> str:
 
 
 def _command(variant: FileVariant, workload: Workload) -> str:
-    chunk_rows = None if workload.is_default(variant) else variant.chunk_rows
+    # Generated images stand for sets of any size, whose default chunks may be smaller.
+    is_default = workload.is_default(variant) and bool(workload.source)
+    chunk_rows = None if is_default else variant.chunk_rows
     options: dict[str, Any] = {**workload.options, "chunk_rows": chunk_rows, "compression": variant.compression}
     defaults = {"compression": "none", "layout": "nhwc", "mode": "rgb"}
     given = {name: value for name, value in options.items() if value not in (None, defaults.get(name))}

@@ -15,10 +15,10 @@ from typing import Any
 from h5pack.benchmark.cases import (
     CACHES,
     ENGINES,
-    MIN_EPOCH_SECONDS,
     MIN_REPEATS,
     NO_TIME,
     ORDERS,
+    SHORT_EPOCH_SECONDS,
     BenchCase,
     CaseRepeats,
     FileVariant,
@@ -186,7 +186,7 @@ class BenchReport:
         chosen, rows = self.recommendation, self.num_images
         if chosen is None or chosen.compared or self.sample_rows == rows or is_small(rows, self.row_bytes):
             return ""
-        return f"rows={rows}" if rows > 2 * MIN_EPOCH_SECONDS * chosen.images_per_s else ""
+        return f"rows={rows}" if rows > SHORT_EPOCH_SECONDS * chosen.images_per_s else ""
 
     def _hint(self) -> tuple[str, str]:
         """Return advice about other sources, and the parameter that it names; each is empty if there is none."""

@@ -93,11 +93,13 @@ class DatasetReport:
         if self.fix is not None:
             uses = ""
             if self.kept_bytes:
-                uses = " (for h5py, DataLoader workers and the first epoch)"
+                uses = " (mostly for h5py, DataLoader workers and the first epoch)"
                 once = f"{'decodes' if self.filters else 'reads'} each chunk once and keeps it in memory"
                 size = format_bytes(self.kept_bytes)
                 lines.append(f"  H5Loader: {once}, {size} in all; later epochs are faster")
             lines.append(f"  fix{uses}: {shlex.join(self.fix)}")
+            if "--fields" in self.fix and "--labels" not in self.fix:
+                lines.append("  labels: no dataset is named like labels; add --labels NAME to the fix if one has them")
             lines.append(f"  measure: {shlex.join(['h5pack', 'bench', path, '--images', self.name])}")
         return "\n".join(lines)
 
@@ -317,19 +319,19 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
     chunks, itemsize = dataset.chunks, dataset.dtype.itemsize
     chunk_bytes = math.prod(chunks) * itemsize
     per_row = math.prod(chunk_grid(dataset)[1:])
+    # Compression and the size of chunks are no faults of a pack, because its owner has chosen them.
+    own = schema.FORMAT in dataset.file.attrs
     found = []
     if per_row > 1:
         found.append(f"chunks {chunks} split each row into {per_row} parts, which must be put together")
     stored = dataset.id.get_storage_size()
-    if not filters and stored > 1.05 * dataset.nbytes:
+    if not filters and not own and stored > 1.05 * dataset.nbytes:
         found.append(
             f"the file stores {stored / dataset.nbytes:.2f} times the array's size, because chunks extend beyond the "
             "array"
         )
     if per_row > 1 and tuple(chunks) == _guessed_chunks(dataset):
         found.append("h5py chose the chunks (chunks=True) without regard to rows")
-    # Compression of a pack is no fault, because its owner has chosen it.
-    own = schema.FORMAT in dataset.file.attrs
     times = "once" if kept else "once per shuffle window"
     if filters and not own and per_row * chunk_bytes > _DEFAULT_CACHE_BYTES:
         found.append(

@@ -242,7 +242,8 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
             "uint8 (h5py.vlen_dtype(np.uint8)), or name another dataset"
         )
     if dtype.kind not in "biuf":
-        raise refuse(f"holds {dtype}, not numbers; name another dataset")
+        packs = "pack the file with 'h5pack convert', which stores texts, or " if string is not None else ""
+        raise refuse(f"holds {dtype}, not numbers; {packs}name another dataset")
 
 
 def _splits(file: h5py.File, rows: int) -> dict[str, RowNumbers]:

@@ -46,7 +46,8 @@ def large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the bench compare variants, however few images there are."""
     monkeypatch.setattr("h5pack.benchmark.bench.is_small", lambda *_: False)
     monkeypatch.setattr("h5pack.benchmark.recommend.is_small", lambda *_: False)
-    monkeypatch.setattr("h5pack.benchmark.recommend.MIN_EPOCH_SECONDS", 0.0)
+    for name in ("MIN_EPOCH_SECONDS", "SHORT_EPOCH_SECONDS"):
+        monkeypatch.setattr(f"h5pack.benchmark.recommend.{name}", 0.0)
 
 
 def bench(source: Path, scratch: Path, **settings: Any) -> BenchReport:
