@@ -310,7 +310,7 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload) -
     if not others:
         return []
     images = counted(workload.num_images, "image")
-    why = "not compared, because starting an epoch takes much of this time"
+    why = "not compared, because they are short, and starting an epoch takes much of this time"
     return [f"Epochs of {images} with the other variants: {', '.join(others)}; {why}."]
 
 
