@@ -339,7 +339,7 @@ class _Packer:
             return self._convert(path, changes)
 
     def _convert(self, path: Path, changes: dict[str, Any]) -> ConvertReport:
-        # The sample has no fields, which would only take time.
+        # Do not pack the datasets in `fields`, which would only take time.
         options = {name: value for name, value in self.options.items() if name != "fields"}
         options = {**options, **changes, **self._workers}
         try:

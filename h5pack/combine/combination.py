@@ -173,7 +173,7 @@ class Combination:
         return replace(structure, metadata_bytes=plan_metadata(chunks.count, structure, names, datasets))
 
     def options(self) -> dict[str, Any]:
-        """Return the options that the pack stores: the first part's options, the verb, and the parts' identities."""
+        """Return the options that the pack stores: the first part's and, if set, the verb and the parts' identities."""
         if self.verb is None:
             return self.parts[0].options
         made_of = {"verb": self.verb, "parts": [part.identity for part in self.parts]}

@@ -198,7 +198,7 @@ class ConvertOptions:
     def in_array_job(self) -> bool:
         """Whether this run writes a part of an array job, or finishes the job.
 
-        Such a run always continues earlier work, and cannot be combined with `resume`.
+        Such a run continues earlier work if there is any, and cannot be combined with `resume`.
         """
         return self.finish or self.part is not None
 

@@ -73,7 +73,7 @@ def _inside(positions, size):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _moved(x, y, advance, draws, samples, lines, width):  # type: ignore[no-untyped-def]
-    """Return column and row in the image of the pixels (x, y) of the result, and the step to the thread's next line.
+    """Return which column and row of the image become pixel (x, y) of the result, and the step to the next line's row.
 
     The step is in rows of the image, and negative if the image is flipped vertically.
     """
