@@ -162,8 +162,8 @@ def choose(
 
     Recommend the input file if it was measured, else the variant closest to the default. Recommend another variant only
     if it is faster, usually in at least `MIN_TURNS` turns (see `Measurement.is_faster`), and unusual loader settings
-    only if they are faster. If no variant is near the default, leave out each one that another is likely faster than,
-    and recommend the remaining variant that is nearest to the default.
+    only if they are faster. If no variant is near the default, leave out those that are likely slower than another
+    one. Then recommend the remaining variant nearest to the default.
     """
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
@@ -267,7 +267,7 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
 
     usual = least_effort(found)
     if compare and _effort(usual.variant, workload)[1] > _NEAR:
-        # No variant is near the default: leave out those that another is likely faster than, and take the nearest.
+        # No variant is near the default: leave out those that are likely slower than another, and take the nearest.
         return least_effort([one for one in found if not any(other.is_likely_faster(one) for other in found)] or found)
     faster = [one for one in found if one.is_faster(usual)] if compare else []
     if usual.variant.is_input and faster:

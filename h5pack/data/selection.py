@@ -123,7 +123,7 @@ def _select_rows(
 ) -> tuple[H5Dataset, RowSet, npt.NDArray[np.int64] | None]:
     """Return the `H5Dataset`, the chosen rows in file order, and each row's position in `indices` or `dataset`.
 
-    The positions are None for an `H5Dataset` of consecutive rows without `indices` or a `Subset`.
+    The positions are None if `dataset` is an `H5Dataset` of consecutive rows, and `indices` is None.
     """
     base, subsets = dataset, []
     while isinstance(base, Subset):
