@@ -128,7 +128,7 @@ class WeightedRows:
 
 
 class EpochDraws:
-    """The rows that one epoch draws, as `EpochRows`. Only chunks with at least one draw are numbered."""
+    """The rows that one epoch draws; implements `EpochRows`. Chunks without draws are left out and have no number."""
 
     short_chunks: list[tuple[int, int]] | None = None
 

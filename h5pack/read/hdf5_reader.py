@@ -19,7 +19,7 @@ _DECODE_ROWS = 32
 
 
 class H5Reader:
-    """Reads rows, int64 (n,), of the datasets of one file through the HDF5 library, in the given order.
+    """Reads rows of the datasets of one file through the HDF5 library; row numbers are int64 (n,), in any order.
 
     Each process opens the file on first use, so a reader can be pickled, and used in forked processes. Methods that
     open the file raise PackChangedError if it no longer has this `identity`. Methods that read rows raise ReadError if

@@ -188,8 +188,9 @@ def find_images(file: h5py.File) -> str:
 def detect_names(path: str | os.PathLike[str], images: str, labels: str) -> tuple[str, str]:
     """Return the names of the datasets of images and labels to read.
 
-    A name is detected if it is the default, "images" or "labels", and the file lacks that dataset and is not a pack.
-    Otherwise, the given name is returned. Raise PackFormatError if none or several datasets look like images.
+    The default names, "images" and "labels", stand for datasets that are detected if the file has none of these names;
+    images are detected only outside of packs. Other names are returned as they are. Raise PackFormatError if none or
+    several datasets look like images.
     """
     with open_file(path) as file:
         if images == schema.IMAGES and images not in file and schema.FORMAT not in file.attrs:
