@@ -20,7 +20,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -257,8 +257,12 @@ class Engine:
 
     def decoded_bytes(self) -> int:
         """Return the size in bytes of all chunks after decoding; 0 if none is decoded, or the cache is too small."""
-        total = sum(index.decoded_bytes for index in self.indexes.values())
-        return total if total <= self.chunks.cache.capacity else 0
+        return self._decoded_bytes if self._decoded_bytes <= self.chunks.cache.capacity else 0
+
+    @cached_property
+    def _decoded_bytes(self) -> int:
+        # Computed once, because it takes time proportional to the number of chunks.
+        return sum(index.decoded_bytes for index in self.indexes.values())
 
     def rows_in_chunk(
         self, name: str, rows: npt.NDArray[np.int64], *, keep: bool = False
