@@ -34,7 +34,7 @@ from h5pack.benchmark.loader_settings import (
 )
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan
-from h5pack.pack.options import convert_command
+from h5pack.pack.options import convert_command, lacks_labels
 from h5pack.system.text import counted, format_bytes
 
 _MAX_FINALISTS = 6
@@ -76,7 +76,7 @@ class Recommendation:
     @property
     def label_note(self) -> str:
         """Advice if `command` packs fields of another HDF5 file, but no labels; else empty."""
-        if " --fields " not in self.command or " --labels " in self.command:
+        if not lacks_labels(shlex.split(self.command)):
             return ""
         return "The command packs no labels, because no dataset is named like labels; choose one with labels=NAME."
 

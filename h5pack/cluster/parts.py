@@ -59,13 +59,14 @@ class PartsFolder:
             try:
                 # Renaming is atomic and fails if the folder exists, because an existing one is not empty.
                 temporary.rename(self.folder)
+                before = job
             except OSError:
                 shutil.rmtree(temporary, ignore_errors=True)
-                if self.agreed() is None:
+                before = self.agreed()
+                if before is None:
                     raise
-            before = self.agreed()
-        for name in {**job, **(before or {})}:
-            old, new = (before or {}).get(name), job.get(name)
+        for name in {**job, **before}:
+            old, new = before.get(name), job.get(name)
             if old != new:
                 raise ResumeError(
                     f"{self.folder}: this part and earlier ones differ in the {name} ({_difference(old, new)}); give "

@@ -336,7 +336,7 @@ def _has_rows(file: h5py.File, tables: PackTables) -> bool:
     if tables.labels is not None:
         checksums[schema.LABELS] = row_checksums(tables.labels)
     return (
-        file[schema.FILENAMES][()].tolist() == [name.encode("utf-8", "backslashreplace") for name in tables.filenames]
+        np.array_equal(file[schema.FILENAMES][()], utf8(tables.filenames))
         and all(np.array_equal(file[f"{schema.CHECKSUMS}/{name}"][()], rows) for name, rows in checksums.items())
         and [text(name) for name in file[schema.SPLIT_NAMES][()]] == [name for name, _, _ in tables.splits]
         and file[schema.SPLIT_ROWS][()].tolist() == [list(rows) for _, *rows in tables.splits]

@@ -176,15 +176,14 @@ def _check_indices(indices: npt.NDArray[Any], count: int, what: str) -> npt.NDAr
             f"{what} have dtype {indices.dtype} and shape {indices.shape}; give whole numbers in one dimension",
             parameters=("indices",),
         )
-    numbers = indices.astype(np.int64)
-    # An index of uint64 that exceeds int64 becomes negative.
-    wrapped = (numbers < 0) & (indices > 0)
-    numbers[numbers < 0] += count
-    wrong = np.flatnonzero((numbers < 0) | (numbers >= count) | wrapped)
+    # Check before converting, because an index of uint64 that exceeds int64 would become negative.
+    wrong = np.flatnonzero((indices < -count) | (indices >= count))
     if len(wrong):
         raise OptionsError(
             f"{what} contain {int(indices[wrong[0]])}; give indices of the {count:,} rows", parameters=("indices",)
         )
+    numbers = indices.astype(np.int64)
+    numbers[numbers < 0] += count
     return numbers
 
 

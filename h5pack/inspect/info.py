@@ -17,7 +17,7 @@ from h5pack.errors import PackFormatError, ReadError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
 from h5pack.inspect.pack_metadata import describe_pack, finite, number_text, pack_lines, shape_text
-from h5pack.pack.options import convert_command
+from h5pack.pack.options import convert_command, lacks_labels
 from h5pack.read.chunk_decoder import DECODED_BYTES
 from h5pack.read.chunk_index import index_dataset
 from h5pack.read.encoded import index_encoded, is_encoded
@@ -98,7 +98,7 @@ class DatasetReport:
                 size = format_bytes(self.kept_bytes)
                 lines.append(f"  H5Loader: {once}, {size} in all; later epochs are faster")
             lines.append(f"  fix{uses}: {shlex.join(self.fix)}")
-            if "--fields" in self.fix and "--labels" not in self.fix:
+            if lacks_labels(self.fix):
                 lines.append("  labels: no dataset is named like labels; add --labels NAME to the fix if one has them")
             lines.append(f"  measure: {shlex.join(['h5pack', 'bench', path, '--images', self.name])}")
         return "\n".join(lines)

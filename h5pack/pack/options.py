@@ -372,6 +372,11 @@ def parse_bytes(size: int | str, name: str = "chunk_bytes") -> int:
     return int(float(match[1]) * base ** " kmg".index(match[2] or " "))
 
 
+def lacks_labels(command: Sequence[str]) -> bool:
+    """Return whether a command of `convert_command` names fields, but no labels."""
+    return "--fields" in command and "--labels" not in command
+
+
 def convert_command(source: str, options: dict[str, Any]) -> tuple[str, ...]:
     """Return the arguments of the command line that converts `source` with these keywords of `convert`."""
     words = ["h5pack", "convert", source, "packed.h5"]

@@ -55,13 +55,13 @@ def is_mds(path: Path) -> bool:
     """Return whether a folder, or every visible entry in it, contains an index of MDS shards."""
     if not path.is_dir():
         return False
+    if (path / INDEX).is_file():
+        return _is_index(path / INDEX)
     try:
-        folders = (
-            [path] if (path / INDEX).is_file() else [one for one in path.iterdir() if not one.name.startswith(".")]
-        )
+        entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
     except OSError:
         return False
-    return bool(folders) and all(_is_index(folder / INDEX) for folder in folders)
+    return bool(entries) and all(_is_index(entry / INDEX) for entry in entries)
 
 
 def _is_index(path: Path) -> bool:
