@@ -58,6 +58,8 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 @contextmanager
 def scratch_folder(parent: Path | None) -> Iterator[Path]:
     """A temporary folder, removed in the end."""
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=parent))
     try:
         yield folder

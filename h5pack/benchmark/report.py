@@ -203,8 +203,8 @@ class BenchReport:
             axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
             given = f"size={axes[0]}x{axes[1]}"
             rows = plan_chunks(MANY_IMAGES, self.row_bytes, whole_pages=True).rows
-            many = f"Only a much larger set of such images gets chunks of {counted(rows, 'row')} by default"
-            return f"{many}. To compare sizes for one, omit the source and give {given}.", given
+            larger = "" if chosen.chunk_rows == rows else f"A much larger set gets {counted(rows, 'row')} a chunk. "
+            return f"{larger}To compare sizes for a larger set of such images, omit the source and give {given}.", given
         return "", ""
 
     def ceiling_of(self, cache: str) -> Ceiling | None:

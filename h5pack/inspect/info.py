@@ -38,7 +38,8 @@ _FILTER_NAMES = {
     32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2",
 }  # fmt: skip
 _LAYOUTS = {getattr(h5py.h5d, name.upper()): name for name in ("chunked", "contiguous", "compact", "virtual")}
-_TABLES = (schema.CHECKSUMS, schema.SPLITS, schema.STATISTICS, schema.REJECTS)  # not described one by one in texts
+# Not described one by one in texts.
+_TABLES = (schema.CHECKSUMS, schema.FILENAMES, schema.SPLITS, schema.STATISTICS, schema.REJECTS)
 _MAX_SAMPLED_ROWS = 1024
 _OPENING_GAP_BYTES = 1024 * 1024
 

@@ -52,6 +52,10 @@ def test_the_answer_says_what_to_type_and_what_was_not_compared() -> None:
         chosen = reports.recommended(report.variants[4], compared=False, images_per_s=speed)
         report.num_images, report.sample_rows, report.recommendation = num_images, 100, chosen
         assert report.parameters == ("size=218x178", "full=True")
+    # The default chunks of much larger sets, 36 rows, are named only if they differ.
+    for rows in (9, 36):
+        report.recommendation = reports.recommended(report.variants[4], compared=False, chunk_rows=rows)
+        assert ("36 rows a chunk" in report.to_text().replace("\n  ", " ")) == (rows == 9)
     assert text.startswith("interrupted")
     assert not reports.folder_report().to_text().startswith("interrupted")
 
