@@ -46,7 +46,7 @@ class _CaseState:
     reason: str | None = None  # Why the case cannot be measured; None if it can.
 
     def reloads_next(self) -> bool:
-        """Return whether to load the file again before the next repeat: only if time is left for enough repeats."""
+        """Return whether to load the file again before the next repeat: only if the allowance covers enough of them."""
         return self.reload and MIN_REPEATS * (self.run_seconds + self.load_seconds) <= self.allowance
 
     def next_seconds(self) -> float:

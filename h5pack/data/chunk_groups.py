@@ -22,6 +22,7 @@ from h5pack.data.buffers import BatchField, BatchMemory
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.decoding import DrawKey
 from h5pack.data.gather import CachedRows, HeldRows, RowLocations
+from h5pack.order.row_ranges import Rows
 from h5pack.order.window import ChunkGroup, Span
 from h5pack.read.engine import SCATTER_BYTES
 from h5pack.read.read_plan import ScatterPlan
@@ -39,6 +40,9 @@ _MIN_CROPS, _MAX_CROPS, _CROPPED_BYTES = 8, 64, 64 * 1024 * 1024
 tasks of 64, 584 us in tasks of 128, because drawing the windows takes 0.2 to 0.5 ms per task. But larger tasks leave
 threads idle for longer at the end of an epoch.
 """
+
+DECODING_BYTES = 256 * 1024
+"""Bytes of decoded chunks that one task copies, or those of one chunk if it is larger."""
 
 _LARGE_BYTES = 8_192
 """Decoded rows of at least this many bytes are copied one by one. Smaller rows are copied together by NumPy's fancy
@@ -221,7 +225,7 @@ class GroupReader:
         `on_arrival` is called with the group's spans once all rows of the group are in their batches.
         """
         group, countdown = planned.group, _Countdown(planned.group.spans, on_arrival)
-        tasks: list[Task] = []
+        rows, tasks = len(group.rows), list[Task]()
         for field in self._fields:
             plan = planned.plans.get(field.name)
             if plan is not None:
@@ -230,15 +234,17 @@ class GroupReader:
             elif self._dataset.is_cropped(field.name):
                 size = self._engine.indexes[field.name].row_bytes
                 count = max(_MIN_CROPS, min(_MAX_CROPS, _CROPPED_BYTES // max(1, size)))
-                work, cuts = partial(self._crop, field, group), [*range(0, len(group.rows), count), len(group.rows)]
+                work, cuts = partial(self._crop, field, group, group.slots()), [*range(0, rows, count), rows]
             elif field.name == ROWS or field.row_bytes < SCATTER_BYTES:
-                work, cuts = partial(self._stage, field, group), [0, len(group.rows)]
+                work, cuts = partial(self._stage, field, group), [0, rows]
             elif self._engine.can_decode(self._engine.indexes[field.name]):
                 index = self._engine.indexes[field.name]
-                work, cuts = partial(self._decode, field, group), equal_runs(index.chunks_of(group.rows)).tolist()
+                edges = equal_runs(index.chunks_of(group.rows)).tolist()
+                count, last = max(1, DECODING_BYTES // (index.chunk_rows * field.row_bytes)), len(edges) - 1
+                work, cuts = partial(self._decode, field, group, group.slots(), edges), [*range(0, last, count), last]
             else:
                 max_rows = max(1, TASK_BYTES // field.row_bytes)
-                work, cuts = partial(self._copy, field, group), _cut_rows(group.rows, max_rows)
+                work, cuts = partial(self._copy, field, group, group.slots()), _cut_rows(group.rows, max_rows)
             tasks += [partial(countdown.run, work, low, high) for low, high in itertools.pairwise(cuts)]
         countdown.tasks = len(tasks)
         return tasks
@@ -317,43 +323,50 @@ class GroupReader:
         for (batch, slot, count), part in group.split_by_batch(values):
             self._batches.memory(batch).arrays[field.name][slot : slot + count] = part
 
-    def _decode(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Copy rows of one chunk, such as a compressed one, to their batches, in the stored byte order."""
-        chunk, rows = self._engine.rows_in_chunk(field.name, group.rows[low:high], keep=self._keep)
-        # Sort the rows by position, so that the rows of each batch are adjacent.
-        order = np.argsort(group.positions[low:high])
-        positions, rows = group.positions[low:high][order], rows[order]
-        owners, slots = group.slots(positions)
-        edges = equal_runs(owners).tolist()
-        large = field.row_bytes >= _LARGE_BYTES
-        for start, stop in itertools.pairwise(edges):
-            batch = group.spans[owners[start]][0]
-            array = self._batches.memory(batch).arrays[field.name].view(chunk.dtype)
-            if large:
-                for slot, row in zip(slots[start:stop].tolist(), rows[start:stop].tolist(), strict=True):
-                    array[slot] = chunk[row]
-            else:
-                array[slots[start:stop]] = chunk[rows[start:stop]]
+    def _decode(
+        self, field: BatchField, group: ChunkGroup, targets: tuple[Rows, Rows], edges: list[int], low: int, high: int
+    ) -> None:
+        """Copy the rows of decoded chunks to their batches, in the stored byte order.
 
-    def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
+        Chunk i of the group has the rows ``group.rows[edges[i] : edges[i + 1]]``. The chunks `low` to `high` - 1 are
+        copied. `targets` are ``group.slots()``.
+        """
+        arrays = self._arrays(field, group)
+        for first, last in itertools.pairwise(edges[low : high + 1]):
+            chunk, rows = self._engine.rows_in_chunk(field.name, group.rows[first:last], keep=self._keep)
+            owners, slots = (part[first:last] for part in targets)
+            if field.row_bytes >= _LARGE_BYTES:
+                for owner, slot, row in zip(owners.tolist(), slots.tolist(), rows.tolist(), strict=True):
+                    arrays[owner].view(chunk.dtype)[slot] = chunk[row]
+                continue
+            # Sort the rows by position, so that the rows of each batch are adjacent.
+            order = np.argsort(group.positions[first:last])
+            owners, slots, rows = owners[order], slots[order], rows[order]
+            for start, stop in itertools.pairwise(equal_runs(owners).tolist()):
+                arrays[owners[start]].view(chunk.dtype)[slots[start:stop]] = chunk[rows[start:stop]]
+
+    def _arrays(self, field: BatchField, group: ChunkGroup) -> list[npt.NDArray[Any]]:
+        """Return the field's array in the batch of each of the group's spans."""
+        return [self._batches.memory(batch).arrays[field.name] for batch, _, _ in group.spans]
+
+    def _copy(self, field: BatchField, group: ChunkGroup, targets: tuple[Rows, Rows], low: int, high: int) -> None:
         """Read large rows that cannot be scattered or copied from decoded chunks, and copy them to their batches."""
         values = self._engine.read(field.name, group.rows[low:high])
-        for value, out in zip(values, self._targets(field, group, low, high)[1], strict=True):
+        for value, out in zip(values, self._outs(field, group, targets, low, high), strict=True):
             out[...] = value
 
-    def _crop(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
+    def _crop(self, field: BatchField, group: ChunkGroup, targets: tuple[Rows, Rows], low: int, high: int) -> None:
         """Decode crops of encoded images or masks into their batches."""
-        batches, outs = self._targets(field, group, low, high)
-        self._dataset.decode_rows(field.name, group.rows[low:high], outs, self._draw_key(torch.tensor(batches)))
+        outs = self._outs(field, group, targets, low, high)
+        batches = torch.tensor([group.spans[owner][0] for owner in targets[0][low:high].tolist()])
+        self._dataset.decode_rows(field.name, group.rows[low:high], outs, self._draw_key(batches))
 
-    def _targets(
-        self, field: BatchField, group: ChunkGroup, low: int, high: int
-    ) -> tuple[list[int], list[npt.NDArray[Any]]]:
-        """Return the number of each row's batch, and the array in the batch's memory that receives the row."""
-        owners, slots = group.slots(group.positions[low:high])
-        batches = [group.spans[owner][0] for owner in owners.tolist()]
-        arrays = {batch: self._batches.memory(batch).arrays[field.name] for batch in set(batches)}
-        return batches, [arrays[batch][slot] for batch, slot in zip(batches, slots.tolist(), strict=True)]
+    def _outs(
+        self, field: BatchField, group: ChunkGroup, targets: tuple[Rows, Rows], low: int, high: int
+    ) -> list[npt.NDArray[Any]]:
+        """Return the array that receives each of the group's rows `low` to `high` - 1, in the memory of its batch."""
+        arrays, (owners, slots) = self._arrays(field, group), (part[low:high].tolist() for part in targets)
+        return [arrays[owner][slot] for owner, slot in zip(owners, slots, strict=True)]
 
 
 def _cut_rows(rows: npt.NDArray[np.int64], max_rows: int) -> list[int]:

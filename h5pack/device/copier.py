@@ -103,8 +103,9 @@ class DeviceCopier:
 
     The prefetch thread calls `enter` and `copy`; the consumer's thread calls the other methods. With `keep_images`,
     repeated images are copied only once: if two consecutive batches have the same tensor of images, as in the repeats
-    of an `EchoLoader`, they share its copy. The first transform must not change this copy in place, so it has to be a
-    `Normalize`, or `Views` whose transforms are all `Normalize`; otherwise images are always copied.
+    of an `EchoLoader`, they share its copy. The transform that gets this copy, `transform` or the first of its
+    parts, must not change it in place. So unless it is a `Normalize`, or `Views` whose transforms are all `Normalize`,
+    each batch is copied.
     """
 
     def __init__(self, operations: CudaOperations, transform: ImageTransform | None, keep_images: bool = False) -> None:

@@ -315,7 +315,7 @@ def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> st
     unsteady = _unsteady_text(evidence)
     if verdict.slowdown >= _SLOWDOWN and not unsteady:
         text += f". Alone, normalizing and the step are {verdict.slowdown:.1f} times as fast as in the loop, "
-        text += "where other threads, such as the loader's, or programs take CPUs from them"
+        text += "where other programs or other threads, such as the loader's, take CPUs from them"
     return f"{text}. Without waiting, the training would gain at most {100 * verdict.gain - 100:.0f} %.{unsteady}"
 
 

@@ -73,12 +73,12 @@ class ChunkGroup:
         ordered[self.positions] = values
         return ordered
 
-    def slots(self, positions: Rows) -> tuple[Rows, Rows]:
-        """Return, for each of some `positions`, the index of its span and its slot in the batch; both int64, (n,)."""
+    def slots(self) -> tuple[Rows, Rows]:
+        """Return the index of the span of each of `rows`, and its slot in the batch; both int64, (n,)."""
         _, firsts, counts = np.array(self.spans).T
         ends = np.cumsum(counts)
-        owners = np.searchsorted(ends, positions, "right")
-        return owners, positions + (firsts + counts - ends)[owners]
+        owners = np.searchsorted(ends, self.positions, "right")
+        return owners, self.positions + (firsts + counts - ends)[owners]
 
     @property
     def first(self) -> int:

@@ -542,6 +542,31 @@ def test_chunks_that_fit_the_cache_are_decoded_once(tmp_path: Path, fits: bool) 
     assert [bool(count) for count in read[1:]] == [not fits, not fits]
 
 
+@pytest.mark.parametrize("shape", [(8, 24, 3), (64, 64, 3)], ids=["copied together", "copied one by one"])
+@pytest.mark.parametrize("chunks", [1, 3, 99])
+def test_a_task_decodes_several_small_chunks(
+    tmp_path: Path, shape: tuple[int, ...], chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = packs.values(67, shape)
+    packs.write(tmp_path / "f.h5", images=values, labels=np.arange(67), chunks=5, compression="gzip")
+    monkeypatch.setattr("h5pack.data.chunk_groups.DECODING_BYTES", chunks * 5 * values[0].nbytes + 1)
+    tasks, decode = [], GroupReader._decode
+
+    def count(self: GroupReader, field: Any, group: Any, targets: Any, edges: list[int], low: int, high: int) -> None:
+        tasks.append((high - low, len(edges) - 1))
+        decode(self, field, group, targets, edges, low, high)
+
+    monkeypatch.setattr(GroupReader, "_decode", count)
+    for shuffle in ("window", "full"):
+        loader = h5pack.H5Loader(h5pack.H5Dataset(tmp_path / "f.h5"), 16, shuffle=shuffle, window=6, num_threads=2)
+        seen = []
+        for images, labels in loader:
+            assert np.array_equal(images.numpy(), values[labels.numpy()])
+            seen += labels.tolist()
+        assert sorted(seen) == list(range(67))
+    assert max(count for count, _ in tasks) == min(chunks, max(total for _, total in tasks))
+
+
 @pytest.mark.parametrize("kind", ["chunks of one row", "big-endian", "gzip"])
 def test_several_iterators_at_once(tmp_path: Path, kind: str, way: str) -> None:
     written(tmp_path / "f.h5", kind)
