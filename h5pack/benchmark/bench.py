@@ -337,6 +337,7 @@ class BenchRun:
             cpus=available_cpus(),
             asked_batch_size=settings.batch_size[0] if batch_size < settings.batch_size[0] else None,
             split=source.split,
+            fields=source.fields,
         )
         every = all_cases(sample.variants, settings, batch_size, workload.num_threads)
         first = deciding_caches(workload, settings.caches)[0]

@@ -41,7 +41,7 @@ LEEWAY = 1.25
 """Estimated times are multiplied by this factor, because repeats take longer when other programs run."""
 NO_TIME = "there was no time for it"
 
-_MIN_ROWS, _MIN_BYTES = 256, 64 * 1024 * 1024
+MIN_ROWS, _MIN_BYTES = 256, 64 * 1024 * 1024
 """A sample with fewer rows and fewer bytes is too small to compare variants, whatever its speed."""
 _MIN_CASE_SECONDS = {"hot": 0.14, "cold": 0.2}
 _DECODE_BUDGET_BYTES = 2**30
@@ -49,7 +49,20 @@ _DECODE_BUDGET_BYTES = 2**30
 
 def is_small(rows: int, row_bytes: int) -> bool:
     """Return whether a sample is too small to compare variants, because an epoch takes only a few milliseconds."""
-    return rows < _MIN_ROWS and rows * row_bytes < _MIN_BYTES
+    return rows < MIN_ROWS and rows * row_bytes < _MIN_BYTES
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """An upper bound on the speed of readers on this machine. Only cold reads of compressed files may exceed it."""
+
+    name: str  # "memory copy" or "sequential read".
+    num_threads: int
+    cache: str  # "hot" or "cold": the page-cache state to which this bound applies.
+    speeds: tuple[float, ...]  # Images/s of each repeat.
+
+    def __str__(self) -> str:
+        return f"{self.name}, {counted(self.num_threads, 'thread')}"
 
 
 @dataclass(frozen=True, kw_only=True)

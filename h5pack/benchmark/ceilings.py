@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.benchmark.cases import BenchCase, FileVariant, ceiling_threads
-from h5pack.benchmark.report import Ceiling
+from h5pack.benchmark.cases import BenchCase, Ceiling, FileVariant, ceiling_threads
 from h5pack.data.dataset import H5Dataset
 from h5pack.system.files import drop_cache
 from h5pack.system.machine import available_memory, huge_page_memory

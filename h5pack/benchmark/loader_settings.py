@@ -35,6 +35,7 @@ class Workload:
     cpus: int  # Number of CPUs that this process may use.
     asked_batch_size: int | None = None  # Batch size that was asked for, if the sample is too small for it.
     split: str | None = None  # Split that a training reads; None: all rows.
+    fields: tuple[str, ...] = ()  # Names of an input file's further datasets that are read with the images.
     first_epoch: tuple[float, ...] = ()  # Images/s of first epochs, if only these decode chunks; else empty.
 
     @property
@@ -89,8 +90,7 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
     others = [one for one in found.values() if workload.cpus not in tried or (usual and one.is_faster(usual))]
     best = max(others, key=lambda one: one.median, default=usual)
     if best is None:
-        few = f"too little time to measure num_workers={listed([str(number) for number in tried])}"
-        why = f"one per CPU; {few if tried else 'no number was measured'}"
+        why = "one per CPU, which was not measured" + " for lack of time" * bool(tried)
         return workload.cpus, f"If you use a DataLoader instead of H5Loader: num_workers={workload.cpus}, {why}."
     number = best.case.num_workers or 0
     why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"
@@ -109,7 +109,8 @@ def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> st
     if any(min(found) > 1 for found in ratios.values()):
         return f"{text}; the ratios vary too much to prefer another value"
     unclear = [f"{name}={value}" for value, found in sorted(ratios.items()) if max(found) >= 1]
-    return f"{text}; the difference to {listed(unclear)} is not clear" if unclear else text
+    which = f" to {listed(unclear)}" if len(ratios) > 1 else ""
+    return f"{text}; the difference{which} is not clear" if unclear else text
 
 
 def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> tuple[CachePlan | None, list[str]]:

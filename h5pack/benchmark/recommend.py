@@ -216,7 +216,9 @@ def choose(
 
 def _is_short(workload: Workload, speed: float) -> bool:
     """Return whether epochs at `speed` images/s, of the sample or of all images, are too short to compare variants."""
-    is_short = workload.sample_rows < MIN_EPOCH_SECONDS * speed or workload.num_images < SHORT_EPOCH_SECONDS * speed
+    # Generated images stand for sets of any size.
+    num_images = workload.num_images if workload.source else math.inf
+    is_short = workload.sample_rows < MIN_EPOCH_SECONDS * speed or num_images < SHORT_EPOCH_SECONDS * speed
     return is_short or is_small(workload.sample_rows, workload.row_bytes)
 
 
@@ -259,13 +261,18 @@ def _compared(
 def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bool) -> _Compared:
     """Return the variant of least effort (see `_effort`), or with `compare`, the fastest of those faster than it.
 
-    If several variants are fastest, return the one of least effort among them, so that noise does not decide.
+    If several variants are fastest, return the one of least effort among them, so that noise does not decide. Without
+    `compare`, return the variant nearest to the default instead of the input file if it is faster.
     """
 
     def least_effort(some: Sequence[_Compared]) -> _Compared:
         return min(some, key=lambda one: _effort(one.variant, workload))
 
     usual = least_effort(found)
+    packed = [one for one in found if not one.variant.is_input]
+    if not compare and usual.variant.is_input and packed:
+        default = least_effort(packed)
+        return default if default.is_faster(usual, MIN_REPEATS) else usual
     if compare and _effort(usual.variant, workload)[1] > _NEAR:
         # No variant is near the default: leave out those that are likely slower than another, and take the nearest.
         return least_effort([one for one in found if not any(other.is_likely_faster(one) for other in found)] or found)
@@ -409,9 +416,7 @@ def _times_text(ratio: float) -> str:
 
 
 def _command(variant: FileVariant, workload: Workload) -> str:
-    # Generated images stand for sets of any size, whose default chunks may be smaller.
-    is_default = workload.is_default(variant) and bool(workload.source)
-    chunk_rows = None if is_default else variant.chunk_rows
+    chunk_rows = None if workload.is_default(variant) else variant.chunk_rows
     options: dict[str, Any] = {**workload.options, "chunk_rows": chunk_rows, "compression": variant.compression}
     defaults = {"compression": "none", "layout": "nhwc", "mode": "rgb"}
     given = {name: value for name, value in options.items() if value not in (None, defaults.get(name))}
@@ -423,8 +428,7 @@ def _code(variant: FileVariant, case: BenchCase, workload: Workload) -> str:
     if variant.is_input:
         names += "" if variant.images == schema.IMAGES else f", images={variant.images!r}"
         names += "" if variant.labels in (None, schema.LABELS) else f", labels={variant.labels!r}"
-        fields = workload.options.get("fields")
-        names += f", fields={fields.split(',')}" if fields else ""
+        names += f", fields={list(workload.fields)}" if workload.fields else ""
     path = variant.path if variant.is_input else "packed.h5"
     asked = workload.asked_batch_size
     is_asked = asked in (None, case.batch_size)

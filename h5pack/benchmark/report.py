@@ -15,12 +15,15 @@ from typing import Any
 from h5pack.benchmark.cases import (
     CACHES,
     ENGINES,
+    MIN_EPOCH_SECONDS,
     MIN_REPEATS,
+    MIN_ROWS,
     NO_TIME,
     ORDERS,
     SHORT_EPOCH_SECONDS,
     BenchCase,
     CaseRepeats,
+    Ceiling,
     FileVariant,
     Measurement,
     is_small,
@@ -35,22 +38,9 @@ from h5pack.system.text import counted, format_bytes, listed
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
 _NOISY_RATIO, _SLOW_RATIO = 1.5, 1.25
-_LONG_SECONDS, _LONGER = 300, "seconds=300"  # For a busy machine: of more repeats, more outliers can be left out.
+_LONG_SECONDS = 300  # For a busy machine: of more repeats, more outliers can be left out.
 _Line = tuple[Measurement, list[str]]
 """A measurement, and further cells of its line in a table."""
-
-
-@dataclass(frozen=True)
-class Ceiling:
-    """An upper bound on the speed of readers on this machine. Only cold reads of compressed files may exceed it."""
-
-    name: str  # "memory copy" or "sequential read".
-    num_threads: int
-    cache: str  # "hot" or "cold": the page-cache state to which this bound applies.
-    speeds: tuple[float, ...]  # Images/s of each repeat.
-
-    def __str__(self) -> str:
-        return f"{self.name}, {counted(self.num_threads, 'thread')}"
 
 
 @dataclass
@@ -132,7 +122,12 @@ class BenchReport:
         """The parameters of `bench` and `to_text` that the text may advise to give, such as ``seconds=60``."""
         chosen = self.recommendation
         if chosen is not None:
-            given = (self._more_rows, self._hint()[1], _LONGER * chosen.busy, "labels=NAME" * bool(chosen.label_note))
+            given = (
+                self._more_rows,
+                self._hint()[1],
+                self._longer * chosen.busy,
+                "labels=NAME" * bool(chosen.label_note),
+            )
             return (*filter(None, given), "full=True")
         seconds = [] if self.enough_seconds is None else [f"seconds={self.enough_seconds}"]
         return *seconds, "orders='window'", "engines='direct'", "full=True"
@@ -151,42 +146,47 @@ class BenchReport:
         if chosen is None and self.enough_seconds is None:
             return "Nothing can be recommended, because the cases that decide the recommendation were not measured."
         if chosen is None:
-            few = "Too little was measured to recommend anything"
-            return f"{few}: give more time, seconds={self.enough_seconds} or more."
-        variant = next((one for one in self.variants if one.label == chosen.variant), None)
-        size = "" if variant is None or variant.chunk_bytes is None else f" ({format_bytes(variant.chunk_bytes)})"
+            return f"Too little was measured to recommend anything: give seconds={self.enough_seconds} or more."
+        sizes = {one.label: one.chunk_bytes for one in self.variants}
+        size = f" ({format_bytes(found)})" if (found := sizes.get(chosen.variant)) is not None else ""
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is for H5Loader"
         if chosen.busy:
             again = "measure again when nothing else uses the machine"
-            again += f", or longer ({_LONGER})" if self.budget_seconds < _LONG_SECONDS else ""
-            what = f"{what[0].lower()}{what[1:]}"
-            what = f"Speeds vary too much between repeats to say which file is fastest; {again}. Until then, {what}"
+            again += f", or longer ({self._longer})" if self._longer else ""
+            varies = "Speeds vary too much between repeats to say which file is fastest"
+            what = f"{varies}; {again}. Until then, {what[0].lower()}{what[1:]}"
         elif chosen.is_default and len(chosen.ties) > 1 and chosen.compared:
             what = f"No chunk size is measurably better: keep the default of {chosen.variant}{size}"
             if self.kind == "file" and chosen.convert:
                 what = f"Convert with {chunks}{size}; no other chunk size is measurably better"
-        speed = speed_range_text(chosen.images_per_s, *chosen.images_per_s_range)
-        threads = f"with num_threads={chosen.num_threads}"
+        text = f"{what}: {speed_range_text(chosen.images_per_s, *chosen.images_per_s_range)} "
+        text += f"with num_threads={chosen.num_threads}"
         if not chosen.compared and not self._more_rows:
             epoch = f"all {self.num_images:,} images are read in {epoch_text(self.num_images, chosen.images_per_s)}"
-            later = "an epoch after the first" if chosen.judged_by == "hot" else "an epoch"
-            return f"{what}: {speed} {threads}; {epoch}, so no other chunk size can save more in {later}."
-        text = f"{what}: {speed} {threads}"
+            later = "after the first epoch, " if chosen.judged_by == "hot" else ""
+            return f"{text}; {later}{epoch}, so other chunk sizes hardly matter."
         if not chosen.compared:
-            epoch = epoch_text(self.sample_rows, chosen.images_per_s)
-            text += f". The sample of {self.sample_rows:,} is read in {epoch}"
-            return f"{text}, too short to compare chunk sizes: give {self._more_rows}."
+            few = f"The sample of {self.sample_rows:,} is read in {epoch_text(self.sample_rows, chosen.images_per_s)}"
+            return f"{text}. {few}, too short to compare chunk sizes: give {self._more_rows}."
         ratio = _ratio_text(chosen)
         return f"{text}, {ratio}." if ratio else f"{text}."
+
+    @property
+    def _longer(self) -> str:
+        """The parameter `seconds` to advise on a busy machine; empty if that is not at least twice the budget."""
+        return f"seconds={_LONG_SECONDS}" if 2 * self.budget_seconds <= _LONG_SECONDS else ""
 
     @property
     def _more_rows(self) -> str:
         """The parameter `rows` to advise if the sample is too small, but the source is not; else empty."""
         chosen, rows = self.recommendation, self.num_images
-        if chosen is None or chosen.compared or self.sample_rows == rows or is_small(rows, self.row_bytes):
+        if chosen is None or chosen.compared:
             return ""
-        return f"rows={rows}" if rows > SHORT_EPOCH_SECONDS * chosen.images_per_s else ""
+        if self.kind == "generated":
+            return f"rows={max(MIN_ROWS, math.ceil(2 * MIN_EPOCH_SECONDS * chosen.images_per_s))}"
+        small = self.sample_rows == rows or is_small(rows, self.row_bytes)
+        return "" if small or rows <= SHORT_EPOCH_SECONDS * chosen.images_per_s else f"rows={rows}"
 
     def _hint(self) -> tuple[str, str]:
         """Return advice about other sources, and the parameter that it names; each is empty if there is none."""
@@ -197,14 +197,14 @@ class BenchReport:
             largest, counts = chosen.chunk_rows or 1, range(1, MANY_IMAGES)
             default = partial(plan_chunks, row_bytes=self.row_bytes, whole_pages=True)
             fewest = counts[bisect_left(counts, largest, key=lambda count: default(count).rows)] if largest > 1 else 1
-            return (f"Sets of fewer than {fewest:,} images get smaller chunks by default." if fewest > 1 else ""), ""
-        small = not chosen.compared and not self._more_rows
-        if small and chosen.convert and len(shape) in (2, 3):
+            text, given = f"Sets of fewer than {fewest:,} images get smaller chunks by default", f"chunk_rows={largest}"
+            return (f"{text}; {given} makes them as large.", given) if fewest > 1 else ("", "")
+        if not chosen.compared and not self._more_rows and chosen.convert and len(shape) in (2, 3):
             axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
             given = f"size={axes[0]}x{axes[1]}"
             rows = plan_chunks(MANY_IMAGES, self.row_bytes, whole_pages=True).rows
             larger = "" if chosen.chunk_rows == rows else f"A much larger set gets {counted(rows, 'row')} a chunk. "
-            return f"{larger}To compare sizes for a larger set of such images, omit the source and give {given}.", given
+            return f"{larger}To compare sizes for a larger set, omit the source and give {given}.", given
         return "", ""
 
     def ceiling_of(self, cache: str) -> Ceiling | None:

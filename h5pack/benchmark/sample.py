@@ -33,7 +33,7 @@ from h5pack.errors import (
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
 from h5pack.inspect.info import DatasetReport, describe_dataset, packing_options
-from h5pack.pack.options import ConvertOptions
+from h5pack.pack.options import ConvertOptions, convert_command
 from h5pack.pack.output import ConvertReport
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.hdf5 import find_item, open_file, require_dataset
@@ -51,6 +51,7 @@ MANY_IMAGES = 1_000_000
 MAX_SAMPLE_BYTES = 512 * 1024 * 1024
 # If images are small, generate more of them, so that an epoch takes many milliseconds.
 _GENERATED_IMAGES, _GENERATED_BYTES, _GENERATED_SIZE = 4_000, 96 * 1024 * 1024, (218, 178)
+_FILES = 2_000  # Generated files; a larger set repeats them, because writing a file takes as long as packing it.
 _FALLBACK_SIZE = (224, 224)
 _PROBE_IMAGES, _PROBE_BYTES, _PROBE_SECONDS = (64, 512), 64 * 1024 * 1024, 0.1
 _PACKING_SHARE = 0.2
@@ -111,6 +112,7 @@ class BenchInput:
     options: dict[str, Any]  # Keywords for converting the images with `convert`.
     split: str | None = None  # The split that a training reads; None if there is none.
     variant: FileVariant | None = None  # The input file as it is; None if the input is not an HDF5 file.
+    fields: tuple[str, ...] = ()  # Names of the input file's further datasets of numbers with one row per image.
     faults: tuple[str, ...] = ()  # Faults of the file's layout, as in the report of `h5pack.info`.
     fix: str | None = None  # The command that fixes the faults; None without faults.
     not_convertible: str = ""  # Why the input cannot be converted; empty if it can.
@@ -125,8 +127,8 @@ def find_input(
         row_bytes = 3 * height * width
         count = min(max(_GENERATED_IMAGES, _GENERATED_BYTES // row_bytes), MAX_SAMPLE_BYTES // row_bytes)
         count = max(MIN_IMAGES, count if rows is None else rows)
-        make_folder(folder, count, (min(height, MAX_SIDE), min(width, MAX_SIDE)))
-        return BenchInput(kind="generated", source=str(folder), num_images=count, options=options)
+        make_folder(folder, min(count, _FILES), (min(height, MAX_SIDE), min(width, MAX_SIDE)))
+        return BenchInput(kind="generated", source=_repeated(folder, count), num_images=count, options=options)
     source = os.fspath(path)
     if Path(path).is_file() and is_hdf5(Path(path)):
         found = _hdf5_input(source, options)
@@ -138,6 +140,16 @@ def find_input(
         images = counted(found.num_images, "image")
         raise OptionsError(f"{source}: {images}, too few to measure; at least {MIN_IMAGES} are needed", path=source)
     return found
+
+
+def _repeated(folder: Path, count: int) -> str:
+    """Write a manifest of `count` images that repeats the files of a class folder; return its path."""
+    files = itertools.islice(itertools.cycle(sorted(folder.glob("*/*"))), count)
+    manifest = folder / "images.csv"
+    with manifest.open("w") as stream:
+        stream.write("path,label\n")
+        stream.writelines(f"{one.relative_to(folder)},{one.parent.name}\n" for one in files)
+    return str(manifest)
 
 
 def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
@@ -167,7 +179,9 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
         # `convert` takes names of classes as labels, but they cannot be read in batches.
         if labels is not None and is_text(find_item(file, labels)):
             labels = None
-    dataset = H5Dataset(path, images=images, labels=labels)
+        fields = filter(None, options.get("fields", "").split(","))
+        numbers = tuple(name for name in fields if not is_text(find_item(file, name)))
+    dataset, fix = H5Dataset(path, images=images, labels=labels), stored.fix
     if form is not None:
         channel_axis = {"last": -1, "first": -3}.get(form.channel_axis)
         options |= {"layout": "nchw"} if channel_axis == -3 else {}
@@ -179,8 +193,9 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
         options=options,
         split=_training_split(dataset.splits),
         variant=_variant(dataset, "as it is"),
+        fields=numbers,
         faults=stored.faults,
-        fix=None if stored.fix is None else shlex.join(stored.fix),
+        fix=None if fix is None else shlex.join(convert_command(path, options) if fix[0] == "h5pack" else fix),
         not_convertible=str(refusal or ""),
     )
 

@@ -44,9 +44,9 @@ threads idle for longer at the end of an epoch.
 DECODING_BYTES = 256 * 1024
 """Bytes of decoded chunks that one task copies, or those of one chunk if it is larger."""
 
-_LARGE_BYTES = 8_192
-"""Decoded rows of at least this many bytes are copied one by one. Smaller rows are copied together by NumPy's fancy
-indexing, which is a single call but copies the data twice."""
+_LARGE_BYTES, _FEW_ROWS = 8_192, 8
+"""Decoded rows of at least this many bytes, or up to `_FEW_ROWS` rows of a chunk, are copied one by one. Other rows are
+copied together by NumPy's fancy indexing, which is a single call but copies the data twice."""
 
 ROWS = "row numbers"
 """Name of the batch field that holds the row numbers in the file. The space avoids a clash with a dataset's name."""
@@ -335,7 +335,7 @@ class GroupReader:
         for first, last in itertools.pairwise(edges[low : high + 1]):
             chunk, rows = self._engine.rows_in_chunk(field.name, group.rows[first:last], keep=self._keep)
             owners, slots = (part[first:last] for part in targets)
-            if field.row_bytes >= _LARGE_BYTES:
+            if field.row_bytes >= _LARGE_BYTES or len(rows) <= _FEW_ROWS:
                 for owner, slot, row in zip(owners.tolist(), slots.tolist(), rows.tolist(), strict=True):
                     arrays[owner].view(chunk.dtype)[slot] = chunk[row]
                 continue

@@ -100,8 +100,10 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     pack = describe_file(path, images, None, sized=False)
     rows = pack.indexes[images].rows
     labels = find_labels(file, images, rows) if datasets.labels is None else datasets.labels.strip("/") or None
-    fields = tuple(find_field(file, name) for name in datasets.fields)
-    if not fields and schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
+    asked = tuple(find_field(file, name) for name in datasets.fields)
+    fields = tuple(name for name in asked if name != labels)
+    twice = (Note(f"{labels!r} is packed as labels, and not as a field, too"),) if labels in asked else ()
+    if not asked and schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
         fields = tuple(own_fields(file))
     form = None if pack.indexes[images].is_encoded else _form(path, require_dataset(file, images), datasets)
     if form is None and (datasets.channel_axis or datasets.value_range):
@@ -137,7 +139,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         label_names=names,
         fields={tables[name]: column for name, column in columns.items()},
         pixel_fields=tuple(PixelField(tables[name], kind, rows_names) for name, kind in kinds.items()),
-        notes=_unused(file, images, rows, {images, labels, *fields}, labelled=labels is not None),
+        notes=(*twice, *_unused(file, images, rows, {images, labels, *fields}, labelled=labels is not None)),
         about=f"images {images!r}" + ("" if labels is None else f", labels {labels!r}"),
     )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from h5pack.benchmark.cases import CACHES, ENGINES, ORDERS, BenchCase, FileVariant, Measurement
+from h5pack.benchmark.cases import CACHES, ENGINES, ORDERS, BenchCase, Ceiling, FileVariant, Measurement
 from h5pack.benchmark.recommend import Recommendation
-from h5pack.benchmark.report import BenchReport, Ceiling
+from h5pack.benchmark.report import BenchReport
 from h5pack.format.plans import CachePlan
 
 ROW_BYTES = 116_412

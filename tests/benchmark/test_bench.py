@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,20 @@ def test_so_many_images_are_generated_that_they_can_be_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], rows: int | None, count: int
 ) -> None:
     made: list[Any] = []
-    monkeypatch.setattr("h5pack.benchmark.sample.make_folder", lambda *given: made.append(given[1:]))
-    assert find_input(None, {"size": size}, tmp_path, rows).num_images == count
-    assert made == [(count, (size[0], min(size[1], 1024)))]
+
+    def make(folder: Path, *given: Any) -> None:
+        made.append(given)
+        for name in "ab":
+            (folder / name).mkdir(parents=True)
+            (folder / name / "0.jpg").touch()
+
+    monkeypatch.setattr("h5pack.benchmark.sample.make_folder", make)
+    source = find_input(None, {"size": size}, tmp_path, rows)
+    assert source.num_images == count
+    assert made == [(min(count, 2_000), (size[0], min(size[1], 1024)))]
+    # Files are repeated, so that many images do not need many files.
+    lines = Path(source.source).read_text().splitlines()[1:]
+    assert Counter(lines) == {"a/0.jpg,a": -(-count // 2), "b/0.jpg,b": count // 2}
 
 
 def test_of_few_images_only_the_default_is_measured_and_not_for_long(folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from h5pack.benchmark import plots
-from h5pack.benchmark.report import BenchReport, Ceiling, SweepTable
+from h5pack.benchmark.cases import Ceiling
+from h5pack.benchmark.report import BenchReport, SweepTable
 from h5pack.errors import OptionsError
 from tests.benchmark import reports
 

@@ -287,11 +287,21 @@ def test_variants_are_not_compared_if_epochs_of_all_images_are_short(images: int
     assert (chosen.compared, chosen.variant) == (compared, "32 rows")
 
 
-@pytest.mark.parametrize("source", ["./in", ""])
-def test_the_command_for_generated_images_names_the_chunks(source: str) -> None:
-    found = [measured("32 rows", 99, 100, 101), measured("2 rows", 1, 2, 3)]
-    chosen = chosen_from(VARIANTS, *found, source=source, default_chunk_rows=32)
-    assert (chosen.is_default, "--chunk-rows 32" in chosen.command) == (True, not source)
+def test_generated_images_stand_for_sets_of_any_size() -> None:
+    found = [measured("32 rows", 9_900, 9_900, 9_900), measured("2 rows", 100, 100, 100)]
+    for source, compared in (("./in", False), ("", True)):
+        chosen = chosen_from(VARIANTS, *found, source=source, num_images=300, default_chunk_rows=32)
+        assert (chosen.compared, chosen.is_default, "--chunk-rows" in chosen.command) == (compared, True, False)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "convert"), [((900, 950, 1_000), True), ((101, 150, 190), False), ((90, 99, 102), False)]
+)
+def test_a_file_whose_epochs_are_short_is_converted_if_that_is_faster(speeds: tuple[float, ...], convert: bool) -> None:
+    found = [measured(INPUT.label, 98, 99, 100), measured("32 rows", *speeds), measured("2 rows", 2_000, 2_000, 2_000)]
+    chosen = chosen_from([INPUT, *VARIANTS], *found, num_images=4, default_chunk_rows=32)
+    assert (chosen.compared, chosen.convert) == (False, convert)
+    assert chosen.variant == ("32 rows" if convert else INPUT.label)
 
 
 def test_only_unclear_differences_are_called_so() -> None:
@@ -440,10 +450,10 @@ def test_of_ten_turns_the_lowest_and_the_highest_ratio_do_not_count() -> None:
 
 
 def test_the_code_for_the_input_file_reads_its_fields() -> None:
-    options = {"fields": "a/b,c"}
-    code = chosen_from([INPUT, *VARIANTS], measured(INPUT.label, 9, 9, 9), options=options).code
+    given: dict[str, Any] = {"options": {"fields": "a/b,c,text"}, "fields": ("a/b", "c")}
+    code = chosen_from([INPUT, *VARIANTS], measured(INPUT.label, 9, 9, 9), **given).code
     assert "fields=['a/b', 'c']" in code
-    assert "fields" not in chosen_from(VARIANTS, measured("32 rows", 9, 9, 9), options=options).code
+    assert "fields" not in chosen_from(VARIANTS, measured("32 rows", 9, 9, 9), **given).code
 
 
 def test_the_command_has_the_options_that_made_the_rows() -> None:

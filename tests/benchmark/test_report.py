@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 
-from h5pack.benchmark.cases import Measurement
-from h5pack.benchmark.report import BenchReport, Ceiling, SweepTable, measured_text, printable, speed_text
+from h5pack.benchmark.cases import Ceiling, Measurement
+from h5pack.benchmark.report import BenchReport, SweepTable, measured_text, printable, speed_text
 from tests.benchmark import reports
 
 
@@ -177,9 +177,19 @@ def test_the_headline_says_why_nothing_could_be_compared() -> None:
     assert not any(part in report.headline() for part in ("vary", "sample"))
     # A few images like the generated ones would get smaller chunks.
     report.kind = "generated"
-    assert report.parameters == ("full=True",)
+    assert report.parameters == ("chunk_rows=36", "full=True")
     assert "2,241" in report.to_text()
-    assert "chunk_rows=" not in report.to_text().partition("- ")[2]
+    # Generated images are many enough if an epoch takes 10 ms.
+    report.recommendation = reports.recommended(reports.packed(36), compared=False, images_per_s=1_000_000)
+    assert report.parameters == ("rows=10000", "full=True")
+    assert "rows=10000" in report.headline()
+
+
+@pytest.mark.parametrize(("seconds", "longer"), [(60, True), (150, True), (240, False), (300, False)])
+def test_more_time_is_advised_only_if_it_is_much_more(seconds: float, longer: bool) -> None:
+    report = reports.folder_report()
+    report.budget_seconds, report.recommendation = seconds, reports.recommended(reports.packed(36), busy=True)
+    assert ("seconds=300" in report.headline(), "seconds=300" in report.parameters) == (longer, longer)
 
 
 def test_the_full_text_has_every_case_and_note() -> None:

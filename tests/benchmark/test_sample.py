@@ -133,6 +133,20 @@ def test_names_of_classes_as_labels_do_not_stop_a_benchmark(tmp_path: Path, give
     assert (found.num_images, found.options["labels"], "fields" in found.options) == (40, "y", False)
 
 
+def test_the_fix_and_the_code_suit_the_labels_and_fields(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("x", data=np.zeros((300, 64, 64, 3), np.uint8), chunks=(1, 64, 64, 3), compression="gzip")
+        file["age"], file["grade"], file["name"] = np.zeros(300), np.arange(300), ["p1", "p2"] * 150
+    for given, fields in (({}, ["age", "grade", "name"]), ({"labels": "grade"}, ["age", "name"])):
+        found = find_input(tmp_path / "f.h5", given, tmp_path)
+        # Texts can be packed, but not read.
+        assert found.fields == tuple(fields[:-1])
+        assert found.fix is not None
+        words = found.fix.split()
+        assert words[words.index("--fields") + 1] == ",".join(fields)
+        assert ("--labels grade" in found.fix) == bool(given)
+
+
 def test_rows_that_are_no_images_are_only_read_as_they_are(tmp_path: Path, scratch: ScratchFolder) -> None:
     path = tmp_path / "features.h5"
     with h5py.File(path, "w") as file:

@@ -142,6 +142,16 @@ def test_datasets_that_are_not_packed_are_named(tmp_path: Path) -> None:
     assert catalog(tmp_path / "o.h5").notes == ()
 
 
+def test_labels_are_not_packed_as_a_field_too(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.h5", images=IMAGES, grade=LABELS, boxes=np.zeros((ROWS, 4)))
+    found = catalog(path, labels="grade", fields=("boxes", "grade"))
+    assert list(found.fields) == ["boxes"]
+    assert np.array_equal(found.labels, LABELS)
+    (note,) = found.notes
+    assert "'grade'" in note.text
+    assert catalog(path, labels="grade", fields=("boxes",)).notes == ()
+
+
 def test_fields_are_rows_of_numbers(tmp_path: Path) -> None:
     age = np.arange(ROWS, dtype=">f4")
     path = write(tmp_path / "f.h5", x=IMAGES, meta__age=age, name=np.array([b"a"] * ROWS), labels2=age[:3], images=1)
