@@ -77,7 +77,7 @@ def append(
         Show progress bars on standard error if it is a terminal.
     **options
         Keywords of `h5pack.convert` that describe the source (such as `source_kind`, `label_columns`, `include`), and
-        `order`, `seed`, `val`, `strict`, `num_workers`, `start_method` and `io`.
+        `order`, `seed`, `val`, `val_groups`, `strict`, `num_workers`, `start_method` and `io`.
 
     Returns
     -------

@@ -48,6 +48,7 @@ def convert(
     order: str = "shuffled",
     seed: int = 0,
     val: float | None = None,
+    val_groups: str | None = None,
     chunk_rows: int | None = None,
     chunk_bytes: int | str | None = None,
     max_pixels: int = MAX_PIXELS,
@@ -155,6 +156,9 @@ def convert(
     val : float, optional
         Move this fraction of each class (of all images, if there are no classes) from the training split to a split
         "val". A source without splits is divided into "train" and "val".
+    val_groups : str, optional
+        Name of a field, such as the person in an image. Images with equal values in this field stay in one split. The
+        groups whose images make up the fraction `val` most closely are moved, regardless of classes.
     chunk_rows : int, optional
         Rows per chunk.
     chunk_bytes : int or str, optional
@@ -217,9 +221,10 @@ def convert(
         keypoint_columns=keypoint_columns, box_format=box_format, images=images, labels=labels, fields=fields,
         channel_axis=channel_axis, value_range=value_range, size=size, fit=fit, resample=resample, draft=draft,
         mode=mode, layout=layout, keep=keep, max_side=max_side, quality=quality, order=order, seed=seed, val=val,
-        chunk_rows=chunk_rows, chunk_bytes=chunk_bytes, max_pixels=max_pixels, compression=compression, compat=compat,
-        strict=strict, shard_bytes=shard_bytes, num_workers=num_workers, start_method=start_method, io=io,
-        overwrite=overwrite, resume=resume, part=part, finish=finish, client=client, progress=progress,
+        val_groups=val_groups, chunk_rows=chunk_rows, chunk_bytes=chunk_bytes, max_pixels=max_pixels,
+        compression=compression, compat=compat, strict=strict, shard_bytes=shard_bytes, num_workers=num_workers,
+        start_method=start_method, io=io, overwrite=overwrite, resume=resume, part=part, finish=finish, client=client,
+        progress=progress,
     )  # fmt: skip
     with conversion:
         return conversion.run()

@@ -57,6 +57,9 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         help="move FRACTION (such as 0.1) of the training images of each class to a split named val",
     )  # fmt: skip
     what.add_argument(
+        "--val-groups", metavar="FIELD", help="with --val: keep images with equal values in this field in one split"
+    )
+    what.add_argument(
         "--root", metavar="DIR",
         help="folder that relative paths of a manifest or of COCO start from (default for a manifest: its folder)",
     )  # fmt: skip

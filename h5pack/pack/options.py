@@ -22,7 +22,7 @@ from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import KINDS, SourceOptions
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
-from h5pack.sources.validation import training_split
+from h5pack.sources.validation import group_ids, training_split
 from h5pack.system.parameters import invalid
 
 LAYOUTS = ("nhwc", "nchw")
@@ -37,6 +37,7 @@ RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 _LATER = (
     "compression", "images", "labels", "fields", "channel_axis", "value_range", "val", "keep", "max_side", "quality",
     "mask_columns", "image_columns", "text_columns", "box_columns", "keypoint_columns", "box_format", "shard_bytes",
+    "val_groups",
 )  # fmt: skip
 # Options that cannot be combined with `keep`, and options that require it.
 _OF_PIXELS = ("size", "fit", "resample", "draft", "mode", "layout", "chunk_rows", "chunk_bytes", "compression")
@@ -79,6 +80,7 @@ class ConvertOptions:
     order: str = "shuffled"
     seed: int = 0
     val: float | None = None
+    val_groups: str | None = None
     chunk_rows: int | None = None
     chunk_bytes: int | None = None
     max_pixels: int = MAX_PIXELS
@@ -152,6 +154,9 @@ class ConvertOptions:
         self._check_keep()
         if self.val is not None:
             check_fraction("val", self.val)
+        if self.val_groups is not None and self.val is None:
+            given = (f"val_groups={self.val_groups!r}", "val")
+            raise OptionsError(f"{given[0]} cannot be used without val; give val, too", parameters=given)
         if self.chunk_rows is not None and self.chunk_bytes is not None:
             raise OptionsError(
                 "chunk_rows and chunk_bytes both set the size of a chunk; give only one of them",
@@ -266,8 +271,8 @@ class ConvertOptions:
 def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> None:
     """Raise OptionsError for options that cannot be used with the source.
 
-    These are `val` if no split can be divided, `draft` if samples have masks or further images, and `keep` if samples
-    have further images.
+    These are `val` if no split can be divided, `val_groups` if there is no such field, `draft` if samples have masks or
+    further images, and `keep` if samples have further images. Fields of samples are not known yet.
     """
     if options.draft and catalog.pixel_fields:
         raise OptionsError(
@@ -285,6 +290,8 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
         )
     if options.val is not None:
         training_split(source, catalog, options.val)  # Raises OptionsError if no split can be divided.
+    if options.val_groups is not None and not catalog.reader.has_labels:
+        group_ids(source, catalog, options.val_groups)  # Raises OptionsError if there is no such field.
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:

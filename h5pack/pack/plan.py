@@ -25,7 +25,7 @@ from h5pack.pack.survey import Survey
 from h5pack.read.hdf5 import utf8
 from h5pack.sources.catalog import MISSING_FILE_REASONS, Catalog, Note, Reject
 from h5pack.sources.map_style import with_labels
-from h5pack.sources.validation import divide, training_split
+from h5pack.sources.validation import divide
 from h5pack.system.arrays import shuffled_split
 from h5pack.system.parameters import invalid
 from h5pack.system.text import counted, format_bytes
@@ -346,6 +346,7 @@ class ConvertPlan:
         splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in self.split_rows().items())
         if options.val is not None:
             of = "each class" if self.catalog.labels is not None and self.catalog.labels.ndim == 1 else "the images"
+            of = of if options.val_groups is None else f"the images, by whole groups of {options.val_groups!r},"
             taken = "" if len(self.catalog.split_names) == 2 else " in the training split"
             splits += f" (val: {options.val:g} of {of}{taken}, seed {options.seed})"
         file = format_bytes(self.file_bytes)
@@ -415,7 +416,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
     if survey.labels is not None or catalog.reader.has_labels:
         catalog = with_labels(catalog, survey.labels, survey.unused)
     if options.val is not None:
-        catalog = divide(catalog, training_split(source, catalog, options.val), usable, options.val, options.seed)
+        catalog = divide(source, catalog, usable, options.val, options.seed, options.val_groups)
     seed = options.seed if options.order == "shuffled" else None
     split_ids = catalog.split_ids if len(usable) == len(catalog) else catalog.split_ids[usable]
     order = order_rows(usable, split_ids, len(catalog.split_names), seed)

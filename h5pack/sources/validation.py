@@ -1,4 +1,7 @@
-"""Division of the training images: a fraction of them, chosen by a hash, becomes a split for validation."""
+"""Division of the training images: a fraction of them, chosen by a hash, becomes a split for validation.
+
+The fraction is one of each class or, so that related images stay together, consists of whole groups.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import OptionsError
+from h5pack.format.fields import RaggedRows
 from h5pack.sources.catalog import Catalog, one_split
 from h5pack.sources.folders import split_rank
 from h5pack.system.arrays import shuffled_split
-from h5pack.system.text import counted
+from h5pack.system.text import counted, listed
 
 _NAME = "val"
 # A split number for `shuffled_split`, to choose the images for validation. It is far above real split numbers, so that
@@ -49,19 +53,47 @@ def divided_names(names: tuple[str, ...], training: int) -> tuple[str, ...]:
     return (*names[:training], first, _NAME, *names[training + 1 :])
 
 
-def divide(catalog: Catalog, training: int, usable: npt.NDArray[np.int64], val: float, seed: int) -> Catalog:
-    """Return the catalog with a split for validation, inserted after the split with the index `training`.
+def group_ids(source: str, catalog: Catalog, field: str) -> npt.NDArray[np.int64]:
+    """Number the distinct values of a field; return the number of each image's value, int64 (n,).
+
+    Raise OptionsError if there is no such field.
+    """
+    values = catalog.fields.get(field)
+    if values is None:
+        fields = listed([repr(name) for name in catalog.fields]) if catalog.fields else "none"
+        raise OptionsError(
+            f"{source}: val_groups={field!r} is not one of the fields ({fields}); a column becomes a field with "
+            "field_columns or text_columns, a dataset of an HDF5 file or a key of samples with fields",
+            path=None if catalog.kind == "dataset" else source,
+            parameters=(f"val_groups={field!r}", "field_columns", "text_columns", "fields"),
+        )
+    if isinstance(values, RaggedRows):
+        rows = [values.row(index).tobytes() for index in range(len(values))]
+        numbers = {row: number for number, row in enumerate(sorted(set(rows)))}
+        return np.array([numbers[row] for row in rows], np.int64)
+    return np.unique(values.reshape(len(values), -1), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+
+def divide(
+    source: str, catalog: Catalog, usable: npt.NDArray[np.int64], val: float, seed: int, group_field: str | None = None
+) -> Catalog:
+    """Return the catalog with a split for validation, inserted after the split that it is taken from.
 
     `usable` are the indices of the images to choose from, int64 (n,). The new split gets the fraction `val` of those in
-    the divided split. Raise OptionsError if it would get none or all of them.
+    the divided split. With `group_field`, images with equal values in this field stay in one split. Raise OptionsError
+    if one split would have no images, and as `training_split` and `group_ids` do.
     """
+    training = training_split(source, catalog, val)
     images = usable[catalog.split_ids[usable] == training]
-    labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None
-    chosen = choose_val(None if labels is None else labels[images], len(images), val, seed)
+    if group_field is not None:
+        chosen = choose_groups(group_ids(source, catalog, group_field)[images], val, seed)
+    else:
+        labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None
+        chosen = choose_val(None if labels is None else labels[images], len(images), val, seed)
     if chosen.all() or not chosen.any():
         raise OptionsError(
             f"val={val!r} of {counted(len(images), 'image')} is {int(chosen.sum())}, but each split needs at least "
-            "one; give another fraction",
+            f"one {'image' if group_field is None else 'group'}; give another fraction",
             parameters=(f"val={val!r}",),
         )
     split_ids = catalog.split_ids + (catalog.split_ids > training).astype(np.int32)
@@ -88,3 +120,16 @@ def choose_val(labels: npt.NDArray[np.int64] | None, count: int, val: float, see
     chosen = np.zeros(count, np.bool_)
     chosen[by_class[positions < np.repeat(quotas, sizes)]] = True
     return chosen
+
+
+def choose_groups(groups: npt.NDArray[np.int64], val: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Return which images go to the split for validation, bool (n,): whole groups with about the fraction `val` of all.
+
+    `groups`, int64 (n,), is the group of each image. A hash orders the groups. The first ones are chosen, as many as
+    come closest to the fraction, but at least one and not all.
+    """
+    ids = np.unique(groups, return_inverse=True)[1].reshape(-1)
+    order = shuffled_split(int(ids.max(initial=-1)) + 1, seed, _HASH)
+    totals = np.cumsum(np.bincount(ids, minlength=len(order))[order])[:-1]
+    count = int(np.argmin(np.abs(totals - val * len(ids)))) + 1 if len(totals) else 0
+    return np.isin(ids, order[:count])

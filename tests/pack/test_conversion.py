@@ -482,6 +482,72 @@ def test_only_the_images_for_training_are_divided(
             h5pack.convert(source, tmp_path / "p.h5", **quick(val=val))
 
 
+def persons(path: Path, of: str = "train") -> set[int]:
+    """The persons in a split, by the number of the image: four images show one."""
+    return {int(Path(name).stem) // 4 for name in splits_of(path)[of]}
+
+
+class People(Samples):
+    def __getitem__(self, index: int) -> Any:
+        return {"image": pixels(index), "label": index % 2, "person": [float(index // 4)] * 2}
+
+
+@pytest.mark.parametrize("kind", ["number", "text", "dataset"])
+def test_images_of_one_group_stay_in_one_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    source, out = tmp_path / "in.csv", tmp_path / "o.h5"
+    lines = ["path,label,person,name"]
+    for number in range(22):
+        save(tmp_path / f"{number}.jpg", number, (20, 14))
+        lines.append(f"{number}.jpg,{number % 2},{number // 4},{'p' * (1 + number // 4)}")
+    source.write_text("\n".join(lines) + "\n")
+    given: dict[str, Any] = {
+        "number": {"field_columns": "person", "val_groups": "person"},
+        "text": {"text_columns": "name", "val_groups": "name"},
+        "dataset": {"fields": "person", "val_groups": "person"},
+    }[kind]
+    found: Any = People() if kind == "dataset" else source
+    h5pack.convert(found, out, **quick(val=0.3, chunk_rows=2, num_workers=1, **given))
+    # Five persons with four images, and one with two (a dataset: three), of which two or one and a half are 0.3.
+    assert len(persons(out, "val")) in (1, 2)
+    assert persons(out, "val") | persons(out) == set(range(6))
+    assert persons(out, "val").isdisjoint(persons(out))
+    assert h5pack.convert(found, out, **quick(val=0.3, chunk_rows=2, resume=True, **given)).already_complete
+    others = [{**given, "val_groups": None}]
+    if kind != "dataset":
+        whole = out.read_bytes()
+        out.unlink()
+        interrupted(found, out, monkeypatch, rows=9, val=0.3, **given)
+        for other in others:
+            with pytest.raises(ResumeError) as caught:
+                h5pack.convert(found, out, **quick(val=0.3, chunk_rows=2, resume=True, **other))
+            assert any("val_groups" in one for one in caught.value.parameters)
+        h5pack.convert(found, out, **quick(val=0.3, chunk_rows=2, resume=True, **given))
+        assert out.read_bytes() == whole
+
+
+def test_groups_are_a_field_and_at_least_two(tmp_path: Path) -> None:
+    source, out = tmp_path / "in.h5", tmp_path / "o.h5"
+    with h5py.File(source, "w") as file:
+        file["images"], file["one"], file["two"] = np.zeros((9, 8, 8, 3), np.uint8), [b"x"] * 9, [[1, 2]] * 8 + [[1, 3]]
+    for options in (
+        {"val": 0.5, "val_groups": "one"},
+        {"val": 0.5, "val_groups": "one", "fields": "two"},
+        {"val_groups": "one"},
+    ):
+        with pytest.raises(OptionsError) as caught:
+            h5pack.convert(source, out, **quick(**options))
+        assert "val_groups='one'" in caught.value.parameters
+    with pytest.raises(OptionsError) as caught:
+        h5pack.convert(source, out, **quick(val=0.5, val_groups="one", fields="one"))
+    assert caught.value.parameters == ("val=0.5",)
+    with pytest.raises(OptionsError) as caught:
+        h5pack.convert(People(), out, **quick(val=0.5, val_groups="unknown"))
+    assert "val_groups='unknown'" in caught.value.parameters
+    h5pack.convert(source, out, **quick(val=0.5, val_groups="two", fields=("one", "two")))
+    assert sorted(map(len, splits_of(out).values())) == [1, 8]
+    assert leftovers(tmp_path) == {"in.h5", "o.h5"}
+
+
 @pytest.mark.parametrize("dataset", [Samples(), Table()])
 def test_a_validation_split_of_a_dataset(tmp_path: Path, dataset: Samples) -> None:
     h5pack.convert(dataset, tmp_path / "o.h5", **quick(val=0.25, mode="gray"))

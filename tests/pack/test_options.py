@@ -94,7 +94,7 @@ CONTENT = {
     "split_column": "s", "field_columns": ("f",), "images": "data/x", "labels": "", "fields": ("age",),
     "channel_axis": "first", "value_range": (-1.0, 1.0), "val": 0.25, "keep": "jpeg", "max_side": 7, "quality": 50,
     "mask_columns": ("m",), "image_columns": ("i",), "text_columns": ("t",), "box_columns": ("b",),
-    "keypoint_columns": ("k",), "box_format": "xywh",
+    "keypoint_columns": ("k",), "box_format": "xywh", "val_groups": "f",
 }  # fmt: skip
 ELSEWHERE = {
     "num_workers": 3, "start_method": "spawn", "io": "buffered", "overwrite": True, "resume": True, "strict": True,
@@ -109,6 +109,7 @@ def test_every_option_either_changes_content_or_does_not() -> None:
     for name, value in CONTENT.items():
         sized = {"size": (4, 4)} if name in ("fit", "resample") else {}
         sized |= {"keep": "jpeg"} if name in ("max_side", "quality") else {}
+        sized |= {"val": 0.5} if name == "val_groups" else {}
         content = ConvertOptions(**{name: value, **sized}).content()  # type: ignore[arg-type]
         assert {key for key in content if content[key] != default.get(key)} == {
             "source" if name == "source_kind" else name,

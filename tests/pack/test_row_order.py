@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from h5pack.pack.finish import moved_runs
 from h5pack.pack.plan import close_holes, order_rows
-from h5pack.sources.validation import choose_val
+from h5pack.sources.validation import choose_groups, choose_val
 from h5pack.system.arrays import shuffled_split
 
 # The order of every pack ever made hangs on these; they never change.
@@ -119,6 +119,7 @@ def test_the_validation_split_never_changes_between_releases() -> None:
     labels = np.array([5, 7, 5, 7, 7, -1, 7, 5, 7, 7])
     assert np.flatnonzero(choose_val(labels, 10, 0.3, 0)).tolist() == [3, 4, 7]
     assert np.flatnonzero(choose_val(None, 10, 0.3, 0)).tolist() == [2, 4, 7]
+    assert np.flatnonzero(choose_groups(labels, 0.3, 0)).tolist() == [1, 3, 4, 6, 8, 9]
 
 
 class_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=12)
@@ -143,3 +144,18 @@ def test_what_a_seed_chooses_for_validation_is_even() -> None:
     # Each image is expected in 40 of them, with a standard deviation of 6.
     assert min(counts) > 15
     assert max(counts) < 70
+
+
+@given(class_sizes, st.floats(0.001, 0.999), st.integers(0, 2**63 - 1))
+@example([1, 99], 0.9, 0)
+@example([5], 0.5, 0)
+def test_whole_groups_come_closest_to_the_fraction(sizes: list[int], val: float, seed: int) -> None:
+    groups = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)) * 7 - 1, sizes))
+    chosen = choose_groups(groups, val, seed)
+    assert set(groups[chosen]).isdisjoint(groups[~chosen])
+    # In the order of the hash, each beginning of the groups, except none and all of them.
+    order = shuffled_split(len(sizes), seed, 2**32).tolist()
+    misses = [abs(sum(sizes[group] for group in order[:count]) - val * len(groups)) for count in range(1, len(sizes))]
+    assert abs(chosen.sum() - val * len(groups)) == min(misses, default=val * len(groups))
+    assert chosen.any() == (len(sizes) > 1)
+    assert not chosen.all()
