@@ -9,13 +9,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from h5pack.order.row_ranges import Rows
 from h5pack.order.window import ChunkGroup, OrderPlan
+from h5pack.system.properties import cached_property
 
 _VERSION = 1
 BLOCK_ROWS = 1_024

@@ -21,7 +21,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from h5pack.order.row_ranges import EpochRows, Rows, RowSampler
 from h5pack.order.weights import WeightedRows
 from h5pack.system.arrays import shuffled
 from h5pack.system.parameters import whole_number
+from h5pack.system.properties import cached_property
 
 ORDER_VERSION = 1
 SHUFFLES = ("window", "full", "chunk", False)

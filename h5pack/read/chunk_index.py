@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import h5py
@@ -22,6 +21,7 @@ from h5pack.read.codecs import Codec, UnsupportedFilterError, find_codec
 from h5pack.read.hdf5 import ChunkTable, chunk_grid, chunk_table, dataset_error, filters_of, find_item, require_filters
 from h5pack.read.storage import SourceFile, has_preadv
 from h5pack.system.arrays import consecutive_runs
+from h5pack.system.properties import cached_property
 
 _MAX_GROUP_ROWS = 4_096
 """Maximum number of rows in a chunk group of a contiguous dataset, so that a shuffle window of groups stays small."""

@@ -12,7 +12,6 @@ number of threads.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import itertools
 import threading
@@ -36,6 +35,7 @@ from h5pack.read.read_plan import MAX_GAP_BYTES
 from h5pack.read.storage import SourceFile, Storage
 from h5pack.read.virtual import index_rows
 from h5pack.system.arrays import run_edges
+from h5pack.system.properties import cached_property
 
 _READ_BYTES = 8 * 1024 * 1024
 """Maximum size in bytes of one read of a pack's encoded rows, unless a single row is larger."""
@@ -223,7 +223,7 @@ class EncodedIndex(ChunkIndex):
     def files(self) -> frozenset[SourceFile]:
         return self.data.files
 
-    @functools.cached_property
+    @cached_property
     def base(self) -> int | None:
         """Byte offset of `data` in its own file; None if other files store the bytes, or chunks are not adjacent."""
         if not self.data.in_own_file:

@@ -20,7 +20,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ from h5pack.read.read_plan import ScatterPlan, plan_reads, plan_scatter
 from h5pack.read.storage import FileIdentity, Storage
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import equal_runs
+from h5pack.system.properties import cached_property
 
 
 @dataclass

@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from h5pack.read.chunk_index import ChunkIndex, RowRanges, SourceDataset, contiguous_group_rows
 from h5pack.read.storage import SourceFile
 from h5pack.system.arrays import equal_runs
+from h5pack.system.properties import cached_property
 
 Integers = npt.NDArray[np.int64]
 
