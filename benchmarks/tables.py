@@ -341,7 +341,7 @@ def percent(share: float) -> str:
 def mixing_table(result: dict[str, Any]) -> str:
     """The figures of mixing as a Markdown table."""
     shuffled, by_class = result["packs"]["shuffled"], result["packs"]["sorted"]
-    columns = ("order", "shuffled pack: distance", "to full", "sorted pack: distance", "to full", "chunks a batch")
+    columns = ("order", "shuffled pack: distance", "vs full", "sorted pack: distance", "vs full", "chunks a batch")
     where = f"{by_class['rows']:,} rows of {result['classes']} classes in {by_class['chunks']} chunks"
     known = f"a full shuffle's distance is {by_class['expected_distance']:.4f}, calculated"
     lines = [

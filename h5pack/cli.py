@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import glob
 import io
 import os
 import signal
@@ -14,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from h5pack.commands import bench, combine, convert, doctor, export, inspect
@@ -154,10 +156,13 @@ def _terminate(number: int, frame: Any) -> None:
 
 def _interrupted(arguments: argparse.Namespace) -> str:
     """Return the message after SIGINT or SIGTERM: which file was kept, and how to continue."""
-    out = getattr(arguments, "out", None)
-    # `append` first packs the new images into OUT.new.
-    endings = (".partial", ".partial.survey", ".new", ".new.partial", ".new.partial.survey")
-    for kept in () if out is None else [f"{out}{ending}" for ending in endings]:
+    if getattr(arguments, "out", None) is None:
+        return "interrupted"
+    out = Path(arguments.out)
+    # `append` first packs the new images into OUT.new or, if OUT is a virtual file, into a further shard.
+    endings = (".partial", ".partial.shards", ".partial.survey", ".new", ".new.partial", ".new.partial.survey")
+    shards = f"{glob.escape(out.stem)}-?????{glob.escape(out.suffix)}.partial*"
+    for kept in (*(f"{out}{ending}" for ending in endings), *map(str, sorted(out.parent.glob(shards)))):
         if os.path.exists(kept):
             in_parts = getattr(arguments, "part", None) or getattr(arguments, "finish", False)
             again = "again" if in_parts else "with --resume"

@@ -10,7 +10,7 @@
     ├── RejectedImageError (ValueError)      one image cannot be packed (raised only with ``strict``)
     ├── OutputExistsError (FileExistsError)  the output, finished or unfinished, already exists
     ├── OutputBusyError (BlockingIOError)    another conversion is writing this output
-    ├── NoSpaceError (OSError)               the output does not fit on its file system
+    ├── NoSpaceError (OSError)               the output or temporary files do not fit on the disk
     ├── ResumeError (ValueError)             the interrupted conversion had other options or another source
     ├── WorkerError (RuntimeError)           a worker process died, or cannot be used
     ├── PackFormatError (ValueError)         a file is missing, damaged, not a pack, or lacks a requested dataset
@@ -111,7 +111,7 @@ class OutputBusyError(H5PackError, BlockingIOError):
 
 
 class NoSpaceError(H5PackError, OSError):
-    """The output does not fit on its file system."""
+    """The output, or temporary files, do not fit on their file system."""
 
 
 class ResumeError(H5PackError, ValueError):

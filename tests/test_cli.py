@@ -223,6 +223,9 @@ def test_a_signal_in_a_weakref_callback_is_not_lost(
         (".partial", {}, True),
         (".partial.survey", {}, True),
         (".new.partial", {}, True),
+        (".partial.shards", {}, True),
+        ("o-00003.h5.partial", {}, True),
+        ("o-00003.h5.partial.survey", {}, True),
         (".partial", {"part": "2/3"}, False),
         (".partial", {"finish": True}, False),
     ],
@@ -231,7 +234,8 @@ def test_an_interruption_names_the_unfinished_file_and_an_option_that_continues_
     tmp_path: Path, ending: str, options: dict[str, object], resumes: bool
 ) -> None:
     out = tmp_path / "o.h5"
-    Path(f"{out}{ending}").write_bytes(b"x")
+    kept = tmp_path / ending if ending[0] == "o" else Path(f"{out}{ending}")
+    kept.write_bytes(b"x")
     text = cli._interrupted(argparse.Namespace(out=str(out), **options))
-    assert f"{out}{ending} " in text
+    assert f"{kept} " in text
     assert ("--resume" in text) == resumes

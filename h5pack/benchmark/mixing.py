@@ -120,7 +120,7 @@ class MixingReport:
         lines = [
             f"{self.rows:,} rows in {counted(self.chunks, 'chunk')}, batches of {self.batch_size}; sampled {sampled}.",
             "",
-            "order             label distance  to full  to file  to next epoch  chunks a batch",
+            "order             label distance  vs full  vs file  vs next epoch  chunks a batch",
             *map(self._line, self.orders),
             "",
         ]

@@ -48,8 +48,8 @@ _LARGE_BYTES, _FEW_ROWS = 8_192, 8
 """Decoded rows of at least this many bytes, or up to `_FEW_ROWS` rows of a chunk, are copied one by one. Other rows are
 copied together by NumPy's fancy indexing, which is a single call but copies the data twice."""
 
-ROWS = "row numbers"
-"""Name of the batch field that holds the row numbers in the file. The space avoids a clash with a dataset's name."""
+ROWS = "row numbers\0"
+"""Name of the batch field that holds the row numbers in the file. No dataset has this name, because of its NUL."""
 
 Task = Callable[[], None]
 OnArrival = Callable[[list[Span]], None]

@@ -22,7 +22,7 @@ from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import KINDS, SourceOptions
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
-from h5pack.sources.validation import group_ids, training_split
+from h5pack.sources.validation import require_field, training_split
 from h5pack.system.parameters import invalid
 
 LAYOUTS = ("nhwc", "nchw")
@@ -291,7 +291,7 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
     if options.val is not None:
         training_split(source, catalog, options.val)  # Raises OptionsError if no split can be divided.
     if options.val_groups is not None and not catalog.reader.has_labels:
-        group_ids(source, catalog, options.val_groups)  # Raises OptionsError if there is no such field.
+        require_field(source, catalog, options.val_groups)  # Raises OptionsError if there is no such field.
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:
@@ -309,7 +309,7 @@ def is_integer(value: object) -> TypeGuard[int]:
 def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
     """Raise OptionsError unless `value` is an integer from `minimum` to `maximum`."""
     if not is_integer(value):
-        raise invalid(name, value, " is not a whole number")
+        raise invalid(name, value, " is not an integer")
     if value < minimum or (maximum is not None and value > maximum):
         allowed = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
         raise invalid(name, value, f"; it must be {allowed}")

@@ -346,7 +346,7 @@ class ConvertPlan:
         splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in self.split_rows().items())
         if options.val is not None:
             of = "each class" if self.catalog.labels is not None and self.catalog.labels.ndim == 1 else "the images"
-            of = of if options.val_groups is None else f"the images, by whole groups of {options.val_groups!r},"
+            of = of if options.val_groups is None else f"the images, in whole groups of {options.val_groups!r}"
             taken = "" if len(self.catalog.split_names) == 2 else " in the training split"
             splits += f" (val: {options.val:g} of {of}{taken}, seed {options.seed})"
         file = format_bytes(self.file_bytes)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import OptionsError
-from h5pack.format.fields import RaggedRows
+from h5pack.format.fields import FieldValues, RaggedRows
 from h5pack.sources.catalog import Catalog, one_split
 from h5pack.sources.folders import split_rank
 from h5pack.system.arrays import shuffled_split
@@ -53,20 +53,25 @@ def divided_names(names: tuple[str, ...], training: int) -> tuple[str, ...]:
     return (*names[:training], first, _NAME, *names[training + 1 :])
 
 
-def group_ids(source: str, catalog: Catalog, field: str) -> npt.NDArray[np.int64]:
-    """Number the distinct values of a field; return the number of each image's value, int64 (n,).
+def require_field(source: str, catalog: Catalog, field: str) -> FieldValues:
+    """Return the values of the field by which images are grouped; raise OptionsError if there is no such field.
 
-    Raise OptionsError if there is no such field.
+    `field` may also be the path in an HDF5 file of the dataset that becomes the field.
     """
-    values = catalog.fields.get(field)
+    values = catalog.fields.get(field.rpartition("/")[2])
     if values is None:
-        fields = listed([repr(name) for name in catalog.fields]) if catalog.fields else "none"
+        found = f"only {listed([repr(name) for name in catalog.fields])}" if catalog.fields else "none"
         raise OptionsError(
-            f"{source}: val_groups={field!r} is not one of the fields ({fields}); a column becomes a field with "
-            "field_columns or text_columns, a dataset of an HDF5 file or a key of samples with fields",
+            f"{source}: val_groups={field!r} needs a field of this name, but there is {found}; a column becomes a "
+            "field with field_columns or text_columns, a dataset of an HDF5 file or a key of samples with fields",
             path=None if catalog.kind == "dataset" else source,
             parameters=(f"val_groups={field!r}", "field_columns", "text_columns", "fields"),
         )
+    return values
+
+
+def group_ids(values: FieldValues) -> npt.NDArray[np.int64]:
+    """Number the distinct values of a field; return the number of each image's value, int64 (n,)."""
     if isinstance(values, RaggedRows):
         rows = [values.row(index).tobytes() for index in range(len(values))]
         numbers = {row: number for number, row in enumerate(sorted(set(rows)))}
@@ -81,12 +86,13 @@ def divide(
 
     `usable` are the indices of the images to choose from, int64 (n,). The new split gets the fraction `val` of those in
     the divided split. With `group_field`, images with equal values in this field stay in one split. Raise OptionsError
-    if one split would have no images, and as `training_split` and `group_ids` do.
+    if one split would have no images, and as `training_split` and `require_field` do.
     """
     training = training_split(source, catalog, val)
     images = usable[catalog.split_ids[usable] == training]
     if group_field is not None:
-        chosen = choose_groups(group_ids(source, catalog, group_field)[images], val, seed)
+        groups = group_ids(require_field(source, catalog, group_field))
+        chosen = choose_groups(groups[images], val, seed)
     else:
         labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None
         chosen = choose_val(None if labels is None else labels[images], len(images), val, seed)
