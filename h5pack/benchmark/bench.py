@@ -53,7 +53,7 @@ from h5pack.system.machine import available_cpus, available_memory, load_average
 _MAX_THREADS = 4
 _TRIED = (1, 2, 4, 8, 16)
 """Default numbers of threads and workers to compare: those up to the CPU count; a CPU count below 16 is added."""
-_WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.3, 0.25
+_WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.5, 0.25
 """Fractions of the remaining time for warming up, comparing variants, the run-off, and each of two sets of settings."""
 _SMALL_SECONDS = 10.0
 """Time limit for measuring a sample that is too small to compare variants; longer if many variants were asked for."""

@@ -157,9 +157,9 @@ class BenchReport:
             varies = "Speeds vary too much between repeats to say which file is fastest"
             what = f"{varies}; {again}. Until then, {what[0].lower()}{what[1:]}"
         elif chosen.is_default and len(chosen.ties) > 1 and chosen.compared:
-            what = f"No chunk size is measurably better: keep the default of {chosen.variant}{size}"
+            what = f"No chunk size is reliably faster: keep the default of {chosen.variant}{size}"
             if self.kind == "file" and chosen.convert:
-                what = f"Convert with {chunks}{size}; no other chunk size is measurably better"
+                what = f"Convert with {chunks}{size}; no other chunk size is reliably faster"
         text = f"{what}: {speed_range_text(chosen.images_per_s, *chosen.images_per_s_range)} "
         text += f"with num_threads={chosen.num_threads}"
         if not chosen.compared and not self._more_rows:

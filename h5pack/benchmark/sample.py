@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,8 @@ class BenchSample:
 
 def usual_sizes(default_chunk_rows: int, row_bytes: int) -> set[int]:
     """Return the chunk sizes in rows to compare: the default size, and usual sizes that differ by more than 10 %."""
-    sizes = {max(1, size // row_bytes) for size in DEFAULT_CHUNK_BYTES}
+    plan = partial(plan_chunks, MANY_IMAGES, row_bytes, whole_pages=True)
+    sizes = {plan(chunk_bytes=size).rows for size in DEFAULT_CHUNK_BYTES}
     return {default_chunk_rows, *(rows for rows in sizes if abs(rows - default_chunk_rows) > 0.1 * default_chunk_rows)}
 
 
@@ -276,8 +278,8 @@ def make_sample(
         if source.variant is None:
             raise
         return _input_only(source, source.variant, settings, str(error))
-    # Generated images stand for a large dataset.
-    count = MANY_IMAGES if source.kind == "generated" else source.num_images
+    # Generated images stand for a large dataset, unless their number is given.
+    count = MANY_IMAGES if source.kind == "generated" and settings.rows is None else source.num_images
     default_chunk_rows = min(plan_chunks(count, row_bytes, whole_pages=True).rows, source.num_images)
     given = {*settings.chunk_rows, *(max(1, size // row_bytes) for size in settings.chunk_bytes)}
     wanted = sorted(given or usual_sizes(default_chunk_rows, row_bytes))

@@ -356,8 +356,7 @@ def _allocated(dataset: h5py.Dataset, rows: int) -> h5py.Dataset:
     dataset.attrs[schema.RDCC_NBYTES] = np.int64(cache.nbytes)
     dataset.attrs[schema.RDCC_NSLOTS] = np.int64(cache.nslots)
     dataset.attrs[schema.RDCC_W0] = np.float64(cache.w0)
-    # Allocate the chunks last. HDF5 puts a dataset's longest attributes, the axis labels of `describe_dataset`, into a
-    # block of 4 KiB, which must not lie behind the chunks.
+    # Allocate the chunks last, because the axis labels (`describe_dataset`) take 4 KiB that must not lie behind them.
     dataset.resize(rows, 0)
     return dataset
 

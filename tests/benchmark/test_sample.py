@@ -67,8 +67,8 @@ def test_chunks_larger_than_half_the_sample_are_left_out(folder: Path, scratch: 
 
 
 def test_sizes_near_the_default_are_not_compared_with_it() -> None:
-    assert usual_sizes(148, 96 * 96 * 3) == {2, 9, 37, 148, 606}  # Not 151, which is 4 MiB.
-    assert usual_sizes(120, 96 * 96 * 3) == {2, 9, 37, 120, 151, 606}
+    assert usual_sizes(148, 96 * 96 * 3) == {2, 8, 36, 148, 604}
+    assert usual_sizes(120, 96 * 96 * 3) == {2, 8, 36, 120, 148, 604}
     assert usual_sizes(1, 20 * 2**20) == {1}
 
 
