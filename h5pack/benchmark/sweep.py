@@ -16,8 +16,8 @@ from h5pack.errors import H5PackError
 from h5pack.system.files import make_hot
 
 _MIN_RUN_SECONDS = 0.02
-_MAX_RUN_SECONDS = 0.5
-"""Maximum duration of a repeat: more short repeats are more informative than fewer long ones."""
+_MAX_RUN_SECONDS = {"hot": 0.2, "cold": 0.5}
+"""Maximum duration of a repeat, by page-cache state: more short repeats are more informative than fewer long ones."""
 _MAX_LOAD_SECONDS = 1.0
 _WORKER_SECONDS = 1.5  # Assumed duration of a first repeat that starts worker processes.
 _WARM_BYTES = 8 * 1024 * 1024
@@ -163,7 +163,8 @@ class Sweep:
             if state.reloads_next():
                 self._load(state.case)
             loaded = self._clock()
-            seconds = min(_MAX_RUN_SECONDS, max(_MIN_RUN_SECONDS, state.allowance / (2 * REPEATS)))
+            most = _MAX_RUN_SECONDS[state.case.cache]
+            seconds = min(most, max(_MIN_RUN_SECONDS, state.allowance / (2 * REPEATS)))
             self._run(state, seconds, ceilings)
             now = self._clock()
             state.load_seconds, state.run_seconds = max(state.load_seconds, loaded - begin), now - loaded
