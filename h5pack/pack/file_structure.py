@@ -219,7 +219,7 @@ def _table_bytes(tables: PackTables) -> int:
 
 
 def copy_structure(path: Path, target: int, addresses: Addresses, structure: FileStructure) -> None:
-    """Move a file from `write_structure`, except its chunks, into the open file `target`; set the size of `target`."""
+    """Copy a file of `write_structure` without its chunks to the descriptor `target`, set its size; delete `path`."""
     source = os.open(path, os.O_RDONLY)
     sizes = np.repeat(structure.all_chunk_bytes, [len(some) for some in addresses])
     starts = np.concatenate(addresses)

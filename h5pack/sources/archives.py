@@ -128,7 +128,7 @@ class ArchiveFile:
         return read_all(self.open(), max(0, min(count, self.size - offset)), offset)
 
     def require_unchanged(self) -> None:
-        """Raise SourceError if the archive was replaced or rewritten since it was indexed."""
+        """Raise SourceError if the archive was replaced, rewritten or removed since it was indexed."""
         known = self.identity
         try:
             status = os.stat(self.path)
@@ -137,7 +137,8 @@ class ArchiveFile:
             same = False
         if not same:
             raise SourceError(
-                f"{self.path}: was replaced or rewritten during the conversion; start over with overwrite=True",
+                f"{self.path}: was replaced, rewritten or removed during the conversion; if it is complete, start "
+                "over with overwrite=True",
                 path=self.path,
                 parameters=("overwrite=True",),
             )
