@@ -243,7 +243,7 @@ class Target:
             self.loaders.transform = None
 
     def record_failure(self, stage: Stage, error: Exception, what: str, reason: str | None = None) -> None:
-        """Record the error of a stage: an H5PackError's own line; of other errors also `what`, which says what failed."""
+        """Record the error of a stage; unless it is an H5PackError, begin with `what`, which says what failed."""
         line = error_line(error)
         self.failures[stage] = line if isinstance(error, H5PackError) else f"{what} ({line})"
         self.reasons[stage] = reason or line
