@@ -323,22 +323,14 @@ class BenchRun:
         settings = self._settings
         batch_size = limited_batch_size(settings.batch_size[0], sample.rows)
         workload = Workload(
-            source="" if source.kind == "generated" else source.source,
-            options=sample.options,
-            num_images=source.num_images,
-            row_bytes=sample.row_bytes,
-            sample_rows=sample.rows,
-            row_shape=sample.row_shape,
-            default_chunk_rows=sample.default_chunk_rows,
-            memory_bytes=available_memory(),
-            batch_size=batch_size,
-            window=settings.window[0],
-            num_threads=min(_MAX_THREADS, available_cpus()),
-            cpus=available_cpus(),
+            source="" if source.kind == "generated" else source.source, options=sample.options,
+            num_images=source.num_images, row_bytes=sample.row_bytes, sample_rows=sample.rows,
+            row_shape=sample.row_shape, default_chunk_rows=sample.default_chunk_rows, memory_bytes=available_memory(),
+            batch_size=batch_size, window=settings.window[0], num_threads=min(_MAX_THREADS, available_cpus()),
+            cpus=available_cpus(), split=source.split, fields=source.fields,
             asked_batch_size=settings.batch_size[0] if batch_size < settings.batch_size[0] else None,
-            split=source.split,
-            fields=source.fields,
-        )
+            any_size=source.kind == "generated" and settings.rows is None,
+        )  # fmt: skip
         every = all_cases(sample.variants, settings, batch_size, workload.num_threads)
         first = deciding_caches(workload, settings.caches)[0]
         needed = min_bench_seconds([case for case in every if case == workload.case(case.variant, first)])

@@ -35,6 +35,7 @@ class Workload:
     cpus: int  # Number of CPUs that this process may use.
     asked_batch_size: int | None = None  # Batch size that was asked for, if the sample is too small for it.
     split: str | None = None  # Split that a training reads; None: all rows.
+    any_size: bool = False  # Whether the images are generated, and stand for sets of any size.
     fields: tuple[str, ...] = ()  # Names of an input file's further datasets that are read with the images.
     first_epoch: tuple[float, ...] = ()  # Images/s of first epochs, if only these decode chunks; else empty.
 

@@ -39,6 +39,7 @@ from h5pack.system.text import counted, format_bytes
 
 _MAX_FINALISTS = 6
 _NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) counts as the default.
+_WORTH = 1.15  # A chunk size is recommended instead of the default only if it is at least this many times as fast.
 _BUSY_SPREAD = 1.5  # The machine counts as busy if the speed ratios of similar variants vary by more than this factor.
 _CACHE_WORDS = {"hot": "warm", "cold": "cold"}
 
@@ -216,8 +217,7 @@ def choose(
 
 def _is_short(workload: Workload, speed: float) -> bool:
     """Return whether epochs at `speed` images/s, of the sample or of all images, are too short to compare variants."""
-    # Generated images stand for sets of any size.
-    num_images = workload.num_images if workload.source else math.inf
+    num_images = math.inf if workload.any_size else workload.num_images
     is_short = workload.sample_rows < MIN_EPOCH_SECONDS * speed or num_images < SHORT_EPOCH_SECONDS * speed
     return is_short or is_small(workload.sample_rows, workload.row_bytes)
 
@@ -277,6 +277,8 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
         # No variant is near the default: leave out those that are likely slower than another, and take the nearest.
         return least_effort([one for one in found if not any(other.is_likely_faster(one) for other in found)] or found)
     faster = [one for one in found if one.is_faster(usual)] if compare else []
+    if not usual.variant.is_input:
+        faster = [one for one in faster if statistics.median(one.ratios(usual) or [_WORTH]) >= _WORTH]
     if usual.variant.is_input and faster:
         return _pick_variant(faster, workload, compare=True)
     fastest = [one for one in faster if not any(other.is_faster(one) for other in faster)]
@@ -343,6 +345,8 @@ def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workloa
     chance = "not certain enough"
     if turns < MIN_TURNS and all(one.is_faster(picked, MIN_REPEATS) for one in faster):
         chance = f"there was time for {counted(turns, 'turn')}, and {MIN_TURNS} are needed"
+    elif all(one.is_faster(picked) for one in faster):
+        chance = f"by less than {100 * _WORTH - 100:.0f} %"
     texts, how = [], f", by the ratio of speeds in {_turns_text(picked, found)}"
     for begin, some, end in (
         ("Probably faster than {}", faster, f"; {chance}, so {why}"),

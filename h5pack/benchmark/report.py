@@ -135,8 +135,7 @@ class BenchReport:
     def to_text(self, full: bool = False) -> str:
         """Return the answer in under 25 lines of 100 columns; `full` adds all reasons, tables and notes."""
         rest = [_facts(self), *_tables(self), _bullets("not measured", _unmeasured(self))] if full else []
-        blocks = [*_answer(self, full), *rest]
-        return "\n\n".join("\n".join(block) for block in blocks if block)
+        return "\n\n".join("\n".join(block) for block in (*_answer(self, full), *rest) if block)
 
     def headline(self) -> str:
         """Return the answer in one or two sentences, with the speed and the number of threads it was measured with."""
@@ -184,7 +183,8 @@ class BenchReport:
         if chosen is None or chosen.compared:
             return ""
         if self.kind == "generated":
-            return f"rows={max(MIN_ROWS, math.ceil(2 * MIN_EPOCH_SECONDS * chosen.images_per_s))}"
+            enough = max(MIN_ROWS, math.ceil(2 * MIN_EPOCH_SECONDS * chosen.images_per_s))
+            return f"rows={enough}" if 2 * rows < enough or is_small(rows, self.row_bytes) else ""
         small = self.sample_rows == rows or is_small(rows, self.row_bytes)
         return "" if small or rows <= SHORT_EPOCH_SECONDS * chosen.images_per_s else f"rows={rows}"
 
@@ -440,7 +440,7 @@ def _legend(report: BenchReport) -> list[str]:
     if chosen is not None and chosen.compared and len(chosen.ties) > 1:
         marks.append("= no clear difference to the recommended one")
     if any(variant.compression != "none" for variant in report.variants):
-        marks.append("chunk: uncompressed size, and after the x the ratio of stored to uncompressed bytes of all images")
+        marks.append("chunk: uncompressed size, and after x the ratio of stored to uncompressed bytes of all images")
     readers = {
         "direct": "H5Loader, without the HDF5 library; single: H5Dataset",
         "tuned": "H5Loader through the HDF5 library, with a chunk cache for reading in any order; single: h5py",

@@ -289,8 +289,8 @@ def test_variants_are_not_compared_if_epochs_of_all_images_are_short(images: int
 
 def test_generated_images_stand_for_sets_of_any_size() -> None:
     found = [measured("32 rows", 9_900, 9_900, 9_900), measured("2 rows", 100, 100, 100)]
-    for source, compared in (("./in", False), ("", True)):
-        chosen = chosen_from(VARIANTS, *found, source=source, num_images=300, default_chunk_rows=32)
+    for any_size, compared in ((False, False), (True, True)):
+        chosen = chosen_from(VARIANTS, *found, any_size=any_size, num_images=300, default_chunk_rows=32)
         assert (chosen.compared, chosen.is_default, "--chunk-rows" in chosen.command) == (compared, True, False)
 
 
@@ -302,6 +302,19 @@ def test_a_file_whose_epochs_are_short_is_converted_if_that_is_faster(speeds: tu
     chosen = chosen_from([INPUT, *VARIANTS], *found, num_images=4, default_chunk_rows=32)
     assert (chosen.compared, chosen.convert) == (False, convert)
     assert chosen.variant == ("32 rows" if convert else INPUT.label)
+
+
+@pytest.mark.parametrize(
+    ("speed", "variant"), [(110, "32 rows"), (114, "32 rows"), (115, "128 rows"), (130, "128 rows")]
+)
+def test_a_size_that_is_little_faster_than_the_default_is_not_recommended(speed: float, variant: str) -> None:
+    found = [measured("32 rows", 100, 100, 100), measured("128 rows", speed, speed, speed)]
+    chosen = chosen_from(VARIANTS, *found, default_chunk_rows=32)
+    assert chosen.variant == variant
+    assert any("15 %" in reason for reason in chosen.reasons) == (variant == "32 rows")
+    # A file is converted for less.
+    chosen = chosen_from([INPUT, *VARIANTS], *found, measured(INPUT.label, 90, 90, 90), default_chunk_rows=32)
+    assert (chosen.convert, chosen.variant) == (True, variant)
 
 
 def test_only_unclear_differences_are_called_so() -> None:

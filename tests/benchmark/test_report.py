@@ -180,9 +180,10 @@ def test_the_headline_says_why_nothing_could_be_compared() -> None:
     assert report.parameters == ("chunk_rows=36", "full=True")
     assert "2,241" in report.to_text()
     # Generated images are many enough if an epoch takes 10 ms.
-    report.recommendation = reports.recommended(reports.packed(36), compared=False, images_per_s=1_000_000)
-    assert report.parameters == ("rows=10000", "full=True")
-    assert "rows=10000" in report.headline()
+    for rows, few in ((4_999, True), (5_000, False)):
+        report.num_images = report.sample_rows = rows
+        report.recommendation = reports.recommended(reports.packed(36), compared=False, images_per_s=1_000_000)
+        assert (report.parameters == ("rows=10000", "full=True"), "rows=10000" in report.headline()) == (few, few)
 
 
 @pytest.mark.parametrize(("seconds", "longer"), [(60, True), (150, True), (240, False), (300, False)])
