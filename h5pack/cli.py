@@ -161,7 +161,7 @@ def _interrupted(arguments: argparse.Namespace) -> str:
     out = Path(arguments.out)
     # `append` first packs the new images into OUT.new or, if OUT is a virtual file, into a further shard.
     endings = (".partial", ".partial.shards", ".partial.survey", ".new", ".new.partial", ".new.partial.survey")
-    shards = f"{glob.escape(out.stem)}-?????{glob.escape(out.suffix)}.partial*"
+    shards = f"{glob.escape(out.stem)}-{'[0-9]' * 5}{glob.escape(out.suffix)}.partial*"
     for kept in (*(f"{out}{ending}" for ending in endings), *map(str, sorted(out.parent.glob(shards)))):
         if os.path.exists(kept):
             in_parts = getattr(arguments, "part", None) or getattr(arguments, "finish", False)

@@ -239,3 +239,8 @@ def test_an_interruption_names_the_unfinished_file_and_an_option_that_continues_
     text = cli._interrupted(argparse.Namespace(out=str(out), **options))
     assert f"{kept} " in text
     assert ("--resume" in text) == resumes
+
+
+def test_a_file_of_another_conversion_is_not_named(tmp_path: Path) -> None:
+    (tmp_path / "o-train.h5.partial").write_bytes(b"x")
+    assert cli._interrupted(argparse.Namespace(out=str(tmp_path / "o.h5"))) == "interrupted"

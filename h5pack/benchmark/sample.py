@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +128,7 @@ def find_input(
         count = min(max(_GENERATED_IMAGES, _GENERATED_BYTES // row_bytes), MAX_SAMPLE_BYTES // row_bytes)
         count = max(MIN_IMAGES, count if rows is None else rows)
         make_folder(folder, min(count, _FILES), (min(height, MAX_SIDE), min(width, MAX_SIDE)))
+        options = {name: value for name, value in options.items() if name != "source_kind"}
         return BenchInput(kind="generated", source=_repeated(folder, count), num_images=count, options=options)
     source = os.fspath(path)
     if Path(path).is_file() and is_hdf5(Path(path)):
@@ -251,9 +251,13 @@ class BenchSample:
 
 def usual_sizes(default_chunk_rows: int, row_bytes: int) -> set[int]:
     """Return the chunk sizes in rows to compare: the default size, and usual sizes that differ by more than 10 %."""
-    plan = partial(plan_chunks, MANY_IMAGES, row_bytes, whole_pages=True)
-    sizes = {plan(chunk_bytes=size).rows for size in DEFAULT_CHUNK_BYTES}
+    sizes = {_chunk_rows(size, row_bytes) for size in DEFAULT_CHUNK_BYTES}
     return {default_chunk_rows, *(rows for rows in sizes if abs(rows - default_chunk_rows) > 0.1 * default_chunk_rows)}
+
+
+def _chunk_rows(chunk_bytes: int, row_bytes: int) -> int:
+    """Return the rows of a chunk that `convert` makes for this `chunk_bytes`."""
+    return plan_chunks(MANY_IMAGES, row_bytes, chunk_bytes=chunk_bytes, whole_pages=True).rows
 
 
 def make_sample(
@@ -281,7 +285,7 @@ def make_sample(
     # Generated images stand for a large dataset, unless their number is given.
     count = MANY_IMAGES if source.kind == "generated" and settings.rows is None else source.num_images
     default_chunk_rows = min(plan_chunks(count, row_bytes, whole_pages=True).rows, source.num_images)
-    given = {*settings.chunk_rows, *(max(1, size // row_bytes) for size in settings.chunk_bytes)}
+    given = {*settings.chunk_rows, *(_chunk_rows(size, row_bytes) for size in settings.chunk_bytes)}
     wanted = sorted(given or usual_sizes(default_chunk_rows, row_bytes))
     if not given and is_small(min(settings.rows or source.num_images, source.num_images), row_bytes):
         wanted, settings = [default_chunk_rows], replace(settings, contiguous=False)

@@ -77,7 +77,7 @@ def append(
         Show progress bars on standard error if it is a terminal.
     **options
         Keywords of `h5pack.convert` that describe the source (such as `source_kind`, `label_columns`, `include`), and
-        `order`, `seed`, `val`, `val_groups`, `strict`, `num_workers`, `start_method` and `io`.
+        `order`, `seed`, `val`, `strict`, `num_workers`, `start_method` and `io`.
 
     Returns
     -------
@@ -129,6 +129,7 @@ def _require_options(old: Part, options: dict[str, Any]) -> None:
     reasons = dict.fromkeys((*_OF_ROWS, *_OF_FILES), "the pack determines it; leave it out")
     several = "append runs on one machine; convert the new images into a pack of their own, and join both"
     reasons |= dict.fromkeys(_OF_SEVERAL, several)
+    reasons["val_groups"] = "it would not see the groups of the pack's images; give the splits in the source"
     for name, reason in reasons.items():
         if name in options:
             text = f"{old.path}: {name} cannot be given, because {reason}"

@@ -157,8 +157,9 @@ def convert(
         Move this fraction of each class (of all images, if there are no classes) from the training split to a split
         "val". A source without splits is divided into "train" and "val".
     val_groups : str, optional
-        Name of a field, such as the person in an image. Images with equal values in this field stay in one split. The
-        groups whose images make up the fraction `val` most closely are moved, regardless of classes.
+        Name of a field, such as the person in an image, or the path of a dataset in `fields`. Images with equal values
+        in this field stay in one split. The hash of `seed` chooses groups that make up about the fraction `val` of the
+        images, regardless of classes. Missing values (empty texts, NaN) are equal.
     chunk_rows : int, optional
         Rows per chunk.
     chunk_bytes : int or str, optional

@@ -213,7 +213,8 @@ class ImageTransform:
             found = name if name in elements else next((n for n, (index, _) in elements.items() if index == name), None)
             if found is None:
                 raise OptionsError(
-                    f"fields has the key {name!r}, but the batch has the elements {names}; use each at most once",
+                    f"fields has the key {name!r}, but no element of the batch has this name, or it is named twice; "
+                    f"the elements are {names}",
                     parameters=("fields",),
                 )
             index, _ = elements.pop(found)

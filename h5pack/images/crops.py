@@ -1,6 +1,6 @@
 """Options of crops, which select the window that `Normalize(crop=...)` or `H5Loader(decode=...)` cuts out of an image.
 
-The classes only check the options and compute sizes; they do not touch pixels.
+The classes only check the options and compute sizes and positions of windows; they do not touch pixels.
 """
 
 from __future__ import annotations

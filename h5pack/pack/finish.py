@@ -211,7 +211,8 @@ def compress(
 ) -> None:
     """Write a compressed copy of ``OUT.partial`` with all tables, flush it, and replace ``OUT.partial`` by it.
 
-    The workers of `executor` compress chunks; at most `max_in_flight` chunks are being compressed or wait to be stored.
+    The workers of `executor` compress chunks; at most `max_in_flight` chunks are being compressed or wait to be stored,
+    unless the executor sets that number itself (see `run`).
     After each chunk, `advance` is called with its number of rows.
     """
     structure, step = pack.structure, pack.structure.chunk_rows

@@ -154,6 +154,8 @@ class ConvertOptions:
         self._check_keep()
         if self.val is not None:
             check_fraction("val", self.val)
+        if not isinstance(self.val_groups, (str, type(None))):
+            raise invalid("val_groups", self.val_groups, " is not the name of a field")
         if self.val_groups is not None and self.val is None:
             given = (f"val_groups={self.val_groups!r}", "val")
             raise OptionsError(f"{given[0]} cannot be used without val; give val, too", parameters=given)
@@ -228,6 +230,13 @@ class ConvertOptions:
         return parse_compression(self.compression)
 
     @property
+    def group_field(self) -> str | None:
+        """The name in the pack of the field `val_groups`, which may be the path of a dataset in `fields`."""
+        paths = [name.strip("/") for name in self.fields]
+        name = self.val_groups
+        return os.path.basename(name) if name is not None and name.strip("/") in paths else name
+
+    @property
     def source_options(self) -> SourceOptions:
         """The options that specify how to read the source."""
         return SourceOptions(
@@ -272,7 +281,7 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
     """Raise OptionsError for options that cannot be used with the source.
 
     These are `val` if no split can be divided, `val_groups` if there is no such field, `draft` if samples have masks or
-    further images, and `keep` if samples have further images. Fields of samples are not known yet.
+    further images, and `keep` if samples have further images.
     """
     if options.draft and catalog.pixel_fields:
         raise OptionsError(
@@ -290,8 +299,10 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
         )
     if options.val is not None:
         training_split(source, catalog, options.val)  # Raises OptionsError if no split can be divided.
-    if options.val_groups is not None and not catalog.reader.has_labels:
-        require_field(source, catalog, options.val_groups)  # Raises OptionsError if there is no such field.
+    if options.group_field is not None:
+        # The fields of samples are known only after the survey.
+        of_samples = (*options.fields, *options.box_columns, *options.keypoint_columns)
+        require_field(source, catalog, options.group_field, of_samples if catalog.reader.has_labels else catalog.fields)
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:

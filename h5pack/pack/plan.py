@@ -416,7 +416,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
     if survey.labels is not None or catalog.reader.has_labels:
         catalog = with_labels(catalog, survey.labels, survey.unused)
     if options.val is not None:
-        catalog = divide(source, catalog, usable, options.val, options.seed, options.val_groups)
+        catalog = divide(source, catalog, usable, options.val, options.seed, options.group_field)
     seed = options.seed if options.order == "shuffled" else None
     split_ids = catalog.split_ids if len(usable) == len(catalog) else catalog.split_ids[usable]
     order = order_rows(usable, split_ids, len(catalog.split_names), seed)

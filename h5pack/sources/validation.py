@@ -5,6 +5,7 @@ The fraction is one of each class or, so that related images stay together, cons
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -53,30 +54,32 @@ def divided_names(names: tuple[str, ...], training: int) -> tuple[str, ...]:
     return (*names[:training], first, _NAME, *names[training + 1 :])
 
 
-def require_field(source: str, catalog: Catalog, field: str) -> FieldValues:
-    """Return the values of the field by which images are grouped; raise OptionsError if there is no such field.
-
-    `field` may also be the path in an HDF5 file of the dataset that becomes the field.
-    """
-    values = catalog.fields.get(field.rpartition("/")[2])
-    if values is None:
-        found = f"only {listed([repr(name) for name in catalog.fields])}" if catalog.fields else "none"
+def require_field(source: str, catalog: Catalog, field: str, names: Collection[str]) -> None:
+    """Raise OptionsError if `field`, by which images are to be grouped, is not one of the `names` of fields."""
+    if field not in names:
+        found = f"only {listed([repr(name) for name in names])}" if names else "none"
         raise OptionsError(
             f"{source}: val_groups={field!r} needs a field of this name, but there is {found}; a column becomes a "
             "field with field_columns or text_columns, a dataset of an HDF5 file or a key of samples with fields",
             path=None if catalog.kind == "dataset" else source,
             parameters=(f"val_groups={field!r}", "field_columns", "text_columns", "fields"),
         )
-    return values
 
 
 def group_ids(values: FieldValues) -> npt.NDArray[np.int64]:
-    """Number the distinct values of a field; return the number of each image's value, int64 (n,)."""
+    """Number the distinct values of a field from 0; return the number of each image's value, int64 (n,).
+
+    Missing values (empty texts, NaN) are equal.
+    """
     if isinstance(values, RaggedRows):
         rows = [values.row(index).tobytes() for index in range(len(values))]
         numbers = {row: number for number, row in enumerate(sorted(set(rows)))}
         return np.array([numbers[row] for row in rows], np.int64)
-    return np.unique(values.reshape(len(values), -1), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    flat = values.reshape(len(values), -1)
+    if flat.shape[1] != 1:
+        # Compare rows as bytes, because NumPy takes a row with NaN for different from itself.
+        flat = np.ascontiguousarray(flat).view(np.dtype((np.void, flat.shape[1] * flat.itemsize)))
+    return np.unique(flat[:, 0], return_inverse=True)[1].astype(np.int64)
 
 
 def divide(
@@ -91,17 +94,18 @@ def divide(
     training = training_split(source, catalog, val)
     images = usable[catalog.split_ids[usable] == training]
     if group_field is not None:
-        groups = group_ids(require_field(source, catalog, group_field))
-        chosen = choose_groups(groups[images], val, seed)
+        require_field(source, catalog, group_field, catalog.fields)
+        chosen = choose_groups(group_ids(catalog.fields[group_field][images]), val, seed)
+        parameter = f"val_groups={group_field!r}"
+        problem = f"{parameter} needs images with different values of this field"
     else:
         labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None
         chosen = choose_val(None if labels is None else labels[images], len(images), val, seed)
+        parameter = f"val={val!r}"
+        problem = f"{parameter} of {counted(len(images), 'image')} is {int(chosen.sum())}, but each split needs one"
     if chosen.all() or not chosen.any():
-        raise OptionsError(
-            f"val={val!r} of {counted(len(images), 'image')} is {int(chosen.sum())}, but each split needs at least "
-            f"one {'image' if group_field is None else 'group'}; give another fraction",
-            parameters=(f"val={val!r}",),
-        )
+        other = "fraction" if group_field is None else "field"
+        raise OptionsError(f"{source}: {problem}; give another {other}", parameters=(parameter,))
     split_ids = catalog.split_ids + (catalog.split_ids > training).astype(np.int32)
     split_ids[images[chosen]] = training + 1
     return replace(catalog, split_names=divided_names(catalog.split_names, training), split_ids=split_ids)
@@ -131,11 +135,19 @@ def choose_val(labels: npt.NDArray[np.int64] | None, count: int, val: float, see
 def choose_groups(groups: npt.NDArray[np.int64], val: float, seed: int) -> npt.NDArray[np.bool_]:
     """Return which images go to the split for validation, bool (n,): whole groups with about the fraction `val` of all.
 
-    `groups`, int64 (n,), is the group of each image. A hash orders the groups. The first ones are chosen, as many as
-    come closest to the fraction, but at least one and not all.
+    `groups`, int64 (n,), is the group of each image, numbered from 0. In the order of a hash, each group is chosen that
+    brings the number of images closer to the fraction. If that are none, the smallest group is chosen; if it is all,
+    the smallest is left out, unless it is the only one.
     """
-    ids = np.unique(groups, return_inverse=True)[1].reshape(-1)
-    order = shuffled_split(int(ids.max(initial=-1)) + 1, seed, _HASH)
-    totals = np.cumsum(np.bincount(ids, minlength=len(order))[order])[:-1]
-    count = int(np.argmin(np.abs(totals - val * len(ids)))) + 1 if len(totals) else 0
-    return np.isin(ids, order[:count])
+    sizes, target, total = np.bincount(groups).tolist(), val * len(groups), 0
+    order, chosen = shuffled_split(len(sizes), seed, _HASH).tolist(), set[int]()
+    for group in order:
+        if abs(total + sizes[group] - target) < abs(total - target):
+            chosen.add(group)
+            total += sizes[group]
+    smallest = min(order, key=sizes.__getitem__)
+    if not chosen and len(sizes) > 1:
+        chosen.add(smallest)
+    elif len(chosen) == len(sizes):
+        chosen.remove(smallest)
+    return np.isin(groups, [*chosen])

@@ -23,6 +23,8 @@ class cached_property(Generic[_T]):
         self._name = name
 
     def __get__(self, instance: object, owner: type | None = None) -> _T:
+        if instance is None:
+            return self  # type: ignore[return-value]
         # Once the value is in the object's dict, Python finds it there and does not call this method.
         value = instance.__dict__[self._name] = self._compute(instance)
         return value

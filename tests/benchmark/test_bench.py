@@ -114,8 +114,8 @@ def test_so_many_images_are_generated_that_they_can_be_compared(
             (folder / name / "0.jpg").touch()
 
     monkeypatch.setattr("h5pack.benchmark.sample.make_folder", make)
-    source = find_input(None, {"size": size}, tmp_path, rows)
-    assert source.num_images == count
+    source = find_input(None, {"size": size, "source_kind": "classes"}, tmp_path, rows)
+    assert (source.num_images, source.options) == (count, {"size": size})
     assert made == [(min(count, 2_000), (size[0], min(size[1], 1024)))]
     # Files are repeated, so that many images do not need many files.
     lines = Path(source.source).read_text().splitlines()[1:]

@@ -30,6 +30,7 @@ def test_a_value_is_computed_once() -> None:
     one, other = Slow(may_end), Slow(may_end)
     assert (one.value, one.value, other.value) == (5, 5, 5)
     assert (one.computed, other.computed) == (1, 1)
+    assert Slow.value.__doc__ == "The value."
 
 
 def test_a_process_that_is_forked_while_a_value_is_computed_can_compute_it() -> None:
