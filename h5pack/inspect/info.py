@@ -108,9 +108,8 @@ class DatasetReport:
                 lines.append(f"  H5Loader: {once}, {kept} in all; later epochs are faster{slower}")
             lines.append(f"  fix: {shlex.join(self.fix)}")
             if lacks_labels(self.fix):
-                lines.append(
-                    "  labels: no dataset is named like labels; if a field has them, add --labels NAME to the fix"
-                )
+                text = "if one of the fields has them, add --labels NAME to the fix, which then packs it as labels only"
+                lines.append(f"  labels: no dataset is named like labels; {text}")
             lines.append(f"  measure: {shlex.join(['h5pack', 'bench', path, '--images', self.name])}")
         return "\n".join(lines)
 
