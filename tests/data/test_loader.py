@@ -548,8 +548,8 @@ def test_a_task_decodes_several_small_chunks(
     tmp_path: Path, shape: tuple[int, ...], chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = packs.values(67, shape)
-    packs.write(tmp_path / "f.h5", images=values, labels=np.arange(67), chunks=5, compression="gzip")
-    monkeypatch.setattr("h5pack.data.chunk_groups.DECODING_BYTES", chunks * 5 * values[0].nbytes + 1)
+    packs.write(tmp_path / "f.h5", images=values, labels=np.arange(67), chunks=10, compression="gzip")
+    monkeypatch.setattr("h5pack.data.chunk_groups.DECODING_BYTES", chunks * 10 * values[0].nbytes + 1)
     tasks, decode = [], GroupReader._decode
 
     def count(self: GroupReader, field: Any, group: Any, targets: Any, edges: list[int], low: int, high: int) -> None:
