@@ -36,7 +36,7 @@ HOPELESS = 0.6
 MIN_EPOCH_SECONDS = 0.005
 """A sample that is read in less time is too small to compare variants: starting an epoch takes much of that time."""
 SHORT_EPOCH_SECONDS = 0.05
-"""If all images are read in less time, variants are not compared: none can save more than that in an epoch."""
+"""If all images are read in less time, variants are not compared, because chunk sizes hardly matter."""
 LEEWAY = 1.25
 """Estimated times are multiplied by this factor, because repeats take longer when other programs run."""
 NO_TIME = "there was no time for it"
