@@ -136,18 +136,17 @@ def choose_groups(groups: npt.NDArray[np.int64], val: float, seed: int) -> npt.N
     """Return which images go to the split for validation, bool (n,): whole groups with about the fraction `val` of all.
 
     `groups`, int64 (n,), is the group of each image, numbered from 0. In the order of a hash, each group is chosen that
-    brings the number of images closer to the fraction. If that are none, the smallest group is chosen; if it is all,
-    the smallest is left out, unless it is the only one.
+    brings the number of images closer to the fraction. If that are none or all groups, the smallest one changes sides.
+    No image is chosen if there are fewer than two groups.
     """
     sizes, target, total = np.bincount(groups).tolist(), val * len(groups), 0
+    if len(sizes) < 2:
+        return np.zeros(len(groups), np.bool_)
     order, chosen = shuffled_split(len(sizes), seed, _HASH).tolist(), set[int]()
     for group in order:
         if abs(total + sizes[group] - target) < abs(total - target):
             chosen.add(group)
             total += sizes[group]
-    smallest = min(order, key=sizes.__getitem__)
-    if not chosen and len(sizes) > 1:
-        chosen.add(smallest)
-    elif len(chosen) == len(sizes):
-        chosen.remove(smallest)
+    if len(chosen) in (0, len(sizes)):
+        chosen ^= {min(order, key=sizes.__getitem__)}
     return np.isin(groups, [*chosen])

@@ -167,6 +167,11 @@ def test_whole_groups_come_close_to_the_fraction(sizes: list[int], val: float, s
     assert miss <= max(sizes)
 
 
+def test_no_image_has_no_group() -> None:
+    # Such as if all images for training were rejected.
+    assert choose_groups(np.zeros(0, np.int64), 0.5, 0).tolist() == []
+
+
 def test_equal_values_are_one_group() -> None:
     texts = RaggedRows.of_texts(["b", "", "a", "b", ""], "text")
     assert group_ids(texts).tolist() == [2, 0, 1, 2, 0]
