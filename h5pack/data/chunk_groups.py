@@ -22,7 +22,6 @@ from h5pack.data.buffers import BatchField, BatchMemory
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.decoding import DrawKey
 from h5pack.data.gather import CachedRows, HeldRows, RowLocations
-from h5pack.order.row_ranges import Rows
 from h5pack.order.window import ChunkGroup, Span
 from h5pack.read.engine import SCATTER_BYTES
 from h5pack.read.read_plan import ScatterPlan
@@ -234,17 +233,17 @@ class GroupReader:
             elif self._dataset.is_cropped(field.name):
                 size = self._engine.indexes[field.name].row_bytes
                 count = max(_MIN_CROPS, min(_MAX_CROPS, _CROPPED_BYTES // max(1, size)))
-                work, cuts = partial(self._crop, field, group, group.slots()), [*range(0, rows, count), rows]
+                work, cuts = partial(self._crop, field, group), [*range(0, rows, count), rows]
             elif field.name == ROWS or field.row_bytes < SCATTER_BYTES:
                 work, cuts = partial(self._stage, field, group), [0, rows]
             elif self._engine.can_decode(self._engine.indexes[field.name]):
                 index = self._engine.indexes[field.name]
                 edges = equal_runs(index.chunks_of(group.rows)).tolist()
                 count, last = max(1, DECODING_BYTES // (index.chunk_rows * field.row_bytes)), len(edges) - 1
-                work, cuts = partial(self._decode, field, group, group.slots(), edges), [*range(0, last, count), last]
+                work, cuts = partial(self._decode, field, group, edges), [*range(0, last, count), last]
             else:
                 max_rows = max(1, TASK_BYTES // field.row_bytes)
-                work, cuts = partial(self._copy, field, group, group.slots()), _cut_rows(group.rows, max_rows)
+                work, cuts = partial(self._copy, field, group), _cut_rows(group.rows, max_rows)
             tasks += [partial(countdown.run, work, low, high) for low, high in itertools.pairwise(cuts)]
         countdown.tasks = len(tasks)
         return tasks
@@ -323,18 +322,16 @@ class GroupReader:
         for (batch, slot, count), part in group.split_by_batch(values):
             self._batches.memory(batch).arrays[field.name][slot : slot + count] = part
 
-    def _decode(
-        self, field: BatchField, group: ChunkGroup, targets: tuple[Rows, Rows], edges: list[int], low: int, high: int
-    ) -> None:
+    def _decode(self, field: BatchField, group: ChunkGroup, edges: list[int], low: int, high: int) -> None:
         """Copy the rows of decoded chunks to their batches, in the stored byte order.
 
         Chunk i of the group has the rows ``group.rows[edges[i] : edges[i + 1]]``. The chunks `low` to `high` - 1 are
-        copied. `targets` are ``group.slots()``.
+        copied.
         """
         arrays = self._arrays(field, group)
         for first, last in itertools.pairwise(edges[low : high + 1]):
             chunk, rows = self._engine.rows_in_chunk(field.name, group.rows[first:last], keep=self._keep)
-            owners, slots = (part[first:last] for part in targets)
+            owners, slots = (part[first:last] for part in group.slots)
             if field.row_bytes >= _LARGE_BYTES or len(rows) <= _FEW_ROWS:
                 for owner, slot, row in zip(owners.tolist(), slots.tolist(), rows.tolist(), strict=True):
                     arrays[owner].view(chunk.dtype)[slot] = chunk[row]
@@ -349,23 +346,21 @@ class GroupReader:
         """Return the field's array in the batch of each of the group's spans."""
         return [self._batches.memory(batch).arrays[field.name] for batch, _, _ in group.spans]
 
-    def _copy(self, field: BatchField, group: ChunkGroup, targets: tuple[Rows, Rows], low: int, high: int) -> None:
+    def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
         """Read large rows that cannot be scattered or copied from decoded chunks, and copy them to their batches."""
         values = self._engine.read(field.name, group.rows[low:high])
-        for value, out in zip(values, self._outs(field, group, targets, low, high), strict=True):
+        for value, out in zip(values, self._outs(field, group, low, high), strict=True):
             out[...] = value
 
-    def _crop(self, field: BatchField, group: ChunkGroup, targets: tuple[Rows, Rows], low: int, high: int) -> None:
+    def _crop(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
         """Decode crops of encoded images or masks into their batches."""
-        outs = self._outs(field, group, targets, low, high)
-        batches = torch.tensor([group.spans[owner][0] for owner in targets[0][low:high].tolist()])
+        outs = self._outs(field, group, low, high)
+        batches = torch.tensor([group.spans[owner][0] for owner in group.slots[0][low:high].tolist()])
         self._dataset.decode_rows(field.name, group.rows[low:high], outs, self._draw_key(batches))
 
-    def _outs(
-        self, field: BatchField, group: ChunkGroup, targets: tuple[Rows, Rows], low: int, high: int
-    ) -> list[npt.NDArray[Any]]:
+    def _outs(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> list[npt.NDArray[Any]]:
         """Return the array that receives each of the group's rows `low` to `high` - 1, in the memory of its batch."""
-        arrays, (owners, slots) = self._arrays(field, group), (part[low:high].tolist() for part in targets)
+        arrays, (owners, slots) = self._arrays(field, group), (part[low:high].tolist() for part in group.slots)
         return [arrays[owner][slot] for owner, slot in zip(owners, slots, strict=True)]
 
 

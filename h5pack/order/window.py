@@ -73,8 +73,9 @@ class ChunkGroup:
         ordered[self.positions] = values
         return ordered
 
+    @cached_property
     def slots(self) -> tuple[Rows, Rows]:
-        """Return the index of the span of each of `rows`, and its slot in the batch; both int64, (n,)."""
+        """The index of the span of each of `rows`, and its slot in the batch; both int64, (n,)."""
         _, firsts, counts = np.array(self.spans).T
         ends = np.cumsum(counts)
         owners = np.searchsorted(ends, self.positions, "right")

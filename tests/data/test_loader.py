@@ -552,9 +552,9 @@ def test_a_task_decodes_several_small_chunks(
     monkeypatch.setattr("h5pack.data.chunk_groups.DECODING_BYTES", chunks * 10 * values[0].nbytes + 1)
     tasks, decode = [], GroupReader._decode
 
-    def count(self: GroupReader, field: Any, group: Any, targets: Any, edges: list[int], low: int, high: int) -> None:
+    def count(self: GroupReader, field: Any, group: Any, edges: list[int], low: int, high: int) -> None:
         tasks.append((high - low, len(edges) - 1))
-        decode(self, field, group, targets, edges, low, high)
+        decode(self, field, group, edges, low, high)
 
     monkeypatch.setattr(GroupReader, "_decode", count)
     for shuffle in ("window", "full"):

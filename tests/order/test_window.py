@@ -414,7 +414,7 @@ def placed(groups: Iterable[ChunkGroup]) -> dict[tuple[int, int], tuple[int, int
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for group in groups:
         numbers, slots = targets(group)
-        owners, same_slots = group.slots()
+        owners, same_slots = group.slots
         assert np.array_equal(slots, same_slots)
         assert [group.spans[owner][0] for owner in owners] == numbers.tolist()
         keys = list(zip(numbers.tolist(), slots.tolist(), strict=True))
