@@ -329,7 +329,7 @@ class BenchRun:
             batch_size=batch_size, window=settings.window[0], num_threads=min(_MAX_THREADS, available_cpus()),
             cpus=available_cpus(), split=source.split, fields=source.fields,
             asked_batch_size=settings.batch_size[0] if batch_size < settings.batch_size[0] else None,
-            any_size=source.kind == "generated" and settings.rows is None,
+            any_size=source.any_size,
         )  # fmt: skip
         every = all_cases(sample.variants, settings, batch_size, workload.num_threads)
         first = deciding_caches(workload, settings.caches)[0]

@@ -269,18 +269,16 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
         return min(some, key=lambda one: _effort(one.variant, workload))
 
     usual = least_effort(found)
-    packed = [one for one in found if not one.variant.is_input]
-    if not compare and usual.variant.is_input and packed:
-        default = least_effort(packed)
+    if not compare:
+        default = least_effort([one for one in found if not one.variant.is_input] or found)
         return default if default.is_faster(usual, MIN_REPEATS) else usual
-    if compare and _effort(usual.variant, workload)[1] > _NEAR:
+    if _effort(usual.variant, workload)[1] > _NEAR:
         # No variant is near the default: leave out those that are likely slower than another, and take the nearest.
         return least_effort([one for one in found if not any(other.is_likely_faster(one) for other in found)] or found)
-    faster = [one for one in found if one.is_faster(usual)] if compare else []
-    if not usual.variant.is_input:
-        faster = [one for one in faster if statistics.median(one.ratios(usual) or [_WORTH]) >= _WORTH]
-    if usual.variant.is_input and faster:
-        return _pick_variant(faster, workload, compare=True)
+    faster = [one for one in found if one.is_faster(usual)]
+    if usual.variant.is_input:
+        return _pick_variant(faster, workload, compare=True) if faster else usual
+    faster = [one for one in faster if statistics.median(one.ratios(usual) or [_WORTH]) >= _WORTH]
     fastest = [one for one in faster if not any(other.is_faster(one) for other in faster)]
     return least_effort(fastest or faster or [usual])
 

@@ -112,6 +112,7 @@ class BenchInput:
     options: dict[str, Any]  # Keywords for converting the images with `convert`.
     split: str | None = None  # The split that a training reads; None if there is none.
     variant: FileVariant | None = None  # The input file as it is; None if the input is not an HDF5 file.
+    any_size: bool = False  # Whether the images are generated, and stand for sets of any size.
     fields: tuple[str, ...] = ()  # Names of the input file's further datasets of numbers with one row per image.
     faults: tuple[str, ...] = ()  # Faults of the file's layout, as in the report of `h5pack.info`.
     fix: str | None = None  # The command that fixes the faults; None without faults.
@@ -129,7 +130,8 @@ def find_input(
         count = max(MIN_IMAGES, count if rows is None else rows)
         make_folder(folder, min(count, _FILES), (min(height, MAX_SIDE), min(width, MAX_SIDE)))
         options = {name: value for name, value in options.items() if name != "source_kind"}
-        return BenchInput(kind="generated", source=_repeated(folder, count), num_images=count, options=options)
+        made = _repeated(folder, count)
+        return BenchInput(kind="generated", source=made, num_images=count, options=options, any_size=rows is None)
     source = os.fspath(path)
     if Path(path).is_file() and is_hdf5(Path(path)):
         found = _hdf5_input(source, options)
@@ -282,8 +284,7 @@ def make_sample(
         if source.variant is None:
             raise
         return _input_only(source, source.variant, settings, str(error))
-    # Generated images stand for a large dataset, unless their number is given.
-    count = MANY_IMAGES if source.kind == "generated" and settings.rows is None else source.num_images
+    count = MANY_IMAGES if source.any_size else source.num_images
     default_chunk_rows = min(plan_chunks(count, row_bytes, whole_pages=True).rows, source.num_images)
     given = {*settings.chunk_rows, *(_chunk_rows(size, row_bytes) for size in settings.chunk_bytes)}
     wanted = sorted(given or usual_sizes(default_chunk_rows, row_bytes))
