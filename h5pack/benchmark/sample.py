@@ -33,7 +33,7 @@ from h5pack.errors import (
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
 from h5pack.inspect.info import DatasetReport, describe_dataset, packing_options
-from h5pack.pack.options import ConvertOptions, convert_command
+from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import ConvertReport
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.hdf5 import find_item, open_file, require_dataset
@@ -175,7 +175,7 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
             "and measure that, or measure the folder of the original images",
             path=path,
         )
-    stored = _described(dataset)
+    stored = _described(dataset, options.get("labels"))
     with open_file(path) as file:
         options = {"images": images, **packing_options(file, dataset.names[0], options.get("labels")), **options}
         labels = options.get("labels", schema.LABELS) or None
@@ -184,7 +184,7 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
             labels = None
         fields = filter(None, options.get("fields", "").split(","))
         numbers = tuple(name for name in fields if not is_text(find_item(file, name)))
-    dataset, fix = H5Dataset(path, images=images, labels=labels), stored.fix
+    dataset = H5Dataset(path, images=images, labels=labels)
     if form is not None:
         channel_axis = {"last": -1, "first": -3}.get(form.channel_axis)
         options |= {"layout": "nchw"} if channel_axis == -3 else {}
@@ -198,7 +198,7 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
         variant=_variant(dataset, "as it is"),
         fields=numbers,
         faults=stored.faults,
-        fix=None if fix is None else shlex.join(convert_command(path, options) if fix[0] == "h5pack" else fix),
+        fix=None if stored.fix is None else shlex.join(stored.fix),
         not_convertible=str(refusal or ""),
     )
 
@@ -208,10 +208,10 @@ def _training_split(names: Iterable[str]) -> str | None:
     return next((name for name in names if split_rank(name) == 0), None)
 
 
-def _described(dataset: H5Dataset) -> DatasetReport:
+def _described(dataset: H5Dataset, labels: str | None = None) -> DatasetReport:
     # The file may hold only a link to the dataset, possibly in another file. h5py follows such links.
     with open_file(dataset.path) as file:
-        return describe_dataset(require_dataset(file, dataset.names[0]))
+        return describe_dataset(require_dataset(file, dataset.names[0]), labels)
 
 
 def _variant(dataset: H5Dataset, label: str, compression: str | None = None) -> FileVariant:

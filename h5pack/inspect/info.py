@@ -256,8 +256,11 @@ def faults_of(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
         return describe_dataset(found).faults if isinstance(found, h5py.Dataset) else ()
 
 
-def describe_dataset(dataset: h5py.Dataset) -> DatasetReport:
-    """Describe how a dataset is stored, and what makes reading single rows of it slow."""
+def describe_dataset(dataset: h5py.Dataset, labels: str | None = None) -> DatasetReport:
+    """Describe how a dataset is stored, and what makes reading single rows of it slow.
+
+    `labels` is the dataset of labels, for the command that fixes the faults, if it is known; "" if there are none.
+    """
     layout = _LAYOUTS[dataset.id.get_create_plist().get_layout()]
     filters = tuple(_FILTER_NAMES.get(item.number) or f"{item.name} ({item.number})" for item in filters_of(dataset))
     shape = tuple(dataset.shape or ())
@@ -280,7 +283,7 @@ def describe_dataset(dataset: h5py.Dataset) -> DatasetReport:
         stored_bytes=int(dataset.id.get_storage_size()),
         cache=cache,
         faults=faults,
-        fix=_fix(dataset) if faults else None,
+        fix=_fix(dataset, labels) if faults else None,
         kept_bytes=kept_bytes if faults else 0,
         files=len({source.file_name for source in dataset.virtual_sources()}) if layout == "virtual" else 0,
     )
@@ -366,12 +369,12 @@ def _guessed_chunks(dataset: h5py.Dataset) -> tuple[int, ...]:
         return tuple(guess.chunks)
 
 
-def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
+def _fix(dataset: h5py.Dataset, labels: str | None) -> tuple[str, ...]:
     """Return a command that writes a copy with uncompressed chunks of whole rows, and with decoded images."""
     name, path = dataset.name.lstrip("/"), dataset.file.filename
     is_image = dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype)
     if is_encoded(dataset) or (is_image and len(channel_axes(dataset.shape[1:])) == 1):
-        return convert_command(path, packing_options(dataset.file, name))
+        return convert_command(path, packing_options(dataset.file, name, labels))
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     rows = plan_chunks(len(dataset), row_bytes, whole_pages=True).rows
     chunk = "x".join(map(str, (min(rows, len(dataset)), *dataset.shape[1:])))
@@ -388,7 +391,7 @@ def packing_options(file: h5py.File, name: str, labels: str | None = None) -> di
     if schema.FORMAT not in file.attrs:  # `convert` keeps the labels and fields of a pack by default.
         labels = find_labels(file, name, len(images)) if labels is None else labels.strip("/")
         fields = further_datasets(file, name, labels)
-        found |= {"images": name} | ({"labels": labels} if labels else {})
+        found |= {"images": name} | ({} if labels is None else {"labels": labels})
         found |= {"fields": ",".join(fields)} if fields else {}
     axes = [] if is_encoded(images) else channel_axes(images.shape[1:])
     if len(axes) == 1:

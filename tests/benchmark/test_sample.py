@@ -145,6 +145,9 @@ def test_the_fix_and_the_code_suit_the_labels_and_fields(tmp_path: Path) -> None
         words = found.fix.split()
         assert words[words.index("--fields") + 1] == ",".join(fields)
         assert ("--labels grade" in found.fix) == bool(given)
+    found = find_input(tmp_path / "f.h5", {"labels": ""}, tmp_path)
+    assert found.fix is not None
+    assert "--labels '' --fields age,grade,name" in found.fix
 
 
 def test_rows_that_are_no_images_are_only_read_as_they_are(tmp_path: Path, scratch: ScratchFolder) -> None:
