@@ -332,7 +332,7 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
     chunks, itemsize = dataset.chunks, dataset.dtype.itemsize
     chunk_bytes = math.prod(chunks) * itemsize
     per_row = math.prod(chunk_grid(dataset)[1:])
-    # Compression and the size of chunks are no faults of a pack, because its owner has chosen them.
+    # The owner of a pack has chosen its compression and chunk size, so of these only tiny chunks count as a fault.
     own = schema.FORMAT in dataset.file.attrs
     found = []
     if per_row > 1:

@@ -392,10 +392,11 @@ class _StageRules:
         return (_slowest if self.evidence.on_gpu else _in_turn)(self.device.values())
 
     def _device_parts(self) -> tuple[Bottleneck, ...]:
-        """Return which takes more time, normalizing or the step: measured alone and, if known, in the loop.
+        """Return the stage that takes more time, normalizing or the step, or both stages if they are about equal.
 
-        If the loop contradicts the speeds measured alone, return the step, because nothing shows that normalizing is
-        the limit.
+        Their speeds measured alone are compared and, if known, also their shares of the loop's time. If the two
+        comparisons differ, both stages are returned. If the loop contradicts the speeds measured alone, it is the step,
+        because nothing shows that normalizing is the limit.
         """
         evidence, alone = self.evidence, {stage: 1 / rates.median for stage, rates in self.device.items()}
         parts = [alone]

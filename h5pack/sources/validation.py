@@ -59,8 +59,8 @@ def require_field(source: str, catalog: Catalog, field: str, names: Collection[s
     if field not in names:
         found = f"only {listed([repr(name) for name in names])}" if names else "none"
         raise OptionsError(
-            f"{source}: val_groups={field!r} needs a field of this name, but there is {found}; a column becomes a "
-            "field with field_columns or text_columns, a dataset of an HDF5 file or a key of samples with fields",
+            f"{source}: val_groups={field!r} needs a field of this name, but there is {found}; make one of a column "
+            "with field_columns or text_columns, of a dataset in an HDF5 file or a key of the samples with fields",
             path=None if catalog.kind == "dataset" else source,
             parameters=(f"val_groups={field!r}", "field_columns", "text_columns", "fields"),
         )
