@@ -65,7 +65,7 @@ class H5Dataset(BatchSource):
     labels : str or None
         Path of the dataset of labels in the file; None: no labels. If the file has no dataset at the default path, the
         samples have no labels.
-    fields : sequence of str
+    fields : sequence of str, optional
         Names of fields of a pack, or paths of further datasets with one row per image, such as masks. In a sample they
         come after the label. A row is a tensor, a str if it is one text, or a list of str if it is several texts.
     with_rows : bool
@@ -132,14 +132,12 @@ class H5Dataset(BatchSource):
         target_transform: Callable[[Any], Any] | None = None,
         images: str = schema.IMAGES,
         labels: str | None = schema.LABELS,
-        fields: Sequence[str] = (),
+        fields: Sequence[str] | None = (),
         with_rows: bool = False,
         check: bool = False,
         decode: DecodeCrop | None = None,
         exact: bool = True,
     ) -> None:
-        if isinstance(fields, str):
-            raise OptionsError(f"fields is the text {fields!r}; give a list of dataset names", parameters=("fields",))
         chosen = _split_names(split)
         require_callable("transform", transform)
         require_callable("target_transform", target_transform)
@@ -192,7 +190,9 @@ class H5Dataset(BatchSource):
     def __repr__(self) -> str:
         shape = " x ".join(str(size) for size in self.row_shape(self.names[0]))
         labels = "" if self.label_name is not None else ", no labels"
-        return f"H5Dataset({self.path!r}, split={self.split!r}): {len(self):,} rows of {shape}{labels}"
+        names = self.field_names[1 + (self.label_name is not None) : len(self.field_names) - self.with_rows]
+        fields = f", fields {', '.join(names)}" if names else ""
+        return f"H5Dataset({self.path!r}, split={self.split!r}): {len(self):,} rows of {shape}{labels}{fields}"
 
     @property
     def is_random(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -30,7 +30,7 @@ from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import index_rows, require_sources
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import RowNumbers, joined_ranges
-from h5pack.system.parameters import require_local
+from h5pack.system.parameters import invalid, require_local
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def describe_file(
     path: str | os.PathLike[str],
     images: str = schema.IMAGES,
     labels: str | None = schema.LABELS,
-    fields: Sequence[str] = (),
+    fields: Sequence[str] | None = (),
     *,
     sized: bool = True,
 ) -> FileDescription:
@@ -74,10 +74,17 @@ def describe_file(
     `labels`, the result has no labels. However, if checksums of labels exist, the labels were lost, which is an error.
     If `sized` is false, encoded images get the size 0 x 0, which suffices for reading their bytes.
 
-    Raises PackFormatError if the file, or one of the datasets, is missing, damaged or unusable, and IncompletePackError
-    if the pack is unfinished.
+    Raises PackFormatError if the file, or one of the datasets, is missing, damaged or unusable, IncompletePackError if
+    the pack is unfinished, and OptionsError if a parameter has a wrong type.
     """
     require_local(path)
+    fields = () if fields is None else fields
+    if not isinstance(images, str):
+        raise invalid("images", images, ": give the name of a dataset")
+    if not (labels is None or isinstance(labels, str)):
+        raise invalid("labels", labels, ": give the name of a dataset, or None")
+    if isinstance(fields, str) or not isinstance(fields, Collection) or not all(isinstance(one, str) for one in fields):
+        raise invalid("fields", fields, ": give a list of names of datasets")
     absolute = os.path.abspath(path)
     with open_file(absolute) as file:
         # Take the identity of the open descriptor, because the file at the path may already have been replaced.

@@ -31,6 +31,7 @@ from tests.makers import class_folders, numbers, pair_folders, quick, save
 from tests.read.files import in_child, run_threads
 
 FIELDS = ("boxes", "masks", "weight")
+WRONG_TYPES = [("fields", 5), ("fields", [5]), ("images", None), ("images", b"images"), ("labels", 5), ("labels", True)]
 FORK = {"num_workers": 1, "multiprocessing_context": "fork"}
 LABELS: dict[str, npt.NDArray[Any] | None] = {
     "int64": np.arange(packs.ROWS),
@@ -246,7 +247,8 @@ def test_several_splits_follow_each_other(tmp_path: Path, splits: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "parameters"),
     [
-        *(({"split": "val"}, PackFormatError, ("split",)), ({"fields": "boxes"}, OptionsError, ("fields",))),
+        *(({"split": "val"}, PackFormatError, ("split",)), ({"fields": "boxes"}, OptionsError, ("fields='boxes'",))),
+        *(({name: value}, OptionsError, (f"{name}={value!r}",)) for name, value in WRONG_TYPES),
         *(({"fields": ["depth"]}, PackFormatError, ("fields=[NAME]",)), ({"check": True}, OptionsError, ("check",))),
         *(({"split": wrong}, OptionsError, ("split",)) for wrong in ([], ["a", "a"], ["a", 1], 1, b"a")),
         *(({"split": ["val"]}, PackFormatError, ("split",)), ({"transform": "flip"}, OptionsError, ("transform",))),
