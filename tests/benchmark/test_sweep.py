@@ -241,3 +241,15 @@ def test_cold_cases_read_the_disk_though_libraries_cache_chunks(tmp_path: Path) 
     assert len({one.reason for one in found}) == 1
     for one in found:
         assert one.reason is not None or (one.amplification or 0) > 0.9, one.case
+
+
+def test_hot_cases_read_decoded_chunks_from_memory_as_later_epochs_do(tmp_path: Path) -> None:
+    path = tmp_path / "small.h5"
+    with h5py.File(path, "w") as file:
+        values = np.random.default_rng(0).integers(0, 256, (4_000, 64, 64, 3), np.uint8)
+        file.create_dataset("images", data=values, chunks=(1, 64, 64, 3), compression="gzip")
+    with ScratchFolder(tmp_path) as scratch:
+        variants = sample_of(path, scratch, chunk_rows=(10,), contiguous=False, rows=4_000).variants
+        (found,) = measure(variants, [case_of("as it is", "window", "direct", "hot")], 0.1, StepClock(step=0.05))
+    assert found.speeds
+    assert found.amplification == 0
