@@ -44,7 +44,7 @@ from h5pack.benchmark.loader_settings import Workload, limited_batch_size
 from h5pack.benchmark.plots import check_plot_file, draw_bench
 from h5pack.benchmark.recommend import Recommendation, choose, deciding_caches, finalists, missing
 from h5pack.benchmark.report import BenchReport
-from h5pack.benchmark.sample import BenchInput, BenchSample, ScratchFolder, find_input, make_sample
+from h5pack.benchmark.sample import BenchInput, BenchSample, ScratchFolder, dataset_images, find_input, make_sample
 from h5pack.benchmark.sweep import Sweep
 from h5pack.errors import OptionsError
 from h5pack.pack.options import parse_size
@@ -77,6 +77,7 @@ def bench(
     num_threads: int | Sequence[int] = (),
     num_workers: int | Sequence[int] = (),
     rows: int | None = None,
+    num_images: int | None = None,
     size: int | tuple[int, int] | str | None = None,
     source_kind: str | None = None,
     images: str | None = None,
@@ -118,6 +119,9 @@ def bench(
         this process may use, but at most 16, and all powers of two below that number.
     rows : int, optional
         Number of rows in the sample. Default: as many as time, memory and disk allow, up to 512 MiB.
+    num_images : int, optional
+        Number of images in the dataset that is judged, which may be larger than `source`. Default: the images of
+        `source`. Generated images stand for a large dataset.
     size : int, (int, int) or str, optional
         Height and width of every packed image, as for `convert`.
     source_kind : str, optional
@@ -149,8 +153,8 @@ def bench(
     settings = make_settings(
         seconds=seconds, chunk_rows=chunk_rows, chunk_bytes=chunk_bytes, contiguous=contiguous, orders=orders,
         engines=engines, caches=caches, compression=compression, batch_size=batch_size, window=window,
-        num_threads=num_threads, num_workers=num_workers, rows=rows, size=size, images=images, labels=labels,
-        scratch=scratch, seed=seed,
+        num_threads=num_threads, num_workers=num_workers, rows=rows, num_images=num_images, size=size, images=images,
+        labels=labels, scratch=scratch, seed=seed,
     )  # fmt: skip
     report = BenchRun(source, settings, source_kind, progress=progress).run()
     if plot is not None:
@@ -289,14 +293,15 @@ class BenchRun:
         try:
             with ScratchFolder(settings.scratch) as scratch:
                 with self._phase("packing a sample"):
-                    source = find_input(self._source, self._options, scratch.path, settings.rows)
+                    source = find_input(self._source, self._options, scratch.path, settings)
                     sample = make_sample(source, settings, scratch, self._clock, end - self._clock())
                 packing = self._clock() - begin
                 self._on_progress(packing)
                 report = self.report = BenchReport(
                     source="generated images" if source.kind == "generated" else source.source,
                     kind=source.kind,
-                    num_images=source.num_images,
+                    num_images=settings.num_images or source.num_images,
+                    source_images=source.num_images,
                     row_shape=sample.row_shape,
                     row_bytes=sample.row_bytes,
                     sample_rows=sample.rows,
@@ -324,12 +329,12 @@ class BenchRun:
         batch_size = limited_batch_size(settings.batch_size[0], sample.rows)
         workload = Workload(
             source="" if source.kind == "generated" else source.source, options=sample.options,
-            num_images=source.num_images, row_bytes=sample.row_bytes, sample_rows=sample.rows,
+            num_images=report.num_images, row_bytes=sample.row_bytes, sample_rows=sample.rows,
             row_shape=sample.row_shape, default_chunk_rows=sample.default_chunk_rows, memory_bytes=available_memory(),
             batch_size=batch_size, window=settings.window[0], num_threads=min(_MAX_THREADS, available_cpus()),
             cpus=available_cpus(), split=source.split, fields=source.fields,
             asked_batch_size=settings.batch_size[0] if batch_size < settings.batch_size[0] else None,
-            any_size=source.any_size,
+            any_size=dataset_images(source, settings) is None,
         )  # fmt: skip
         every = all_cases(sample.variants, settings, batch_size, workload.num_threads)
         first = deciding_caches(workload, settings.caches)[0]
@@ -337,7 +342,7 @@ class BenchRun:
         _require_time(end - self._clock(), needed, report.seconds["packing"], settings)
         if is_small(sample.rows, sample.row_bytes):
             end = min(end, self._clock() + max(_SMALL_SECONDS, 2 * needed))
-        sampled = min(1.0, sample.rows / max(1, source.num_images))
+        sampled = min(1.0, sample.rows / report.num_images)
         sweep = Sweep(sample.variants, settings.seed, self._on_progress, self._clock, sampled=sampled)
         with self._phase("warming up"):
             sweep.warm(_WARM_SHARE * (end - self._clock()))

@@ -82,6 +82,7 @@ class BenchSettings:
     num_threads: tuple[int, ...] = ()
     num_workers: tuple[int, ...] = ()
     rows: int | None = None
+    num_images: int | None = None
     size: tuple[int, int] | None = None
     images: str | None = None
     labels: str | None = None
@@ -95,7 +96,17 @@ class BenchSettings:
             values = getattr(self, name)
             if not values or not set(values) <= set(allowed):
                 raise _wrong(name, ",".join(values), f"give one or more of {', '.join(allowed)}")
-        for name in ("batch_size", "window", "num_threads", "num_workers", "chunk_rows", "chunk_bytes", "rows", "seed"):
+        for name in (
+            "batch_size",
+            "window",
+            "num_threads",
+            "num_workers",
+            "chunk_rows",
+            "chunk_bytes",
+            "rows",
+            "num_images",
+            "seed",
+        ):
             found, bound = getattr(self, name), int(name not in ("num_workers", "seed"))
             values = found if isinstance(found, tuple) else () if found is None else (found,)
             if min(values, default=bound) < bound:

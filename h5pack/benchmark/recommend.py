@@ -66,7 +66,10 @@ class Recommendation:
     of_ceiling: tuple[float, float, float] | None = None
     ceiling_threads: int = 0  # Number of threads that measured the ceiling.
     ties: tuple[str, ...]  # Labels of this variant and of those without a clear difference to it; all if not compared.
-    compared: bool = True  # Whether variants were compared; False if the sample is too small for that.
+    compared: bool = (
+        True  # Whether variants were compared; False if the sample is too small, or if sizes hardly matter.
+    )
+    hardly_matters: bool = False  # Whether all images are read so fast that no other chunk size can save much.
     reasons: tuple[str, ...]  # Sentences that explain the recommendation.
     command: str  # Command line that converts to the variant; empty if `convert` is False.
     code: str  # Python code that reads the file with these settings.
@@ -169,7 +172,9 @@ def choose(
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
         return None
-    compared = not _is_short(workload, _pick_variant(found, workload, compare=False).stated.median)
+    speed = _pick_variant(found, workload, compare=False).stated.median
+    hardly_matters = _is_short(workload, speed)
+    compared = not (hardly_matters or _is_small_sample(workload, speed))
     picked = _pick_variant(found, workload, compare=compared)
     ties = [one for one in found if not compared or not (picked.is_likely_faster(one) or one.is_likely_faster(picked))]
     busy = compared and _is_busy(picked, found, workload)
@@ -198,9 +203,10 @@ def choose(
         ceiling_threads=ceiling_threads(used.case, workload.cpus),
         ties=tuple(one.variant.label for one in ties),
         compared=compared,
+        hardly_matters=hardly_matters,
         reasons=(
             *measuring_reasons(variant, workload),
-            *(_comparison(picked, found, workload) if compared else _epochs(picked, found, workload)),
+            *(_comparison(picked, found, workload) if compared else _epochs(picked, found, workload, hardly_matters)),
             *cache_reasons,
             *gain_reasons,
             _cache_reason(workload, cache),
@@ -216,9 +222,15 @@ def choose(
 
 
 def _is_short(workload: Workload, speed: float) -> bool:
-    """Return whether epochs at `speed` images/s, of the sample or of all images, are too short to compare variants."""
-    num_images = math.inf if workload.any_size else workload.num_images
-    is_short = workload.sample_rows < MIN_EPOCH_SECONDS * speed or num_images < SHORT_EPOCH_SECONDS * speed
+    """Return whether epochs of all images at `speed` images/s are so short that chunk sizes hardly matter."""
+    if workload.any_size:
+        return False
+    return workload.num_images < SHORT_EPOCH_SECONDS * speed or is_small(workload.num_images, workload.row_bytes)
+
+
+def _is_small_sample(workload: Workload, speed: float) -> bool:
+    """Return whether the sample is too small to compare variants that are read at about `speed` images/s."""
+    is_short = workload.sample_rows < MIN_EPOCH_SECONDS * speed
     return is_short or is_small(workload.sample_rows, workload.row_bytes)
 
 
@@ -306,7 +318,7 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
     return 1 + (variant.compression != "none"), abs(math.log(variant.chunk_rows / max(1, workload.default_chunk_rows)))
 
 
-def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:
+def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, hardly_matters: bool) -> list[str]:
     """Return sentences on how long an epoch of each other variant takes; empty if there is no other variant."""
     made = "new chunks of " if picked.variant.is_input else ""
     others = [
@@ -319,9 +331,11 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload) -
     images = counted(workload.num_images, "image")
     fastest = max(found, key=lambda one: one.stated.median)
     saved = 1000 * workload.num_images * (1 / picked.stated.median - 1 / fastest.stated.median)
-    best = "none is faster" if fastest is picked else f"the fastest saves {saved:.1f} ms an epoch"
-    why = "They are not compared, because starting an epoch takes much of this time"
-    return [f"Epochs of {images} with the other variants: {', '.join(others)}; {best}. {why}."]
+    best = "none is faster"
+    if fastest is not picked:
+        best = f"the fastest saves {saved:.1f} ms an epoch, too little to matter"
+        best = best if hardly_matters else "the sample is too small to compare them"
+    return [f"Epochs of {images} with the other variants: {', '.join(others)}; {best}."]
 
 
 def epoch_text(rows: int, speed: float) -> str:

@@ -20,13 +20,11 @@ from h5pack.benchmark.cases import (
     MIN_ROWS,
     NO_TIME,
     ORDERS,
-    SHORT_EPOCH_SECONDS,
     BenchCase,
     CaseRepeats,
     Ceiling,
     FileVariant,
     Measurement,
-    is_small,
     repeats_json,
 )
 from h5pack.benchmark.loader_settings import speed_range_text
@@ -49,7 +47,7 @@ class BenchReport:
 
     source: str  #: The path, or "generated images".
     kind: str  #: "folder", "file" or "generated".
-    num_images: int  #: Number of images in the whole source.
+    num_images: int  #: Number of images in the dataset that is judged.
     row_shape: tuple[int, ...]
     row_bytes: int
     sample_rows: int
@@ -70,6 +68,7 @@ class BenchReport:
     pack_images_per_s: float | None = None  #: Speed of packing; None if nothing was packed.
     load: float | None = None  #: Load average of the machine before the run; None if unknown.
     complete: bool = False
+    source_images: int = 0  #: Number of images in the source, or of generated images.
 
     def __repr__(self) -> str:
         chosen = self.recommendation
@@ -122,13 +121,8 @@ class BenchReport:
         """The parameters of `bench` and `to_text` that the text may advise to give, such as ``seconds=60``."""
         chosen = self.recommendation
         if chosen is not None:
-            given = (
-                self._more_rows,
-                self._hint()[1],
-                self._longer * chosen.busy,
-                "labels=NAME" * bool(chosen.label_note),
-            )
-            return (*filter(None, given), "full=True")
+            given = self._more_rows, self._longer * chosen.busy, "labels=NAME" * bool(chosen.label_note)
+            return (*filter(None, given), *self._hint()[1], "full=True")
         seconds = [] if self.enough_seconds is None else [f"seconds={self.enough_seconds}"]
         return *seconds, "orders='window'", "engines='direct'", "full=True"
 
@@ -147,7 +141,8 @@ class BenchReport:
         if chosen is None:
             return f"Too little was measured to recommend anything: give seconds={self.enough_seconds} or more."
         sizes = {one.label: one.chunk_bytes for one in self.variants}
-        size = f" ({format_bytes(found)})" if (found := sizes.get(chosen.variant)) is not None else ""
+        large = f", for sets of {self._fewest_images:,} images or more" if self._fewest_images > 1 else ""
+        size = f" ({format_bytes(found)}{large})" if (found := sizes.get(chosen.variant)) is not None else ""
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is for H5Loader"
         if chosen.busy:
@@ -161,13 +156,14 @@ class BenchReport:
                 what = f"Convert with {chunks}{size}; no other chunk size is reliably faster"
         text = f"{what}: {speed_range_text(chosen.images_per_s, *chosen.images_per_s_range)} "
         text += f"with num_threads={chosen.num_threads}"
-        if not chosen.compared and not self._more_rows:
+        if chosen.hardly_matters:
             epoch = f"all {self.num_images:,} images are read in {epoch_text(self.num_images, chosen.images_per_s)}"
             later = "after the first epoch, " if chosen.judged_by == "hot" else ""
             return f"{text}; {later}{epoch}, so other chunk sizes hardly matter."
         if not chosen.compared:
             few = f"The sample of {self.sample_rows:,} is read in {epoch_text(self.sample_rows, chosen.images_per_s)}"
-            return f"{text}. {few}, too short to compare chunk sizes: give {self._more_rows}."
+            more = f"give {self._more_rows}" if self._more_rows else "there are no more images"
+            return f"{text}. {few}, too short to compare chunk sizes: {more}."
         ratio = _ratio_text(chosen)
         return f"{text}, {ratio}." if ratio else f"{text}."
 
@@ -178,34 +174,37 @@ class BenchReport:
 
     @property
     def _more_rows(self) -> str:
-        """The parameter `rows` to advise if the sample is too small, but the source is not; else empty."""
-        chosen, rows = self.recommendation, self.num_images
-        if chosen is None or chosen.compared:
+        """The parameter `rows` to advise if the sample is too small, and there are more images; else empty."""
+        chosen = self.recommendation
+        if chosen is None or chosen.compared or chosen.hardly_matters:
             return ""
         if self.kind == "generated":
-            enough = max(MIN_ROWS, math.ceil(2 * MIN_EPOCH_SECONDS * chosen.images_per_s))
-            return f"rows={enough}" if 2 * rows < enough or is_small(rows, self.row_bytes) else ""
-        small = self.sample_rows == rows or is_small(rows, self.row_bytes)
-        return "" if small or rows <= SHORT_EPOCH_SECONDS * chosen.images_per_s else f"rows={rows}"
+            return f"rows={max(MIN_ROWS, math.ceil(2 * MIN_EPOCH_SECONDS * chosen.images_per_s))}"
+        return f"rows={self.source_images}" if self.sample_rows < self.source_images else ""
 
-    def _hint(self) -> tuple[str, str]:
-        """Return advice about other sources, and the parameter that it names; each is empty if there is none."""
-        chosen, shape = self.recommendation, self.row_shape
-        if chosen is None:
-            return "", ""
-        if self.kind == "generated" and chosen.is_default:
-            largest, counts = chosen.chunk_rows or 1, range(1, MANY_IMAGES)
-            default = partial(plan_chunks, row_bytes=self.row_bytes, whole_pages=True)
-            fewest = counts[bisect_left(counts, largest, key=lambda count: default(count).rows)] if largest > 1 else 1
-            text, given = f"Sets of fewer than {fewest:,} images get smaller chunks by default", f"chunk_rows={largest}"
-            return (f"{text}; {given} makes them as large.", given) if fewest > 1 else ("", "")
-        if not chosen.compared and not self._more_rows and chosen.convert and len(shape) in (2, 3):
-            axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
-            given = f"size={axes[0]}x{axes[1]}"
-            rows = plan_chunks(MANY_IMAGES, self.row_bytes, whole_pages=True).rows
-            larger = "" if chosen.chunk_rows == rows else f"A much larger set gets {counted(rows, 'row')} a chunk. "
-            return f"{larger}To compare sizes for a larger set, omit the source and give {given}.", given
-        return "", ""
+    def _hint(self) -> tuple[str, tuple[str, ...]]:
+        """Return advice about sets of other sizes, and the parameters that it names; both are empty without advice."""
+        chosen, shape, given = self.recommendation, self.row_shape, ("num_images=N",)
+        if self._fewest_images > 1 and not self._more_rows:
+            return "Smaller sets get smaller chunks by default, which suit them; num_images=N judges those of N.", given
+        if chosen is None or chosen.compared or self._more_rows or self.kind == "generated" or len(shape) not in (2, 3):
+            return "", ()
+        if chosen.hardly_matters:
+            text = "num_images=N judges them for a dataset of N such images."
+            return (text, given) if self.num_images == self.source_images else ("", ())
+        axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
+        size = f"size={axes[0]}x{axes[1]}"
+        return f"To compare chunk sizes, omit the source and give {size} num_images=N.", (size, *given)
+
+    @property
+    def _fewest_images(self) -> int:
+        """Size of the smallest set with these chunks by default; 0 unless generated images stand for a large set."""
+        chosen, counts = self.recommendation, range(1, MANY_IMAGES + 1)
+        plan = partial(plan_chunks, row_bytes=self.row_bytes, whole_pages=True)
+        largest = plan(MANY_IMAGES).rows
+        if self.kind != "generated" or chosen is None or not chosen.is_default or chosen.chunk_rows != largest:
+            return 0
+        return counts[bisect_left(counts, largest, key=lambda count: plan(count).rows)]
 
     def ceiling_of(self, cache: str) -> Ceiling | None:
         """Return the ceiling for a page-cache state, preferably the one that the recommendation is compared with.
@@ -328,7 +327,8 @@ def machine_text(machine: dict[str, Any]) -> str:
 def _answer(report: BenchReport, full: bool) -> list[list[str]]:
     """Return blocks of lines: the answer, the command and code to use, the reasons, and what was measured."""
     shape = "x".join(map(str, report.row_shape))
-    about = f"{printable(report.source)}: {counted(report.num_images, 'image')}, rows of {shape} "
+    judged = f", judged for {report.num_images:,}" if report.num_images != report.source_images else ""
+    about = f"{printable(report.source)}: {counted(report.source_images, 'image')}{judged}, rows of {shape} "
     about += f"({format_bytes(report.row_bytes)}), sample of {report.sample_rows:,}"
     sizes = sorted({one.chunk_rows for one in report.variants if one.chunk_rows is not None and not one.is_input})
     about += f", chunks of {listed([f'{rows:,}' for rows in sizes])} rows" if sizes else ""

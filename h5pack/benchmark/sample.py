@@ -108,11 +108,10 @@ class BenchInput:
 
     kind: str  # "folder", "file" or "generated".
     source: str  # Path to convert.
-    num_images: int
+    num_images: int  # The images that the source has; a dataset that is judged may have more, see `dataset_images`.
     options: dict[str, Any]  # Keywords for converting the images with `convert`.
     split: str | None = None  # The split that a training reads; None if there is none.
     variant: FileVariant | None = None  # The input file as it is; None if the input is not an HDF5 file.
-    any_size: bool = False  # Whether the images are generated, and stand for sets of any size.
     fields: tuple[str, ...] = ()  # Names of the input file's further datasets of numbers with one row per image.
     faults: tuple[str, ...] = ()  # Faults of the file's layout, as in the report of `h5pack.info`.
     fix: str | None = None  # The command that fixes the faults; None without faults.
@@ -120,18 +119,18 @@ class BenchInput:
 
 
 def find_input(
-    path: str | os.PathLike[str] | None, options: dict[str, Any], scratch: Path, rows: int | None = None
+    path: str | os.PathLike[str] | None, options: dict[str, Any], scratch: Path, settings: BenchSettings
 ) -> BenchInput:
-    """Open the input of a benchmark. If `path` is None, generate images in `scratch`, `rows` of them if given."""
+    """Open the input of a benchmark. If `path` is None, generate as many images in `scratch` as the sample needs."""
     if path is None:
         folder, (height, width) = scratch / "images", options.get("size") or _GENERATED_SIZE
         row_bytes = 3 * height * width
         count = min(max(_GENERATED_IMAGES, _GENERATED_BYTES // row_bytes), MAX_SAMPLE_BYTES // row_bytes)
-        count = max(MIN_IMAGES, count if rows is None else rows)
+        count = max(MIN_IMAGES, settings.rows or min(count, settings.num_images or count))
         make_folder(folder, min(count, _FILES), (min(height, MAX_SIDE), min(width, MAX_SIDE)))
         options = {name: value for name, value in options.items() if name != "source_kind"}
         made = _repeated(folder, count)
-        return BenchInput(kind="generated", source=made, num_images=count, options=options, any_size=rows is None)
+        return BenchInput(kind="generated", source=made, num_images=count, options=options)
     source = os.fspath(path)
     if Path(path).is_file() and is_hdf5(Path(path)):
         found = _hdf5_input(source, options)
@@ -251,6 +250,11 @@ class BenchSample:
     not_packed: list[str] = field(default_factory=list)  # Labels of chunked variants that there was no time to pack.
 
 
+def dataset_images(source: BenchInput, settings: BenchSettings) -> int | None:
+    """Return the number of images of the dataset that is judged; None if generated images stand for one of any size."""
+    return settings.num_images or (None if source.kind == "generated" else source.num_images)
+
+
 def usual_sizes(default_chunk_rows: int, row_bytes: int) -> set[int]:
     """Return the chunk sizes in rows to compare: the default size, and usual sizes that differ by more than 10 %."""
     sizes = {_chunk_rows(size, row_bytes) for size in DEFAULT_CHUNK_BYTES}
@@ -284,7 +288,7 @@ def make_sample(
         if source.variant is None:
             raise
         return _input_only(source, source.variant, settings, str(error))
-    count = MANY_IMAGES if source.any_size else source.num_images
+    count = dataset_images(source, settings) or MANY_IMAGES
     default_chunk_rows = min(plan_chunks(count, row_bytes, whole_pages=True).rows, source.num_images)
     given = {*settings.chunk_rows, *(_chunk_rows(size, row_bytes) for size in settings.chunk_bytes)}
     wanted = sorted(given or usual_sizes(default_chunk_rows, row_bytes))

@@ -33,6 +33,10 @@ def add(commands: Any) -> None:
         help="number of rows (default: as many as time, memory and disk allow, up to 512 MiB)",
     )  # fmt: skip
     sample.add_argument(
+        "--num-images", type=int, metavar="N",
+        help="number of images in the dataset that is judged (default: those of SOURCE, or many)",
+    )  # fmt: skip
+    sample.add_argument(
         "--size",
         metavar="HxW",
         help="height and width of every packed image, or one number for a square (default: 224 if sizes differ)",
@@ -156,7 +160,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the given arguments as keywords of `h5pack.bench`."""
     from h5pack.pack.options import parse_bytes
 
-    names = ("seconds", "contiguous", "rows", "size", "seed", "images", "labels", "scratch")
+    names = ("seconds", "contiguous", "rows", "num_images", "size", "seed", "images", "labels", "scratch")
     found = {name: getattr(arguments, name) for name in names}
     for name in ("orders", "engines", "caches", "compression"):
         found[name] = comma_parts(getattr(arguments, name))

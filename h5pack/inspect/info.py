@@ -41,7 +41,7 @@ _LAYOUTS = {getattr(h5py.h5d, name.upper()): name for name in ("chunked", "conti
 # Not described one by one in texts.
 _TABLES = (schema.CHECKSUMS, schema.FILENAMES, schema.SPLITS, schema.STATISTICS, schema.REJECTS)
 _MAX_SAMPLED_ROWS = 1024
-_LARGE_CHUNK_BYTES = 1024 * 1024
+_SMALL_CHUNK_BYTES, _LARGE_CHUNK_BYTES = 256 * 1024, 1024 * 1024
 """Decoded chunks of at least this size are copied from memory at 0.5 to 1.2 of the speed of a pack's rows; chunks of
 one row of 27 KB at 0.2, of 3 KB at 0.06."""
 _OPENING_GAP_BYTES = 1024 * 1024
@@ -332,7 +332,7 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
     chunks, itemsize = dataset.chunks, dataset.dtype.itemsize
     chunk_bytes = math.prod(chunks) * itemsize
     per_row = math.prod(chunk_grid(dataset)[1:])
-    # The owner of a pack has chosen its compression and chunk size, so of these only tiny chunks count as a fault.
+    # Compression is no fault of a pack, and neither are chunks beyond the array, because its owner has chosen them.
     own = schema.FORMAT in dataset.file.attrs
     found = []
     if per_row > 1:
@@ -357,8 +357,17 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
             f"chunks of {counted(chunks[0], 'row')} are compressed with {', '.join(filters)}, so they must be decoded "
             f"(H5Loader: {times})"
         )
-    if chunk_bytes < 16_384 and dataset.nbytes > 2**24:
+    row_bytes = dataset.nbytes // len(dataset)
+    usual = plan_chunks(len(dataset), row_bytes, whole_pages=True).rows
+    if dataset.nbytes <= 2**24:
+        return tuple(found)
+    if chunk_bytes < 16_384:
         found.append(f"chunks have only {chunk_bytes:,} bytes, so looking them up takes longer than reading them")
+    elif not filters and per_row == 1 and chunk_bytes < _SMALL_CHUNK_BYTES and 4 * chunks[0] <= usual:
+        found.append(
+            f"chunks of {counted(chunks[0], 'row')} ({format_bytes(chunk_bytes)}) are read more slowly than those that "
+            f"h5pack makes by default, of {counted(usual, 'row')} ({format_bytes(usual * row_bytes)})"
+        )
     return tuple(found)
 
 

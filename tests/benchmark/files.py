@@ -41,7 +41,7 @@ def write_cut_chunks(path: Path) -> Path:
 
 def input_of(path: Path) -> BenchInput:
     """The input of a bench of a file or folder."""
-    return find_input(path, {}, path.parent)
+    return find_input(path, {}, path.parent, BenchSettings())
 
 
 def sample_of(path: Path, scratch: ScratchFolder, **settings: Any) -> BenchSample:

@@ -84,7 +84,11 @@ def recommended(variant: FileVariant, images_per_s: float = 76_210.0, **changes:
 
 def empty() -> BenchReport:
     """A report of a bench that was stopped before it measured anything."""
-    return BenchReport("/data/celebA", "folder", 202_599, (218, 178, 3), ROW_BYTES, 0, 60.0, dict(MACHINE))
+    images = 202_599
+    machine = dict(MACHINE)
+    return BenchReport(
+        "/data/celebA", "folder", images, (218, 178, 3), ROW_BYTES, 0, 60.0, machine, source_images=images
+    )
 
 
 def folder_report() -> BenchReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import pytest
 
 import h5pack
 from h5pack.benchmark.bench import BenchRun, make_settings
-from h5pack.benchmark.cases import MIN_TURNS
+from h5pack.benchmark.cases import MIN_TURNS, BenchSettings
 from h5pack.benchmark.report import BenchReport
 from h5pack.benchmark.sample import find_input
 from h5pack.benchmark.sweep import Sweep
 from h5pack.cli import main
-from h5pack.errors import OptionsError
+from h5pack.errors import H5PackError, OptionsError
 from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, write_cut_chunks
 from tests.makers import class_folders, flat_folder, save, split_folders
 
@@ -100,21 +101,29 @@ def test_a_folder_is_packed_measured_and_answered(folder: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("size", "rows", "count"), [((32, 32), None, 32_768), ((512, 1100), None, 317), ((32, 32), 50, 50)]
+    ("size", "given", "count"),
+    [
+        ((32, 32), {}, 32_768),
+        ((512, 1100), {}, 317),
+        ((32, 32), {"rows": 50}, 50),
+        ((32, 32), {"num_images": 50}, 50),
+        ((32, 32), {"num_images": 10**6}, 32_768),
+        ((32, 32), {"num_images": 10**6, "rows": 50}, 50),
+    ],
 )
 def test_so_many_images_are_generated_that_they_can_be_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], rows: int | None, count: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], given: dict[str, int], count: int
 ) -> None:
     made: list[Any] = []
 
-    def make(folder: Path, *given: Any) -> None:
-        made.append(given)
+    def make(folder: Path, *arguments: Any) -> None:
+        made.append(arguments)
         for name in "ab":
             (folder / name).mkdir(parents=True)
             (folder / name / "0.jpg").touch()
 
     monkeypatch.setattr("h5pack.benchmark.sample.make_folder", make)
-    source = find_input(None, {"size": size, "source_kind": "classes"}, tmp_path, rows)
+    source = find_input(None, {"size": size, "source_kind": "classes"}, tmp_path, BenchSettings(**given))
     assert (source.num_images, source.options) == (count, {"size": size})
     assert made == [(min(count, 2_000), (size[0], min(size[1], 1024)))]
     # Files are repeated, so that many images do not need many files.
@@ -251,6 +260,22 @@ def test_the_command_prints_an_answer_that_works(
     exec(code, found)
     assert (found["dataset"].split, len(found["dataset"].splits)) == ("training", 2)
     assert sum(len(batch[0]) for batch in found["loader"]) == 30
+
+
+def test_every_option_reaches_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def stop(**settings: Any) -> None:
+        given.update(settings)
+        raise H5PackError("stop")
+
+    monkeypatch.setattr("h5pack.benchmark.bench.make_settings", stop)
+    numbers = "seconds chunk-rows chunk-bytes batch-size window threads workers rows num-images seed"
+    words = "orders engines cache compression size images labels scratch"
+    options = [f"--{name}=7" for name in numbers.split()] + [f"--{name}=x" for name in words.split()]
+    assert main(["bench", *options, "--no-contiguous"]) == 1
+    assert given.keys() == {field.name for field in fields(BenchSettings)}
+    assert all(value in (7, "x", False, (7,), ("x",)) for value in given.values())
 
 
 def test_mixing_is_reported_for_a_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,7 @@ def test_an_input_behind_links_is_found(tmp_path: Path) -> None:
 def test_names_of_classes_as_labels_do_not_stop_a_benchmark(tmp_path: Path, given: dict[str, str]) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["x"], file["y"] = np.zeros((40, 8, 8, 3), np.uint8), ["cat", "dog"] * 20
-    found = find_input(tmp_path / "f.h5", given, tmp_path)
+    found = find_input(tmp_path / "f.h5", given, tmp_path, BenchSettings())
     assert (found.num_images, found.options["labels"], "fields" in found.options) == (40, "y", False)
 
 
@@ -138,14 +138,14 @@ def test_the_fix_and_the_code_suit_the_labels_and_fields(tmp_path: Path) -> None
         file.create_dataset("x", data=np.zeros((300, 64, 64, 3), np.uint8), chunks=(1, 64, 64, 3), compression="gzip")
         file["age"], file["grade"], file["name"] = np.zeros(300), np.arange(300), ["p1", "p2"] * 150
     for given, fields in (({}, ["age", "grade", "name"]), ({"labels": "grade"}, ["age", "name"])):
-        found = find_input(tmp_path / "f.h5", given, tmp_path)
+        found = find_input(tmp_path / "f.h5", given, tmp_path, BenchSettings())
         # Texts can be packed, but not read.
         assert found.fields == tuple(fields[:-1])
         assert found.fix is not None
         words = found.fix.split()
         assert words[words.index("--fields") + 1] == ",".join(fields)
         assert ("--labels grade" in found.fix) == bool(given)
-    found = find_input(tmp_path / "f.h5", {"labels": ""}, tmp_path)
+    found = find_input(tmp_path / "f.h5", {"labels": ""}, tmp_path, BenchSettings())
     assert found.fix is not None
     assert "--labels '' --fields age,grade,name" in found.fix
 
@@ -198,3 +198,12 @@ def test_scratch_needs_a_folder_and_space(tmp_path: Path, scratch: ScratchFolder
     scratch.require(1)
     with pytest.raises(NoSpaceError):
         scratch.require(10**18)
+
+
+@pytest.mark.parametrize(("num_images", "rows"), [(None, 44), (40, 24), (10_000, 156), (10**6, 1_364)])
+def test_the_default_chunks_are_those_of_the_judged_dataset(tmp_path: Path, num_images: int | None, rows: int) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["x"] = np.zeros((3_000, 32, 32, 3), np.uint8)
+    with ScratchFolder(tmp_path) as scratch:
+        sample = sample_of(tmp_path / "f.h5", scratch, num_images=num_images, chunk_rows=(8,), contiguous=False)
+    assert (sample.rows, sample.default_chunk_rows) == (3_000, rows)

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 import h5pack
+from h5pack.benchmark.cases import BenchSettings
 from h5pack.benchmark.sample import find_input
 from h5pack.cli import main
 from h5pack.errors import PackFormatError
@@ -72,6 +73,8 @@ def test_a_pack_has_no_faults(tmp_path: Path) -> None:
         ((100, 3, 100, 80), {"chunks": (50, 3, 100, 80), "compression": "gzip"}, ["1.1 MiB"]),
         ((100, 3, 100, 80), {"chunks": (1, 3, 100, 80), "compression": "gzip"}, ["of 1 row are compressed with gzip"]),
         ((99, 3, 90, 80), {"chunks": (9, 3, 90, 80)}, []),
+        ((800, 3, 100, 80), {"chunks": (1, 3, 100, 80)}, ["chunks of 1 row (23.4 KiB) are read more slowly"]),
+        ((800, 3, 100, 80), {"chunks": (10, 3, 100, 80)}, []),
         ((99, 3, 90, 80), {}, []),
     ],
 )
@@ -251,6 +254,19 @@ def test_a_damaged_field_is_named(tmp_path: Path) -> None:
     assert (caught.value.dataset, tuple(caught.value.rows)) == ("fields/x/offsets", (1,))
 
 
+@pytest.mark.parametrize(("chunk_rows", "faults"), [(2, 1), (15, 1), (16, 0), (None, 0)])
+def test_a_pack_with_much_smaller_chunks_than_by_default_has_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_rows: int | None, faults: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    images = np.random.default_rng(0).integers(0, 256, (4_000, 64, 64, 3), np.uint8)
+    h5pack.convert([(image, 0) for image in images], "pack.h5", num_workers=1, chunk_rows=chunk_rows, order="sorted")
+    report = report_of(tmp_path / "pack.h5")
+    assert len(report.faults) == faults
+    if faults:
+        require_fixed(report, images)
+
+
 def test_a_pack_that_was_compressed_on_purpose_has_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info_module, "_DEFAULT_CACHE_BYTES", 2**20)
     images = np.random.default_rng(0).integers(0, 8, (9, 256, 256, 3), np.uint8)
@@ -326,8 +342,10 @@ def test_the_fix_keeps_labels_and_fields_and_statistics_find_the_images(tmp_path
         *("--images", "run/pictures", "--labels", "run/category", "--fields", "names,run/stage,run/temperature"),
         *("--layout", "nchw"),
     )
-    assert convert_command(str(path), find_input(path, {}, tmp_path).options) == fix  # That of `bench` is the same.
-    given = find_input(path, {"labels": "run/stage"}, tmp_path).options
+    assert (
+        convert_command(str(path), find_input(path, {}, tmp_path, BenchSettings()).options) == fix
+    )  # That of `bench` is the same.
+    given = find_input(path, {"labels": "run/stage"}, tmp_path, BenchSettings()).options
     assert (given["labels"], given["fields"]) == ("run/stage", "names,run/category,run/temperature")
     assert report.stats is not None
     assert sum(report.stats["labels"].values()) == 40
