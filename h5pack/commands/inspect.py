@@ -19,6 +19,7 @@ def add(commands: Any) -> None:
     )
     info.set_defaults(run=_info)
     info.add_argument("file", metavar="FILE")
+    info.add_argument("--labels", metavar="NAME", help="dataset of labels of an HDF5 file (default: detected)")
     info.add_argument("--stats", action="store_true", help="also report class counts and channel statistics")
 
     verify = commands.add_parser(
@@ -65,7 +66,7 @@ def _info(arguments: argparse.Namespace) -> int:
     """Print the description of a file; return the exit status."""
     from h5pack.inspect.info import info
 
-    print_report(info(arguments.file, stats=arguments.stats), arguments)
+    print_report(info(arguments.file, labels=arguments.labels, stats=arguments.stats), arguments)
     return 0
 
 

@@ -28,6 +28,7 @@ from h5pack.read.hdf5 import (
     filters_of,
     open_file,
     reopen_tuned,
+    require_dataset,
 )
 from h5pack.sources.hdf5_catalog import channel_axes, find_images, find_labels, further_datasets, is_image_array
 from h5pack.system.text import counted, format_bytes
@@ -108,9 +109,12 @@ class DatasetReport:
                 lines.append(f"  H5Loader: {once}, {kept} in all; later epochs are faster{slower}")
             lines.append(f"  fix: {shlex.join(self.fix)}")
             if lacks_labels(self.fix):
-                text = "if one of the fields has them, add --labels NAME to the fix, which then packs it as labels only"
+                text = "if one of the fields has them, give --labels NAME here, and the fix packs it as labels only"
                 lines.append(f"  labels: no dataset is named like labels; {text}")
-            lines.append(f"  measure: {shlex.join(['h5pack', 'bench', path, '--images', self.name])}")
+            measure = ["h5pack", "bench", path, "--images", self.name]
+            if "--labels" in self.fix:
+                measure += ["--labels", self.fix[self.fix.index("--labels") + 1]]
+            lines.append(f"  measure: {shlex.join(measure)}")
         return "\n".join(lines)
 
 
@@ -162,12 +166,14 @@ class FileReport:
         return "\n".join(lines)
 
 
-def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
+def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool = False) -> FileReport:
     """Describe any HDF5 file: its datasets, how they are stored, and what makes reading single rows slow.
 
     Parameters
     ----------
     path : path
+    labels : str, optional
+        Name of the dataset of labels, for counting classes, and for commands that fix faults. Default: find it.
     stats : bool
         Also count the rows of each class, and report channel statistics. A pack stores its channel statistics; for
         other files, they are measured on up to 1,024 rows.
@@ -179,9 +185,11 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
     Raises
     ------
     PackFormatError
-        If the file is missing, damaged or not HDF5.
+        If the file is missing, damaged or not HDF5, or has no dataset `labels`.
     """
     with open_file(path) as file:
+        if labels is not None:
+            require_dataset(file, labels, "labels=NAME")
         try:
             opening = opening_ranges(path)
             pack = describe_pack(file) if schema.FORMAT in file.attrs else None
@@ -189,10 +197,10 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
                 path=os.fspath(path),
                 bytes=os.path.getsize(path),
                 pack=pack,
-                datasets=tuple(describe_dataset(file[name]) for name in dataset_names(file)),
+                datasets=tuple(describe_dataset(file[name], labels) for name in dataset_names(file)),
                 opening=opening,
                 opening_fix=_opening_fix(file, opening),
-                stats=_stats(file, (pack or {}).get("splits", {})) if stats else None,
+                stats=_stats(file, (pack or {}).get("splits", {}), labels) if stats else None,
             )
         except PackFormatError:
             raise
@@ -410,14 +418,14 @@ def packing_options(file: h5py.File, name: str, labels: str | None = None) -> di
     return found
 
 
-def _stats(file: h5py.File, splits: dict[str, list[list[int]]]) -> dict[str, Any]:
+def _stats(file: h5py.File, splits: dict[str, list[list[int]]], name: str | None) -> dict[str, Any]:
     result: dict[str, Any] = {}
     try:
         images = find_images(file)
     except SourceError:
         return result
     rows = len(file[images]) if isinstance(file[images], h5py.Dataset) else 0
-    labels = file.get(find_labels(file, images, rows) or "")
+    labels = file.get(name or find_labels(file, images, rows) or "")
     if isinstance(labels, h5py.Dataset) and labels.dtype.kind in "iu":
         result["labels"] = _label_counts(labels)
         if len(splits) > 1:

@@ -342,13 +342,21 @@ def test_the_fix_keeps_labels_and_fields_and_statistics_find_the_images(tmp_path
         *("--images", "run/pictures", "--labels", "run/category", "--fields", "names,run/stage,run/temperature"),
         *("--layout", "nchw"),
     )
-    assert (
-        convert_command(str(path), find_input(path, {}, tmp_path, BenchSettings()).options) == fix
-    )  # That of `bench` is the same.
+    # That of `bench` is the same.
+    assert convert_command(str(path), find_input(path, {}, tmp_path, BenchSettings()).options) == fix
     given = find_input(path, {"labels": "run/stage"}, tmp_path, BenchSettings()).options
     assert (given["labels"], given["fields"]) == ("run/stage", "names,run/category,run/temperature")
     assert report.stats is not None
     assert sum(report.stats["labels"].values()) == 40
+    other = h5pack.info(path, labels="run/stage", stats=True)
+    (fixed,) = [dataset.fix for dataset in other.datasets if dataset.fix is not None]
+    assert fixed[6:10] == ("--labels", "run/stage", "--fields", "names,run/category,run/temperature")
+    assert "--labels run/stage\n" in other.to_text()
+    assert other.stats is not None
+    assert other.stats["labels"] == {"0": 14, "1": 13, "2": 13}
+    with pytest.raises(PackFormatError) as caught:
+        h5pack.info(path, labels="stage")
+    assert caught.value.parameters == ("labels=NAME",)
     np.testing.assert_allclose(report.stats["channels"]["mean"], images.mean((0, 2, 3)) / 255)
     assert main([*fix[1:2], str(path), str(tmp_path / "p.h5"), *fix[4:], "--quiet", "--workers", "1"]) == 0
     packed = h5pack.H5Dataset(tmp_path / "p.h5", fields=["temperature", "names"])
