@@ -96,17 +96,8 @@ class BenchSettings:
             values = getattr(self, name)
             if not values or not set(values) <= set(allowed):
                 raise _wrong(name, ",".join(values), f"give one or more of {', '.join(allowed)}")
-        for name in (
-            "batch_size",
-            "window",
-            "num_threads",
-            "num_workers",
-            "chunk_rows",
-            "chunk_bytes",
-            "rows",
-            "num_images",
-            "seed",
-        ):
+        several = ("batch_size", "window", "num_threads", "num_workers", "chunk_rows", "chunk_bytes")
+        for name in (*several, "rows", "num_images", "seed"):
             found, bound = getattr(self, name), int(name not in ("num_workers", "seed"))
             values = found if isinstance(found, tuple) else () if found is None else (found,)
             if min(values, default=bound) < bound:

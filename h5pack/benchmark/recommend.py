@@ -66,10 +66,8 @@ class Recommendation:
     of_ceiling: tuple[float, float, float] | None = None
     ceiling_threads: int = 0  # Number of threads that measured the ceiling.
     ties: tuple[str, ...]  # Labels of this variant and of those without a clear difference to it; all if not compared.
-    compared: bool = (
-        True  # Whether variants were compared; False if the sample is too small, or if sizes hardly matter.
-    )
-    hardly_matters: bool = False  # Whether all images are read so fast that no other chunk size can save much.
+    compared: bool = True  # Whether variants were compared; False if the sample is too small, or they hardly matter.
+    hardly_matters: bool = False  # Whether all images are read so fast that no other variant can save much.
     reasons: tuple[str, ...]  # Sentences that explain the recommendation.
     command: str  # Command line that converts to the variant; empty if `convert` is False.
     code: str  # Python code that reads the file with these settings.

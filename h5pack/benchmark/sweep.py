@@ -194,7 +194,7 @@ class Sweep:
                 # Run the reader once before measuring, because the first write to new memory is slow. If decoded chunks
                 # are kept in memory for later epochs, read a whole epoch.
                 keeps = isinstance(reader, LoaderReader) and reader.decodes_once
-                reader.run(*([_MAX_LOAD_SECONDS] if keeps else [seconds / 2]), once=keeps)
+                reader.run(_MAX_LOAD_SECONDS if keeps else seconds / 2, once=keeps)
             timing = reader.run(seconds, once=cold)
             if timing.rows == 0 or timing.seconds <= 0:
                 state.reason = "no row was read in the available time"
