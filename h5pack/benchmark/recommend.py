@@ -98,7 +98,7 @@ def _cache_reason(workload: Workload, cache: str) -> str:
         return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."
     state = f"Judged with the page cache {_CACHE_WORDS[cache]}"
     other = _CACHE_WORDS["cold" if cache == "hot" else "hot"]
-    return f"{state}, because it was not measured {other}, as it would be in a training ({sizes})."
+    return f"{state}, because nothing was measured with a {other} one; in training it would be {other} ({sizes})."
 
 
 def missing(
