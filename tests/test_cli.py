@@ -55,6 +55,17 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert plan["classes"] == ["a", "b"]
     assert plan["estimated_seconds"] >= 0
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    # Files in the way are reported, but do not prevent it, and stay as they are.
+    for name in ("o.h5", "o.h5.partial"):
+        (tmp_path / name).write_bytes(b"kept")
+        code, out, err = run(capsys, "convert", source, tmp_path / "o.h5", "--dry-run", "--json", "--workers", 1)
+        assert (code, json.loads(out)["shape"]) == (0, [11, 20, 14, 3])
+        assert "--overwrite" in err
+        assert (tmp_path / name).read_bytes() == b"kept"
+        (tmp_path / name).unlink()
+    (tmp_path / "o.h5").mkdir()
+    assert run(capsys, "convert", source, tmp_path / "o.h5", "--dry-run", "--workers", 1)[0] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "o.h5"]
 
 
 def test_json_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -328,8 +328,8 @@ class BenchRun:
         settings = self._settings
         batch_size = limited_batch_size(settings.batch_size[0], sample.rows)
         workload = Workload(
-            source="" if source.kind == "generated" else source.source, options=sample.options,
-            num_images=report.num_images, row_bytes=sample.row_bytes, sample_rows=sample.rows,
+            source=source.source if source.kind != "generated" and report.num_images == source.num_images else "",
+            options=sample.options, num_images=report.num_images, row_bytes=sample.row_bytes, sample_rows=sample.rows,
             row_shape=sample.row_shape, default_chunk_rows=sample.default_chunk_rows, memory_bytes=available_memory(),
             batch_size=batch_size, window=settings.window[0], num_threads=min(_MAX_THREADS, available_cpus()),
             cpus=available_cpus(), split=source.split, fields=source.fields,

@@ -148,7 +148,7 @@ class BenchReport:
         if chosen.busy:
             again = "measure again when nothing else uses the machine"
             again += f", or longer ({self._longer})" if self._longer else ""
-            varies = "Speeds vary too much between repeats to say which file is fastest"
+            varies = "Speeds vary too much between repeats to say whether another file is faster"
             what = f"{varies}; {again}. Until then, {what[0].lower()}{what[1:]}"
         elif chosen.is_default and len(chosen.ties) > 1 and chosen.compared:
             what = f"No chunk size is reliably faster: keep the default of {chosen.variant}{size}"
@@ -190,7 +190,7 @@ class BenchReport:
         if chosen is None or chosen.compared or self._more_rows or self.kind == "generated" or len(shape) not in (2, 3):
             return "", ()
         if chosen.hardly_matters:
-            text = "num_images=N judges them for a dataset of N such images."
+            text = "To compare chunk sizes for a larger dataset of such images, give num_images=N."
             return (text, given) if self.num_images == self.source_images else ("", ())
         axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
         size = f"size={axes[0]}x{axes[1]}"

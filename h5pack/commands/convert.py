@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 from dataclasses import asdict, fields, replace
+from functools import partial
 from typing import Any
 
 from h5pack.commands.arguments import add_hdf5, add_workers, comma_parts, option_text
-from h5pack.errors import OptionsError
+from h5pack.errors import OptionsError, OutputExistsError
 from h5pack.system.parameters import invalid
 from h5pack.system.text import counted
 
@@ -191,7 +193,14 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         if arguments.cluster is not None:
             keywords["client"] = stack.enter_context(open_client(arguments.cluster))
-        conversion = stack.enter_context(open_conversion(arguments.source, arguments.out, progress=verbose, **keywords))
+        opened = partial(open_conversion, arguments.source, arguments.out, progress=verbose)
+        try:
+            conversion = stack.enter_context(opened(**keywords))
+        except OutputExistsError as error:
+            if not arguments.dry_run:
+                raise
+            conversion = stack.enter_context(opened(**{**keywords, "overwrite": True, "resume": False}))
+            print(f"h5pack: {option_text(str(error), error.parameters, arguments.parser)}", file=sys.stderr)
         report = conversion.existing_report()
         if report is None:
             plan = conversion.plan(resumable=not arguments.dry_run)

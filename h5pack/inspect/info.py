@@ -110,6 +110,9 @@ class DatasetReport:
                 slower = f", but slower than those of a pack, as chunks have only {chunks}"
                 slower = slower if self.chunk_bytes < _LARGE_CHUNK_BYTES else ""
                 lines.append(f"  H5Loader: {once}, {kept} in all; later epochs are faster{slower}")
+                lines.append(
+                    "  DataLoader: likewise without workers; with workers, each reads chunks again in every epoch"
+                )
             lines.append(f"  fix: {shlex.join(self.fix)}")
             if lacks_labels(self.fix):
                 text = "if one of the fields has them, give --labels NAME here, and the fix packs it as labels only"

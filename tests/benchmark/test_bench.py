@@ -278,6 +278,17 @@ def test_every_option_reaches_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(value in (7, "x", False, (7,), ("x",)) for value in given.values())
 
 
+@pytest.mark.parametrize(("num_images", "is_source"), [(None, True), (40, True), (400, False)])
+def test_the_command_is_for_the_judged_dataset(
+    folder: Path, tmp_path: Path, large_enough: None, num_images: int | None, is_source: bool
+) -> None:
+    settings = {"chunk_rows": 4, "batch_size": 8, "caches": "hot", "orders": "window", "engines": "direct"}
+    report = bench(folder, tmp_path, num_images=num_images, **settings)
+    assert (report.num_images, report.source_images) == (num_images or 40, 40)
+    assert report.recommendation is not None
+    assert report.recommendation.command.split()[2] == (os.fspath(folder) if is_source else "IMAGES")
+
+
 def test_mixing_is_reported_for_a_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_cut_chunks(tmp_path / "cut.h5")
     options = ["--batch-size", "10", "--window", "2,4", "--epochs", "2", "--json"]
