@@ -295,10 +295,19 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
 
 def _is_busy(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> bool:
     """Return whether the variant of least effort is picked, but speeds vary too much to tell if others are faster."""
-    others = [one for one in found if one is not picked and not picked.is_faster(one)]
-    spreads = [ratios[-1] / ratios[0] for one in others if (ratios := one.ratios(picked))]
+    others = [one.ratios(picked) for one in found if one is not picked and not picked.is_faster(one)]
+    spread = statistics.median([ratios[-1] / ratios[0] for ratios in others if ratios] or [1.0])
     usual = min(_effort(one.variant, workload) for one in found)
-    return statistics.median(spreads or [1.0]) > _BUSY_SPREAD and _effort(picked.variant, workload) == usual
+    worth = 1 / TIE if picked.variant.is_input else _WORTH
+    vary = spread > _BUSY_SPREAD and not all(_is_below(ratios, worth) for ratios in others)
+    return vary and _effort(picked.variant, workload) == usual
+
+
+def _is_below(ratios: Sequence[float], bound: float) -> bool:
+    """Return whether the true median of ratios is below `bound`: a one-sided sign test with a level of 5 %."""
+    count, above = len(ratios), sum(ratio >= bound for ratio in ratios)
+    outcomes = sum(math.comb(count, number) for number in range(above + 1))
+    return outcomes <= 0.05 * 2.0**count
 
 
 def _comparable(

@@ -115,7 +115,8 @@ class DatasetReport:
                 )
             lines.append(f"  fix: {shlex.join(self.fix)}")
             if lacks_labels(self.fix):
-                text = "if one of the fields has them, give --labels NAME here, and the fix packs it as labels only"
+                how = shlex.join(["h5pack", "info", path, "--labels"])
+                text = f"if a field has them, '{how} NAME' prints the fix that packs it as labels instead"
                 lines.append(f"  labels: no dataset is named like labels; {text}")
             measure = ["h5pack", "bench", path, "--images", self.name]
             if "--labels" in self.fix:

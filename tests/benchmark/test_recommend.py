@@ -452,6 +452,18 @@ def test_a_variant_that_was_slower_in_every_turn_is_said_to_be_probably_slower()
     assert sum("128 rows 0.75" in reason for reason in chosen.reasons) == 1
 
 
+@pytest.mark.parametrize(
+    ("turns", "above", "busy"),
+    [(4, 0, True), (5, 0, False), (9, 1, False), (9, 2, True), (20, 6, False), (20, 7, True)],
+)
+def test_enough_turns_decide_even_if_speeds_vary(turns: int, above: int, busy: bool) -> None:
+    """In some turns the other size is twice as fast, in one half as fast. Of 20 turns, the outer four are left out."""
+    speeds = (200.0,) * above + (114.0,) * (turns - above - 1) + (50.0,)
+    found = [measured("32 rows", *(100.0,) * turns), measured("2 rows", *speeds)]
+    chosen = chosen_from(VARIANTS, *found, default_chunk_rows=32)
+    assert (chosen.variant, chosen.is_default, chosen.busy) == ("32 rows", True, busy)
+
+
 def test_the_speed_of_a_first_epoch_that_decodes_is_a_reason() -> None:
     for speeds, text in (((1_234.0,), "1,234 images/s."), ((99.0, 1_234.0, 2_000.0), "1,234 images/s (99 to 2,000).")):
         chosen = chosen_from(VARIANTS, measured("32 rows", 9, 9, 9), first_epoch=speeds)
