@@ -147,8 +147,7 @@ def test_the_json_keys_are_listed(tmp_path: Path) -> None:
         plan = conversion.plan().to_json()
         conversion.run()
     info = h5pack.info(tmp_path / "o.h5", stats=True).to_json()
-    text = section(page("cli.md"), "JSON output")
-    blocks = dict(re.findall(r"^\*\*`([\w -]+)`\*\*\n(.*?)(?=^\*\*|\Z)", text, re.M | re.S))
+    blocks = dict(re.findall(r"^\*\*`([\w -]+)`\*\*\n(.*?)(?=^\*\*|\Z)", page("json.md"), re.M | re.S))
     found = {
         "convert --json": {field.name for field in fields(ConvertReport)},
         "convert --dry-run --json": {*plan, "estimated_seconds"},
