@@ -78,9 +78,10 @@ class RowCopier:
             yield start, start + count
 
     def copy(self, task: tuple[int, int]) -> tuple[int, int]:
-        """Copy the rows of a task; return the number of rows, and the number of copied (not shared) bytes.
+        """Copy the rows of a task, or share their disk blocks; return the number of rows, and of bytes not shared.
 
-        Raises DamagedRowsError if rows do not match their checksums, and OSError if writing fails.
+        Raises DamagedRowsError if copied rows do not match their checksums, and OSError if writing fails. Shared rows
+        are not checked.
         """
         copied = 0
         for owner, start, stop in self._origins.runs(*task):
