@@ -328,7 +328,7 @@ class BenchRun:
         settings = self._settings
         batch_size = limited_batch_size(settings.batch_size[0], sample.rows)
         workload = Workload(
-            source=source.source if source.kind != "generated" and report.num_images == source.num_images else "",
+            source=_command_source(report, source),
             options=sample.options, num_images=report.num_images, row_bytes=sample.row_bytes, sample_rows=sample.rows,
             row_shape=sample.row_shape, default_chunk_rows=sample.default_chunk_rows, memory_bytes=available_memory(),
             batch_size=batch_size, window=settings.window[0], num_threads=min(_MAX_THREADS, available_cpus()),
@@ -441,6 +441,13 @@ def _require_time(left: float, needed: float, packing: float, settings: BenchSet
             f"and {kept:.1f} s are kept for the end; give {enough}, fewer rows or fewer chunk sizes",
             parameters=(given, enough),
         )
+
+
+def _command_source(report: BenchReport, source: BenchInput) -> str:
+    """Return the path of the judged dataset, or a placeholder if that is not the source of the benchmark."""
+    if source.kind == "generated":
+        return "IMAGES"
+    return source.source if report.num_images == source.num_images else "ALL_IMAGES"
 
 
 def _merge(measurements: list[Measurement], more: Sequence[Measurement]) -> None:

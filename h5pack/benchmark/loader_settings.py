@@ -21,7 +21,7 @@ def limited_batch_size(batch_size: int, rows: int) -> int:
 class Workload:
     """The data, the machine and the settings that a recommendation is made for."""
 
-    source: str  # Path to convert, as on the command line; empty if it is not the dataset that is judged.
+    source: str  # Path of the dataset that is judged, as on the command line, or a placeholder for it.
     options: dict[str, Any]  # Keywords of `h5pack.convert` for converting the source.
     num_images: int
     row_bytes: int

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h5pack.benchmark.cases import FileVariant
-from h5pack.benchmark.report import BenchReport, SweepTable, machine_text, printable, speed_text
+from h5pack.benchmark.report import BenchReport, SweepTable, machine_text, speed_text
 from h5pack.errors import OptionsError
 from h5pack.system.files import write_atomically
-from h5pack.system.text import counted, format_bytes
+from h5pack.system.text import counted, format_bytes, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -298,9 +298,13 @@ def _is_busy(picked: _Compared, found: Sequence[_Compared], workload: Workload) 
     others = [one.ratios(picked) for one in found if one is not picked and not picked.is_faster(one)]
     spread = statistics.median([ratios[-1] / ratios[0] for ratios in others if ratios] or [1.0])
     usual = min(_effort(one.variant, workload) for one in found)
-    worth = 1 / TIE if picked.variant.is_input else _WORTH
-    vary = spread > _BUSY_SPREAD and not all(_is_below(ratios, worth) for ratios in others)
+    vary = spread > _BUSY_SPREAD and not all(_is_below(ratios, _worth(picked)) for ratios in others)
     return vary and _effort(picked.variant, workload) == usual
+
+
+def _worth(picked: _Compared) -> float:
+    """Return how many times as fast another variant must be to be recommended instead."""
+    return 1 / TIE if picked.variant.is_input else _WORTH
 
 
 def _is_below(ratios: Sequence[float], bound: float) -> bool:
@@ -361,8 +365,8 @@ def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workloa
     below = [one for one in found if picked.is_likely_faster(one) and one not in slower]
     equal = [one for one in found if one is not picked and one not in (*faster, *below, *slower)]
     why = _why(picked, [*faster, *equal], workload)
-    spreads = [ratios[-1] / ratios[0] for one in equal if (ratios := one.ratios(picked))]
-    noise = "the ratios vary too much to be sure, so " if TIE * max(spreads, default=1.0) > 1 else ""
+    vary = not all(_is_below(one.ratios(picked), _worth(picked)) for one in equal)
+    noise = "the ratios vary too much to be sure, so " if vary else ""
     turns = min((len(one.ratios(picked)) for one in faster), default=0)
     chance = "not certain enough"
     if turns < MIN_TURNS and all(one.is_faster(picked, MIN_REPEATS) for one in faster):
@@ -446,7 +450,7 @@ def _command(variant: FileVariant, workload: Workload) -> str:
     options: dict[str, Any] = {**workload.options, "chunk_rows": chunk_rows, "compression": variant.compression}
     defaults = {"compression": "none", "layout": "nhwc", "mode": "rgb"}
     given = {name: value for name, value in options.items() if value not in (None, defaults.get(name))}
-    return shlex.join(convert_command(workload.source or "IMAGES", given))
+    return shlex.join(convert_command(workload.source, given))
 
 
 def _code(variant: FileVariant, case: BenchCase, workload: Workload) -> str:

@@ -32,7 +32,7 @@ from h5pack.benchmark.recommend import Recommendation, epoch_text
 from h5pack.benchmark.sample import MANY_IMAGES
 from h5pack.format.plans import CachePlan, plan_chunks
 from h5pack.system.machine import load_text
-from h5pack.system.text import counted, format_bytes, listed
+from h5pack.system.text import counted, format_bytes, listed, printable
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
 _NOISY_RATIO, _SLOW_RATIO = 1.5, 1.25
@@ -121,7 +121,7 @@ class BenchReport:
         """The parameters of `bench` and `to_text` that the text may advise to give, such as ``seconds=60``."""
         chosen = self.recommendation
         if chosen is not None:
-            given = self._more_rows, self._longer * chosen.busy, "labels=NAME" * bool(chosen.label_note)
+            given = self._more_rows, *self._longer * chosen.busy, "labels=NAME" * bool(chosen.label_note)
             return (*filter(None, given), *self._hint()[1], "full=True")
         seconds = [] if self.enough_seconds is None else [f"seconds={self.enough_seconds}"]
         return *seconds, "orders='window'", "engines='direct'", "full=True"
@@ -146,9 +146,9 @@ class BenchReport:
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is for H5Loader"
         if chosen.busy:
+            varies = "Speeds vary too much between repeats to say whether other chunks are faster"
             again = "measure again when nothing else uses the machine"
-            again += f", or longer ({self._longer})" if self._longer else ""
-            varies = "Speeds vary too much between repeats to say whether another file is faster"
+            again += f", or with {' '.join(self._longer)}" if self._longer else ""
             what = f"{varies}; {again}. Until then, {what[0].lower()}{what[1:]}"
         elif chosen.is_default and len(chosen.ties) > 1 and chosen.compared:
             what = f"No chunk size is reliably faster: keep the default of {chosen.variant}{size}"
@@ -168,9 +168,12 @@ class BenchReport:
         return f"{text}, {ratio}." if ratio else f"{text}."
 
     @property
-    def _longer(self) -> str:
-        """The parameter `seconds` to advise on a busy machine; empty if that is not at least twice the budget."""
-        return f"seconds={_LONG_SECONDS}" if 2 * self.budget_seconds <= _LONG_SECONDS else ""
+    def _longer(self) -> tuple[str, ...]:
+        """The parameters to advise on a busy machine: at least twice the time, and only the cases that decide."""
+        seconds = (f"seconds={_LONG_SECONDS}",) if 2 * self.budget_seconds <= _LONG_SECONDS else ()
+        if self.recommendation is None or len({replace(one.case, variant="") for one in self.measurements}) < 2:
+            return seconds
+        return *seconds, "orders='window'", "engines='direct'", f"caches={self.recommendation.judged_by!r}"
 
     @property
     def _more_rows(self) -> str:
@@ -305,14 +308,6 @@ def measured_text(speeds: Sequence[float]) -> str:
     spread = max(max(speeds) - median, median - min(speeds)) / median
     text = f" ±{100 * spread:.0f}%" if spread < 1 else " ±100%+"
     return speed_text(median) + (text if len(speeds) >= MIN_REPEATS else "")
-
-
-def printable(text: str) -> str:
-    """Return untrusted text with control characters and invalid Unicode escaped."""
-    return "".join(
-        sign if sign.isprintable() else sign.encode("unicode_escape", "backslashreplace").decode("ascii")
-        for sign in text
-    )
 
 
 def machine_text(machine: dict[str, Any]) -> str:

@@ -101,7 +101,8 @@ class DatasetReport:
             count = math.prod(-(-size // part) for size, part in zip(self.shape, self.chunks, strict=True))
             lines.append(f"  chunks {count:,} of {shape_text(self.chunks)}, {self.index}, {filters}")
         if (cache := self.cache) is not None:
-            lines.append(f"  rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0} ({cache.reason})")
+            settings = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0}"
+            lines.append(f"  with h5py alone: {settings} ({cache.reason})")
         lines += [f"  fault: {fault}" for fault in self.faults]
         if self.fix is not None:
             if self.kept_bytes:

@@ -37,6 +37,14 @@ def format_bytes(count: float) -> str:
     return f"{value:.2g} {units[0]}" if 0 < value < 1 else f"{value:.3g} {units[0]}"
 
 
+def printable(text: str) -> str:
+    """Return untrusted text with control characters and invalid Unicode escaped."""
+    return "".join(
+        sign if sign.isprintable() else sign.encode("unicode_escape", "backslashreplace").decode("ascii")
+        for sign in text
+    )
+
+
 def error_line(error: BaseException) -> str:
     """Return an error's type and the line of its message that states the cause; no type for a one-line H5PackError."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -56,6 +56,11 @@ def failed(variant: FileVariant, order: str, engine: str, cache: str, reason: st
     return Measurement(measured(variant, order, engine, cache, 1.0).case, reason=reason)
 
 
+def decisive(variants: list[FileVariant]) -> list[Measurement]:
+    """The cases by which variants are compared."""
+    return [measured(variant, "window", "direct", "hot") for variant in variants]
+
+
 def sweep(variants: list[FileVariant], caches: tuple[str, ...] = CACHES) -> list[Measurement]:
     """All cases that compare variants."""
     return [

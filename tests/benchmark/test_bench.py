@@ -286,7 +286,7 @@ def test_the_command_is_for_the_judged_dataset(
     report = bench(folder, tmp_path, num_images=num_images, **settings)
     assert (report.num_images, report.source_images) == (num_images or 40, 40)
     assert report.recommendation is not None
-    assert report.recommendation.command.split()[2] == (os.fspath(folder) if is_source else "IMAGES")
+    assert report.recommendation.command.split()[2] == (os.fspath(folder) if is_source else "ALL_IMAGES")
 
 
 def test_mixing_is_reported_for_a_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

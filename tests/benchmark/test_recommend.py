@@ -496,6 +496,6 @@ def test_the_code_for_the_input_file_reads_its_fields() -> None:
 def test_the_command_has_the_options_that_made_the_rows() -> None:
     options = {"size": (64, 48), "images": "x", "labels": "labels", "layout": "nchw", "mode": "gray",
                "source_kind": "hdf5"}  # fmt: skip
-    command = chosen_from(VARIANTS, measured("32 rows", 9, 9, 9), options=options, source="").command
+    command = chosen_from(VARIANTS, measured("32 rows", 9, 9, 9), options=options, source="MY_IMAGES").command
     expected = "--size 64x48 --images x --labels labels --layout nchw --mode gray --source hdf5 --chunk-rows 32"
-    assert command == f"h5pack convert IMAGES packed.h5 {expected}"
+    assert command == f"h5pack convert MY_IMAGES packed.h5 {expected}"

@@ -12,7 +12,8 @@ from random import Random
 import pytest
 
 from h5pack.benchmark.cases import Ceiling, Measurement
-from h5pack.benchmark.report import BenchReport, SweepTable, measured_text, printable, speed_text
+from h5pack.benchmark.report import BenchReport, SweepTable, measured_text, speed_text
+from h5pack.system.text import printable
 from tests.benchmark import reports
 
 
@@ -194,6 +195,12 @@ def test_more_time_is_advised_only_if_it_is_much_more(seconds: float, longer: bo
     report = reports.folder_report()
     report.budget_seconds, report.recommendation = seconds, reports.recommended(reports.packed(36), busy=True)
     assert ("seconds=300" in report.headline(), "seconds=300" in report.parameters) == (longer, longer)
+    # So are only the cases that decide, unless nothing else was measured.
+    only = ("orders='window'", "engines='direct'", "caches='hot'")
+    assert report.parameters == (*["seconds=300"] * longer, *only, "full=True")
+    assert all(parameter in report.headline() for parameter in only)
+    report.measurements = reports.decisive(report.variants)
+    assert report.parameters == (*["seconds=300"] * longer, "full=True")
 
 
 def test_the_full_text_has_every_case_and_note() -> None:
