@@ -239,9 +239,12 @@ class _Compared(CaseRepeats):
     variant: FileVariant
 
     def is_faster(self, other: _Compared, min_turns: int = MIN_TURNS) -> bool:
-        """Return whether this variant is faster than the other (see `Measurement.is_faster`)."""
+        """Return whether this variant is faster than the other: by `Measurement.is_faster`, or by a sign test.
+
+        The sign test is that the other's median ratio is below `TIE`, with a level of 1 %; it needs at least 7 turns.
+        """
         mine, others = self.beside(other)
-        return mine.is_faster(others, min_turns)
+        return mine.is_faster(others, min_turns) or _is_below(other.ratios(self), TIE, 0.01)
 
     def is_likely_faster(self, other: _Compared) -> bool:
         """Return whether this variant is faster than the other, or likely faster.
@@ -307,11 +310,11 @@ def _worth(picked: _Compared) -> float:
     return 1 / TIE if picked.variant.is_input else _WORTH
 
 
-def _is_below(ratios: Sequence[float], bound: float) -> bool:
-    """Return whether the true median of ratios is below `bound`: a one-sided sign test with a level of 5 %."""
+def _is_below(ratios: Sequence[float], bound: float, level: float = 0.05) -> bool:
+    """Return whether the true median of ratios is below `bound`, by a one-sided sign test."""
     count, above = len(ratios), sum(ratio >= bound for ratio in ratios)
     outcomes = sum(math.comb(count, number) for number in range(above + 1))
-    return outcomes <= 0.05 * 2.0**count
+    return outcomes <= level * 2.0**count
 
 
 def _comparable(

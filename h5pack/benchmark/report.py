@@ -337,7 +337,7 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
         if report.fix is not None and not chosen.convert:
             reasons.append(f"A copy without faults speeds up first epochs and other readers: {printable(report.fix)}")
         load = load_text(report.load)
-        busy = f"Other programs were using the machine ({load}), so speeds vary more." if load else ""
+        busy = f"The machine was in use when this began, or shortly before ({load}): speeds may vary." if load else ""
         sentences = (chosen.label_note, busy, report._hint()[0], *chosen.reasons)
         reasons += [printable(text) for text in sentences if text]
     typed = "" if chosen is None else f"{chosen.command}\n{chosen.code}"

@@ -464,6 +464,17 @@ def test_enough_turns_decide_even_if_speeds_vary(turns: int, above: int, busy: b
     assert (chosen.variant, chosen.is_default, chosen.busy) == ("32 rows", True, busy)
 
 
+@pytest.mark.parametrize(
+    ("turns", "slower", "faster"), [(6, 0, False), (7, 0, True), (9, 1, False), (20, 4, True), (20, 5, False)]
+)
+def test_enough_turns_find_a_faster_size_even_if_speeds_vary(turns: int, slower: int, faster: bool) -> None:
+    """In some turns the other size is slower, in the others faster by 20 or 60 %. Of 20 turns, four are left out."""
+    ratios = (90.0,) * slower + (120.0, 160.0) * turns
+    found = [measured("32 rows", *(100.0,) * turns), measured("128 rows", *ratios[:turns])]
+    chosen = chosen_from(VARIANTS, *found, default_chunk_rows=32)
+    assert chosen.variant == ("128 rows" if faster else "32 rows")
+
+
 def test_the_speed_of_a_first_epoch_that_decodes_is_a_reason() -> None:
     for speeds, text in (((1_234.0,), "1,234 images/s."), ((99.0, 1_234.0, 2_000.0), "1,234 images/s (99 to 2,000).")):
         chosen = chosen_from(VARIANTS, measured("32 rows", 9, 9, 9), first_epoch=speeds)
