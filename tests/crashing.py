@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +168,13 @@ def wait_for(condition: Callable[[], bool], seconds: float = 90) -> None:
 
 
 def children_of(process: int) -> list[int]:
-    try:
-        tasks = Path(f"/proc/{process}/task").iterdir()
-        return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
-    except OSError:
-        return []
+    """The children of a process, from all of /proc: the lists in /proc/PID/task vanish with threads that end."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == process:
+                found.append(int(path.parent.name))
+    return sorted(found)
 
 
 def gone(process: int, seconds: float = 20) -> bool:
