@@ -121,7 +121,7 @@ class BenchInput:
 def find_input(
     path: str | os.PathLike[str] | None, options: dict[str, Any], scratch: Path, settings: BenchSettings
 ) -> BenchInput:
-    """Open the input of a benchmark. If `path` is None, generate as many images in `scratch` as the sample needs."""
+    """Open the input of a benchmark. If `path` is None, generate images in `scratch`, repeated for large samples."""
     if path is None:
         folder, (height, width) = scratch / "images", options.get("size") or _GENERATED_SIZE
         row_bytes = 3 * height * width

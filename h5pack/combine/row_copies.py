@@ -78,7 +78,7 @@ class RowCopier:
             yield start, start + count
 
     def copy(self, task: tuple[int, int]) -> tuple[int, int]:
-        """Copy the rows of a task, or share their disk blocks; return the number of rows, and of bytes not shared.
+        """Copy the rows of a task, or share their blocks on disk; return the number of rows, and bytes of copied rows.
 
         Raises DamagedRowsError if copied rows do not match their checksums, and OSError if writing fails. Shared rows
         are not checked.

@@ -216,9 +216,9 @@ def _is_strided(tensor: torch.Tensor) -> bool:
 def apply_transform(transform: ImageTransform, fetched: FetchedBatch, device: torch.device) -> Any:
     """Return the transformed batch. The result does not depend on when the batch was requested.
 
-    A batch may be prefetched while the consumer is in inference mode, and used outside of it. Transforms without a key
-    draw from torch's generators, which the training step uses, too. So while they run, the generators have states that
-    depend only on torch's seed, the epoch, the batch's number and the rank.
+    The transform runs outside of inference mode, because the consumer may be in it during prefetching, but not when it
+    uses the batch. A transform that may draw from torch's generators (``transform.draws``) shares them with the
+    training step, so while it runs, they are seeded from torch's seed, the epoch, the batch's number and the rank.
     """
     seeded = _seeded(device, fetched.epoch, fetched.number) if transform.draws else contextlib.nullcontext()
     with outside_inference_mode(), seeded:

@@ -63,9 +63,11 @@ def plan_chunks(
     start on a page boundary.
 
     With `whole_pages`, the number of rows is changed so that chunks also end on a page boundary. The chunks are then
-    adjacent in the file, so that all rows are one array in a mapping of the file. Chunks are enlarged for this purpose
-    only if `chunk_bytes` is not given, if the enlarged chunks have at most `WHOLE_PAGES_BYTES` bytes, and if at least
-    `MIN_CHUNKS` of them remain. Otherwise `whole_pages` has no effect. It never changes a given `chunk_rows`.
+    adjacent in the file, so that all rows are one array in a mapping of the file. The number is rounded down to whole
+    pages or, without `chunk_bytes`, up if less than `schema.ALIGNMENT_THRESHOLD_BYTES` would remain. Chunks that are
+    too small for that are enlarged only if `chunk_bytes` is not given, if the smallest chunk of whole pages has at most
+    `WHOLE_PAGES_BYTES` bytes, and if there are rows for `MIN_CHUNKS` such chunks; else they stay as they are. A given
+    `chunk_rows` is never changed.
     """
     if chunk_rows is not None:
         rows = chunk_rows

@@ -122,7 +122,7 @@ class DatasetReport:
             measure = ["h5pack", "bench", path, "--images", self.name]
             if "--labels" in self.fix:
                 measure += ["--labels", self.fix[self.fix.index("--labels") + 1]]
-            lines.append(f"  measure: {shlex.join(measure)}")
+            lines.append(f"  measure: {shlex.join(measure)}{' [--labels NAME]' * lacks_labels(self.fix)}")
         return "\n".join(lines)
 
 
