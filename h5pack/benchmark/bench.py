@@ -300,7 +300,7 @@ class BenchRun:
                 report = self.report = BenchReport(
                     source="generated images" if source.kind == "generated" else source.source,
                     kind=source.kind,
-                    num_images=settings.num_images or source.num_images,
+                    num_images=dataset_images(source, settings) or source.num_images,
                     source_images=source.num_images,
                     row_shape=sample.row_shape,
                     row_bytes=sample.row_bytes,

@@ -227,12 +227,17 @@ def test_direct_reads_request_each_byte_once(variants: list[FileVariant]) -> Non
     assert found.hit_rate == pytest.approx(0.75)
 
 
+def write_compressed(path: Path, shape: tuple[int, ...], chunk_rows: int) -> Path:
+    """Random images, compressed with gzip."""
+    with h5py.File(path, "w") as file:
+        values = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+        file.create_dataset("images", data=values, chunks=(chunk_rows, *shape[1:]), compression="gzip")
+    return path
+
+
 def test_cold_cases_read_the_disk_though_libraries_cache_chunks(tmp_path: Path) -> None:
     """A compressed file that fits into every cache of HDF5 and h5pack."""
-    path = tmp_path / "small.h5"
-    with h5py.File(path, "w") as file:
-        values = np.random.default_rng(0).integers(0, 256, (100, 32, 32, 3), np.uint8)
-        file.create_dataset("images", data=values, chunks=(10, 32, 32, 3), compression="gzip")
+    path = write_compressed(tmp_path / "small.h5", (100, 32, 32, 3), 10)
     with ScratchFolder(tmp_path) as scratch:
         variants = sample_of(path, scratch, chunk_rows=(10,), contiguous=False).variants
         kinds = [(order, engine) for order in ("window", "full", "single") for engine in ("direct", "tuned", "default")]
@@ -244,10 +249,7 @@ def test_cold_cases_read_the_disk_though_libraries_cache_chunks(tmp_path: Path) 
 
 
 def test_hot_cases_read_decoded_chunks_from_memory_as_later_epochs_do(tmp_path: Path) -> None:
-    path = tmp_path / "small.h5"
-    with h5py.File(path, "w") as file:
-        values = np.random.default_rng(0).integers(0, 256, (4_000, 64, 64, 3), np.uint8)
-        file.create_dataset("images", data=values, chunks=(1, 64, 64, 3), compression="gzip")
+    path = write_compressed(tmp_path / "small.h5", (4_000, 64, 64, 3), 1)
     with ScratchFolder(tmp_path) as scratch:
         variants = sample_of(path, scratch, chunk_rows=(10,), contiguous=False, rows=4_000).variants
         (found,) = measure(variants, [case_of("as it is", "window", "direct", "hot")], 0.1, StepClock(step=0.05))
