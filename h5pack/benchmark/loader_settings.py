@@ -91,7 +91,7 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
     others = [one for one in found.values() if workload.cpus not in tried or (usual and one.is_faster(usual))]
     best = max(others, key=lambda one: one.median, default=usual)
     if best is None:
-        why = "one per CPU, which was not measured" + " for lack of time" * bool(tried)
+        why = "one per CPU, which was not measured" + " for lack of time" * (workload.cpus in tried)
         return workload.cpus, f"If you use a DataLoader instead of H5Loader: num_workers={workload.cpus}, {why}."
     number = best.case.num_workers or 0
     why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"

@@ -28,7 +28,7 @@ from h5pack.system.parameters import invalid
 LAYOUTS = ("nhwc", "nchw")
 MODES = ("rgb", "gray")
 ORDERS = ("shuffled", "sorted")
-FITS = ("crop", "pad", "stretch")
+FITS = {"crop": "cropped to the center", "pad": "padded with black", "stretch": "stretched"}  # and their text
 IO = ("auto", "direct", "buffered")
 KEEP = ("jpeg",)
 RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
@@ -129,7 +129,7 @@ class ConvertOptions:
     def __post_init__(self) -> None:
         for name, allowed in (
             ("source_kind", (None, *KINDS)),
-            ("fit", FITS),
+            ("fit", tuple(FITS)),
             ("resample", RESAMPLES),
             ("mode", MODES),
             ("layout", LAYOUTS),

@@ -20,7 +20,7 @@ from h5pack.images.decode import PixelOptions
 from h5pack.pack.compression import Compression, max_compressed_bytes
 from h5pack.pack.file_structure import EncodedMasks, FileStructure, PixelRows, options_text, plan_metadata
 from h5pack.pack.journal import EncodedFile
-from h5pack.pack.options import ConvertOptions
+from h5pack.pack.options import FITS, ConvertOptions
 from h5pack.pack.survey import Survey
 from h5pack.read.hdf5 import utf8
 from h5pack.sources.catalog import MISSING_FILE_REASONS, Catalog, Note, Reject
@@ -333,7 +333,7 @@ class ConvertPlan:
 
     def _images_text(self) -> str:
         options = self.options
-        how = "" if options.size is None else f", by {options.fit} and {options.resample}"
+        how = "" if options.size is None else f", {FITS[options.fit]}, resized with {options.resample}"
         return f"{self.rows:,} of {self.height}x{self.width} {options.mode}{how}, {options.layout}, {options.order}"
 
     def _chunks_text(self) -> str:
