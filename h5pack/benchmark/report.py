@@ -113,6 +113,7 @@ class BenchReport:
             "run_off": [Measurement.from_json(one) for one in found["run_off"]],
             "faults": tuple(found["faults"]),
             "recommendation": chosen,
+            "source_images": found.get("source_images", found["num_images"]),
         }
         return cls(**{**{name: found[name] for name in cls.__dataclass_fields__ if name in found}, **changed})
 

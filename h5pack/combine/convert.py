@@ -166,7 +166,8 @@ def convert(
         Maximum bytes per chunk, instead of `chunk_rows`: a number, or text such as "4MiB". Default: see
         `h5pack.format.plans.plan_chunks`.
     max_pixels : int
-        Reject images with more pixels, which may be decompression bombs.
+        Reject images with more pixels, which may be decompression bombs. The samples of a map-style dataset are not
+        checked: it has decoded them already.
     compression : str
         Compression of the images' chunks: none, gzip (or gzip:1 to gzip:9), zstd (or zstd:1 to zstd:22) or
         bitshuffle-lz4.

@@ -144,9 +144,9 @@ class DoctorReport:
                 feeder = f"a DataLoader with {counted(evidence.num_workers, 'worker')}"
             few = ""
             if target.asked_batch_size is not None:
-                few = f", because there are only {counted(target.rows, 'image')}"
+                few = f" (there are only {counted(target.rows, 'image')})"
             lines.append(
-                f"fed by {feeder} in batches of {evidence.batch_rows:,}{pinned}{few}; "
+                f"fed by {feeder} in batches of {evidence.batch_rows:,}{few}{pinned}; "
                 f"{counted(evidence.cpus, 'CPU')}; device {target.device}"
             )
         lines += [f"fault of the file: {fault}; see 'h5pack info'" for fault in target.faults]

@@ -43,7 +43,7 @@ class ManifestColumn:
     def cells(self, start: int, stop: int) -> list[Any]:
         """Return the cells of rows `start` to `stop` - 1: str, int or float."""
         if isinstance(self.values, NameTable):
-            return [printable(self.values[row]) for row in range(start, stop)]
+            return [one_line(self.values[row]) for row in range(start, stop)]
         if isinstance(self.values, RaggedRows):
             values = self.values[np.arange(start, stop)]
             if values.kind == schema.TEXT:
@@ -52,7 +52,7 @@ class ManifestColumn:
             return [json.dumps(row, ensure_ascii=False) for row in lists]
         cells = self.values[start:stop]
         if self.words is not None:
-            named = (*map(printable, self.words), "")
+            named = (*map(one_line, self.words), "")
             return [named[value] for value in cells.tolist()]
         if cells.dtype.kind == "b":
             cells = cells.view(np.uint8)
@@ -186,7 +186,7 @@ class _ColumnNames:
         self._used = set(used)
 
     def __call__(self, wanted: str) -> str:
-        plain = printable(wanted).strip().replace(",", ";") or "column"
+        plain = one_line(wanted).strip().replace(",", ";") or "column"
         name, number = plain, 2
         while name in self._used:
             name, number = f"{plain}~{number}", number + 1
@@ -270,7 +270,7 @@ def _lost_splits(catalog: Catalog) -> Iterator[str]:
     if empty:
         yield f"{_counted(empty, 'split', 'splits')} without rows"
     filled = [name for name in catalog.split_names if name not in empty]
-    if any(name != (printable(name).strip() or "all") for name in filled):
+    if any(name != (one_line(name).strip() or "all") for name in filled):
         yield "the names of splits (a table cannot hold an empty name, line breaks or surrounding spaces)"
     elif list(split_order(filled)) != filled:
         yield "the order of splits"
@@ -282,9 +282,9 @@ def _counted(names: list[str], one: str, many: str) -> str:
 
 def _is_word(name: str) -> bool:
     """Return whether `h5pack convert` reads a cell with this name as text and does not change it."""
-    return bool(name) and name == printable(name).strip() and not is_number(name)
+    return bool(name) and name == one_line(name).strip() and not is_number(name)
 
 
-def printable(name: str) -> str:
+def one_line(name: str) -> str:
     """Return a name with its control characters escaped, because a bare carriage return would end a CSV line."""
     return name.translate(_ESCAPES)

@@ -227,6 +227,9 @@ def test_a_report_survives_json() -> None:
         assert again.recommendation == report.recommendation
         assert [one.case for one in again.run_off] == [one.case for one in report.run_off]
     assert "/scratch" not in json.dumps(reports.file_report().to_json())
+    older = reports.folder_report().to_json()
+    del older["source_images"]
+    assert BenchReport.from_json(older).source_images == older["num_images"]
 
 
 def test_text_from_outside_cannot_move_the_cursor() -> None:

@@ -163,7 +163,7 @@ def test_a_lowered_batch_size_is_explained() -> None:
     found = report()
     assert not any("only" in line for line in found.head())
     few = replace(found, target=replace(TARGET, rows=200, asked_batch_size=1_000))
-    assert "256, because there are only 200 images" in few.head()[1]
+    assert "256 (there are only 200 images)" in few.head()[1]
 
 
 def test_fewer_threads_are_advised_only_for_a_step_in_several_on_the_cpu() -> None:
