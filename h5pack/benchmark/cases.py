@@ -180,11 +180,15 @@ class Measurement:
         The speed of a machine varies over time, but within a turn it affects both cases alike. Of every ten ratios, the
         lowest and the highest are left out, so that more turns mean less noise.
         """
+        ratios = self.all_ratios(other)
+        outliers = len(ratios) // 10
+        return ratios[outliers : len(ratios) - outliers]
+
+    def all_ratios(self, other: Measurement) -> tuple[float, ...]:
+        """Return the ratios as `ratios` does, but of all turns."""
         others = dict(zip(other.turns, other.speeds, strict=False))
         both = zip(self.turns, self.speeds, strict=False)
-        ratios = sorted(speed / others[turn] for turn, speed in both if turn in others)
-        outliers = len(ratios) // 10
-        return tuple(ratios[outliers : len(ratios) - outliers])
+        return tuple(sorted(speed / others[turn] for turn, speed in both if turn in others))
 
     def is_faster(self, other: Measurement, min_turns: int = MIN_REPEATS) -> bool:
         """Return whether this case is faster than `other`, judged by the ratios of their speeds (see `ratios`).
@@ -271,10 +275,10 @@ class CaseRepeats:
         mine, others = self.beside(other)
         return mine.ratios(others)
 
-    def count_turns(self, other: CaseRepeats) -> int:
-        """Return the number of turns that `ratios` compares."""
+    def all_ratios(self, other: CaseRepeats) -> tuple[float, ...]:
+        """Return the ratios as `ratios` does, but of all turns."""
         mine, others = self.beside(other)
-        return len({*mine.turns} & {*others.turns})
+        return mine.all_ratios(others)
 
 
 def ceiling_threads(case: BenchCase, cpus: int) -> int:

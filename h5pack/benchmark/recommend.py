@@ -244,7 +244,7 @@ class _Compared(CaseRepeats):
         The sign test is that the other's median ratio is below `TIE`, with a level of 1 %; it needs at least 7 turns.
         """
         mine, others = self.beside(other)
-        return mine.is_faster(others, min_turns) or _is_below(other.ratios(self), TIE, 0.01)
+        return mine.is_faster(others, min_turns) or _is_below(other.all_ratios(self), TIE, 0.01)
 
     def is_likely_faster(self, other: _Compared) -> bool:
         """Return whether this variant is faster than the other, or likely faster.
@@ -301,8 +301,14 @@ def _is_busy(picked: _Compared, found: Sequence[_Compared], workload: Workload) 
     others = [one.ratios(picked) for one in found if one is not picked and not picked.is_faster(one)]
     spread = statistics.median([ratios[-1] / ratios[0] for ratios in others if ratios] or [1.0])
     usual = min(_effort(one.variant, workload) for one in found)
-    vary = spread > _BUSY_SPREAD and not all(_is_below(ratios, _worth(picked)) for ratios in others)
+    vary = spread > _BUSY_SPREAD and not _is_best(picked, found)
     return vary and _effort(picked.variant, workload) == usual
+
+
+def _is_best(picked: _Compared, found: Sequence[_Compared]) -> bool:
+    """Return whether it is certain, by sign tests, that no other variant is so much faster that it is worth it."""
+    others = [one.all_ratios(picked) for one in found if one is not picked and not picked.is_faster(one)]
+    return all(_is_below(ratios, _worth(picked)) for ratios in others)
 
 
 def _worth(picked: _Compared) -> float:
@@ -345,10 +351,10 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, h
     images = counted(workload.num_images, "image")
     fastest = max(found, key=lambda one: one.stated.median)
     saved = 1000 * workload.num_images * (1 / picked.stated.median - 1 / fastest.stated.median)
-    best = "none is faster"
-    if fastest is not picked:
+    best = "the sample is too small to compare them"
+    if hardly_matters:
         best = f"the fastest saves {saved:.1f} ms an epoch, too little to matter"
-        best = best if hardly_matters else "the sample is too small to compare them"
+        best = "none is faster" if fastest is picked else best
     return [f"Epochs of {images} with the other variants: {', '.join(others)}; {best}."]
 
 
@@ -368,8 +374,11 @@ def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workloa
     below = [one for one in found if picked.is_likely_faster(one) and one not in slower]
     equal = [one for one in found if one is not picked and one not in (*faster, *below, *slower)]
     why = _why(picked, [*faster, *equal], workload)
-    vary = not all(_is_below(one.ratios(picked), _worth(picked)) for one in equal)
-    noise = "the ratios vary too much to be sure, so " if vary else ""
+    noise = ""
+    if not _is_best(picked, equal):
+        noise = "the ratios vary too much to be sure, so "
+        if all(one.ratios(picked) and statistics.median(one.ratios(picked)) < _worth(picked) for one in equal):
+            noise = f"none is {100 * _worth(picked) - 100:.0f} % faster in the median, but {noise}"
     turns = min((len(one.ratios(picked)) for one in faster), default=0)
     chance = "not certain enough"
     if turns < MIN_TURNS and all(one.is_faster(picked, MIN_REPEATS) for one in faster):
@@ -391,7 +400,7 @@ def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workloa
 
 def _turns_text(picked: _Compared, found: Sequence[_Compared]) -> str:
     """Return how many turns have measured the recommended variant and others, such as "7 turns" or "5 to 7 turns"."""
-    turns = {picked.count_turns(one) for one in found if one is not picked}
+    turns = {len(picked.all_ratios(one)) for one in found if one is not picked}
     low, high = min(turns), max(turns)
     return counted(high, "turn") if low == high else f"{low} to {counted(high, 'turn')}"
 
@@ -409,12 +418,16 @@ def _why(picked: _Compared, others: Sequence[_Compared], workload: Workload) -> 
 
 def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) -> str:
     """Return the speeds of variants as multiples of the picked variant's speed, the fastest first."""
-    ratios = {}
+    texts = {}
     for one in some:
         name = one.variant.label + (" (the default)" if workload.is_default(one.variant) else "")
-        ratios[name] = one.ratios(picked) or (one.stated.median / picked.stated.median,)
-    fastest_first = sorted(ratios.items(), key=lambda item: -statistics.median(item[1]))
-    return ", ".join(f"{label} {ratio_text(found)}" for label, found in fastest_first)
+        ratios = one.ratios(picked) or (one.stated.median / picked.stated.median,)
+        # A sign test tells the two apart although the ranges do not: give what it counts.
+        turns = one.all_ratios(picked)
+        below = f", by over {100 - 100 * TIE:.0f} % in {sum(ratio < TIE for ratio in turns)} of {len(turns)} turns"
+        count = below if picked.is_faster(one) and ratios[-1] >= 1 else ""
+        texts[f"{name} {ratio_text(ratios)}{count}"] = statistics.median(ratios)
+    return ", ".join(sorted(texts, key=lambda text: -texts[text]))
 
 
 def _gain(
@@ -428,14 +441,19 @@ def _gain(
     if label == picked.case.variant:
         return None, []
     baseline = (label, "default", "single", picked.case.cache)
-    loader = [one.median for one in compared if one.case.variant == label]
+    own = [one for one in compared if one.case.variant == label]
+    loader = [one.median for one in own]
+    when, first = "", [replace(one.case, cache="cold") for one in own if one.case.cache == "hot"]
+    if first:
+        cold = [f" ({one.median:,.0f} in the first)" for one in measurements if one.speeds and one.case in first]
+        when = f" after the first epoch{''.join(cold)}"
     plain = [
         one.median
         for one in measurements
         if one.speeds and (one.case.variant, one.case.engine, one.case.order, one.case.cache) == baseline
     ]
     reasons = []
-    for reader, speeds in (("by H5Loader", loader), ("by h5py with one index a call", plain)):
+    for reader, speeds in ((f"by H5Loader{when}", loader), ("by h5py with one index a call", plain)):
         if speeds:
             ratio = picked.median / speeds[0]
             times = f"{_times_text(max(ratio, 1 / ratio))} x {'slower' if ratio >= 1 else 'faster'}"

@@ -454,10 +454,10 @@ def test_a_variant_that_was_slower_in_every_turn_is_said_to_be_probably_slower()
 
 @pytest.mark.parametrize(
     ("turns", "above", "busy"),
-    [(4, 0, True), (5, 0, False), (9, 1, False), (9, 2, True), (20, 6, False), (20, 7, True)],
+    [(4, 0, True), (5, 0, False), (9, 1, False), (9, 2, True), (20, 5, False), (20, 6, True)],
 )
 def test_enough_turns_decide_even_if_speeds_vary(turns: int, above: int, busy: bool) -> None:
-    """In some turns the other size is twice as fast, in one half as fast. Of 20 turns, the outer four are left out."""
+    """In some turns the other size is twice as fast, in one half as fast. All turns count, the outer ones, too."""
     speeds = (200.0,) * above + (114.0,) * (turns - above - 1) + (50.0,)
     found = [measured("32 rows", *(100.0,) * turns), measured("2 rows", *speeds)]
     chosen = chosen_from(VARIANTS, *found, default_chunk_rows=32)
@@ -468,11 +468,28 @@ def test_enough_turns_decide_even_if_speeds_vary(turns: int, above: int, busy: b
     ("turns", "slower", "faster"), [(6, 0, False), (7, 0, True), (9, 1, False), (20, 4, True), (20, 5, False)]
 )
 def test_enough_turns_find_a_faster_size_even_if_speeds_vary(turns: int, slower: int, faster: bool) -> None:
-    """In some turns the other size is slower, in the others faster by 20 or 60 %. Of 20 turns, four are left out."""
+    """In some turns the other size is slower, in the others faster by 20 or 60 %. All turns count."""
     ratios = (90.0,) * slower + (120.0, 160.0) * turns
     found = [measured("32 rows", *(100.0,) * turns), measured("128 rows", *ratios[:turns])]
     chosen = chosen_from(VARIANTS, *found, default_chunk_rows=32)
     assert chosen.variant == ("128 rows" if faster else "32 rows")
+
+
+def test_reasons_say_in_how_many_turns_a_size_was_slower_if_the_ranges_do_not() -> None:
+    usual, below = measured("32 rows", *(100.0,) * 20), (130.0,) * 4 + (50.0, 60.0) * 8
+    (text,) = [one for one in chosen_from(VARIANTS, usual, measured("2 rows", *below)).reasons if "2 rows 0." in one]
+    assert "0.60 (0.50 to 1.30), by over 5 % in 16 of 20 turns" in text
+    (text,) = [one for one in chosen_from(VARIANTS, usual, measured("2 rows", *(50.0,) * 20)).reasons if "0.50" in one]
+    assert " of 20 turns" not in text
+
+
+def test_a_busy_answer_says_whether_another_size_is_faster_in_the_median() -> None:
+    usual = measured("32 rows", 100, 100, 100, 100)
+    for median, faster in ((110, False), (120, True)):
+        chosen = chosen_from(VARIANTS, usual, measured("2 rows", 50, median, median, 250), default_chunk_rows=32)
+        (text,) = [one for one in chosen.reasons if "2 rows 1." in one]
+        assert (chosen.variant, chosen.busy) == ("32 rows", True)
+        assert ("none is 15 % faster in the median" not in text) == faster
 
 
 def test_the_speed_of_a_first_epoch_that_decodes_is_a_reason() -> None:
