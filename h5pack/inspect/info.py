@@ -74,6 +74,8 @@ class DatasetReport:
     files: int = 0  #: number of files that a virtual dataset refers to
     #: size of all decoded chunks if the dataset has faults, but `H5Loader` keeps its decoded chunks in memory; else 0
     kept_bytes: int = 0
+    #: `fix` with the only field of one integer a row as labels, if no dataset is named like labels; else None
+    label_fix: tuple[str, ...] | None = None
 
     @property
     def chunk_bytes(self) -> int:
@@ -115,14 +117,18 @@ class DatasetReport:
                     "  DataLoader: likewise without workers; with workers, each reads chunks again in every epoch"
                 )
             lines.append(f"  fix: {shlex.join(self.fix)}")
-            if lacks_labels(self.fix):
+            name = "NAME"
+            if self.label_fix is not None:
+                name = self.label_fix[self.label_fix.index("--labels") + 1]
+                lines.append(f"  fix if {name} has the labels: {shlex.join(self.label_fix)}")
+            elif lacks_labels(self.fix):
                 how = shlex.join(["h5pack", "info", path, "--labels"])
                 text = f"if a field has them, '{how} NAME' prints the fix that packs it as labels instead"
                 lines.append(f"  labels: no dataset is named like labels; {text}")
             measure = ["h5pack", "bench", path, "--images", self.name]
             if "--labels" in self.fix:
                 measure += ["--labels", self.fix[self.fix.index("--labels") + 1]]
-            lines.append(f"  measure: {shlex.join(measure)}{' [--labels NAME]' * lacks_labels(self.fix)}")
+            lines.append(f"  measure: {shlex.join(measure)}{f' [--labels {name}]' * lacks_labels(self.fix)}")
         return "\n".join(lines)
 
 
@@ -288,6 +294,7 @@ def describe_dataset(dataset: h5py.Dataset, labels: str | None = None) -> Datase
     varies = element is not None
     kept_bytes = _kept_bytes(dataset)
     faults = _faults(dataset, filters, kept=kept_bytes > 0)
+    fix = _fix(dataset, labels) if faults else None
     return DatasetReport(
         name=dataset.name.lstrip("/"),
         dtype=f"variable-length {getattr(element, '__name__', element)}" if varies else str(dataset.dtype),
@@ -300,7 +307,8 @@ def describe_dataset(dataset: h5py.Dataset, labels: str | None = None) -> Datase
         stored_bytes=int(dataset.id.get_storage_size()),
         cache=cache,
         faults=faults,
-        fix=_fix(dataset, labels) if faults else None,
+        fix=fix,
+        label_fix=_label_fix(dataset, fix),
         kept_bytes=kept_bytes if faults else 0,
         files=len({source.file_name for source in dataset.virtual_sources()}) if layout == "virtual" else 0,
     )
@@ -405,6 +413,15 @@ def _fix(dataset: h5py.Dataset, labels: str | None) -> tuple[str, ...]:
     rows = plan_chunks(len(dataset), row_bytes, whole_pages=True).rows
     chunk = "x".join(map(str, (min(rows, len(dataset)), *dataset.shape[1:])))
     return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, "repacked.h5")
+
+
+def _label_fix(dataset: h5py.Dataset, fix: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Return `DatasetReport.label_fix`."""
+    if fix is None or not lacks_labels(fix):
+        return None
+    fields = [dataset.file[name] for name in fix[fix.index("--fields") + 1].split(",")]
+    names = [field.name for field in fields if field.ndim == 1 and field.dtype.kind in "iu"]
+    return _fix(dataset, names[0]) if len(names) == 1 else None
 
 
 def packing_options(file: h5py.File, name: str, labels: str | None = None) -> dict[str, Any]:

@@ -327,6 +327,28 @@ def test_files_that_open_with_many_ranges_get_a_command(tmp_path: Path) -> None:
     assert h5pack.info(tmp_path / "b.h5").opening_fix is None
 
 
+def test_a_second_fix_packs_the_only_field_of_integers_as_labels(tmp_path: Path) -> None:
+    path = tmp_path / "lab.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("scans", data=np.zeros((40, 96, 96, 3), np.uint8), chunks=(40, 8, 8, 3))
+        file["age"], file["grade"], file["boxes"] = np.zeros(40), np.arange(40) % 3, np.zeros((40, 4), np.int64)
+    (one,) = [dataset for dataset in h5pack.info(path).datasets if dataset.fix is not None]
+    assert one.fix is not None
+    assert one.label_fix is not None
+    assert (one.fix[6:], one.label_fix[6:]) == (
+        ("--fields", "age,boxes,grade"), ("--labels", "grade", "--fields", "age,boxes"),
+    )  # fmt: skip
+    assert f"{' '.join(one.label_fix)}\n" in one.to_text(str(path))
+    for labels in ("age", ""):
+        assert [dataset.label_fix for dataset in h5pack.info(path, labels=labels).datasets] == [None] * 4
+    with h5py.File(path, "a") as file:
+        file["person"] = np.arange(40)
+    assert [dataset.label_fix for dataset in h5pack.info(path).datasets] == [None] * 5
+    with h5py.File(path, "a") as file:
+        file["label"] = np.arange(40)
+    assert [dataset.label_fix for dataset in h5pack.info(path).datasets] == [None] * 6
+
+
 def test_the_fix_keeps_labels_and_fields_and_statistics_find_the_images(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (40, 3, 96, 96), np.uint8)
     path = tmp_path / "lab.h5"
