@@ -264,20 +264,22 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         measure("transform_busy_fraction", Stage.TRANSFORM, lambda: target.transform_busy_fraction(seconds))
         step = self._runs.get(Stage.STEP)
         if step is not None and Stage.STEP not in target.reasons:
-            left, threads = min(0.05 * budget, 0.25 * self._left()), torch.get_num_threads()
-            enough = max(6 * step.cost.min_seconds, seconds)
-            if enough < left:
+            threads, enough = torch.get_num_threads(), max(6 * step.cost.min_seconds, seconds)
+            if not target.on_gpu and threads > 1:
+                # This matters more on a CPU than the cold stages that follow. With one thread, the step may take up to
+                # `threads` times as long.
+                left = min(0.2 * budget, 0.5 * self._left())
+                if max(3 * (1 + threads) * step.cost.min_seconds, seconds) < left:
+                    measure("one_thread_ratio", Stage.STEP, lambda: target.one_thread_ratio(enough))
+                else:
+                    self._unknown.append(
+                        f"whether PyTorch's {threads} threads slow the step down: there was no time to run it with one "
+                        "thread; compare with a run under OMP_NUM_THREADS=1"
+                    )
+            if enough < min(0.05 * budget, 0.25 * self._left()):
                 measure("half_batch_ratio", Stage.STEP, lambda: target.half_batch_ratio(enough))
             else:
                 self._unknown.append("whether the batch is too small: there was no time to measure half a batch")
-            # With one thread, the step may take up to `threads` times as long.
-            if not target.on_gpu and threads > 1 and max(3 * (1 + threads) * step.cost.min_seconds, seconds) < left:
-                measure("one_thread_ratio", Stage.STEP, lambda: target.one_thread_ratio(enough))
-            elif not target.on_gpu and threads > 1:
-                self._unknown.append(
-                    f"whether PyTorch's {threads} threads slow the step down: there was no time to run it with one "
-                    "thread; compare with a run under OMP_NUM_THREADS=1"
-                )
             if target.on_gpu:
                 found["synchronisations"], found["synchronised_at"] = target.synchronisations()
         if not target.on_gpu:
