@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from h5pack.benchmark.cases import FileVariant, Measurement
+from h5pack.benchmark.loader_settings import speed_range_text
 from h5pack.benchmark.report import BenchReport, SweepTable
 from h5pack.system.text import counted
 
@@ -219,14 +220,28 @@ def normalize_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def chunk_size_table(result: dict[str, Any], cache: str) -> str:
-    """Images/s of every form of chunks in one state of the page cache, as a Markdown table."""
+def hot_chunk_table(result: dict[str, Any]) -> str:
+    """Images/s of every form of chunks with a warm page cache, as a Markdown table."""
     report = BenchReport.from_json(result)
     table = SweepTable(report)
     lines = [f"| chunks | {' | '.join(name for name, _, _ in _WAYS)} |", "|---|" + "---|" * len(_WAYS)]
     for variant in report.variants:
-        cells = [_speed_cell(table.found(variant.label, order, engine, cache)) for _, order, engine in _WAYS]
+        cells = [_speed_cell(table.found(variant.label, order, engine, "hot")) for _, order, engine in _WAYS]
         lines.append(f"| {_variant_text(variant, report)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cold_chunk_table(result: dict[str, Any]) -> str:
+    """Images/s of H5Loader with a cold page cache: median and range, and what it reads before the first batch."""
+    report = BenchReport.from_json(result)
+    table = SweepTable(report)
+    lines = ["| chunks | images/s, median and range | read before the first batch |", "|---|---|---|"]
+    for variant in report.variants:
+        one = table.found(variant.label, "window", "direct", "cold")
+        if one is not None and one.speeds and variant.chunk_rows is not None:
+            speed = speed_range_text(one.median, min(one.speeds), max(one.speeds)).replace(" images/s", "")
+            share = min(1.0, one.case.window * variant.chunk_rows / report.sample_rows)
+            lines.append(f"| {_variant_text(variant, report)} | {speed} | {100 * share:.1f} % of the sample |")
     return "\n".join(lines)
 
 
