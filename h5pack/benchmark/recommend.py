@@ -355,7 +355,8 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, h
     if hardly_matters:
         best = f"the fastest saves {saved:.1f} ms an epoch, too little to matter"
         best = "none is faster" if fastest is picked else best
-    return [f"Epochs of {images} with the other variants: {', '.join(others)}; {best}."]
+    how = "Epochs" if hardly_matters else "Roughly estimated epochs"
+    return [f"{how} of {images} with the other variants: {', '.join(others)}; {best}."]
 
 
 def epoch_text(rows: int, speed: float) -> str:

@@ -25,6 +25,7 @@ from h5pack.benchmark.cases import (
     Ceiling,
     FileVariant,
     Measurement,
+    is_small,
     repeats_json,
 )
 from h5pack.benchmark.loader_settings import speed_range_text
@@ -193,12 +194,14 @@ class BenchReport:
             return "Smaller sets get smaller chunks by default, which suit them; num_images=N judges those of N.", given
         if chosen is None or chosen.compared or self._more_rows or self.kind == "generated" or len(shape) not in (2, 3):
             return "", ()
-        if chosen.hardly_matters:
-            text = "To compare chunk sizes for a larger dataset of such images, give num_images=N."
-            return (text, given) if self.num_images == self.source_images else ("", ())
         axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
-        size = f"size={axes[0]}x{axes[1]}"
-        return f"To compare chunk sizes, omit the source and give {size} num_images=N.", (size, *given)
+        size, larger = f"size={axes[0]}x{axes[1]}", " for a larger dataset of such images" * chosen.hardly_matters
+        if larger and self.num_images != self.source_images:
+            return "", ()
+        is_short = self.source_images < 2 * MIN_EPOCH_SECONDS * chosen.images_per_s
+        few = not larger or is_short or is_small(self.source_images, self.row_bytes)
+        how = f"omit the source and give {size}" if few else "give"
+        return f"To compare chunk sizes{larger}, {how} num_images=N.", (size, *given) if few else given
 
     @property
     def _fewest_images(self) -> int:
@@ -337,8 +340,8 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
         reasons = [f"Fault of the file: {printable(text)}" for text in report.faults]
         if report.fix is not None and not chosen.convert:
             reasons.append(f"A copy without faults speeds up first epochs and other readers: {printable(report.fix)}")
-        load = load_text(report.load)
-        busy = f"The machine was in use when this began, or shortly before ({load}): speeds may vary." if load else ""
+        load, used = load_text(report.load), "The machine was in use when this began, or by a run just before"
+        busy = f"{used} ({load}): speeds may vary." if load else ""
         sentences = (chosen.label_note, busy, report._hint()[0], *chosen.reasons)
         reasons += [printable(text) for text in sentences if text]
     typed = "" if chosen is None else f"{chosen.command}\n{chosen.code}"
