@@ -423,7 +423,7 @@ def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) 
     for one in some:
         name = one.variant.label + (" (the default)" if workload.is_default(one.variant) else "")
         ratios = one.ratios(picked) or (one.stated.median / picked.stated.median,)
-        # A sign test tells the two apart although the ranges do not: give what it counts.
+        # A sign test may decide although the range includes 1: give what it counts.
         turns = one.all_ratios(picked)
         below = f", by over {100 - 100 * TIE:.0f} % in {sum(ratio < TIE for ratio in turns)} of {len(turns)} turns"
         count = below if picked.is_faster(one) and ratios[-1] >= 1 else ""

@@ -10,8 +10,9 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -295,18 +296,16 @@ def make_sample(
     if not given and is_small(min(settings.rows or source.num_images, source.num_images), row_bytes):
         wanted, settings = [default_chunk_rows], replace(settings, contiguous=False)
     num_files = len(wanted) * len(settings.compression) + settings.contiguous
-    rows = _sample_rows(source, settings, scratch, row_bytes, num_files, int(speed * _PACKING_SHARE * seconds))
-    chunk_rows = [count for count in wanted if count == wanted[0] or 2 * count <= rows]
+    base, sizes = scratch.path / "base.h5", partial(_sizes_for, wanted, default_chunk_rows)
+    row_limit = partial(_sample_rows, source, settings, scratch, row_bytes, num_files)
+    packed_by = begin + _PACKING_SHARE * seconds
+    report, rows = packer.pack_sample(base, row_limit, sizes, speed, lambda: packed_by - clock())
+    chunk_rows = sizes(rows)
     if (settings.rows or 0) > source.num_images:
         packer.notes.append(f"The sample has fewer than {settings.rows:,} rows: there are only {rows:,} images.")
     if len(chunk_rows) < len(wanted):
         left_out = listed([f"{count:,}" for count in wanted if count not in chunk_rows])
         packer.notes.append(f"Omitted chunks of {left_out} rows: the sample's {rows:,} rows do not fill two of them.")
-    scratch.require(int(1.1 * rows * row_bytes * num_files))
-    # Put the sizes closest to the default first, because the last ones are left out if time is short.
-    chunk_rows.sort(key=lambda count: abs(math.log(count / default_chunk_rows)))
-    base = scratch.path / "base.h5"
-    report = packer.convert(base, limit=rows, chunk_rows=chunk_rows[0])
     if report.rejects:
         packer.notes.append(f"{report.rejects:,} images of the sample cannot be packed; 'h5pack convert' lists them.")
     dataset = H5Dataset(base)
@@ -354,6 +353,28 @@ class _Packer:
                 break
         path.unlink()
         return row_bytes, speed
+
+    def pack_sample(
+        self,
+        path: Path,
+        row_limit: Callable[[int], int],
+        sizes: Callable[[int], list[int]],
+        speed: float,
+        left: Callable[[], float],
+    ) -> tuple[ConvertReport, int]:
+        """Pack as many images as `row_limit` allows; return the report, and how many images were tried.
+
+        `row_limit` gets the number of images for which there is time: `speed`, in images/s, times `left()`, in seconds.
+        Of `sizes(rows)`, the first chunk size is used.
+        """
+        rows = row_limit(int(speed * left()))
+        while True:
+            report = self.convert(path, limit=rows, chunk_rows=sizes(rows)[0], overwrite=True)
+            # `speed` is of a few images, where starting may take most of the time. If there is time, pack more.
+            more = row_limit(int(report.images / max(1e-3, report.seconds["write"]) * left()))
+            if more < 2 * rows:
+                return report, rows
+            rows = more
 
     def convert(self, path: Path, **changes: Any) -> ConvertReport:
         """Convert with the input's options, updated by `changes`."""
@@ -409,6 +430,15 @@ def _make_variants(
     return made, late
 
 
+def _sizes_for(wanted: Sequence[int], default_chunk_rows: int, rows: int) -> list[int]:
+    """Return the chunk sizes of which `rows` rows fill two chunks, or the smallest, those closest to the default first.
+
+    The last ones are left out if time is short.
+    """
+    some = [count for count in wanted if count == wanted[0] or 2 * count <= rows]
+    return sorted(some, key=lambda count: abs(math.log(count / default_chunk_rows)))
+
+
 def _sample_rows(
     source: BenchInput,
     settings: BenchSettings,
@@ -417,12 +447,16 @@ def _sample_rows(
     num_files: int,
     rows_in_time: int,
 ) -> int:
-    """Return the number of sample rows that the time, the disk and the memory for caching all files allow."""
-    if settings.rows is not None:
-        return max(MIN_IMAGES, min(settings.rows, source.num_images))
+    """Return the number of sample rows that the time, the disk and the memory for caching all files allow.
+
+    Raise NoSpaceError if the disk has no space for them.
+    """
     disk_bytes = int(0.8 * free_bytes(scratch.path)) // num_files
     max_bytes = min(MAX_SAMPLE_BYTES, available_memory() // (3 * num_files), disk_bytes)
-    return max(MIN_IMAGES, min(source.num_images, max_bytes // row_bytes, max(rows_in_time, _PROBE_IMAGES[0])))
+    allowed = min(max_bytes // row_bytes, max(rows_in_time, _PROBE_IMAGES[0]))
+    rows = max(MIN_IMAGES, min(source.num_images, allowed if settings.rows is None else settings.rows))
+    scratch.require(int(1.1 * rows * row_bytes * num_files))
+    return rows
 
 
 def _write_contiguous(base: Path, path: Path) -> None:

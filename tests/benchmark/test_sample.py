@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from h5pack.benchmark.cases import BenchSettings
-from h5pack.benchmark.sample import BenchSample, ScratchFolder, find_input, make_sample, usual_sizes
+from h5pack.benchmark.sample import BenchSample, ScratchFolder, _Packer, find_input, make_sample, usual_sizes
 from h5pack.combine.convert import convert
 from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, WorkerError
 from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, input_of, sample_of, write_cut_chunks
@@ -77,6 +77,17 @@ def test_variants_that_come_late_are_left_out(folder: Path, scratch: ScratchFold
     sample = make_sample(input_of(folder), settings, scratch, StepClock(step=10.0))
     assert labels(sample) == ["4 rows"]
     assert "16 rows, contiguous" in sample.notes[0]
+
+
+@pytest.mark.parametrize(("seconds", "rows"), [(1_000.0, 200), (0.001, 64)])
+def test_the_sample_grows_if_packing_is_faster_than_the_first_images_suggest(
+    tmp_path: Path, scratch: ScratchFolder, monkeypatch: pytest.MonkeyPatch, seconds: float, rows: int
+) -> None:
+    folder = flat_folder(tmp_path / "photos", 200, SIZE)
+    monkeypatch.setattr(_Packer, "probe", lambda packer: (ROW_BYTES, 0.001))
+    sample = make_sample(input_of(folder), BenchSettings(seconds=seconds), scratch)
+    assert sample.rows == rows
+    assert {one.rows for one in sample.variants} == {rows}
 
 
 @pytest.mark.parametrize("number", [4, 5])
