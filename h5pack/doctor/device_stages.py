@@ -124,21 +124,6 @@ class DeviceStages:
         pairs = [(self.step(step, seconds / 6, 0.5).rate, self.step(step, seconds / 6).rate) for _ in range(3)]
         return max(half / whole for half, whole in pairs)
 
-    def one_thread_ratio(self, step: Step, seconds: float) -> float:
-        """Return the step's images/s with one of PyTorch's CPU threads, divided by its images/s with all threads.
-
-        The result is the lowest of three ratios, so that noise does not make one thread look fast.
-        """
-        ratios, threads = [], torch.get_num_threads()
-        for _ in range(3):
-            together = self.step(step, seconds / 6).rate
-            torch.set_num_threads(1)
-            try:
-                ratios.append(self.step(step, seconds / 6).rate / together)
-            finally:
-                torch.set_num_threads(threads)
-        return min(ratios)
-
     def _measure(
         self, call: Callable[[], Any], seconds: float, images: int, max_queued_calls: int = _MAX_QUEUED_CALLS
     ) -> Repeat:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,13 +17,13 @@ from typing import Any
 import torch
 
 from h5pack.benchmark.cases import usable_seconds
-from h5pack.doctor.measure import NotMeasured, StageRun, measure_in_turns, min_total_seconds
+from h5pack.doctor.measure import NotMeasured, StageRun, measure_in_turns, min_total_seconds, one_thread_ratios
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport
 from h5pack.doctor.target import DiagnoseSettings, Target
 from h5pack.errors import OptionsError
 from h5pack.format import schema
 from h5pack.inspect.info import faults_of
-from h5pack.monitor.advice import advise
+from h5pack.monitor.advice import FASTER_ALONE, advise
 from h5pack.monitor.bottleneck import INTERRUPTED, MIN_REPEATS, Evidence, Stage, StageResult, judge
 from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.sources.hdf5_catalog import detect_names
@@ -34,6 +35,8 @@ _WARM_FRACTION = 0.04
 _LEEWAY = 1.25
 # Seconds of each small measurement; fewer if the time budget is small.
 _SMALL_MEASUREMENT_SECONDS = 0.05
+# Fraction of the time budget for running the loop with one of PyTorch's threads.
+_ONE_THREAD_SHARE = 0.15
 # Number of stages that are measured with the file not in the page cache. They run last, so time is reserved for them.
 _COLD_STAGES = 2
 # Minimum number of batches that are normalized and passed to the step. The first run of the step takes one batch. The
@@ -264,18 +267,9 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         measure("transform_busy_fraction", Stage.TRANSFORM, lambda: target.transform_busy_fraction(seconds))
         step = self._runs.get(Stage.STEP)
         if step is not None and Stage.STEP not in target.reasons:
-            threads, enough = torch.get_num_threads(), max(6 * step.cost.min_seconds, seconds)
-            if not target.on_gpu and threads > 1:
-                # This matters more on a CPU than the cold stages that follow. With one thread, the step may take up to
-                # `threads` times as long.
-                left = min(0.2 * budget, 0.5 * self._left())
-                if max(3 * (1 + threads) * step.cost.min_seconds, seconds) < left:
-                    measure("one_thread_ratio", Stage.STEP, lambda: target.one_thread_ratio(enough))
-                else:
-                    self._unknown.append(
-                        f"whether PyTorch's {threads} threads slow the step down: there was no time to run it with one "
-                        "thread; compare with a run under OMP_NUM_THREADS=1"
-                    )
+            if not target.on_gpu and torch.get_num_threads() > 1:
+                measure("one_thread_ratio", Stage.EVERYTHING, self._one_thread_ratio)
+            enough = max(6 * step.cost.min_seconds, seconds)
             if enough < min(0.05 * budget, 0.25 * self._left()):
                 measure("half_batch_ratio", Stage.STEP, lambda: target.half_batch_ratio(enough))
             else:
@@ -285,6 +279,31 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         if not target.on_gpu:
             self._unknown.append("host synchronisation, unpinned memory and idle GPUs: the step runs on the CPU")
         return found
+
+    def _one_thread_ratio(self) -> float | None:
+        """Return how many times as fast the loop is with one of PyTorch's threads; None if that is not certain."""
+        found, threads = self._runs.get(Stage.EVERYTHING), torch.get_num_threads()
+        # A loop that is cold in every epoch runs later.
+        run = found or next(iter(self.target.warm_loop()), None)
+        if run is None or Stage.EVERYTHING in self.target.reasons:
+            return None
+        if not run.repeats:
+            run.try_out()
+        # This matters more on a CPU than the cold stages that follow.
+        left = min(_ONE_THREAD_SHARE * self._settings.seconds, 0.5 * self._left())
+        unknown = f"whether PyTorch's {threads} threads slow the training down"
+        advice = "compare with a run under OMP_NUM_THREADS=1"
+        # With one thread, the loop may take up to `threads` times as long.
+        overhead, least = 2 * run.cost.overhead_seconds, (1 + threads) * run.cost.min_seconds
+        if MIN_REPEATS * (overhead + least) > left:
+            self._unknown.append(f"{unknown}: there was no time to run it with one thread; {advice}")
+            return None
+        ratios = one_thread_ratios(run.run, (left / MIN_REPEATS - overhead) / 2)
+        low, middle, high = ratios[0], statistics.median(ratios), ratios[-1]
+        if (middle > FASTER_ALONE and low > 1) or high <= FASTER_ALONE:
+            return middle
+        self._unknown.append(f"{unknown}: with one thread it is {low:.1f} to {high:.1f} times as fast; {advice}")
+        return None
 
     def _guarded(self, stage: Stage, call: Callable[[], Any]) -> bool:
         """Call `call`. If it fails, record the error as the stage's reason and return False."""

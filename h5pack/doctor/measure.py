@@ -377,6 +377,22 @@ def _ready_seconds() -> float:
         return time.thread_time()
 
 
+def one_thread_ratios(run: Callable[[float], Repeat], seconds: float) -> list[float]:
+    """Return the rate of `run` with one of PyTorch's CPU threads, divided by its rate with all, ascending.
+
+    There are `MIN_REPEATS` ratios, each of two repeats of `seconds` that follow each other.
+    """
+    ratios, threads = [], torch.get_num_threads()
+    for _ in range(MIN_REPEATS):
+        together = run(seconds).rate
+        torch.set_num_threads(1)
+        try:
+            ratios.append(run(seconds).rate / together)
+        finally:
+            torch.set_num_threads(threads)
+    return sorted(ratios)
+
+
 @dataclass
 class StageRun:
     """A stage to measure, and the repeats measured so far."""

@@ -304,7 +304,7 @@ def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> st
     text = f"{names[0].upper()}{names[1:]} limits the training"
     if threads is not None and threads.moves:
         times, step_threads = evidence.one_thread_ratio, evidence.step_threads
-        text += f", slowed by PyTorch's {step_threads} threads (with one thread, the step is {times:.1f} times as fast)"
+        text += f", slowed by PyTorch's {step_threads} threads (with one, the training is {times:.1f} times as fast)"
     text += f": the step waits for data {_stall_text(evidence)}"
     if evidence.normalize_fraction is not None and evidence.normalize_agrees:
         normalize = 100 * evidence.normalize_fraction

@@ -344,7 +344,7 @@ class Target:
             runs.append(self._loader_run(Stage.TRANSFORM, note=some))
         runs += self._device_runs()
         if self.fits_cache:
-            runs += self._everything(self.hot_rows, None)
+            runs += self.warm_loop()
         return runs
 
     def cold_runs(self) -> list[StageRun]:
@@ -388,6 +388,10 @@ class Target:
             runs.append(StageRun(Stage.STEP, partial(stages.step, step)))
         return runs
 
+    def warm_loop(self) -> list[StageRun]:
+        """Return the training loop with rows in the page cache, as one stage; empty if there is none."""
+        return self._everything(self.hot_rows, None)
+
     def _everything(self, rows: int | None, prepare: Callable[[], None] | None) -> list[StageRun]:
         step, transform_failed = self._step, Stage.TRANSFORM in self.failures
         if step is None or transform_failed:
@@ -426,10 +430,6 @@ class Target:
     def half_batch_ratio(self, seconds: float) -> float | None:
         """See `DeviceStages.half_batch_ratio`."""
         return None if self._step is None else self._stages.half_batch_ratio(self._step, seconds)
-
-    def one_thread_ratio(self, seconds: float) -> float | None:
-        """See `DeviceStages.one_thread_ratio`."""
-        return None if self._step is None else self._stages.one_thread_ratio(self._step, seconds)
 
     def synchronisations(self) -> tuple[float | None, str | None]:
         """Return how often a step makes the host wait for the GPU, and ``FILE:LINE`` of the first wait."""

@@ -110,9 +110,9 @@ class Remedy(Enum):
         "torch.set_num_threads(1) in your module."
     )
     ONE_STEP_THREAD = (
-        "PyTorch's {step_threads} threads delay each other: the step alone is {times:.1f} times as fast with one "
-        "thread. Set OMP_NUM_THREADS=1 before the command, or torch.set_num_threads(1) in your module, and measure "
-        "again."
+        "PyTorch's {step_threads} threads take CPUs from each other and from the loader: with one thread, the training "
+        "is {times:.1f} times as fast. Set OMP_NUM_THREADS=1 before the command, or torch.set_num_threads(1) in your "
+        "module, and measure again."
     )
     OWN_MODEL = "The step is a small built-in network. To measure your own, give `model`."
     USE_IDLE_GPUS = "{others}: train with {gpus} processes, one on each GPU (torchrun)."
@@ -175,11 +175,11 @@ def threads_advice(evidence: Evidence) -> Advice | None:
     times, values = evidence.one_thread_ratio, {"step_threads": evidence.step_threads}
     if times is None:
         return Advice(Remedy.FEWER_STEP_THREADS, False, values)
-    return Advice(Remedy.ONE_STEP_THREAD, True, {**values, "times": times}) if times > _FASTER_ALONE else None
+    return Advice(Remedy.ONE_STEP_THREAD, True, {**values, "times": times}) if times > FASTER_ALONE else None
 
 
-# PyTorch's threads delay each other if one thread runs the step more than this many times as fast as all threads.
-_FASTER_ALONE = 1.2
+FASTER_ALONE = 1.2
+"""PyTorch's threads are too many if the training is more than this many times as fast with one of them."""
 # The disk loses time with seeks if stored order is more than this many times as fast as the loader's order.
 _SEEKS = 1.3
 # A step has a high fixed cost if its images/s with half a batch, divided by its images/s with a whole batch, are less
@@ -312,11 +312,11 @@ class _Rules:
         idle = evidence.idle_gpus
         if idle and evidence.world_size == 1:
             yield self.make(Remedy.USE_IDLE_GPUS, step_limits, others=counted(idle, "idle GPU"), gpus=idle + 1)
-        if not (step_limits or self.limits(Bottleneck.NORMALIZE)):
-            return
         threads = threads_advice(evidence)
         if threads is not None and threads.moves:
             yield threads
+        if not (step_limits or self.limits(Bottleneck.NORMALIZE)):
+            return
         if step_limits and evidence.builtin_step:
             yield self.make(Remedy.OWN_MODEL, False)
             return

@@ -157,7 +157,7 @@ class Evidence:
     transform_busy_fraction: float | None = None
     # The step's images/s with half a batch, divided by its images/s with a whole batch.
     half_batch_ratio: float | None = None
-    # The step's images/s with one of PyTorch's CPU threads, divided by its images/s with all threads.
+    # The loop's images/s with one of PyTorch's CPU threads, divided by its images/s with all threads.
     one_thread_ratio: float | None = None
     synchronisations: float | None = None  # how often a step makes the process wait for the CUDA device
     synchronised_at: str | None = None  # FILE:LINE of the first such wait

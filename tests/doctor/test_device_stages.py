@@ -119,24 +119,6 @@ def with_rates(monkeypatch: pytest.MonkeyPatch, images: int, rates: Callable[[fl
     return stages
 
 
-def test_one_thread_is_compared_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = iter((300.0, 250.0, 900.0))
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        stages = with_rates(
-            monkeypatch, 4, lambda fraction: {1: lambda: next(alone), 3: lambda: 100.0}[torch.get_num_threads()]()
-        )
-        assert stages.one_thread_ratio(lambda images, labels: None, 0.06) == 2.5
-        assert torch.get_num_threads() == 3
-        # There is no fourth rate, so this step fails with one thread.
-        with pytest.raises(StopIteration):
-            stages.one_thread_ratio(lambda images, labels: None, 0.06)
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_half_a_batch_is_compared_with_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
     halves = iter((30.0, 60.0, 50.0))
     stages = with_rates(monkeypatch, 8, lambda fraction: next(halves) if fraction == 0.5 else 100.0)

@@ -275,6 +275,25 @@ def test_pages_that_stay_in_the_cache_leave_the_cold_stages_out(path: Path, monk
 
 
 @hasty
+@pytest.mark.parametrize("memory", [1_000, 1 << 40])
+@pytest.mark.parametrize(
+    ("ratios", "found"),
+    [([1.1, 1.4, 1.5], 1.4), ([0.9, 1.4, 1.5], None), ([0.5, 0.6, 1.2], 0.6), ([0.5, 0.6, 1.3], None)],
+)
+def test_the_loop_is_run_with_one_thread(
+    path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, ratios: list[float], found: float | None
+) -> None:
+    """The result is a number if it is certain, else it is listed as unknown."""
+    monkeypatch.setattr(target_module, "available_memory", lambda: memory)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(module, "one_thread_ratios", lambda run, seconds: [ratios, run(0.0)][0])
+    report = diagnose(path)
+    assert report.evidence.one_thread_ratio == found
+    assert any("PyTorch's 7 threads" in text for text in report.unknown) == (found is None)
+    assert any(one.remedy is Remedy.ONE_STEP_THREAD for one in report.advice) == (found == 1.4)
+
+
+@hasty
 def test_a_dataloader_s_workers_are_measured(path: Path) -> None:
     report = diagnose(path, num_workers=1, transform=users.of_one_image)
     assert "transform" in medians(report)

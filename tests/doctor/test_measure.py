@@ -29,6 +29,7 @@ from h5pack.doctor.measure import (
     measure_in_turns,
     min_total_seconds,
     next_seconds,
+    one_thread_ratios,
     repeats_within,
 )
 from h5pack.monitor.bottleneck import MIN_REPEATS, NO_TIME, Rates, Stage
@@ -376,3 +377,21 @@ def test_the_busy_fraction_is_0_of_reads_that_wait_and_1_of_reads_that_compute(
     assert reader.run(1.0, 1, ROWS).rate == pytest.approx(10 / 0.05, rel=0.1)
     assert reader.busy_fraction == pytest.approx(fraction, abs=0.1)
     assert busy_fraction(lambda: spend(0.2), 0.5) == pytest.approx(fraction, abs=0.1)
+
+
+def test_one_thread_is_compared_with_all_of_them() -> None:
+    alone, before = iter((300.0, 250.0, 900.0)), torch.get_num_threads()
+
+    def run(seconds: float) -> Repeat:
+        return Repeat(100, 1.0 if torch.get_num_threads() == 3 else 100 / next(alone))
+
+    torch.set_num_threads(3)
+    try:
+        assert one_thread_ratios(run, 0.01) == pytest.approx([2.5, 3.0, 9.0])
+        assert torch.get_num_threads() == 3
+        # There is no fourth rate, so this fails with one thread.
+        with pytest.raises(StopIteration):
+            one_thread_ratios(run, 0.01)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

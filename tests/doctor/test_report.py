@@ -114,7 +114,7 @@ SLOW = {"storage_hot": 900, "loader": 850, "everything": 840}
          ["4 %", "normalizing takes 36 %", "the step itself 60 %", "gain at most 4 %"]),
         ({"copy": None, "everything": 1_500, "normalize": 5_000},
          {**ON_CPU, "stall_fraction": 0.04, "step_threads": 2, "one_thread_ratio": 7.7},
-         ["2 threads", "with one thread, the step is 7.7 times as fast", "gain at most 4 %"]),
+         ["2 threads", "with one, the training is 7.7 times as fast", "gain at most 4 %"]),
         ({"copy": None, "everything": 1_000, "normalize": 9_000}, {**ON_CPU, "stall_fraction": 0.04},
          ["2.2 times as fast as in the loop"]),
         (SLOW, {"read_busy_fraction": 0.05}, ["Storage limits", "900 images/s", "95 % of the time", "3.57 times"]),
