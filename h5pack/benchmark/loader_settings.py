@@ -149,6 +149,18 @@ def speed_range_text(speed: float, low: float, high: float) -> str:
     return f"{speed:,.0f} images/s" + f" ({low:,.0f} to {high:,.0f})" * (low < high)
 
 
+def time_range_text(times: Sequence[float]) -> str:
+    """Return the median of times in seconds, and their range, such as "1.9 ms (1.5 to 2.2)"."""
+    factor, unit = (1_000, "ms") if statistics.median(times) < 1 else (1, "s")
+    span = f" ({factor * min(times):.1f} to {factor * max(times):.1f})" if len(times) > 1 else ""
+    return f"{factor * statistics.median(times):.1f} {unit}{span}"
+
+
+def epoch_text(rows: int, speed: float) -> str:
+    """Return how long `rows` images take at `speed` images/s, such as "1.9 ms" or "2.5 s"."""
+    return time_range_text([rows / speed])
+
+
 def ratio_text(ratios: Sequence[float]) -> str:
     """Return the median of ratios, and their range if there are several, such as "1.12 (1.05 to 1.20)"."""
     span = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""

@@ -31,6 +31,7 @@ from h5pack.benchmark.loader_settings import (
     pick_workers,
     plan_chunk_cache,
     ratio_text,
+    time_range_text,
 )
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan
@@ -204,9 +205,9 @@ def choose(
         hardly_matters=hardly_matters,
         reasons=(
             *measuring_reasons(variant, workload),
+            *gain_reasons,
             *(_comparison(picked, found, workload) if compared else _epochs(picked, found, workload, hardly_matters)),
             *cache_reasons,
-            *gain_reasons,
             _cache_reason(workload, cache),
             *settings_reasons,
             *([workers_reason] if compared else []),
@@ -339,30 +340,26 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
 
 
 def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, hardly_matters: bool) -> list[str]:
-    """Return sentences on how long an epoch of each other variant takes; empty if there is no other variant."""
-    made = "new chunks of " if picked.variant.is_input else ""
-    others = [
-        f"{made}{one.variant.label} {epoch_text(workload.num_images, one.stated.median)}"
-        for one in found
-        if one is not picked
-    ]
-    if not others:
+    """Return sentences on how long an epoch of each other variant takes; empty if there is no other variant.
+
+    The times are that of the recommended variant, divided by the ratios of speeds in the same turns.
+    """
+    made, texts, fastest = "new chunks of " if picked.variant.is_input else "", [], 1.0
+    seconds = workload.num_images / picked.stated.median
+    for one in found:
+        if one is not picked:
+            ratios = one.ratios(picked) or (one.stated.median / picked.stated.median,)
+            times, fastest = [seconds / ratio for ratio in ratios], max(fastest, statistics.median(ratios))
+            texts.append(f"{made}{one.variant.label} {time_range_text(times)}")
+    if not texts:
         return []
     images = counted(workload.num_images, "image")
-    fastest = max(found, key=lambda one: one.stated.median)
-    saved = 1000 * workload.num_images * (1 / picked.stated.median - 1 / fastest.stated.median)
     best = "the sample is too small to compare them"
     if hardly_matters:
-        best = f"the fastest saves {saved:.1f} ms an epoch, too little to matter"
-        best = "none is faster" if fastest is picked else best
+        best = f"the fastest saves {1000 * seconds * (1 - 1 / fastest):.1f} ms an epoch, too little to matter"
+        best = "none is faster" if fastest == 1 else best
     how = "Epochs" if hardly_matters else "Roughly estimated epochs"
-    return [f"{how} of {images} with the other variants: {', '.join(others)}; {best}."]
-
-
-def epoch_text(rows: int, speed: float) -> str:
-    """Return how long `rows` images take at `speed` images/s, such as "1.9 ms" or "2.5 s"."""
-    seconds = rows / speed
-    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+    return [f"{how} of {images} with the other variants: {', '.join(texts)}; {best}."]
 
 
 def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:
@@ -391,7 +388,7 @@ def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workloa
         ("Probably faster than {}", faster, f"; {chance}, so {why}"),
         ("No clear difference to {}", equal, f"; {noise}{why}"),
         ("Probably slower than {}", below, ""),
-        ("Slower than {}", slower, ""),
+        ("Slower than {} in this run", slower, ""),
     ):
         if some:
             texts.append(f"{begin.format(label)}{how}: {_relative(some, picked, workload)}{end}.")
@@ -423,10 +420,11 @@ def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) 
     for one in some:
         name = one.variant.label + (" (the default)" if workload.is_default(one.variant) else "")
         ratios = one.ratios(picked) or (one.stated.median / picked.stated.median,)
-        # A sign test may decide although the range includes 1: give what it counts.
-        turns = one.all_ratios(picked)
+        # A sign test may decide although the range does not: give what it counts.
+        turns, (mine, others) = one.all_ratios(picked), picked.beside(one)
         below = f", by over {100 - 100 * TIE:.0f} % in {sum(ratio < TIE for ratio in turns)} of {len(turns)} turns"
-        count = below if picked.is_faster(one) and ratios[-1] >= 1 else ""
+        by_sign = picked.is_faster(one) and not mine.is_faster(others, MIN_TURNS)
+        count = below if by_sign else ""
         texts[f"{name} {ratio_text(ratios)}{count}"] = statistics.median(ratios)
     return ", ".join(sorted(texts, key=lambda text: -texts[text]))
 

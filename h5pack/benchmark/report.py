@@ -28,8 +28,8 @@ from h5pack.benchmark.cases import (
     is_small,
     repeats_json,
 )
-from h5pack.benchmark.loader_settings import speed_range_text
-from h5pack.benchmark.recommend import Recommendation, epoch_text
+from h5pack.benchmark.loader_settings import epoch_text, speed_range_text
+from h5pack.benchmark.recommend import Recommendation
 from h5pack.benchmark.sample import MANY_IMAGES
 from h5pack.format.plans import CachePlan, plan_chunks
 from h5pack.system.machine import load_text
