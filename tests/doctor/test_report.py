@@ -166,6 +166,12 @@ def test_a_lowered_batch_size_is_explained() -> None:
     assert "256 (there are only 200 images)" in few.head()[1]
 
 
+def test_the_speed_with_one_thread_is_given_if_it_is_known() -> None:
+    for ratio in (None, 0.83, 1.52):
+        known = evidence({}, **{**ON_CPU, "stall_fraction": 0.02, "step_threads": 2, "one_thread_ratio": ratio})
+        assert sum(f" {ratio} times as fast" in line for line in report_of(known).head()) == (ratio is not None)
+
+
 def test_fewer_threads_are_advised_only_for_a_step_in_several_on_the_cpu() -> None:
     late = {Stage.EVERYTHING: StageResult(Stage.EVERYTHING, None, "late", late=True)}
     for known, advised in (({**ON_CPU, "step_threads": 2}, True), ({**ON_CPU, "step_threads": 1}, False),
