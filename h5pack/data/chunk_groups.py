@@ -21,7 +21,7 @@ import torch
 from h5pack.data.buffers import BatchField, BatchMemory
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.decoding import DrawKey
-from h5pack.data.gather import CachedRows, HeldRows, RowLocations
+from h5pack.data.gather import CachedRows, DecodedRows, HeldRows, RowLocations
 from h5pack.order.window import ChunkGroup, Span
 from h5pack.read.engine import SCATTER_BYTES
 from h5pack.read.read_plan import ScatterPlan
@@ -173,13 +173,20 @@ class GroupReader:
         self._mapped = {field.name: rows for field in fields if (rows := self._map(field)) is not None}
         self._can_gather = len(held) + len(self._mapped) == len(dataset.names)
 
-    def _map(self, field: BatchField) -> CachedRows | None:
-        """Return a field's rows in the page cache, or None if the stored bytes cannot be copied to batches."""
+    def _map(self, field: BatchField) -> CachedRows | DecodedRows | None:
+        """Return a field's rows in the page cache, or those of decoded chunks that stay in memory.
+
+        None if there are none, or their bytes cannot be copied to batches.
+        """
         if field.name == ROWS or field.name in self._held:
             return None
         index = self._engine.indexes[field.name]
         as_stored = index.dtype.isnative or self._engine.keeps_byte_order(index)
-        mapped = self._engine.mapped(field.name) if as_stored and field.dtype == index.native_dtype else None
+        if not as_stored or field.dtype != index.native_dtype:
+            return None
+        if self._keep and (decoded := self._engine.decoded(field.name)) is not None:
+            return DecodedRows(decoded)
+        mapped = self._engine.mapped(field.name)
         return None if mapped is None else CachedRows(mapped)
 
     def plan(self, group: ChunkGroup) -> PlannedGroup:
@@ -255,7 +262,7 @@ class GroupReader:
         """
         assert planned.runs is not None
         for name in self._mapped:
-            self._engine.count_mapped(name, *planned.runs)
+            self._engine.count_copied(name, *planned.runs)
         max_batches = max_rows // batch_rows if batch_rows else 0
         parts: list[list[Span]] = []
         whole: list[Span] = []  # the newest of `parts`, if another whole batch may join it
@@ -296,7 +303,7 @@ class GroupReader:
                     part.byteswap(inplace=True)
 
     def _ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        return all(rows.mapped.ready(first, last) for rows in self._mapped.values())
+        return all(rows.ready(first, last) for rows in self._mapped.values())
 
     def _addresses(self, group: ChunkGroup, field: BatchField) -> npt.NDArray[np.uint64]:
         """Return the memory address to which each row of a group is to be written; uint64, (n,)."""

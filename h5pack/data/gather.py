@@ -14,6 +14,7 @@ from h5pack.data.dataset import H5Dataset
 from h5pack.data.decoding import DrawKey
 from h5pack.data.iteration import serial_torch
 from h5pack.format.fields import RaggedRows
+from h5pack.read.chunk_decoder import DecodedDataset
 from h5pack.read.mapping import MappedDataset
 
 _BLOCK_ROWS = 65_536
@@ -105,6 +106,10 @@ class CachedRows:
         if mapped.array is None:
             self._unit, self._windows = _windows(mapped)
 
+    def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
+        """Make sure that rows can be copied; see `MappedDataset.ready`."""
+        return self.mapped.ready(first, last)
+
     def locate(self, rows: npt.NDArray[np.int64]) -> RowLocations:
         """Return the locations of rows, int64 (n,). This is fastest for many, mostly ascending rows at once."""
         if self.mapped.array is not None:
@@ -112,7 +117,7 @@ class CachedRows:
         return RowLocations(self.mapped.offsets(rows) // self._unit, self.mapped.files(rows))
 
     def gather(self, found: RowLocations, out: npt.NDArray[Any]) -> None:
-        """Copy located rows to `out`, (n, ...), C-contiguous. `mapped.ready` must have returned True for these rows."""
+        """Copy located rows to `out`, (n, ...), C-contiguous. `ready` must have returned True for these rows."""
         self.mapped.mapping.require_whole(found.files)
         flat = out.reshape(-1).view(np.uint8).reshape(len(found.positions), self.mapped.index.row_bytes)
         if self.mapped.array is not None:
@@ -122,6 +127,26 @@ class CachedRows:
             with serial_torch:
                 torch.index_select(self._windows, 0, positions, out=torch.from_numpy(flat).view(self._windows.dtype))
         self.mapped.mapping.require_unchanged(found.files)
+
+
+class DecodedRows:
+    """Rows of a dataset whose decoded chunks stay in memory, copied in stored byte order; used like `CachedRows`."""
+
+    def __init__(self, decoded: DecodedDataset) -> None:
+        self._decoded = decoded
+
+    def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
+        """Make sure that rows can be copied; see `DecodedDataset.ready`."""
+        return self._decoded.ready(first, last)
+
+    def locate(self, rows: npt.NDArray[np.int64]) -> RowLocations:
+        """Return the locations of rows, int64 (n,)."""
+        return RowLocations(rows, [])
+
+    def gather(self, found: RowLocations, out: npt.NDArray[Any]) -> None:
+        """Copy located rows to `out`, (n, ...), C-contiguous. `ready` must have returned True for these rows."""
+        flat = out.reshape(-1).view(np.uint8).reshape(len(found.positions), self._decoded.index.row_bytes)
+        np.take(self._decoded.array, found.positions, axis=0, out=flat, mode="clip")
 
 
 def _windows(mapped: MappedDataset) -> tuple[int, torch.Tensor]:

@@ -24,7 +24,7 @@ from h5pack.read.codecs import MallocBuffer
 from h5pack.read.hdf5_reader import H5Reader
 from h5pack.read.read_plan import plan_extents, plan_reads
 from h5pack.read.storage import CHECK_SECONDS, SourceFile, Storage
-from h5pack.system.arrays import equal_runs
+from h5pack.system.arrays import all_between, equal_runs
 
 DECODED_BYTES = 192 * 1024 * 1024
 """Default capacity of the cache: 48 chunks of 4 MiB, which are three shuffle windows of the default 16 chunks."""
@@ -95,6 +95,21 @@ class DecodedChunks:
                     state.bytes -= oldest.nbytes
         return found
 
+    def move(self, key: Hashable, out: npt.NDArray[np.uint8]) -> bool:
+        """Copy the first bytes of a cached chunk to `out`, and cache `out` instead; False if it is not cached."""
+        state = self._own_state()
+        with state.lock:
+            found = state.chunks.get(key)
+        if found is None:
+            return False
+        out[...] = found[: len(out)]
+        with state.lock:
+            found = state.chunks.get(key)
+            if found is not None:
+                state.bytes += out.nbytes - found.nbytes
+                state.chunks[key] = out
+        return True
+
     def clear(self) -> None:
         """Remove all chunks from the cache."""
         self._state = _CacheState()
@@ -138,6 +153,10 @@ class ChunkDecoder:
 
         values = self.cache.get(key, load, keep=keep)
         return ChunkRows(values, rows - chunk * index.chunk_rows, size, int(size > 0))
+
+    def move(self, index: ChunkIndex, chunk: int, out: npt.NDArray[np.uint8]) -> bool:
+        """Move a decoded chunk to `out`; see `DecodedChunks.move`."""
+        return self.cache.move((*self._key, index.name, chunk), out)
 
     def _load(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
         """Return all rows of chunk number `chunk`, decoded; chunks are numbered along axis 0.
@@ -209,6 +228,37 @@ class ChunkDecoder:
         calls = self.reader.read(index.name, rows, values)
         stored = values.astype(index.dtype, copy=False).reshape(-1).view(np.uint8)
         return ChunkRows(stored, np.arange(len(rows)), stored.nbytes, calls)
+
+
+class DecodedDataset:
+    """The rows of a dataset whose decoded chunks all stay in memory, as one array from which one call copies a batch.
+
+    A chunk moves from the cache to the array when its rows are asked for. Do not use it for a virtual dataset.
+
+    Attributes
+    ----------
+    array : ndarray
+        uint8 (N, row_bytes), in stored byte order. Rows are valid once `ready` has returned True for them.
+    """
+
+    def __init__(self, index: ChunkIndex, chunks: ChunkDecoder) -> None:
+        self.index, self._chunks = index, chunks
+        self.array = np.empty((index.rows, index.row_bytes), np.uint8)
+        self._moved = np.zeros(-(-index.rows // index.chunk_rows), bool)
+
+    def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
+        """Return whether the rows ``first[i]`` to ``last[i]`` of all i are in `array`, or can be moved there.
+
+        `first` and `last` are int64 (n,). If not, read and keep their chunks with `ChunkDecoder.rows_in_chunk`.
+        """
+        chunks = all_between(self.index.chunks_of(first), self.index.chunks_of(last))
+        return all(self._move(chunk) for chunk in chunks[~self._moved[chunks]].tolist())
+
+    def _move(self, chunk: int) -> bool:
+        start = chunk * self.index.chunk_rows
+        rows = self.array[start : start + self.index.chunk_rows]
+        self._moved[chunk] = self._chunks.move(self.index, chunk, rows.reshape(-1))
+        return bool(self._moved[chunk])
 
 
 class SourceFiles:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from h5pack.errors import DamagedRowsError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
-from h5pack.read.chunk_decoder import ChunkDecoder, SourceFiles
+from h5pack.read.chunk_decoder import ChunkDecoder, DecodedDataset, SourceFiles
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex, decode_rows, split_rows
 from h5pack.read.hdf5_reader import H5Reader
@@ -88,6 +88,7 @@ class Engine:
         self.chunks = ChunkDecoder(self.storage, self.reader)
         self.files = SourceFiles(self.chunks)
         self._mapped: dict[str, MappedDataset | None] = {}
+        self._decoded: dict[str, DecodedDataset] = {}
         self.stats = ReadStats()
         self._main = next(iter(indexes), "")
         # A lock that another thread holds during a fork stays locked in the child, so each process makes its own.
@@ -102,14 +103,14 @@ class Engine:
         return f"Engine({self.path!r}, datasets={list(self.indexes)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_mapped": {}, "stats": ReadStats()}
+        return {**self.__dict__, "_lock": None, "_mapped": {}, "_decoded": {}, "stats": ReadStats()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=(os.getpid(), threading.Lock()))
 
     def close(self) -> None:
         """Close all files in this process; the next read opens them again."""
-        self._mapped = {}
+        self._mapped, self._decoded = {}, {}
         self.files.close()
 
     def mapped(self, name: str) -> MappedDataset | None:
@@ -133,13 +134,23 @@ class Engine:
         mapping = others[0].mapping if others else FileMapping.open([self.storage], [0])
         return None if mapping is None else MappedDataset(index, mapping, None)
 
-    def count_mapped(self, name: str, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> None:
-        """Add rows copied from a mapping to the statistics. Run i consists of the rows ``first[i]`` to ``last[i]``."""
+    def decoded(self, name: str) -> DecodedDataset | None:
+        """Return a dataset's rows in memory if all decoded chunks of the file stay there; else None.
+
+        Copy rows only after `DecodedDataset.ready` has returned True for them.
+        """
+        index, decoded = self.indexes[name], self._decoded
+        if index.codec is None or index.library_reason is not None or not index.in_own_file or not self.decoded_bytes():
+            return None
+        return decoded.get(name) or decoded.setdefault(name, DecodedDataset(index, self.chunks))
+
+    def count_copied(self, name: str, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> None:
+        """Add rows copied from memory to the statistics. Run i consists of the rows ``first[i]`` to ``last[i]``."""
         index = self.indexes[name]
         begins, ends = index.chunks_of(first), index.chunks_of(last)
         chunks = int((ends - begins + 1).sum()) - int(np.count_nonzero(begins[1:] == ends[:-1]))
         rows = int((last - first + 1).sum())
-        self._count(index, rows, chunks, rows * index.row_bytes, 0)
+        self._count(index, rows, chunks, rows * index.row_bytes if index.raw else 0, 0)
 
     def check_unchanged(self) -> None:
         """Raise PackChangedError if the file or a source of its virtual datasets was replaced since it was indexed."""
@@ -181,27 +192,36 @@ class Engine:
         return out  # type: ignore[no-any-return]
 
     def read_batch(self, name: str, rows: npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
-        """Return rows like `read`, but copy them from a mapping if they are small and all in the page cache."""
+        """Return rows like `read`, but copy them from memory if they are small and all there.
+
+        They are copied from a mapping if they are in the page cache, or from decoded chunks if all of these stay in
+        memory.
+        """
         found = self._copy_cached(name, rows, out)
         return self.read(name, rows, out) if found is None else found
 
     def _copy_cached(self, name: str, rows: npt.NDArray[np.int64], out: Any) -> npt.NDArray[Any] | None:
-        """Return rows copied from a mapping; None if that is impossible, or not faster than `read`."""
+        """Return rows copied from memory; None if that is impossible, or not faster than `read`."""
         index = self.indexes[name]
         if len(rows) < _MIN_CACHED_ROWS or index.row_bytes > _MAX_CACHED_ROW_BYTES or not index.dtype.isnative:
             return None
-        mapped = self.mapped(name)
-        if mapped is None or mapped.array is None or mapped.mapping.file_bytes > _MAX_CHECKED_BYTES:
+        decoded, mapped = self.decoded(name), self.mapped(name)
+        if mapped is not None and (mapped.array is None or mapped.mapping.file_bytes > _MAX_CHECKED_BYTES):
             return None
-        if not mapped.ready(rows, rows):
+        found = decoded or mapped
+        if found is None or not found.ready(rows, rows):
             return None
         copied = np.empty((len(rows), *index.row_shape), index.native_dtype) if out is None else out
-        files, flat = mapped.files(rows), copied.reshape(-1).view(np.uint8).reshape(len(rows), index.row_bytes)
-        mapped.mapping.require_whole(files)
-        np.take(mapped.array, mapped.positions(rows), axis=0, out=flat, mode="clip")
-        mapped.mapping.require_unchanged(files)
+        flat = copied.reshape(-1).view(np.uint8).reshape(len(rows), index.row_bytes)
+        if decoded is not None:
+            np.take(decoded.array, rows, axis=0, out=flat, mode="clip")
+        elif mapped is not None and mapped.array is not None:
+            files = mapped.files(rows)
+            mapped.mapping.require_whole(files)
+            np.take(mapped.array, mapped.positions(rows), axis=0, out=flat, mode="clip")
+            mapped.mapping.require_unchanged(files)
         ascending = np.sort(rows)
-        self.count_mapped(name, ascending, ascending)
+        self.count_copied(name, ascending, ascending)
         return copied
 
     def read_one(self, name: str, row: int) -> npt.NDArray[Any]:

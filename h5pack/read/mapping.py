@@ -23,7 +23,7 @@ import numpy.typing as npt
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.storage import CHECK_SECONDS, SourceFile, Storage
 from h5pack.read.virtual_index import VirtualIndex
-from h5pack.system.arrays import consecutive_runs, range_indices
+from h5pack.system.arrays import all_between, consecutive_runs, range_indices
 from h5pack.system.libc import libc_function, raise_errno
 
 _BLOCK = 2 << 20
@@ -116,7 +116,7 @@ class FileMapping:
 
         Extent i is ``bytes[starts[i]:stops[i]]``; both arrays are int64 (n,). The result holds for about a second.
         """
-        wanted = _all_between(starts // _BLOCK, (np.minimum(stops, self._ends[-1]) - 1) // _BLOCK)
+        wanted = all_between(starts // _BLOCK, (np.minimum(stops, self._ends[-1]) - 1) // _BLOCK)
         process, checked = self._checked
         if process != os.getpid():
             process, checked = self._checked = (os.getpid(), np.full(len(checked), -np.inf))
@@ -205,15 +205,6 @@ def _map_at(address: int, size: int, descriptor: int) -> None:
         raise_errno()
 
 
-def _all_between(first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the numbers from ``first[i]`` to ``last[i]`` for all i, ascending and without repetitions."""
-    counts = last - first + 1
-    ends = np.cumsum(counts)
-    numbers: npt.NDArray[np.int64] = np.repeat(last + 1 - ends, counts)
-    numbers += np.arange(len(numbers))
-    return np.unique(numbers)
-
-
 class MappedDataset:
     """The rows of a dataset in a mapping of the files that store them, in stored byte order.
 
@@ -283,7 +274,7 @@ class MappedDataset:
         if self.array is not None and self._files is None:
             return self.mapping.ready(self.offsets(first), self.offsets(last) + index.row_bytes)
         # A run may continue in a chunk that is stored elsewhere, so check whole chunks.
-        chunks = _all_between(index.chunks_of(first), index.chunks_of(last))
+        chunks = all_between(index.chunks_of(first), index.chunks_of(last))
         return self.mapping.ready(self.starts[chunks], self.starts[chunks] + self._counts[chunks] * index.row_bytes)
 
     def offsets(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -158,3 +158,12 @@ def range_indices(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64])
     """Return the concatenated integers of several ranges, int64: ``starts[i]`` to ``starts[i] + lengths[i] - 1``."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+
+
+def all_between(first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the numbers from ``first[i]`` to ``last[i]`` for all i, ascending and without repetitions."""
+    counts = last - first + 1
+    ends = np.cumsum(counts)
+    numbers: npt.NDArray[np.int64] = np.repeat(last + 1 - ends, counts)
+    numbers += np.arange(len(numbers))
+    return np.unique(numbers)

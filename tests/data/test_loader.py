@@ -15,19 +15,21 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
-from torch.utils.data import Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 import h5pack
 from h5pack.data.buffers import BufferPool
 from h5pack.data.chunk_groups import Block, GroupReader
+from h5pack.data.gather import DecodedRows
 from h5pack.data.iteration import IDLE
 from h5pack.errors import DamagedRowsError, H5PackError, LoaderError, OptionsError, PackChangedError, StateError
 from h5pack.system.files import make_hot
@@ -279,7 +281,7 @@ def test_batches_in_torchs_own_memory(tmp_path: Path, kind: str, way: str, monke
     assert 27 // 3 <= asked.count(True) - prepared[0] <= 27
     # If rows have to be read, all batches that may be open at a time. Otherwise, a few blocks of batches.
     few = min(loader._max_gathered + 2, (loader._pool.blocks or loader._pool).keep)
-    reads = kind == "gzip" or (way == "read" and kind != "small rows")
+    reads = way == "read" and kind not in ("small rows", "gzip")
     assert prepared[0] - few in ({loader._pool.keep} if reads else {0, loader._pool.keep}), "pages may leave the cache"
     asked.clear()
     prepared[0] = 0
@@ -540,6 +542,53 @@ def test_chunks_that_fit_the_cache_are_decoded_once(tmp_path: Path, fits: bool) 
         read.append(dataset.stats().bytes_read - before)
     assert read[0] > 0
     assert [bool(count) for count in read[1:]] == [not fits, not fits]
+
+
+@pytest.mark.parametrize("dtype", ["u1", ">u2"])
+@pytest.mark.parametrize("storage", [{"compression": "gzip"}, {"chunks": (10, 16, 9, 3)}], ids=["gzip", "cut chunks"])
+def test_later_epochs_copy_decoded_rows_from_one_array(
+    tmp_path: Path, storage: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So do the batches of a DataLoader, and a forked process, which shares the array."""
+    values = packs.values(67, (16, 16, 3), dtype)
+    packs.write(tmp_path / "f.h5", images=values, labels=np.arange(67), **{"chunks": 10, **storage})
+    monkeypatch.setattr("h5pack.read.engine._MIN_CACHED_ROWS", 1)
+    dataset, gathered, decodes = h5pack.H5Dataset(tmp_path / "f.h5"), [0], [0]
+    gather, decode = DecodedRows.gather, GroupReader._decode
+
+    def count(calls: list[int], function: Any, *arguments: Any) -> None:
+        calls[0] += 1
+        function(*arguments)
+
+    monkeypatch.setattr(DecodedRows, "gather", lambda *arguments: count(gathered, gather, *arguments))
+    monkeypatch.setattr(GroupReader, "_decode", lambda *arguments: count(decodes, decode, *arguments))
+    for shuffle in ("window", "full", False):
+        loader = h5pack.H5Loader(dataset, 16, shuffle=shuffle, window=2, num_threads=2)
+        for _ in range(3):
+            require_values(loader, values)
+    assert gathered[0] > 0
+    assert 0 < decodes[0] <= 7, "the first epoch"
+    engine = dataset.engine
+    assert engine.chunks.cache.bytes <= engine.decoded_bytes()
+    copied = engine.decoded("images")
+    assert copied is not None
+    assert np.array_equal(copied.array.view(values.dtype).reshape(values.shape), values)
+    before = dataset.stats().bytes_read
+    require_values(DataLoader(dataset, 16, shuffle=True, collate_fn=dataset.collate), values)
+    assert in_child(lambda: require_values(loader, values) is None)
+    assert dataset.stats().bytes_read == before + 67 * 8, "the labels, once"
+    dataset.close()
+    assert engine.decoded("images") is not copied
+    require_values(loader, values)
+
+
+def require_values(batches: Iterable[Any], values: npt.NDArray[Any]) -> None:
+    """Require that batches have every row once, and its values."""
+    seen = []
+    for images, labels in batches:
+        assert np.array_equal(images.numpy(), values[labels.numpy()])
+        seen += labels.tolist()
+    assert sorted(seen) == list(range(len(values)))
 
 
 @pytest.mark.parametrize("shape", [(8, 24, 3), (64, 64, 3)], ids=["copied together", "copied one by one"])

@@ -160,7 +160,7 @@ def raises_at(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
     ("way", "where"),
     [
         *(("read", where) for where in ("execute", "plan", "read", "prefetch", "finish", "allocate")),
-        *(("mapped", where) for where in ("ready", "count_mapped", "gather", "finish", "allocate")),
+        *(("mapped", where) for where in ("ready", "count_copied", "gather", "finish", "allocate")),
     ],
     indirect=["way"],
 )

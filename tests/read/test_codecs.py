@@ -130,6 +130,32 @@ def test_a_chunk_is_decoded_once_for_several_batches(tmp_path: Path, monkeypatch
     assert engine.decoding_bytes(3, keep=False) == 3 * (20_000 + int(engine.indexes["x"].sizes.max()))
 
 
+def test_decoded_chunks_that_all_stay_in_memory_form_an_array(tmp_path: Path) -> None:
+    values = smooth((45, 10, 100), "u1", 1)
+    engine = engine_of(write(tmp_path / "f.h5", values, "gzip", chunk_rows=10))
+    rows = np.random.default_rng(0).permutation(np.repeat(np.arange(45), 2))
+    decoded = engine.decoded("x")
+    assert decoded is not None
+    assert not decoded.ready(rows, rows)
+    assert np.array_equal(engine.read_batch("x", rows), values[rows])
+    read = engine.stats.bytes_read
+    assert read == engine.indexes["x"].sizes.sum()
+    # They moved to the array: the cache holds views of it, and the last chunk has no more bytes than its rows.
+    assert decoded.ready(rows[:3], rows[:3])
+    assert decoded.ready(np.array([0]), np.array([44]))
+    assert np.array_equal(decoded.array.reshape(values.shape), values)
+    assert engine.chunks.cache.bytes == values.nbytes
+    assert all(np.shares_memory(chunk, decoded.array) for chunk in engine.chunks.cache._own_state().chunks.values())
+    assert np.array_equal(engine.read_batch("x", rows), values[rows])
+    assert np.array_equal(engine.read("x", range(45)), values)
+    assert engine.stats.bytes_read == read
+    engine.chunks.cache.capacity = engine.decoded_bytes() - 1
+    assert engine.decoded("x") is None
+    assert np.array_equal(engine.read_batch("x", rows), values[rows])
+    for plain in (engine_of(write(tmp_path / "raw.h5", values, chunk_rows=10)), pickle.loads(pickle.dumps(engine))):
+        assert (plain.decoded("x") is None) == (plain.path != engine.path or plain.decoded_bytes() == 0)
+
+
 def test_every_filter_is_decoded_in_several_threads(tmp_path: Path) -> None:
     values = smooth((64, 40, 50), "u1", 1)
     for name in FILTERS:
