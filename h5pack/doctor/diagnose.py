@@ -17,7 +17,14 @@ from typing import Any
 import torch
 
 from h5pack.benchmark.cases import usable_seconds
-from h5pack.doctor.measure import NotMeasured, StageRun, measure_in_turns, min_total_seconds, one_thread_ratios
+from h5pack.doctor.measure import (
+    NotMeasured,
+    StageRun,
+    measure_in_turns,
+    min_total_seconds,
+    one_thread_ratios,
+    with_one_thread,
+)
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport
 from h5pack.doctor.target import DiagnoseSettings, Target
 from h5pack.errors import OptionsError
@@ -36,7 +43,7 @@ _LEEWAY = 1.25
 # Seconds of each small measurement; fewer if the time budget is small.
 _SMALL_MEASUREMENT_SECONDS = 0.05
 # Fraction of the time budget for running the loop with one of PyTorch's threads.
-_ONE_THREAD_SHARE = 0.15
+_ONE_THREAD_SHARE = 0.25
 # Number of stages that are measured with the file not in the page cache. They run last, so time is reserved for them.
 _COLD_STAGES = 2
 # Minimum number of batches that are normalized and passed to the step. The first run of the step takes one batch. The
@@ -293,12 +300,18 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         left = min(_ONE_THREAD_SHARE * self._settings.seconds, 0.5 * self._left())
         unknown = f"whether PyTorch's {threads} threads slow the training down"
         advice = "compare with a run under OMP_NUM_THREADS=1"
-        # With one thread, the loop may take up to `threads` times as long.
-        overhead, least = 2 * run.cost.overhead_seconds, (1 + threads) * run.cost.min_seconds
-        if MIN_REPEATS * (overhead + least) > left:
+        overhead, least = run.cost.overhead_seconds, run.cost.min_seconds
+        needed = overhead + threads * least
+        if needed <= left:
+            # With one thread, the loop may take up to `threads` times as long, but it may also take less time.
+            begun = time.perf_counter()
+            alone = with_one_thread(run.run, 0.0).seconds
+            left -= time.perf_counter() - begun
+            needed = MIN_REPEATS * (2 * overhead + least + alone)
+        if needed > left:
             self._unknown.append(f"{unknown}: there was no time to run it with one thread; {advice}")
             return None
-        ratios = one_thread_ratios(run.run, (left / MIN_REPEATS - overhead) / 2)
+        ratios = one_thread_ratios(run.run, left / MIN_REPEATS / 2 - overhead)
         low, middle, high = ratios[0], statistics.median(ratios), ratios[-1]
         if (middle > FASTER_ALONE and low > 1) or high <= FASTER_ALONE:
             return middle

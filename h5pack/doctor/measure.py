@@ -382,15 +382,21 @@ def one_thread_ratios(run: Callable[[float], Repeat], seconds: float) -> list[fl
 
     There are `MIN_REPEATS` ratios, each of two repeats of `seconds` that follow each other.
     """
-    ratios, threads = [], torch.get_num_threads()
+    ratios = []
     for _ in range(MIN_REPEATS):
         together = run(seconds).rate
-        torch.set_num_threads(1)
-        try:
-            ratios.append(run(seconds).rate / together)
-        finally:
-            torch.set_num_threads(threads)
+        ratios.append(with_one_thread(run, seconds).rate / together)
     return sorted(ratios)
+
+
+def with_one_thread(run: Callable[[float], Repeat], seconds: float) -> Repeat:
+    """Return ``run(seconds)``, with only one of PyTorch's CPU threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return run(seconds)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass

@@ -126,7 +126,7 @@ class DatasetReport:
                 text = f"if a field has them, '{how} NAME' prints the fix that packs it as labels instead"
                 lines.append(f"  labels: no dataset is named like labels; {text}")
             if "--fields" in self.fix:
-                lines.append("  split: --val 0.1 for validation; with --val-groups FIELD, rows of one value stay together")
+                lines.append("  split: --val 0.1 for validation; --val-groups FIELD keeps rows of one value together")
             measure = ["h5pack", "bench", path, "--images", self.name]
             if "--labels" in self.fix:
                 measure += ["--labels", self.fix[self.fix.index("--labels") + 1]]

@@ -122,11 +122,11 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
     split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, columns.all_fields)
     labels, label_names = _labels(table, chosen)
     packed = {*used, split_column, *chosen, *columns.all_fields}
-    advice = "columns of numbers can be packed with field_columns, columns of text with text_columns"
-    parameters = ["field_columns", "text_columns"]
-    if catalog.kind == "manifest":
-        advice = f"{advice}, columns of paths with mask_columns or image_columns"
-        parameters += ["mask_columns", "image_columns"]
+    ways: dict[str, tuple[str, ...]] = {} if chosen else {"labels": ("label_columns",)}
+    ways |= {"numbers": ("field_columns",), "texts": ("text_columns",)}
+    ways |= {"paths": ("mask_columns", "image_columns")} if catalog.kind == "manifest" else {}
+    advice = "pack columns of " + ", of ".join(f"{what} with {' or '.join(names)}" for what, names in ways.items())
+    parameters = [name for names in ways.values() for name in names]
     notes = unused_note("columns", [name for name in table.header if name not in packed], advice, *parameters)
     notes += _many_classes_note(chosen, labels, label_names)
     splits = (catalog.split_names, catalog.split_ids) if split_column is None else _splits(table, split_column)
