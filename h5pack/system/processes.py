@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import concurrent.futures
 import contextlib
+import copy
 import gc
 import inspect
 import io
 import multiprocessing
+import multiprocessing.context
 import os
 import pickle
 import signal
@@ -22,6 +24,8 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from h5pack.errors import WorkerError
 
 Task = TypeVar("Task")
@@ -30,6 +34,8 @@ Result = TypeVar("Result")
 _WAIT_SECONDS = 0.5
 _JOIN_SECONDS = 10.0
 _MAX_DEPTH = 6
+_ATOMS = {str, bytes, int, float, complex, bool, type(None)}
+_KNOWN_PACKAGES = {"h5pack", "h5py", "numpy", *sys.stdlib_module_names}
 ONE_WORKER = "num_workers=1"
 _OR_ONE_WORKER = f", or give {ONE_WORKER}, which needs no other process"
 
@@ -86,7 +92,8 @@ def open_executor(
     """Open an executor of worker processes, or of this process if `num_workers` is 1.
 
     If `start_method` is None, `choose_start_method` decides. Inside tasks, `shared()` returns `shared_object`. Forked
-    workers inherit this object; other workers each receive a pickled copy. Raises WorkerError if the object cannot be
+    workers inherit this object; other workers each receive a pickled copy, and import the main script only if it may
+    hold objects of users' classes: tasks must be functions of other modules. Raises WorkerError if the object cannot be
     used in a worker, or if workers cannot start. The error recommends ``num_workers=1``, unless the caller needs a
     separate process and sets `isolated`.
     """
@@ -95,11 +102,14 @@ def open_executor(
             yield SerialExecutor()
         return
     method = start_method or choose_start_method()
+    context: Any = multiprocessing.get_context(method)
     if method == "fork":
         _require_no_open_file(shared_object)
-    else:
+    elif _may_need_main(shared_object):
         _require_importable_main("" if isolated else _OR_ONE_WORKER)
-    context = multiprocessing.get_context(method)
+    else:
+        context = copy.copy(context)
+        context.Process = _SpawnProcess if method == "spawn" else _ForkServerProcess
     executor = concurrent.futures.ProcessPoolExecutor(
         num_workers, context, _start_worker, (_SharedObject(shared_object),)
     )
@@ -181,31 +191,70 @@ def run(
         ) from error
 
 
+class _WithoutMain:
+    """A mixin for processes that do not import the main script, so that it may start them at any line."""
+
+    def start(self) -> None:
+        # Private behaviour: multiprocessing makes the process import the file of this module, if it has one.
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            super().start()  # type: ignore[misc]
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _SpawnProcess(_WithoutMain, multiprocessing.context.SpawnProcess):
+    pass
+
+
+class _ForkServerProcess(_WithoutMain, getattr(multiprocessing.context, "ForkServerProcess", object)):  # type: ignore[misc]
+    pass
+
+
+def _may_need_main(value: Any) -> bool:
+    """Return whether a process may need the main script to unpickle `value`: if it holds objects of users' classes."""
+    for item in _reachable(value):
+        named = item if isinstance(item, (type, types.FunctionType)) else type(item)
+        # What an array of objects refers to is not found.
+        if isinstance(item, np.ndarray) and item.dtype.hasobject:
+            return True
+        if str(named.__module__).partition(".")[0] not in _KNOWN_PACKAGES:
+            return True
+    return False
+
+
+def _reachable(value: Any) -> Iterator[Any]:
+    """Yield `value` and all objects that it refers to, directly or not, except for texts and numbers."""
+    # Skip these streams, because loggers refer to them.
+    seen = {id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)}
+    rest = [value]
+    while rest:
+        item = rest.pop()
+        if type(item) in _ATOMS or id(item) in seen:
+            continue
+        seen.add(id(item))
+        yield item
+        if isinstance(item, types.FunctionType):
+            # Skip the globals, because they refer to every imported module.
+            rest += [item.__closure__, item.__defaults__, item.__kwdefaults__]
+        elif not isinstance(item, (type, types.ModuleType, types.FrameType, types.TracebackType, types.GeneratorType)):
+            rest += gc.get_referents(item)
+
+
 def _require_no_open_file(value: Any) -> None:
     """Raise WorkerError if `value` refers, directly or not, to an open file, which forked workers would inherit.
 
     Processes share the position of an inherited file: with two workers that called seek and read, up to 10 of 400 rows
     were wrong.
     """
-    # Skip these streams, because loggers refer to them.
-    seen = {id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)}
-    rest = [value]
-    while rest:
-        item = rest.pop()
-        if id(item) in seen or not gc.is_tracked(item):
-            continue
-        seen.add(id(item))
+    for item in _reachable(value):
         if isinstance(item, io.IOBase) and _is_shared_file(item):
             raise WorkerError(
                 f"the source holds the file {getattr(item, 'name', item)!r} open, and worker processes would share its "
                 f"position; open it in each call{_OR_ONE_WORKER}",
                 parameters=(ONE_WORKER,),
             )
-        if isinstance(item, types.FunctionType):
-            # Skip the globals, because they refer to every imported module.
-            rest += [item.__closure__, item.__defaults__, item.__kwdefaults__]
-        elif not isinstance(item, (type, types.ModuleType, types.FrameType, types.TracebackType, types.GeneratorType)):
-            rest += gc.get_referents(item)
 
 
 def _is_shared_file(file: io.IOBase) -> bool:

@@ -19,11 +19,13 @@ from pickle import PicklingError
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from h5pack.errors import WorkerError
-from h5pack.system.processes import SerialExecutor, choose_start_method, open_executor, run, shared
+from h5pack.system.processes import SerialExecutor, _may_need_main, choose_start_method, open_executor, run, shared
 from tests.crashing import children_of, gone, wait_for
+from tests.makers import flat_folder
 
 
 def times_shared(number: int) -> int:
@@ -224,7 +226,7 @@ def work(number):
     return number
 
 if __name__ == "__main__":
-    with open_executor(3, sys.argv[1], None) as executor:
+    with open_executor(3, sys.argv[1], work) as executor:
         for number in run(executor, work, [0, 2, 0, 3, 4, 6], 6, str):
             if number == 2:
                 print("ready", flush=True)
@@ -339,6 +341,31 @@ def test_a_class_of_the_main_program_is_used_in_workers_or_refused(
     )
     assert done.stdout == output
     assert (b"Traceback" in done.stderr) == ("sys.argv:" in call)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_needs_no_guard_unless_workers_need_its_classes(tmp_path: Path, method: str) -> None:
+    """Other sources do not need the script, so that workers never run it again."""
+    folder, script = flat_folder(tmp_path / "photos", 9), tmp_path / "script.py"
+    script.write_text(
+        "import sys, h5pack\n"
+        "print('runs')\n"
+        "for source, out in zip(sys.argv[2::2], sys.argv[3::2]):\n"
+        "    print(h5pack.convert(source, out, num_workers=2, start_method=sys.argv[1]).images)\n"
+        "print(h5pack.verify(out).rows, sys.modules['__main__'].__file__ == sys.argv[0])\n"
+    )
+    sources = [str(folder), str(tmp_path / "a.h5"), str(tmp_path / "a.h5"), str(tmp_path / "b.h5")]
+    command = [sys.executable, str(script), method, *sources]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, check=True, timeout=300)
+    assert (done.stdout, done.stderr) == (b"runs\n9\n9\n9 True\n", b"")
+
+
+def test_what_may_need_the_main_script() -> None:
+    values = [None, {"a": (1, "b")}, Path("x"), functools.partial(len, "x"), np.zeros(3), threading.Lock()]
+    assert not any(map(_may_need_main, values))
+    assert not _may_need_main(values)
+    for users in (Held(1), Held, task_name, [{"a": functools.partial(task_name)}], np.array([Held(1)], object)):
+        assert _may_need_main(users)
 
 
 def wait_long(mark: str) -> None:
