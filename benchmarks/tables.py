@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from h5pack.benchmark.cases import FileVariant, Measurement
-from h5pack.benchmark.loader_settings import speed_range_text
 from h5pack.benchmark.report import BenchReport, SweepTable
 from h5pack.system.text import counted
 
@@ -239,8 +238,7 @@ def cold_chunk_table(result: dict[str, Any]) -> str:
     for variant in report.variants:
         one = table.found(variant.label, "window", "direct", "cold")
         if one is not None and one.speeds:
-            speed = speed_range_text(one.median, min(one.speeds), max(one.speeds)).replace(" images/s", "")
-            lines.append(f"| {_variant_text(variant, report)} | {speed} |")
+            lines.append(f"| {_variant_text(variant, report)} | {_range_text(one)} |")
     return "\n".join(lines)
 
 
@@ -248,6 +246,10 @@ def _variant_text(variant: FileVariant, report: BenchReport) -> str:
     size = "" if variant.chunk_bytes is None else f", {variant.chunk_bytes / 2**20:.2g} MiB"
     chosen = report.recommendation is not None and report.recommendation.variant == variant.label
     return f"**{variant.label}**{size}" if chosen else f"{variant.label}{size}"
+
+
+def _range_text(one: Measurement) -> str:
+    return f"{one.median:,.0f} ({min(one.speeds):,.0f} to {max(one.speeds):,.0f})"
 
 
 def _speed_cell(one: Measurement | None) -> str:
@@ -278,8 +280,8 @@ def run_off_table(result: dict[str, Any]) -> str:
     for one in sorted(report.run_off, key=lambda one: -one.median):
         count = one.case.num_threads if one.case.num_workers is None else one.case.num_workers
         what = "H5Loader, thread" if one.case.num_workers is None else "H5Dataset in a DataLoader, worker"
-        speeds = f"{one.median:,.0f} ({min(one.speeds):,.0f} to {max(one.speeds):,.0f})" if one.speeds else "-"
-        lines.append(f"| {one.case.variant} | {what.replace(',', f', {count}')}{'s' * (count != 1)} | {speeds} |")
+        who = f"{what.replace(',', f', {count}')}{'s' * (count != 1)}"
+        lines.append(f"| {one.case.variant} | {who} | {_range_text(one) if one.speeds else '-'} |")
     return "\n".join(lines)
 
 

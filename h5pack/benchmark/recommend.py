@@ -418,17 +418,18 @@ def _why(picked: _Compared, others: Sequence[_Compared], workload: Workload) -> 
 
 def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) -> str:
     """Return the speeds of variants as multiples of the picked variant's speed, the fastest first."""
-    texts = {}
-    for one in some:
+    found = [(one, one.ratios(picked) or (one.stated.median / picked.stated.median,)) for one in some]
+    texts = []
+    for one, ratios in sorted(found, key=lambda item: -statistics.median(item[1])):
         name = one.variant.label + (" (the default)" if workload.is_default(one.variant) else "")
-        ratios = one.ratios(picked) or (one.stated.median / picked.stated.median,)
-        # A sign test may decide although the range does not: give what it counts.
-        turns, (mine, others) = one.all_ratios(picked), picked.beside(one)
-        below = f", by over {100 - 100 * TIE:.0f} % in {sum(ratio < TIE for ratio in turns)} of {len(turns)} turns"
-        by_sign = picked.is_faster(one) and not mine.is_faster(others, MIN_TURNS)
-        count = below if by_sign else ""
-        texts[f"{name} {ratio_text(ratios)}{count}"] = statistics.median(ratios)
-    return ", ".join(sorted(texts, key=lambda text: -texts[text]))
+        texts.append(f"{name} {ratio_text(ratios)}")
+        mine, others = picked.beside(one)
+        if picked.is_faster(one) and not mine.is_faster(others, MIN_TURNS):
+            # Only the sign test has decided, so give what it counts.
+            turns = one.all_ratios(picked)
+            below = sum(ratio < TIE for ratio in turns)
+            texts[-1] += f", by over {100 - 100 * TIE:.0f} % in {below} of {len(turns)} turns"
+    return ", ".join(texts)
 
 
 def _gain(
@@ -443,11 +444,11 @@ def _gain(
         return None, []
     baseline = (label, "default", "single", picked.case.cache)
     own = [one for one in compared if one.case.variant == label]
-    loader = [one.median for one in own]
-    when, where, first = "", "", [replace(one.case, cache="cold") for one in own if one.case.cache == "hot"]
-    if first:
-        cold = [f"{one.median:,.0f}" for one in measurements if one.speeds and one.case in first]
-        when = " after the first epoch" + "".join(f" ({speed} in the first, from the disk)" for speed in cold)
+    loader, when, where = [one.median for one in own], "", ""
+    if picked.case.cache == "hot":
+        first = [replace(one.case, cache="cold") for one in own]
+        cold = [one.median for one in measurements if one.speeds and one.case in first]
+        when = " after the first epoch" + "".join(f" ({speed:,.0f} in the first, from the disk)" for speed in cold)
         where = ", from the page cache"
     plain = [
         one.median

@@ -170,10 +170,10 @@ class GroupReader:
         self._dataset, self._engine = dataset, dataset.engine
         self._fields, self._batches, self._held, self._keep = fields, batches, held, keep
         self._draw_key = draw_key
-        self._mapped = {field.name: rows for field in fields if (rows := self._map(field)) is not None}
-        self._can_gather = len(held) + len(self._mapped) == len(dataset.names)
+        self._cached = {field.name: rows for field in fields if (rows := self._find(field)) is not None}
+        self._can_gather = len(held) + len(self._cached) == len(dataset.names)
 
-    def _map(self, field: BatchField) -> CachedRows | DecodedRows | None:
+    def _find(self, field: BatchField) -> CachedRows | DecodedRows | None:
         """Return a field's rows in the page cache, or those of decoded chunks that stay in memory.
 
         None if there are none, or their bytes cannot be copied to batches.
@@ -220,7 +220,7 @@ class GroupReader:
         All rows of the group are located at once. Locating the rows of each batch separately would take a third as long
         as copying them if there are several files.
         """
-        located = {name: rows.locate(group.rows) for name, rows in self._mapped.items()}
+        located = {name: rows.locate(group.rows) for name, rows in self._cached.items()}
         return {
             name: RowLocations(group.in_slot_order(found.positions), found.files) for name, found in located.items()
         }
@@ -261,7 +261,7 @@ class GroupReader:
         A whole batch has `batch_rows` rows; 0 means that batches are not combined.
         """
         assert planned.runs is not None
-        for name in self._mapped:
+        for name in self._cached:
             self._engine.count_copied(name, *planned.runs)
         max_batches = max_rows // batch_rows if batch_rows else 0
         parts: list[list[Span]] = []
@@ -296,14 +296,14 @@ class GroupReader:
             elif name in self._held:
                 self._held[name].gather(block.rows, part)
             elif in_memory:
-                self._mapped[name].gather(block.found[name], part)
+                self._cached[name].gather(block.found[name], part)
             else:
                 self._engine.read(name, block.rows, part)
                 if not self._engine.indexes[name].dtype.isnative:
                     part.byteswap(inplace=True)
 
     def _ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        return all(rows.ready(first, last) for rows in self._mapped.values())
+        return all(rows.ready(first, last) for rows in self._cached.values())
 
     def _addresses(self, group: ChunkGroup, field: BatchField) -> npt.NDArray[np.uint64]:
         """Return the memory address to which each row of a group is to be written; uint64, (n,)."""

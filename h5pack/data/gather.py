@@ -1,4 +1,4 @@
-"""Rows that are copied from memory to batches: rows in the page cache, and small fields held in private memory."""
+"""Rows that are copied from memory to batches: in the page cache, of decoded chunks, or small fields that are held."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class DecodedRows:
     def gather(self, found: RowLocations, out: npt.NDArray[Any]) -> None:
         """Copy located rows to `out`, (n, ...), C-contiguous. `ready` must have returned True for these rows."""
         flat = out.reshape(-1).view(np.uint8).reshape(len(found.positions), self._decoded.index.row_bytes)
-        np.take(self._decoded.array, found.positions, axis=0, out=flat, mode="clip")
+        self._decoded.copy(found.positions, flat)
 
 
 def _windows(mapped: MappedDataset) -> tuple[int, torch.Tensor]:

@@ -254,6 +254,10 @@ class DecodedDataset:
         chunks = all_between(self.index.chunks_of(first), self.index.chunks_of(last))
         return all(self._move(chunk) for chunk in chunks[~self._moved[chunks]].tolist())
 
+    def copy(self, rows: npt.NDArray[np.int64], out: npt.NDArray[np.uint8]) -> None:
+        """Copy `rows`, int64 (n,), to `out`, (n, row_bytes), C-contiguous. `ready` must have returned True for them."""
+        np.take(self.array, rows, axis=0, out=out, mode="clip")
+
     def _move(self, chunk: int) -> bool:
         start = chunk * self.index.chunk_rows
         rows = self.array[start : start + self.index.chunk_rows]

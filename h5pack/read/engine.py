@@ -214,7 +214,7 @@ class Engine:
         copied = np.empty((len(rows), *index.row_shape), index.native_dtype) if out is None else out
         flat = copied.reshape(-1).view(np.uint8).reshape(len(rows), index.row_bytes)
         if decoded is not None:
-            np.take(decoded.array, rows, axis=0, out=flat, mode="clip")
+            decoded.copy(rows, flat)
         elif mapped is not None and mapped.array is not None:
             files = mapped.files(rows)
             mapped.mapping.require_whole(files)

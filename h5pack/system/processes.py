@@ -195,7 +195,7 @@ class _WithoutMain:
     """A mixin for processes that do not import the main script, so that it may start them at any line."""
 
     def start(self) -> None:
-        # Private behaviour: multiprocessing makes the process import the file of this module, if it has one.
+        # Private API: multiprocessing has no public way to start a process without the file of this module.
         main = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")
         try:
@@ -233,8 +233,10 @@ def _reachable(value: Any) -> Iterator[Any]:
         item = rest.pop()
         if type(item) in _ATOMS or id(item) in seen:
             continue
-        seen.add(id(item))
         yield item
+        if not gc.is_tracked(item):  # The collector does not know what it refers to, if anything.
+            continue
+        seen.add(id(item))
         if isinstance(item, types.FunctionType):
             # Skip the globals, because they refer to every imported module.
             rest += [item.__closure__, item.__defaults__, item.__kwdefaults__]
