@@ -113,9 +113,7 @@ class DatasetReport:
                 slower = f", but slower than those of a pack, as chunks have only {chunks}"
                 slower = slower if self.chunk_bytes < _LARGE_CHUNK_BYTES else ""
                 lines.append(f"  H5Loader: {once}, {kept} in all; later epochs are faster{slower}")
-                lines.append(
-                    "  DataLoader: likewise without workers; with workers, each reads chunks again in every epoch"
-                )
+                lines.append("  DataLoader: likewise without workers; each worker reads chunks again in every epoch")
             lines.append(f"  fix: {shlex.join(self.fix)}")
             name = "NAME"
             if self.label_fix is not None:
@@ -164,8 +162,9 @@ class FileReport:
             names = ", ".join(dict.fromkeys(one.name.partition("/")[0] for one in tables))
             lines.append(f"tables   {names}: {counted(len(tables), 'dataset')}, {stored} stored")
         size = format_bytes(sum(stop - start for start, stop in self.opening))
-        fix = "" if self.opening_fix is None else f"; for 1 request: {shlex.join(self.opening_fix)}"
-        lines.append(f"opening  over a network takes {counted(len(self.opening), 'request')}, {size} in all{fix}")
+        fix = "" if self.opening_fix is None else f"; for 1 range: {shlex.join(self.opening_fix)}"
+        each = ", each a request over a network" if len(self.opening) > 1 else ""
+        lines.append(f"opening  reads {counted(len(self.opening), 'range')} of the file, {size} in all{each}{fix}")
         stats = self.stats or {}
         if stats.get("labels"):
             splits = stats.get("split_labels", {}).items()
