@@ -450,7 +450,7 @@ def _legend(report: BenchReport) -> list[str]:
         *(f"{name}: {text}" for name, text in readers.items() if name in engines),
         "sequential: as stored; window: window shuffle; full: full shuffle; single: one random index a call",
         f"without ±: fewer than {MIN_REPEATS} short repeats, which may be much slower than a whole training",
-        "speeds are medians of all repeats, but ratios compare repeats of the same turn, so the two may differ",
+        "speeds are medians of repeats, but ratios compare repeats of the same turn, so the two may differ",
     ]
 
 

@@ -296,6 +296,8 @@ class Engine:
         """
         index = self.indexes[name]
         found = self.files.rows_in_chunk(index, rows, keep=keep)
+        if keep and found.calls and (decoded := self.decoded(name)) is not None:
+            decoded.ready(rows[:1], rows[:1])  # Now, because moving the chunk in the next epoch would slow that down.
         self._count(index, len(rows), 1, found.size, found.calls)
         return found.values.view(index.dtype).reshape(-1, *index.row_shape), found.positions
 

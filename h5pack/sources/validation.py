@@ -135,9 +135,9 @@ def choose_val(labels: npt.NDArray[np.int64] | None, count: int, val: float, see
 def choose_groups(groups: npt.NDArray[np.int64], val: float, seed: int) -> npt.NDArray[np.bool_]:
     """Return which images go to the split for validation, bool (n,): whole groups with about the fraction `val` of all.
 
-    `groups`, int64 (n,), is the group of each image, numbered from 0. In the order of a hash, each group is chosen that
-    brings the number of images closer to the fraction. If that are none or all groups, the smallest one changes sides.
-    No image is chosen if there are fewer than two groups.
+    `groups`, int64 (n,), is the group of each image, numbered from 0. Groups are visited in the order of a hash, and a
+    group is chosen if it brings the fraction of chosen images closer to `val`. If no group or every group would be
+    chosen, the smallest one is moved to the other split. No image is chosen if there are fewer than two groups.
     """
     sizes, target, total = np.bincount(groups).tolist(), val * len(groups), 0
     if len(sizes) < 2:

@@ -99,6 +99,10 @@ def test_decoded_chunks_are_kept_if_all_of_them_fit(tmp_path: Path, chunk_rows: 
     reads = engine.stats.reads
     assert np.array_equal(engine.read("x", rows), values)
     assert engine.stats.reads - reads == again
+    decoded = engine.decoded("x")
+    assert (decoded is None) == (again > 0)
+    if decoded is not None:  # Chunks moved to the array when they were decoded, not when they were read again.
+        assert np.array_equal(decoded.array.view("int32").reshape(values.shape), values)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files are mapped only on Linux")
