@@ -6,8 +6,8 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from h5pack.benchmark.cases import FileVariant, Measurement
-from h5pack.benchmark.report import BenchReport, SweepTable
+from h5pack.benchmark.cases import FileVariant, Measurement, SweepTable
+from h5pack.benchmark.report import BenchReport
 from h5pack.system.text import counted
 
 _WAYS = (
@@ -222,7 +222,7 @@ def normalize_table(result: dict[str, Any]) -> str:
 def hot_chunk_table(result: dict[str, Any]) -> str:
     """Images/s of every form of chunks with a warm page cache, as a Markdown table."""
     report = BenchReport.from_json(result)
-    table = SweepTable(report)
+    table = SweepTable(report.measurements, report.variants, report.run_off)
     lines = [f"| chunks | {' | '.join(name for name, _, _ in _WAYS)} |", "|---|" + "---|" * len(_WAYS)]
     for variant in report.variants:
         cells = [_speed_cell(table.found(variant.label, order, engine, "hot")) for _, order, engine in _WAYS]
@@ -233,7 +233,7 @@ def hot_chunk_table(result: dict[str, Any]) -> str:
 def cold_chunk_table(result: dict[str, Any]) -> str:
     """Images/s of H5Loader with a cold page cache, median and range, as a Markdown table."""
     report = BenchReport.from_json(result)
-    table = SweepTable(report)
+    table = SweepTable(report.measurements, report.variants, report.run_off)
     lines = ["| chunks | images/s |", "|---|---|"]
     for variant in report.variants:
         one = table.found(variant.label, "window", "direct", "cold")

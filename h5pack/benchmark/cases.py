@@ -6,6 +6,7 @@ import math
 import operator
 import os
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -383,3 +384,60 @@ def _level(case: BenchCase) -> int:
     if (case.engine, case.order) == ("default", "single"):
         return 2 + cold
     return (6 if cold else 4) + (case.engine != "direct")
+
+
+class SweepTable:
+    """Table of the sweep's measurements, updated by the run-off, by variant, order, engine and page-cache state.
+
+    Cases may also differ in batch size, window, threads or workers. For each order, engine and page-cache state, the
+    table holds the cases with the most common of these settings. All other cases are in `others`. Variants are sorted:
+    the input file, then uncompressed by ascending chunk size, contiguous, and compressed variants.
+    """
+
+    def __init__(
+        self,
+        measurements: Sequence[Measurement],
+        variants: Sequence[FileVariant],
+        run_off: Sequence[Measurement] = (),
+    ) -> None:
+        cases = [one.case for one in measurements]
+        self.variants = sorted(variants, key=_variant_key)
+        self.caches = [name for name in CACHES if any(case.cache == name for case in cases)]
+        self.orders = [name for name in ORDERS if any(case.order == name for case in cases)]
+        self.engines = [name for name in ENGINES if any(case.engine == name for case in cases)]
+        self.others: list[Measurement] = []
+        counts: dict[tuple[str, str, str], Counter[tuple[Any, ...]]] = {}
+        for case in cases:
+            counts.setdefault((case.order, case.engine, case.cache), Counter())[_settings(case)] += 1
+        self._found: dict[tuple[str, str, str, str], Measurement] = {}
+        by_case = {one.case: one for one in run_off}
+        for one in measurements:
+            case = one.case
+            common = counts[case.order, case.engine, case.cache].most_common(1)[0][0]
+            updated = one.updated_by(by_case.get(case))
+            if _settings(case) == common:
+                self._found[case.variant, case.order, case.engine, case.cache] = updated
+            else:
+                self.others.append(updated)
+
+    def found(self, variant: str, order: str, engine: str, cache: str) -> Measurement | None:
+        """Return the measurement, which may have no repeats; None if the case was not planned."""
+        return self._found.get((variant, order, engine, cache))
+
+    def compared(self) -> list[FileVariant]:
+        """Return the variants to draw: the input file and the uncompressed variants.
+
+        If all chunked variants are compressed, those of the first compression method are included.
+        """
+        made = [one.compression for one in self.variants if not one.is_input and one.chunk_rows is not None]
+        first = made[0] if made else "none"
+        return [one for one in self.variants if one.is_input or one.compression in ("none", first)]
+
+
+def _settings(case: BenchCase) -> tuple[Any, ...]:
+    return case.batch_size, case.window, case.num_threads, case.num_workers
+
+
+def _variant_key(variant: FileVariant) -> tuple[Any, ...]:
+    compressed = variant.compression != "none" and not variant.is_input
+    return not variant.is_input, compressed, variant.chunk_bytes is None, variant.chunk_bytes or 0, variant.label

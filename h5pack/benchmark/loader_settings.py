@@ -114,18 +114,15 @@ def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> st
     return f"{text}; the difference{which} is not clear" if unclear else text
 
 
-def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> tuple[CachePlan | None, list[str]]:
-    """Return the chunk cache for reading the converted file with h5py, and a sentence about it.
+def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> CachePlan | None:
+    """Return the chunk cache for reading the converted file with h5py; None for the input file, or without chunks.
 
-    Return None and no sentence for the input file or a file without chunks. The cache is computed, because no case
-    measures h5py with a tuned cache in window shuffle.
+    The cache is computed, because no case measures h5py with a tuned cache in window shuffle.
     """
     if variant.is_input or variant.chunk_rows is None:
-        return None, []
+        return None
     shape, chunks = (workload.num_images, *workload.row_shape), (variant.chunk_rows, *workload.row_shape)
-    cache = plan_cache(shape, chunks, 1, filtered=variant.compression != "none", window=window)
-    text = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g}"
-    return cache, [f"Computed chunk cache for h5py: {text} ({cache.reason}). H5Loader and H5Dataset need no cache."]
+    return plan_cache(shape, chunks, 1, filtered=variant.compression != "none", window=window)
 
 
 def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:

@@ -11,8 +11,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from h5pack.benchmark.cases import FileVariant
-from h5pack.benchmark.report import BenchReport, SweepTable, machine_text, speed_text
+from h5pack.benchmark.cases import FileVariant, SweepTable
+from h5pack.benchmark.report import BenchReport, machine_text, speed_text
 from h5pack.errors import OptionsError
 from h5pack.system.files import write_atomically
 from h5pack.system.text import counted, format_bytes, printable
@@ -102,7 +102,7 @@ def bench_figure(report: BenchReport) -> Figure:
     # Do not use pyplot, which would keep the figure and choose a backend for the whole process.
     from matplotlib.figure import Figure
 
-    table = SweepTable(report)
+    table = SweepTable(report.measurements, report.variants, report.run_off)
     series = _drawn_series(table)
     caches = [
         cache

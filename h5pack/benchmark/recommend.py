@@ -31,6 +31,7 @@ from h5pack.benchmark.loader_settings import (
     pick_workers,
     plan_chunk_cache,
     ratio_text,
+    speed_range_text,
     time_range_text,
 )
 from h5pack.format import schema
@@ -74,6 +75,7 @@ class Recommendation:
     code: str  # Python code that reads the file with these settings.
     is_default: bool = False  # Whether `h5pack.convert` makes the variant's chunks by default.
     busy: bool = False  # Whether repeats differed too much to compare variants, as on a busy machine.
+    unsure: bool = False  # Whether more turns may show that another variant is worth it; False if `busy`.
     gain: float | None = None  # Speedup over reading the input file with h5py, one index per call, if measured.
 
     @property
@@ -95,7 +97,7 @@ def _cache_reason(workload: Workload, cache: str) -> str:
     memory = format_bytes(workload.memory_bytes)
     sizes = f"{workload.num_images:,} images take {format_bytes(size)}, and {memory} of memory is available"
     if cache == deciding_caches(workload, ("hot", "cold"))[0]:
-        then = "so the file stays in memory" if cache == "hot" else "less than twice as much, so epochs read the disk"
+        then = "so the file stays in memory" if cache == "hot" else "less than twice that, so epochs may read the disk"
         return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."
     state = f"Judged with the page cache {_CACHE_WORDS[cache]}"
     other = _CACHE_WORDS["cold" if cache == "hot" else "hot"]
@@ -177,13 +179,13 @@ def choose(
     picked = _pick_variant(found, workload, compare=compared)
     ties = [one for one in found if not compared or not (picked.is_likely_faster(one) or one.is_likely_faster(picked))]
     busy = compared and _is_busy(picked, found, workload)
+    unsure = compared and not busy and not _is_best(picked, found)
     variant = picked.variant
     # Compare nothing if the sample is small, so that noise is not taken for a result.
     used, settings_reasons = pick_settings(picked.stated, run_off if compared else (), workload)
     case = replace(used.case, batch_size=workload.recommended_batch_size)
     num_workers, workers_reason = pick_workers(picked.stated, run_off if compared else (), workload)
     gain, gain_reasons = _gain(variants, picked.stated, measurements, [one.stated for one in found])
-    chunk_cache, cache_reasons = plan_chunk_cache(variant, case.window, workload)
     ratios = used.of_ceiling
     return Recommendation(
         variant=variant.label,
@@ -194,7 +196,7 @@ def choose(
         window=case.window,
         num_threads=case.num_threads,
         num_workers=num_workers,
-        chunk_cache=chunk_cache,
+        chunk_cache=plan_chunk_cache(variant, case.window, workload),
         judged_by=cache,
         images_per_s=round(used.median, 1),
         images_per_s_range=(round(min(used.speeds), 1), round(max(used.speeds), 1)),
@@ -207,7 +209,6 @@ def choose(
             *measuring_reasons(variant, workload),
             *gain_reasons,
             *(_comparison(picked, found, workload) if compared else _epochs(picked, found, workload, hardly_matters)),
-            *cache_reasons,
             _cache_reason(workload, cache),
             *settings_reasons,
             *([workers_reason] if compared else []),
@@ -216,6 +217,7 @@ def choose(
         code=_code(variant, case, workload),
         is_default=workload.is_default(variant),
         busy=busy,
+        unsure=unsure,
         gain=gain,
     )
 
@@ -340,9 +342,9 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
 
 
 def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, hardly_matters: bool) -> list[str]:
-    """Return sentences on how long an epoch of each other variant takes; empty if there is no other variant.
+    """Return sentences on how long an epoch of each variant takes; empty if there is only one.
 
-    The times are that of the recommended variant, divided by the ratios of speeds in the same turns.
+    The times of the others are that of the recommended variant, divided by the ratios of speeds in the same turns.
     """
     made, texts, fastest = "new chunks of " if picked.variant.is_input else "", [], 1.0
     seconds = workload.num_images / picked.stated.median
@@ -353,15 +355,15 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, h
             texts.append(f"{made}{one.variant.label} {time_range_text(times)}")
     if not texts:
         return []
-    images = counted(workload.num_images, "image")
+    own = time_range_text([workload.num_images / speed for speed in picked.stated.speeds])
     best = "the sample is too small to compare them"
     if hardly_matters:
         certain = "" if any(one.is_faster(picked) for one in found) else ", if that is not noise"
         saved = f"{1000 * seconds * (1 - 1 / fastest):.1f} ms"
         best = f"the fastest saves {saved} an epoch{certain}, too little to matter"
         best = "none is faster" if fastest == 1 else best
-    how = "Epochs" if hardly_matters else "Roughly estimated epochs"
-    return [f"{how} of {images} with the other variants: {', '.join(texts)}; {best}."]
+    how = f"{'Epochs' if hardly_matters else 'Roughly estimated epochs'} of {counted(workload.num_images, 'image')}"
+    return [f"{how}: {picked.variant.label} {own}; with the other variants {', '.join(texts)}; {best}."]
 
 
 def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:
@@ -444,24 +446,25 @@ def _gain(
         return None, []
     baseline = (label, "default", "single", picked.case.cache)
     own = [one for one in compared if one.case.variant == label]
-    loader, when, where = [one.median for one in own], "", ""
+    when, where = "", ""
     if picked.case.cache == "hot":
         first = [replace(one.case, cache="cold") for one in own]
         cold = [one.median for one in measurements if one.speeds and one.case in first]
         when = " after the first epoch" + "".join(f" ({speed:,.0f} in the first, from the disk)" for speed in cold)
         where = ", from the page cache"
     plain = [
-        one.median
+        one
         for one in measurements
         if one.speeds and (one.case.variant, one.case.engine, one.case.order, one.case.cache) == baseline
     ]
     reasons = []
-    for reader, speeds in ((f"by H5Loader{when}", loader), (f"by h5py with one index a call{where}", plain)):
-        if speeds:
-            ratio = picked.median / speeds[0]
+    for reader, found in ((f"by H5Loader{when}", own), (f"by h5py with one index a call{where}", plain)):
+        for one in found[:1]:
+            ratio = picked.median / one.median
             times = f"{_times_text(max(ratio, 1 / ratio))} x {'slower' if ratio >= 1 else 'faster'}"
-            reasons.append(f"The input file, read {reader}: {speeds[0]:,.0f} images/s, {times}.")
-    return round(picked.median / plain[0], 2) if plain else None, reasons
+            speeds = speed_range_text(one.median, min(one.speeds), max(one.speeds))
+            reasons.append(f"The input file, read {reader}: {speeds}, {times}.")
+    return round(picked.median / plain[0].median, 2) if plain else None, reasons
 
 
 def _times_text(ratio: float) -> str:

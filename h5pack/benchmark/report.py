@@ -6,25 +6,23 @@ import math
 import statistics
 import textwrap
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 from h5pack.benchmark.cases import (
-    CACHES,
-    ENGINES,
     MIN_EPOCH_SECONDS,
     MIN_REPEATS,
     MIN_ROWS,
     NO_TIME,
-    ORDERS,
+    SHORT_EPOCH_SECONDS,
     BenchCase,
     CaseRepeats,
     Ceiling,
     FileVariant,
     Measurement,
+    SweepTable,
     is_small,
     repeats_json,
 )
@@ -189,19 +187,26 @@ class BenchReport:
 
     def _hint(self) -> tuple[str, tuple[str, ...]]:
         """Return advice about sets of other sizes, and the parameters that it names; both are empty without advice."""
-        chosen, shape, given = self.recommendation, self.row_shape, ("num_images=N",)
+        chosen, shape, longer = self.recommendation, self.row_shape, self._longer
+        count = "N" if self.num_images == self.source_images else str(self.num_images)
+        given = (f"num_images={count}",)
         if self._fewest_images > 1 and not self._more_rows:
             return "Smaller sets get smaller chunks by default, which suit them; num_images=N judges those of N.", given
+        if chosen is not None and chosen.unsure and longer:
+            return f"For a more certain comparison, measure with {' '.join(longer)}.", longer
         if chosen is None or chosen.compared or self._more_rows or self.kind == "generated" or len(shape) not in (2, 3):
             return "", ()
         axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
-        size, larger = f"size={axes[0]}x{axes[1]}", " for a larger dataset of such images" * chosen.hardly_matters
-        if larger and self.num_images != self.source_images:
-            return "", ()
-        is_short = self.source_images < 2 * MIN_EPOCH_SECONDS * chosen.images_per_s
-        few = not larger or is_short or is_small(self.source_images, self.row_bytes)
-        how = f"omit the source and give {size}" if few else "give"
-        return f"To compare chunk sizes{larger}, {how} num_images=N.", (size, *given) if few else given
+        size, aim, few = f"size={axes[0]}x{axes[1]}", "To compare chunk sizes", True
+        if chosen.hardly_matters:
+            if self.num_images != self.source_images:
+                return "", ()
+            enough = int(float(f"{SHORT_EPOCH_SECONDS * chosen.images_per_s:.2g}"))
+            aim = f"Chunk sizes may matter from about {enough:,} images on; to compare them"
+            is_short = self.source_images < 2 * MIN_EPOCH_SECONDS * chosen.images_per_s
+            few = is_short or is_small(self.source_images, self.row_bytes)
+        how = f"omit the source, which has too few images, and give {size}" if few else "give"
+        return f"{aim}, {how} {given[0]}.", (size, *given) if few else given
 
     @property
     def _fewest_images(self) -> int:
@@ -241,58 +246,6 @@ def _ratio_text(chosen: Recommendation) -> str:
     if median >= 1 and (chosen.judged_by == "hot" or chosen.compression == "none"):
         return f"as fast as {name}, within noise"
     return f"{median:.2f} of {name}"
-
-
-class SweepTable:
-    """Table of the sweep's measurements, updated by the run-off, by variant, order, engine and page-cache state.
-
-    Cases may also differ in batch size, window, threads or workers. For each order, engine and page-cache state, the
-    table holds the cases with the most common of these settings. All other cases are in `others`. Variants are sorted:
-    the input file, then uncompressed by ascending chunk size, contiguous, and compressed variants.
-    """
-
-    def __init__(self, report: BenchReport) -> None:
-        cases = [one.case for one in report.measurements]
-        self.variants = sorted(report.variants, key=_variant_key)
-        self.caches = [name for name in CACHES if any(case.cache == name for case in cases)]
-        self.orders = [name for name in ORDERS if any(case.order == name for case in cases)]
-        self.engines = [name for name in ENGINES if any(case.engine == name for case in cases)]
-        self.others: list[Measurement] = []
-        counts: dict[tuple[str, str, str], Counter[tuple[Any, ...]]] = {}
-        for case in cases:
-            counts.setdefault((case.order, case.engine, case.cache), Counter())[_settings(case)] += 1
-        self._found: dict[tuple[str, str, str, str], Measurement] = {}
-        run_off = {one.case: one for one in report.run_off}
-        for one in report.measurements:
-            case = one.case
-            common = counts[case.order, case.engine, case.cache].most_common(1)[0][0]
-            updated = one.updated_by(run_off.get(case))
-            if _settings(case) == common:
-                self._found[case.variant, case.order, case.engine, case.cache] = updated
-            else:
-                self.others.append(updated)
-
-    def found(self, variant: str, order: str, engine: str, cache: str) -> Measurement | None:
-        """Return the measurement, which may have no repeats; None if the case was not planned."""
-        return self._found.get((variant, order, engine, cache))
-
-    def compared(self) -> list[FileVariant]:
-        """Return the variants to draw: the input file and the uncompressed variants.
-
-        If all chunked variants are compressed, those of the first compression method are included.
-        """
-        made = [one.compression for one in self.variants if not one.is_input and one.chunk_rows is not None]
-        first = made[0] if made else "none"
-        return [one for one in self.variants if one.is_input or one.compression in ("none", first)]
-
-
-def _settings(case: BenchCase) -> tuple[Any, ...]:
-    return case.batch_size, case.window, case.num_threads, case.num_workers
-
-
-def _variant_key(variant: FileVariant) -> tuple[Any, ...]:
-    compressed = variant.compression != "none" and not variant.is_input
-    return not variant.is_input, compressed, variant.chunk_bytes is None, variant.chunk_bytes or 0, variant.label
 
 
 def speed_text(speed: float) -> str:
@@ -376,12 +329,15 @@ def _facts(report: BenchReport) -> list[str]:
         lines.append(f"ceiling   {one}: {measured_text(one.speeds)} images/s, {one.cache}{slowed}")
     if report.fix is not None and report.recommendation is None:
         lines.append(f"fix       {report.fix}")
+    if report.recommendation is not None and (cache := report.recommendation.chunk_cache) is not None:
+        settings = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g}"
+        lines += _bullets("", [f"computed chunk cache, for h5py only: {settings} ({cache.reason})"], "h5py      ")
     return lines + _bullets("notes", map(printable, report.notes))
 
 
 def _tables(report: BenchReport) -> list[list[str]]:
     # Leave out the run-off: it reloads the file before each repeat, so its speeds are not comparable with other cells.
-    table = SweepTable(replace(report, run_off=[]))
+    table = SweepTable(report.measurements, report.variants)
     blocks = []
     for cache in table.caches:
         rows = []

@@ -75,25 +75,23 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_columns(what: Any) -> None:
-    what.add_argument("--path-column", metavar="NAME", help="the manifest's column that holds each image's path")
+    what.add_argument(
+        "--path-column",
+        metavar="NAME",
+        help="the column of a manifest, or of Parquet files, that holds the images or paths",
+    )
     what.add_argument(
         "--label-columns", type=comma_parts, metavar="A,B",
-        help="the manifest's label column, or several columns of integers (0 to 255) that become a label table",
+        help="the column of labels, or several columns of integers (0 to 255) that become a label table",
     )  # fmt: skip
-    what.add_argument("--split-column", metavar="NAME", help="the manifest's column that names each image's split")
+    what.add_argument("--split-column", metavar="NAME", help="the column that names each image's split")
     what.add_argument(
         "--field-columns", type=comma_parts, metavar="A,B",
-        help="the manifest's columns of numbers, or of lists of numbers, to store as fields",
+        help="columns of numbers, or of lists of numbers, to store as fields",
     )  # fmt: skip
-    what.add_argument(
-        "--mask-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of paths of masks"
-    )
-    what.add_argument(
-        "--image-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of paths of further images"
-    )
-    what.add_argument(
-        "--text-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of text to store as fields"
-    )
+    what.add_argument("--mask-columns", type=comma_parts, metavar="A,B", help="columns of paths of masks")
+    what.add_argument("--image-columns", type=comma_parts, metavar="A,B", help="columns of paths of further images")
+    what.add_argument("--text-columns", type=comma_parts, metavar="A,B", help="columns of text to store as fields")
     what.add_argument("--box-columns", type=comma_parts, metavar="A,B", help="columns that hold lists of boxes")
     what.add_argument(
         "--keypoint-columns", type=comma_parts, metavar="A,B",

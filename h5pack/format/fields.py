@@ -152,7 +152,7 @@ def _numbers_of(row: int, value: Any) -> npt.NDArray[Any] | None:
     if not len(array):
         return None
     if not array.size or array.dtype.kind not in "biuf" or (array.dtype == np.uint64 and array.max() >= 2**63):
-        raise FieldValueError(row, f"contains {_short(value)}, whose entries are neither floats nor signed 64-bit integers")
+        raise FieldValueError(row, f"contains {_short(value)}, whose entries are neither floats nor integers of int64")
     return array
 
 

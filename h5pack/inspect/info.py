@@ -114,12 +114,12 @@ class DatasetReport:
                 slower = slower if self.chunk_bytes < _LARGE_CHUNK_BYTES else ""
                 lines.append(f"  H5Loader: {once}, {kept} in all; later epochs are faster{slower}")
                 lines.append("  DataLoader: likewise without workers; each worker reads chunks again in every epoch")
-            lines.append(f"  fix: {shlex.join(self.fix)}")
-            name = "NAME"
+            name, without = "NAME", ""
             if self.label_fix is not None:
-                name = self.label_fix[self.label_fix.index("--labels") + 1]
+                name, without = self.label_fix[self.label_fix.index("--labels") + 1], " without labels"
                 lines.append(f"  fix if {name} has the labels: {shlex.join(self.label_fix)}")
-            elif lacks_labels(self.fix):
+            lines.append(f"  fix{without}: {shlex.join(self.fix)}")
+            if not without and lacks_labels(self.fix):
                 how = shlex.join(["h5pack", "info", path, "--labels"])
                 text = f"if a field has them, '{how} NAME' prints the fix that packs it as labels instead"
                 lines.append(f"  labels: no dataset is named like labels; {text}")

@@ -10,9 +10,9 @@ from typing import Any
 from h5pack.errors import OptionsError, StateError
 
 # Parameters whose names differ from their keys in saved states.
-_PARAMETERS = {"samples": "num_samples", "trim": "drop_last", "pack_digest": "dataset"}
+_PARAMETERS = {"samples": "num_samples", "trim": "drop_last", "pack_digest": "dataset", "chunk_rows": "dataset"}
 _OF_SPLIT = ("start", "rows")
-_PACK_DIGEST = "pack_digest"
+_PACK_DIGEST, _CHUNK_ROWS = "pack_digest", "chunk_rows"
 _GLOBAL_BATCH = "batch_size times num_replicas"
 # By key of a saved state: how the message "the state was saved ..." ends if the value differs from that of this order.
 _PROBLEMS = {
@@ -155,6 +155,9 @@ class EpochCursor:
                     problem = f"for {saved} of its file, but this order is for {ours}; resume with the same {chosen}"
                 elif name in _PROBLEMS:
                     problem = _PROBLEMS[name]
+                elif name == _CHUNK_ROWS:
+                    before, now = order.get(name), self.identity.get(name)
+                    problem = f"for chunks of {before} rows, but this file's have {now}; resume with the same file"
                 else:
                     what = _GLOBAL_BATCH if name == "global_batch" else parameter
                     problem = f"with {what} {order.get(name)!r}, but this order has {self.identity.get(name)!r}"

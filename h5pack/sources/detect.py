@@ -145,7 +145,7 @@ def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
     columns = {name: parameter for name, parameter in _COLUMN_PARAMETERS.items() if name in unused}
     for what, values, defaults, parameters in (
         ("an HDF5 file", options.datasets, HDF5Datasets(), {} if kind == "hdf5" else _DATASET_PARAMETERS),
-        ("a manifest", options.columns, ManifestColumns(), columns),
+        ("a source with columns, such as a manifest", options.columns, ManifestColumns(), columns),
     ):
         given = [parameters[name] for name in parameters if getattr(values, name) != getattr(defaults, name)]
         if given:

@@ -17,8 +17,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from h5pack.benchmark import plots
-from h5pack.benchmark.cases import Ceiling
-from h5pack.benchmark.report import BenchReport, SweepTable
+from h5pack.benchmark.cases import Ceiling, SweepTable
+from h5pack.benchmark.report import BenchReport
 from h5pack.errors import OptionsError
 from tests.benchmark import reports
 
@@ -36,7 +36,7 @@ def lines_of(panel: Any) -> dict[str, list[float]]:
 
 
 def medians(report: BenchReport, order: str, engine: str, cache: str) -> list[float]:
-    table = SweepTable(report)
+    table = SweepTable(report.measurements, report.variants, report.run_off)
     found = (table.found(one.label, order, engine, cache) for one in report.variants)
     return sorted(one.median for one in found if one is not None)
 

@@ -190,8 +190,8 @@ def test_a_sample_that_fits_into_caches_decides_nothing() -> None:
     found = [measured("2 rows", 1, 2, 3), measured("32 rows", 7, 8, 9), measured("128 rows", 50, 51, 52)]
     chosen = chosen_from(VARIANTS, *found, sample_rows=100)
     assert (chosen.variant, chosen.compared, chosen.ties) == ("32 rows", False, ("2 rows", "32 rows", "128 rows"))
-    # Only the durations of epochs, the computed cache, and the state of the page cache: nothing that chance may decide.
-    assert len(chosen.reasons) == 3
+    # Only the durations of epochs, and the state of the page cache: nothing that chance may decide.
+    assert len(chosen.reasons) == 2
     assert all(part in chosen.reasons[0] for part in ("2 rows 10000.0 s", "128 rows 392.2 s"))
     threads = [replace(measured("32 rows", 90, 91, 92, num_threads=1)), measured("32 rows", 7, 8, 9)]
     assert chosen_from(VARIANTS, *found, run_off=threads, sample_rows=100).num_threads == 2
@@ -461,7 +461,11 @@ def test_enough_turns_decide_even_if_speeds_vary(turns: int, above: int, busy: b
     speeds = (200.0,) * above + (114.0,) * (turns - above - 1) + (50.0,)
     found = [measured("32 rows", *(100.0,) * turns), measured("2 rows", *speeds)]
     chosen = chosen_from(VARIANTS, *found, default_chunk_rows=32)
-    assert (chosen.variant, chosen.is_default, chosen.busy) == ("32 rows", True, busy)
+    assert (chosen.variant, chosen.is_default, chosen.busy, chosen.unsure) == ("32 rows", True, busy, False)
+    # If ratios hardly differ, the machine is not busy, but few turns cannot exclude a size that is worth it.
+    found[1] = measured("2 rows", *(110.0,) * (turns - 1), 120.0)
+    chosen = chosen_from(VARIANTS, *found, default_chunk_rows=32)
+    assert (chosen.variant, chosen.busy, chosen.unsure) == ("32 rows", False, turns < 9)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from random import Random
 
 import pytest
 
-from h5pack.benchmark.cases import Ceiling, Measurement
-from h5pack.benchmark.report import BenchReport, SweepTable, measured_text, speed_text
+from h5pack.benchmark.cases import Ceiling, Measurement, SweepTable
+from h5pack.benchmark.report import BenchReport, measured_text, speed_text
 from h5pack.system.text import printable
 from tests.benchmark import reports
 
@@ -50,6 +50,9 @@ def test_the_answer_says_what_to_type_and_what_was_not_compared() -> None:
     report.sample_rows = report.source_images
     assert report.parameters == ("size=218x178", "num_images=N", "full=True")
     assert "rows=" not in report.headline()
+    counts, report.num_images = report.num_images, 10**6
+    assert report.parameters == ("size=218x178", "num_images=1000000", "full=True"), "as it was given"
+    report.num_images = counts
     # Nor are they if chunk sizes hardly matter.
     report.sample_rows = 100
     report.recommendation = reports.recommended(report.variants[4], compared=False, hardly_matters=True)
@@ -181,6 +184,13 @@ def test_the_headline_says_why_nothing_could_be_compared() -> None:
     assert "rows=" not in report.headline()
     report.recommendation = reports.recommended(reports.packed(36), is_default=True)
     assert not any(part in report.headline() for part in ("vary", "sample"))
+    assert report.parameters == ("full=True",)
+    # More time is advised only if it may change the answer, and is more than was given.
+    report.recommendation = reports.recommended(reports.packed(36), is_default=True, unsure=True)
+    assert "seconds=300" in report.parameters
+    report.budget_seconds, report.measurements = 200, report.measurements[:1]
+    assert report.parameters == ("full=True",)
+    report.recommendation = reports.recommended(reports.packed(36), is_default=True)
     # A few images like the generated ones would get smaller chunks.
     report.kind = "generated"
     assert report.parameters == ("num_images=N", "full=True")
@@ -261,7 +271,7 @@ def table_of(rows: Sequence[int], *measurements: Measurement) -> SweepTable:
     report = reports.empty()
     report.variants = [reports.packed(one) for one in rows]
     report.measurements = list(measurements)
-    return SweepTable(report)
+    return SweepTable(report.measurements, report.variants, report.run_off)
 
 
 def test_the_table_holds_the_most_common_settings() -> None:
@@ -279,7 +289,7 @@ def test_the_table_holds_the_most_common_settings() -> None:
 def test_the_table_is_updated_by_the_run_off() -> None:
     report = reports.folder_report()
     report.run_off = [replace(one, speeds=2 * one.speeds) for one in report.run_off]
-    found = SweepTable(report).found("36 rows", "window", "direct", "hot")
+    found = SweepTable(report.measurements, report.variants, report.run_off).found("36 rows", "window", "direct", "hot")
     assert found is not None
     assert found.median == pytest.approx(70e3 + 36 * reports.ROW_BYTES / 1e3)
 
@@ -295,6 +305,14 @@ def test_chunk_sizes_are_compared_in_one_compression() -> None:
     report = reports.empty()
     gzip = [reports.packed(rows, "gzip") for rows in (36, 9)]
     report.variants = [*gzip, reports.contiguous(), reports.packed(36), reports.packed(9), reports.as_it_is()]
-    assert [one.label for one in SweepTable(report).compared()] == ["as it is", "9 rows", "36 rows", "contiguous"]
+    assert [one.label for one in SweepTable(report.measurements, report.variants).compared()] == [
+        "as it is",
+        "9 rows",
+        "36 rows",
+        "contiguous",
+    ]
     report.variants = [*gzip, *(reports.packed(rows, "lzf") for rows in (36, 9))]
-    assert [one.label for one in SweepTable(report).compared()] == ["9 rows gzip", "36 rows gzip"]
+    assert [one.label for one in SweepTable(report.measurements, report.variants).compared()] == [
+        "9 rows gzip",
+        "36 rows gzip",
+    ]

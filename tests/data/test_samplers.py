@@ -406,15 +406,16 @@ def test_states_of_other_orders_are_refused(
 def test_a_state_belongs_to_the_rows_of_its_pack(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     source = class_folders(tmp_path / "in", {"x": 11, "y": 9})
     made = []
-    for number, seed in enumerate((0, 0, 1)):
-        h5pack.convert(source, tmp_path / f"{number}.h5", **quick(chunk_rows=CHUNK, seed=seed))
+    for number, (seed, chunk_rows) in enumerate(((0, CHUNK), (0, CHUNK), (1, CHUNK), (0, CHUNK + 1))):
+        h5pack.convert(source, tmp_path / f"{number}.h5", **quick(chunk_rows=chunk_rows, seed=seed))
         made.append(Fed(kind, h5pack.H5Dataset(tmp_path / f"{number}.h5", with_rows=True), **settings))
-    first, same, other = made
+    first, same, other, chunks = made
     state = first.state()
     assert same.resumed(state).epoch() == first.epoch()
-    with pytest.raises(StateError) as caught:
-        other.resumed(state)
-    assert caught.value.parameters == ("dataset",)
+    for refusing in (other, chunks):
+        with pytest.raises(StateError) as caught:
+            refusing.resumed(state)
+        assert caught.value.parameters == ("dataset",)
     # States of the releases before did not have it.
     other.resumed({**state, "order": {name: one for name, one in state["order"].items() if name != "pack_digest"}})
 
