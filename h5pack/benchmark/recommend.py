@@ -275,10 +275,13 @@ def _compared(
 
 
 def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bool) -> _Compared:
-    """Return the variant of least effort (see `_effort`), or with `compare`, the fastest of those faster than it.
+    """Return the recommended variant. The usual one is that of least effort (see `_effort`).
 
-    If several variants are fastest, return the one of least effort among them, so that noise does not decide. Without
-    `compare`, return the variant nearest to the default instead of the input file if it is faster.
+    Without `compare`, return the usual variant, or if that is the input file, the variant nearest to the default if it
+    is faster. With `compare`, return the fastest of the variants that are faster than the usual one by at least
+    `_WORTH`. If several are fastest, return the one of least effort among them, so that noise does not decide. If none
+    is, return the usual one. If the usual one is the input file, choose likewise among the variants that are faster
+    than it. If no variant is near the default, return the nearest of those that are not likely slower than another.
     """
 
     def least_effort(some: Sequence[_Compared]) -> _Compared:

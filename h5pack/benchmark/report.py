@@ -210,7 +210,10 @@ class BenchReport:
 
     @property
     def _fewest_images(self) -> int:
-        """Size of the smallest set with these chunks by default; 0 unless generated images stand for a large set."""
+        """Number of images from which on `h5pack.convert` makes the recommended chunks by default.
+
+        0 unless the images were generated, and the recommended chunks are the default of a large dataset.
+        """
         chosen, counts = self.recommendation, range(1, MANY_IMAGES + 1)
         plan = partial(plan_chunks, row_bytes=self.row_bytes, whole_pages=True)
         largest = plan(MANY_IMAGES).rows

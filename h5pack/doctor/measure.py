@@ -212,8 +212,8 @@ def measure_epochs(
 
     `begin` starts an epoch and returns its iterator. `consume` processes a batch and returns its number of images. If
     an epoch is shorter than `seconds`, run as many whole epochs as fit (only one if `once`), and include the time to
-    start each. If the first epoch is longer, stop it when the time is up, and leave out the first `prefetched` batches,
-    which the loader read before they were requested. If these batches took more than half of the time, or if the loader
+    start each, except the first call of `begin`. If the first epoch is longer, stop it when the time is up, and leave
+    out the first `prefetched` batches, which the loader read before they were requested. If these batches took more than half of the time, or if the loader
     had meanwhile read most of the later batches, count all batches instead. Then leave out only the time until the
     first batch, and not even this time if the loader is slower than its consumer.
 
