@@ -40,9 +40,9 @@ from h5pack.benchmark.cases import (
     usable_seconds,
 )
 from h5pack.benchmark.ceilings import Ceilings
-from h5pack.benchmark.loader_settings import Workload, limited_batch_size
+from h5pack.benchmark.loader_settings import Workload, deciding_caches, limited_batch_size
 from h5pack.benchmark.plots import check_plot_file, draw_bench
-from h5pack.benchmark.recommend import Recommendation, choose, deciding_caches, finalists, missing
+from h5pack.benchmark.recommend import Recommendation, choose, finalists, missing
 from h5pack.benchmark.report import BenchReport
 from h5pack.benchmark.sample import BenchInput, BenchSample, ScratchFolder, dataset_images, find_input, make_sample
 from h5pack.benchmark.sweep import Sweep
@@ -396,8 +396,8 @@ class BenchRun:
         chosen, left_out = report.recommendation, len(set(every) - tried)
         # Omit this note if the sample is too small to compare variants: then most cases are left out on purpose.
         if left_out and (chosen is None or chosen.compared):
-            text = f"{left_out} of {len(every)} cases of the tables were not measured for lack of time"
-            report.notes.append(f"{text}; about {enough} seconds are enough for all of them.")
+            text = f"{left_out} of {len(every)} cases, of which none decides, were not measured for lack of time"
+            report.notes.append(f"{text}; about {enough} seconds are enough for all tables.")
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

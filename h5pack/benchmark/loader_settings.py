@@ -9,7 +9,9 @@ from typing import Any
 
 from h5pack.benchmark.cases import MIN_REPEATS, BenchCase, FileVariant, Measurement
 from h5pack.format.plans import CachePlan, plan_cache
-from h5pack.system.text import counted, listed
+from h5pack.system.text import counted, format_bytes, listed
+
+_CACHE_WORDS = {"hot": "warm", "cold": "cold"}
 
 
 def limited_batch_size(batch_size: int, rows: int) -> int:
@@ -125,6 +127,25 @@ def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> C
     return plan_cache(shape, chunks, 1, filtered=variant.compression != "none", window=window)
 
 
+def deciding_caches(workload: Workload, caches: Sequence[str]) -> list[str]:
+    """Return the page-cache states to judge by, best first; the second counts only if the first was not measured."""
+    fits = workload.num_images * workload.row_bytes <= workload.memory_bytes // 2
+    return [cache for cache in (("hot", "cold") if fits else ("cold", "hot")) if cache in caches]
+
+
+def cache_reason(workload: Workload, cache: str) -> str:
+    """Return a sentence that says for which page-cache state the recommendation is, and why."""
+    size = workload.num_images * workload.row_bytes
+    memory = format_bytes(workload.memory_bytes)
+    sizes = f"{workload.num_images:,} images take {format_bytes(size)}, and {memory} of memory is available"
+    if cache == deciding_caches(workload, ("hot", "cold"))[0]:
+        then = "so the file stays in memory" if cache == "hot" else "less than twice that, so epochs may read the disk"
+        return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."
+    state = f"Judged with the page cache {_CACHE_WORDS[cache]}"
+    other = _CACHE_WORDS["cold" if cache == "hot" else "hot"]
+    return f"{state}, because nothing was measured with a {other} one; in training it would be {other} ({sizes})."
+
+
 def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:
     """Return sentences on how a training differs from what was measured: larger batches, and a slower first epoch."""
     rows, asked, sentences = counted(workload.sample_rows, "row"), workload.asked_batch_size, []
@@ -156,6 +177,11 @@ def time_range_text(times: Sequence[float]) -> str:
 def epoch_text(rows: int, speed: float) -> str:
     """Return how long `rows` images take at `speed` images/s, such as "1.9 ms" or "2.5 s"."""
     return time_range_text([rows / speed])
+
+
+def factor_text(ratio: float) -> str:
+    """Return a factor with two significant digits."""
+    return f"{ratio:.1f}" if ratio < 10 else f"{float(f'{ratio:.1e}'):,.0f}"
 
 
 def ratio_text(ratios: Sequence[float]) -> str:

@@ -26,6 +26,9 @@ from h5pack.benchmark.cases import (
 )
 from h5pack.benchmark.loader_settings import (
     Workload,
+    cache_reason,
+    epoch_text,
+    factor_text,
     measuring_reasons,
     pick_settings,
     pick_workers,
@@ -37,13 +40,12 @@ from h5pack.benchmark.loader_settings import (
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan
 from h5pack.pack.options import convert_command, lacks_labels
-from h5pack.system.text import counted, format_bytes
+from h5pack.system.text import counted
 
 _MAX_FINALISTS = 6
 _NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) counts as the default.
-_WORTH = 1.15  # A chunk size is recommended instead of the default only if it is at least this many times as fast.
+WORTH = 1.15  # A chunk size is recommended instead of the default only if it is at least this many times as fast.
 _BUSY_SPREAD = 1.5  # The machine counts as busy if the speed ratios of similar variants vary by more than this factor.
-_CACHE_WORDS = {"hot": "warm", "cold": "cold"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ class Recommendation:
     code: str  # Python code that reads the file with these settings.
     is_default: bool = False  # Whether `h5pack.convert` makes the variant's chunks by default.
     busy: bool = False  # Whether repeats differed too much to compare variants, as on a busy machine.
+    best_in_median: bool = False  # Whether no variant is so much faster in the median that it would be worth it.
     unsure: bool = False  # Whether more turns may show that another variant is worth it; False if `busy`.
     gain: float | None = None  # Speedup over reading the input file with h5py, one index per call, if measured.
 
@@ -84,24 +87,6 @@ class Recommendation:
         if not lacks_labels(shlex.split(self.command)):
             return ""
         return "The command packs no labels, because no dataset is named like labels; choose one with labels=NAME."
-
-
-def deciding_caches(workload: Workload, caches: Sequence[str]) -> list[str]:
-    """Return the page-cache states to judge by, best first; the second counts only if the first was not measured."""
-    fits = workload.num_images * workload.row_bytes <= workload.memory_bytes // 2
-    return [cache for cache in (("hot", "cold") if fits else ("cold", "hot")) if cache in caches]
-
-
-def _cache_reason(workload: Workload, cache: str) -> str:
-    size = workload.num_images * workload.row_bytes
-    memory = format_bytes(workload.memory_bytes)
-    sizes = f"{workload.num_images:,} images take {format_bytes(size)}, and {memory} of memory is available"
-    if cache == deciding_caches(workload, ("hot", "cold"))[0]:
-        then = "so the file stays in memory" if cache == "hot" else "less than twice that, so epochs may read the disk"
-        return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."
-    state = f"Judged with the page cache {_CACHE_WORDS[cache]}"
-    other = _CACHE_WORDS["cold" if cache == "hot" else "hot"]
-    return f"{state}, because nothing was measured with a {other} one; in training it would be {other} ({sizes})."
 
 
 def missing(
@@ -185,7 +170,9 @@ def choose(
     used, settings_reasons = pick_settings(picked.stated, run_off if compared else (), workload)
     case = replace(used.case, batch_size=workload.recommended_batch_size)
     num_workers, workers_reason = pick_workers(picked.stated, run_off if compared else (), workload)
-    gain, gain_reasons = _gain(variants, picked.stated, measurements, [one.stated for one in found])
+    gain, gain_reasons = _gain(
+        variants, picked.stated, measurements, [one.stated for one in found], workload.num_images
+    )
     ratios = used.of_ceiling
     return Recommendation(
         variant=variant.label,
@@ -209,7 +196,7 @@ def choose(
             *measuring_reasons(variant, workload),
             *gain_reasons,
             *(_comparison(picked, found, workload) if compared else _epochs(picked, found, workload, hardly_matters)),
-            _cache_reason(workload, cache),
+            cache_reason(workload, cache),
             *settings_reasons,
             *([workers_reason] if compared else []),
         ),
@@ -217,6 +204,7 @@ def choose(
         code=_code(variant, case, workload),
         is_default=workload.is_default(variant),
         busy=busy,
+        best_in_median=compared and _is_best_in_median(picked, [one for one in found if one is not picked]),
         unsure=unsure,
         gain=gain,
     )
@@ -279,7 +267,7 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
 
     Without `compare`, return the usual variant, or if that is the input file, the variant nearest to the default if it
     is faster. With `compare`, return the fastest of the variants that are faster than the usual one by at least
-    `_WORTH`. If several are fastest, return the one of least effort among them, so that noise does not decide. If none
+    `WORTH`. If several are fastest, return the one of least effort among them, so that noise does not decide. If none
     is, return the usual one. If the usual one is the input file, choose likewise among the variants that are faster
     than it. If no variant is near the default, return the nearest of those that are not likely slower than another.
     """
@@ -297,7 +285,7 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
     faster = [one for one in found if one.is_faster(usual)]
     if usual.variant.is_input:
         return _pick_variant(faster, workload, compare=True) if faster else usual
-    faster = [one for one in faster if statistics.median(one.ratios(usual) or [_WORTH]) >= _WORTH]
+    faster = [one for one in faster if statistics.median(one.ratios(usual) or [WORTH]) >= WORTH]
     fastest = [one for one in faster if not any(other.is_faster(one) for other in faster)]
     return least_effort(fastest or faster or [usual])
 
@@ -317,9 +305,13 @@ def _is_best(picked: _Compared, found: Sequence[_Compared]) -> bool:
     return all(_is_below(ratios, _worth(picked)) for ratios in others)
 
 
+def _is_best_in_median(picked: _Compared, others: Sequence[_Compared]) -> bool:
+    return all(one.ratios(picked) and statistics.median(one.ratios(picked)) < _worth(picked) for one in others)
+
+
 def _worth(picked: _Compared) -> float:
     """Return how many times as fast another variant must be to be recommended instead."""
-    return 1 / TIE if picked.variant.is_input else _WORTH
+    return 1 / TIE if picked.variant.is_input else WORTH
 
 
 def _is_below(ratios: Sequence[float], bound: float, level: float = 0.05) -> bool:
@@ -355,7 +347,8 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, h
         if one is not picked:
             ratios = one.ratios(picked) or (one.stated.median / picked.stated.median,)
             times, fastest = [seconds / ratio for ratio in ratios], max(fastest, statistics.median(ratios))
-            texts.append(f"{made}{one.variant.label} {time_range_text(times)}")
+            name = "the input file" if one.variant.is_input else f"{made}{one.variant.label}"
+            texts.append(f"{name} {time_range_text(times)}")
     if not texts:
         return []
     own = time_range_text([workload.num_images / speed for speed in picked.stated.speeds])
@@ -366,7 +359,8 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, h
         best = f"the fastest saves {saved} an epoch{certain}, too little to matter"
         best = "none is faster" if fastest == 1 else best
     how = f"{'Epochs' if hardly_matters else 'Roughly estimated epochs'} of {counted(workload.num_images, 'image')}"
-    return [f"{how}: {picked.variant.label} {own}; with the other variants {', '.join(texts)}; {best}."]
+    label = "the input file" if picked.variant.is_input else picked.variant.label
+    return [f"{how}: {label} {own}; with the other variants {', '.join(texts)}; {best}."]
 
 
 def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:
@@ -382,14 +376,14 @@ def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workloa
     noise = ""
     if not _is_best(picked, equal):
         noise = "the ratios vary too much to be sure, so "
-        if all(one.ratios(picked) and statistics.median(one.ratios(picked)) < _worth(picked) for one in equal):
+        if _is_best_in_median(picked, equal):
             noise = f"none is {100 * _worth(picked) - 100:.0f} % faster in the median, but {noise}"
     turns = min((len(one.ratios(picked)) for one in faster), default=0)
     chance = "not certain enough"
     if turns < MIN_TURNS and all(one.is_faster(picked, MIN_REPEATS) for one in faster):
         chance = f"there was time for {counted(turns, 'turn')}, and {MIN_TURNS} are needed"
     elif all(one.is_faster(picked) for one in faster):
-        chance = f"by less than {100 * _WORTH - 100:.0f} %"
+        chance = f"by less than {100 * WORTH - 100:.0f} %"
     texts, how = [], f", by the ratio of speeds in {_turns_text(picked, found)}"
     for begin, some, end in (
         ("Probably faster than {}", faster, f"; {chance}, so {why}"),
@@ -442,8 +436,12 @@ def _gain(
     picked: Measurement,
     measurements: Sequence[Measurement],
     compared: Sequence[Measurement],
+    images: int,
 ) -> tuple[float | None, list[str]]:
-    """Return the speedup of `picked` over h5py reading the input file, and sentences with the input file's speeds."""
+    """Return the speedup of `picked` over h5py reading the input file, and sentences with the input file's speeds.
+
+    `images` is the number of images of an epoch.
+    """
     label = next((one.label for one in variants if one.is_input), None)
     if label == picked.case.variant:
         return None, []
@@ -453,7 +451,9 @@ def _gain(
     if picked.case.cache == "hot":
         first = [replace(one.case, cache="cold") for one in own]
         cold = [one.median for one in measurements if one.speeds and one.case in first]
-        when = " after the first epoch" + "".join(f" ({speed:,.0f} in the first, from the disk)" for speed in cold)
+        decoded = any(one.is_input and one.compression != "none" for one in variants)
+        first_text = "in the first, from the disk" + ", which decodes all chunks" * decoded
+        when = " after the first epoch" + "".join(f" ({speed:,.0f} {first_text})" for speed in cold)
         where = ", from the page cache"
     plain = [
         one
@@ -464,15 +464,11 @@ def _gain(
     for reader, found in ((f"by H5Loader{when}", own), (f"by h5py with one index a call{where}", plain)):
         for one in found[:1]:
             ratio = picked.median / one.median
-            times = f"{_times_text(max(ratio, 1 / ratio))} x {'slower' if ratio >= 1 else 'faster'}"
+            times = f"{factor_text(max(ratio, 1 / ratio))} x {'slower' if ratio >= 1 else 'faster'}"
             speeds = speed_range_text(one.median, min(one.speeds), max(one.speeds))
-            reasons.append(f"The input file, read {reader}: {speeds}, {times}.")
+            epochs = f"an epoch takes {epoch_text(images, one.median)} instead of {epoch_text(images, picked.median)}"
+            reasons.append(f"The input file, read {reader}: {speeds}, {times}: {epochs}.")
     return round(picked.median / plain[0].median, 2) if plain else None, reasons
-
-
-def _times_text(ratio: float) -> str:
-    """Return a factor with two significant digits."""
-    return f"{ratio:.1f}" if ratio < 10 else f"{float(f'{ratio:.1e}'):,.0f}"
 
 
 def _command(variant: FileVariant, workload: Workload) -> str:

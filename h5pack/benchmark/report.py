@@ -27,7 +27,7 @@ from h5pack.benchmark.cases import (
     repeats_json,
 )
 from h5pack.benchmark.loader_settings import epoch_text, speed_range_text
-from h5pack.benchmark.recommend import Recommendation
+from h5pack.benchmark.recommend import WORTH, Recommendation
 from h5pack.benchmark.sample import MANY_IMAGES
 from h5pack.format.plans import CachePlan, plan_chunks
 from h5pack.system.machine import load_text
@@ -145,15 +145,16 @@ class BenchReport:
         size = f" ({format_bytes(found)}{large})" if (found := sizes.get(chosen.variant)) is not None else ""
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is for H5Loader"
-        if chosen.busy:
+        again = "measure again when nothing else uses the machine"
+        again += f", or with {' '.join(self._longer)}" if self._longer else ""
+        if chosen.busy and not chosen.best_in_median:
             varies = "Speeds vary too much between repeats to say whether other chunks are faster"
-            again = "measure again when nothing else uses the machine"
-            again += f", or with {' '.join(self._longer)}" if self._longer else ""
             what = f"{varies}; {again}. Until then, {what[0].lower()}{what[1:]}"
         elif chosen.is_default and len(chosen.ties) > 1 and chosen.compared:
-            what = f"No chunk size is reliably faster: keep the default of {chosen.variant}{size}"
+            faster = f"{100 * WORTH - 100:.0f} % faster in the median" if chosen.busy else "reliably faster"
+            what = f"No chunk size is {faster}: keep the default of {chosen.variant}{size}"
             if self.kind == "file" and chosen.convert:
-                what = f"Convert with {chunks}{size}; no other chunk size is reliably faster"
+                what = f"Convert with {chunks}{size}; no other chunk size is {faster}"
         text = f"{what}: {speed_range_text(chosen.images_per_s, *chosen.images_per_s_range)} "
         text += f"with num_threads={chosen.num_threads}"
         if chosen.hardly_matters:
@@ -165,7 +166,8 @@ class BenchReport:
             more = f"give {self._more_rows}" if self._more_rows else "there are no more images"
             return f"{text}. {few}, too short to compare chunk sizes: {more}."
         ratio = _ratio_text(chosen)
-        return f"{text}, {ratio}." if ratio else f"{text}."
+        certain = f" Speeds vary too much to be certain; to know more, {again}." if chosen.busy else ""
+        return f"{text}{', ' * bool(ratio)}{ratio}.{certain * chosen.best_in_median}"
 
     @property
     def _longer(self) -> tuple[str, ...]:
@@ -191,7 +193,8 @@ class BenchReport:
         count = "N" if self.num_images == self.source_images else str(self.num_images)
         given = (f"num_images={count}",)
         if self._fewest_images > 1 and not self._more_rows:
-            return "Smaller sets get smaller chunks by default, which suit them; num_images=N judges those of N.", given
+            text = "Smaller sets get smaller chunks by default, which suit them; num_images=N judges those of N."
+            return text, ("num_images=N",)
         if chosen is not None and chosen.unsure and longer:
             return f"For a more certain comparison, measure with {' '.join(longer)}.", longer
         if chosen is None or chosen.compared or self._more_rows or self.kind == "generated" or len(shape) not in (2, 3):
@@ -201,8 +204,10 @@ class BenchReport:
         if chosen.hardly_matters:
             if self.num_images != self.source_images:
                 return "", ()
-            enough = int(float(f"{SHORT_EPOCH_SECONDS * chosen.images_per_s:.2g}"))
+            # The default chunks of that many images may be larger, and faster.
+            enough = int(float(f"{2 * SHORT_EPOCH_SECONDS * chosen.images_per_s:.2g}"))
             aim = f"Chunk sizes may matter from about {enough:,} images on; to compare them"
+            given = (f"num_images={enough}",)
             is_short = self.source_images < 2 * MIN_EPOCH_SECONDS * chosen.images_per_s
             few = is_short or is_small(self.source_images, self.row_bytes)
         how = f"omit the source, which has too few images, and give {size}" if few else "give"

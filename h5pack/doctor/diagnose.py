@@ -19,10 +19,10 @@ import torch
 from h5pack.benchmark.cases import usable_seconds
 from h5pack.doctor.measure import (
     NotMeasured,
+    StageCost,
     StageRun,
     measure_in_turns,
     min_total_seconds,
-    one_thread_ratios,
     with_one_thread,
 )
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport
@@ -42,8 +42,6 @@ _WARM_FRACTION = 0.04
 _LEEWAY = 1.25
 # Seconds of each small measurement; fewer if the time budget is small.
 _SMALL_MEASUREMENT_SECONDS = 0.05
-# Fraction of the time budget for running the loop with one of PyTorch's threads.
-_ONE_THREAD_SHARE = 0.25
 # Number of stages that are measured with the file not in the page cache. They run last, so time is reserved for them.
 _COLD_STAGES = 2
 # Minimum number of batches that are normalized and passed to the step. The first run of the step takes one batch. The
@@ -150,6 +148,10 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         self._measuring = 0.0  # time.perf_counter() at the start of the first repeat; 0 before
         self._batch_seconds = 0.0  # minimum time that the device needs for a batch; 0 if unknown
         self._complete = False
+        # The loop with all of PyTorch's threads and with one, if they are to be compared; and the cost of a repeat of
+        # the latter, if there was no time for it.
+        self._loops: tuple[StageRun, StageRun] | None = None
+        self._left_out: StageCost | None = None
         images, labels = detect_names(settings.path, settings.images, settings.labels)
         self.target = Target(replace(settings, images=images, labels=labels))
 
@@ -179,6 +181,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         target.use_whole_batch()
         target.warm(_WARM_FRACTION * self._settings.seconds)
         hot = self._try_out(target.hot_runs())
+        hot += self._try_out_loops(hot)
         self._measuring = time.perf_counter()
         # Cold stages drop the file from the page cache. They run last, so that the cache has to be filled only once.
         needed, left = min_total_seconds(run.cost for run in hot), self._left()
@@ -197,15 +200,19 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         """Return the results so far."""
         target, evidence = self.target, self._evidence
         verdict = None if evidence is None else judge(evidence)
+        enough, unknown = self._enough_seconds(), list(self._unknown)
+        if self._left_out is not None:
+            why = f"there was no time to run it with one thread; give seconds={enough:g} or more"
+            unknown.insert(0, f"{_threads_question()}: {why}, or compare with a run under OMP_NUM_THREADS=1")
         return DoctorReport(
             target=replace(target.describe(), faults=faults_of(target.dataset.path, target.dataset.names[0])),
             evidence=evidence,
             stages=tuple(self._results().values()),
             verdict=verdict,
             advice=() if verdict is None or evidence is None else tuple(advise(verdict, evidence)),
-            unknown=tuple(self._unknown),
+            unknown=tuple(unknown),
             failures=tuple(dict.fromkeys(target.failures.values())),
-            enough_seconds=self._enough_seconds(),
+            enough_seconds=enough,
             seconds=time.perf_counter() - self._begun,
             machine=machine_facts(Path(os.path.dirname(target.dataset.path))),
         )
@@ -274,8 +281,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         measure("transform_busy_fraction", Stage.TRANSFORM, lambda: target.transform_busy_fraction(seconds))
         step = self._runs.get(Stage.STEP)
         if step is not None and Stage.STEP not in target.reasons:
-            if not target.on_gpu and torch.get_num_threads() > 1:
-                measure("one_thread_ratio", Stage.EVERYTHING, self._one_thread_ratio)
+            found["one_thread_ratio"] = self._one_thread_ratio()
             enough = max(6 * step.cost.min_seconds, seconds)
             if enough < min(0.05 * budget, 0.25 * self._left()):
                 measure("half_batch_ratio", Stage.STEP, lambda: target.half_batch_ratio(enough))
@@ -287,35 +293,49 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             self._unknown.append("host synchronisation, unpinned memory and idle GPUs: the step runs on the CPU")
         return found
 
+    def _try_out_loops(self, hot: Sequence[StageRun]) -> list[StageRun]:
+        """Return the loop with one of PyTorch's threads, and the loop to compare it with unless that is in `hot`.
+
+        Return nothing, and note why, if there is no time for them.
+        """
+        threads, reasons = torch.get_num_threads(), self.target.reasons
+        if self.target.on_gpu or threads < 2 or Stage.STEP not in self._runs or Stage.STEP in reasons:
+            return []
+        # A loop that is cold in every epoch runs later.
+        together = self._runs.get(Stage.EVERYTHING) or next(iter(self.target.warm_loop()), None)
+        if together is None or Stage.EVERYTHING in reasons:
+            return []
+        more = [] if together in hot else [together]
+        if more and not self._guarded(Stage.EVERYTHING, together.try_out):
+            return []
+        # With one thread, the loop may take up to `threads` times as long, but it may also take less time.
+        most = StageCost(threads * together.cost.min_seconds, together.cost.overhead_seconds)
+        alone = StageRun(Stage.EVERYTHING, partial(with_one_thread, together.run), together.prepare, cost=most)
+        costs = [run.cost for run in (*hot, *more)]
+        self._loops = together, alone
+        if self._left() > min_total_seconds(costs) + most.total_seconds:
+            self._show(f"{STAGE_TITLES[Stage.EVERYTHING]}, with one thread, a trial")
+            if not self._guarded(Stage.EVERYTHING, alone.try_out):
+                return []
+            if self._left() > min_total_seconds((*costs, alone.cost)):
+                return [*more, alone]
+        self._left_out = alone.cost
+        return []
+
     def _one_thread_ratio(self) -> float | None:
         """Return how many times as fast the loop is with one of PyTorch's threads; None if that is not certain."""
-        found, threads = self._runs.get(Stage.EVERYTHING), torch.get_num_threads()
-        # A loop that is cold in every epoch runs later.
-        run = found or next(iter(self.target.warm_loop()), None)
-        if run is None or Stage.EVERYTHING in self.target.reasons:
+        if self._loops is None:
             return None
-        if not run.repeats:
-            run.try_out()
-        # This matters more on a CPU than the cold stages that follow.
-        left = min(_ONE_THREAD_SHARE * self._settings.seconds, 0.5 * self._left())
-        unknown = f"whether PyTorch's {threads} threads slow the training down"
-        advice = "compare with a run under OMP_NUM_THREADS=1"
-        overhead, least = run.cost.overhead_seconds, run.cost.min_seconds
-        needed = overhead + threads * least
-        if needed <= left:
-            # With one thread, the loop may take up to `threads` times as long, but it may also take less time.
-            begun = time.perf_counter()
-            alone = with_one_thread(run.run, 0.0).seconds
-            left -= time.perf_counter() - begun
-            needed = MIN_REPEATS * (2 * overhead + least + alone)
-        if needed > left:
-            self._unknown.append(f"{unknown}: there was no time to run it with one thread; {advice}")
+        pairs = zip(*(run.repeats for run in self._loops), strict=False)
+        ratios: list[float] = sorted(alone.rate / together.rate for together, alone in pairs)
+        if len(ratios) < MIN_REPEATS:
+            self._left_out = self._loops[1].cost
             return None
-        ratios = one_thread_ratios(run.run, left / MIN_REPEATS / 2 - overhead)
         low, middle, high = ratios[0], statistics.median(ratios), ratios[-1]
         if (middle > FASTER_ALONE and low > 1) or high <= FASTER_ALONE:
             return middle
-        self._unknown.append(f"{unknown}: with one thread it is {low:.1f} to {high:.1f} times as fast; {advice}")
+        times = f"with one thread it is {low:.1f} to {high:.1f} times as fast"
+        self._unknown.append(f"{_threads_question()}: {times}; compare with a run under OMP_NUM_THREADS=1")
         return None
 
     def _guarded(self, stage: Stage, call: Callable[[], Any]) -> bool:
@@ -359,7 +379,9 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         The estimate includes at least `min_seconds` for the measurements.
         """
         before = (self._measuring or time.perf_counter()) - self._begun
-        measuring = max(min_seconds, min_total_seconds(run.cost for run in self._runs.values()))
+        costs = [run.cost for run in self._runs.values()]
+        costs += [] if self._left_out is None else [self._left_out]
+        measuring = max(min_seconds, min_total_seconds(costs))
         if not self._measuring and Stage.EVERYTHING not in self._runs:
             # `measuring` does not include the loop yet, which needs two batches. Each batch takes at least as long as
             # all other stages together.
@@ -379,3 +401,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             "smaller batch_size",
             parameters=(f"seconds={settings.seconds:g}", f"seconds={enough:g}", "batch_size"),
         )
+
+
+def _threads_question() -> str:
+    return f"whether PyTorch's {torch.get_num_threads()} threads slow the training down"

@@ -213,9 +213,10 @@ def measure_epochs(
     `begin` starts an epoch and returns its iterator. `consume` processes a batch and returns its number of images. If
     an epoch is shorter than `seconds`, run as many whole epochs as fit (only one if `once`), and include the time to
     start each, except the first call of `begin`. If the first epoch is longer, stop it when the time is up, and leave
-    out the first `prefetched` batches, which the loader read before they were requested. If these batches took more than half of the time, or if the loader
-    had meanwhile read most of the later batches, count all batches instead. Then leave out only the time until the
-    first batch, and not even this time if the loader is slower than its consumer.
+    out the first `prefetched` batches, which the loader read before they were requested. If these batches took more
+    than half of the time, or if the loader had meanwhile read most of the later batches, count all batches instead.
+    Then leave out only the time until the first batch, and not even this time if the loader is slower than its
+    consumer.
 
     `ready_images` returns how many images are ready in the loader. They count as loaded if the consumer mostly waits.
     """
@@ -375,18 +376,6 @@ def _ready_seconds() -> float:
         return (int(ran) + int(queued)) / 1e9
     except (OSError, ValueError):
         return time.thread_time()
-
-
-def one_thread_ratios(run: Callable[[float], Repeat], seconds: float) -> list[float]:
-    """Return the rate of `run` with one of PyTorch's CPU threads, divided by its rate with all, ascending.
-
-    There are `MIN_REPEATS` ratios, each of two repeats of `seconds` that follow each other.
-    """
-    ratios = []
-    for _ in range(MIN_REPEATS):
-        together = run(seconds).rate
-        ratios.append(with_one_thread(run, seconds).rate / together)
-    return sorted(ratios)
 
 
 def with_one_thread(run: Callable[[float], Repeat], seconds: float) -> Repeat:

@@ -81,10 +81,10 @@ class DoctorReport:
     def parameters(self) -> tuple[str, ...]:
         """The parameters that the text mentions, in Python syntax, such as ``num_threads=4``."""
         advice = (fragment for one in self.advice for fragment in one.parameters)
-        seconds = self.enough_seconds
+        seconds = [self.enough_seconds]
         if self.verdict is not None and self.verdict.outcome in (Outcome.NOISY, Outcome.SLOWED):
-            seconds = _more_seconds(seconds)
-        return tuple(dict.fromkeys((f"seconds={seconds:g}", *advice)))
+            seconds.append(_more_seconds(self.enough_seconds))
+        return tuple(dict.fromkeys((*(f"seconds={one:g}" for one in seconds), *advice)))
 
     @property
     def verdict_text(self) -> str:

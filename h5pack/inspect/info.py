@@ -104,7 +104,7 @@ class DatasetReport:
             lines.append(f"  chunks {count:,} of {shape_text(self.chunks)}, {self.index}, {filters}")
         if (cache := self.cache) is not None:
             settings = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0}"
-            lines.append(f"  with h5py alone: {settings} ({cache.reason})")
+            lines.append(f"  only for h5py: {settings} ({cache.reason})")
         lines += [f"  fault: {fault}" for fault in self.faults]
         if self.fix is not None:
             if self.kept_bytes:
@@ -162,9 +162,9 @@ class FileReport:
             names = ", ".join(dict.fromkeys(one.name.partition("/")[0] for one in tables))
             lines.append(f"tables   {names}: {counted(len(tables), 'dataset')}, {stored} stored")
         size = format_bytes(sum(stop - start for start, stop in self.opening))
-        fix = "" if self.opening_fix is None else f"; for 1 range: {shlex.join(self.opening_fix)}"
-        each = ", each a request over a network" if len(self.opening) > 1 else ""
-        lines.append(f"opening  reads {counted(len(self.opening), 'range')} of the file, {size} in all{each}{fix}")
+        how = "which makes it faster over a network, but not on a local disk"
+        fix = "" if self.opening_fix is None else f"; for 1 range, {how}: {shlex.join(self.opening_fix)}"
+        lines.append(f"opening  reads {counted(len(self.opening), 'range')} of the file, {size} in all{fix}")
         stats = self.stats or {}
         if stats.get("labels"):
             splits = stats.get("split_labels", {}).items()

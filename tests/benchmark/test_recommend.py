@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from h5pack.benchmark.cases import MIN_TURNS, NO_TIME, BenchCase, FileVariant, Measurement, ceiling_threads
-from h5pack.benchmark.loader_settings import Workload
-from h5pack.benchmark.recommend import Recommendation, choose, deciding_caches, finalists, missing
+from h5pack.benchmark.loader_settings import Workload, deciding_caches
+from h5pack.benchmark.recommend import Recommendation, choose, finalists, missing
 from tests.benchmark.test_cases import ROW_BYTES, variant
 
 WORKLOAD = Workload(
@@ -492,7 +492,7 @@ def test_a_busy_answer_says_whether_another_size_is_faster_in_the_median() -> No
     for median, faster in ((110, False), (120, True)):
         chosen = chosen_from(VARIANTS, usual, measured("2 rows", 50, median, median, 250), default_chunk_rows=32)
         (text,) = [one for one in chosen.reasons if "2 rows 1." in one]
-        assert (chosen.variant, chosen.busy) == ("32 rows", True)
+        assert (chosen.variant, chosen.busy, chosen.best_in_median) == ("32 rows", True, not faster)
         assert ("none is 15 % faster in the median" not in text) == faster
 
 

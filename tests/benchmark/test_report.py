@@ -56,11 +56,11 @@ def test_the_answer_says_what_to_type_and_what_was_not_compared() -> None:
     # Nor are they if chunk sizes hardly matter.
     report.sample_rows = 100
     report.recommendation = reports.recommended(report.variants[4], compared=False, hardly_matters=True)
-    assert report.parameters == ("num_images=N", "full=True")
+    assert report.parameters == ("num_images=7600", "full=True")
     assert "rows=" not in report.headline()
     # A source that is read in a few milliseconds is too small for that, whatever number is given.
     counts, report.num_images, report.source_images = (report.num_images, report.source_images), 500, 500
-    assert report.parameters == ("size=218x178", "num_images=N", "full=True")
+    assert report.parameters == ("size=218x178", "num_images=7600", "full=True")
     report.num_images, report.source_images = counts
     report.num_images = 10**6
     assert report.parameters == ("full=True",)
@@ -175,7 +175,10 @@ def test_no_figure_is_above_its_ceiling_and_a_noisy_one_is_left_out(seed: int) -
 def test_the_headline_says_why_nothing_could_be_compared() -> None:
     report = reports.folder_report()
     report.recommendation = reports.recommended(reports.packed(36), is_default=True, busy=True)
-    assert all(part in report.headline() for part in ("vary", "36 rows"))
+    assert all(part in report.headline() for part in ("vary", "36 rows", "seconds=300"))
+    report.recommendation = dataclasses.replace(report.recommendation, best_in_median=True)
+    assert report.headline().startswith("No chunk size is 15 % faster in the median: keep the default of 36 rows")
+    assert all(part in report.headline() for part in ("vary", "36 rows", "seconds=300"))
     # Of a small source, the headline says how long an epoch takes; of a small sample, how many rows to measure.
     report.recommendation = reports.recommended(reports.packed(36), compared=False, images_per_s=1_000_000)
     assert all(part in report.headline() for part in (" 36 rows", f" {report.sample_rows / 1000:,.1f} ms", "rows="))

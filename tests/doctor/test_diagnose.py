@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import h5pack
 from h5pack.doctor import diagnose as module
 from h5pack.doctor import target as target_module
 from h5pack.doctor.diagnose import Diagnosis
-from h5pack.doctor.measure import StageRun
+from h5pack.doctor.measure import Repeat, StageRun
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport
 from h5pack.doctor.target import Target
 from h5pack.errors import OptionsError
@@ -286,11 +286,41 @@ def test_the_loop_is_run_with_one_thread(
     """The result is a number if it is certain, else it is listed as unknown."""
     monkeypatch.setattr(target_module, "available_memory", lambda: memory)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    monkeypatch.setattr(module, "one_thread_ratios", lambda run, seconds: [ratios, run(0.0)][0])
+    take_turns = Diagnosis._take_turns
+
+    def turns(self: Diagnosis, runs: Sequence[StageRun], end: float) -> None:
+        take_turns(self, runs, end)
+        for run, rates in zip(self._loops or (), ([100.0] * 3, [100 * ratio for ratio in ratios]), strict=False):
+            run.repeats[:] = [Repeat(100, 100 / rate) for rate in rates]
+
+    monkeypatch.setattr(Diagnosis, "_take_turns", turns)
     report = diagnose(path)
     assert report.evidence.one_thread_ratio == found
     assert any("PyTorch's 7 threads" in text for text in report.unknown) == (found is None)
     assert any(one.remedy is Remedy.ONE_STEP_THREAD for one in report.advice) == (found == 1.4)
+
+
+@pytest.mark.parametrize("alone", [0.001, 0.05, 0.09])
+def test_the_time_that_is_named_is_enough_for_the_loop_with_one_thread(
+    path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, alone: float
+) -> None:
+    """An image takes 0.05 s with all threads, and `alone` with one."""
+    threads = [2]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: threads.__setitem__(0, number))
+    model = step_of(lambda seconds: machine.work(seconds * (1.0 if threads[0] > 1 else alone / 0.05)), 0.05)
+    report = diagnose(path, model=model, num_workers=0, seconds=10.0)
+    assert report.evidence.one_thread_ratio is None
+    assert sum("PyTorch's 2 threads" in text for text in report.unknown) == 1
+    assert report.parameters[0] == f"seconds={report.enough_seconds:g}"
+    assert all(report.parameters[0] in text for text in report.unknown if "PyTorch's 2 threads" in text)
+    report = diagnose(path, model=model, num_workers=0, seconds=report.enough_seconds)
+    if alone == 0.001:
+        assert report.evidence.one_thread_ratio > 20, "the rest of the loop takes time, too"
+    else:
+        assert report.evidence.one_thread_ratio == pytest.approx(0.05 / alone, rel=0.1)
+    assert not any("PyTorch's 2 threads" in text for text in report.unknown)
+    assert any(one.remedy is Remedy.ONE_STEP_THREAD for one in report.advice) == (alone < 0.04)
 
 
 @hasty

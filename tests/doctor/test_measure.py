@@ -29,8 +29,8 @@ from h5pack.doctor.measure import (
     measure_in_turns,
     min_total_seconds,
     next_seconds,
-    one_thread_ratios,
     repeats_within,
+    with_one_thread,
 )
 from h5pack.monitor.bottleneck import MIN_REPEATS, NO_TIME, Rates, Stage
 from tests.data.packs import ROWS, converted, values, write
@@ -379,19 +379,22 @@ def test_the_busy_fraction_is_0_of_reads_that_wait_and_1_of_reads_that_compute(
     assert busy_fraction(lambda: spend(0.2), 0.5) == pytest.approx(fraction, abs=0.1)
 
 
-def test_one_thread_is_compared_with_all_of_them() -> None:
-    alone, before = iter((300.0, 250.0, 900.0)), torch.get_num_threads()
+def test_one_of_pytorchs_threads_is_used_during_the_call_only() -> None:
+    before, used = torch.get_num_threads(), []
 
     def run(seconds: float) -> Repeat:
-        return Repeat(100, 1.0 if torch.get_num_threads() == 3 else 100 / next(alone))
+        used.append((torch.get_num_threads(), seconds))
+        if seconds > 1:
+            raise StopIteration
+        return Repeat(100, seconds)
 
     torch.set_num_threads(3)
     try:
-        assert one_thread_ratios(run, 0.01) == pytest.approx([2.5, 3.0, 9.0])
+        assert with_one_thread(run, 0.5) == Repeat(100, 0.5)
         assert torch.get_num_threads() == 3
-        # There is no fourth rate, so this fails with one thread.
         with pytest.raises(StopIteration):
-            one_thread_ratios(run, 0.01)
+            with_one_thread(run, 2.0)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+    assert used == [(1, 0.5), (1, 2.0)]
