@@ -452,8 +452,8 @@ def _gain(
         first = [replace(one.case, cache="cold") for one in own]
         cold = [one.median for one in measurements if one.speeds and one.case in first]
         decoded = any(one.is_input and one.compression != "none" for one in variants)
-        first_text = "in the first, from the disk" + ", which decodes all chunks" * decoded
-        when = " after the first epoch" + "".join(f" ({speed:,.0f} {first_text})" for speed in cold)
+        how = "read from the disk" + " and decoded" * decoded
+        when = " after the first epoch" + "".join(f" ({speed:,.0f} in the first, {how})" for speed in cold)
         where = ", from the page cache"
     plain = [
         one

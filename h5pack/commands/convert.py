@@ -75,11 +75,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_columns(what: Any) -> None:
-    what.add_argument(
-        "--path-column",
-        metavar="NAME",
-        help="the column of a manifest, or of Parquet files, that holds the images or paths",
-    )
+    what.add_argument("--path-column", metavar="NAME", help="the column that holds the images or their paths")
     what.add_argument(
         "--label-columns", type=comma_parts, metavar="A,B",
         help="the column of labels, or several columns of integers (0 to 255) that become a label table",

@@ -327,7 +327,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         if self._loops is None:
             return None
         pairs = zip(*(run.repeats for run in self._loops), strict=False)
-        ratios: list[float] = sorted(alone.rate / together.rate for together, alone in pairs)
+        ratios: list[float] = sorted(alone.rate / together.rate for together, alone in pairs if together.images)
         if len(ratios) < MIN_REPEATS:
             self._left_out = self._loops[1].cost
             return None
