@@ -373,11 +373,12 @@ def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workloa
     below = [one for one in found if picked.is_likely_faster(one) and one not in slower]
     equal = [one for one in found if one is not picked and one not in (*faster, *below, *slower)]
     why = _why(picked, [*faster, *equal], workload)
-    noise = ""
+    worth = f"{100 * _worth(picked) - 100:.0f} % faster"
+    noise = f"certainly none is {worth}, so "
     if not _is_best(picked, equal):
-        noise = "the ratios vary too much to be sure, so "
+        noise = "more turns are needed to be sure, so "
         if _is_best_in_median(picked, equal):
-            noise = f"none is {100 * _worth(picked) - 100:.0f} % faster in the median, but {noise}"
+            noise = f"none is {worth} in the median, but {noise}"
     turns = min((len(one.ratios(picked)) for one in faster), default=0)
     chance = "not certain enough"
     if turns < MIN_TURNS and all(one.is_faster(picked, MIN_REPEATS) for one in faster):

@@ -146,7 +146,7 @@ class BenchReport:
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is for H5Loader"
         again = "measure again when nothing else uses the machine"
-        again += f", or with {' '.join(self._longer)}" if self._longer else ""
+        again += f", or add {' '.join(self._longer)} to the options" if self._longer else ""
         if chosen.busy and not chosen.best_in_median:
             varies = "Speeds vary too much between repeats to say whether other chunks are faster"
             what = f"{varies}; {again}. Until then, {what[0].lower()}{what[1:]}"
@@ -192,26 +192,24 @@ class BenchReport:
         chosen, shape, longer = self.recommendation, self.row_shape, self._longer
         count = "N" if self.num_images == self.source_images else str(self.num_images)
         given = (f"num_images={count}",)
-        if self._fewest_images > 1 and not self._more_rows:
-            text = "Smaller sets get smaller chunks by default, which suit them; num_images=N judges those of N."
-            return text, ("num_images=N",)
+        if self._fewest_images > 1 and not self._more_rows and count == "N":
+            return "Smaller sets get smaller chunks by default, which suit them; num_images=N judges those of N.", given
         if chosen is not None and chosen.unsure and longer:
-            return f"For a more certain comparison, measure with {' '.join(longer)}.", longer
+            return f"For a more certain comparison, add {' '.join(longer)} to the options.", longer
         if chosen is None or chosen.compared or self._more_rows or self.kind == "generated" or len(shape) not in (2, 3):
             return "", ()
         axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
-        size, aim, few = f"size={axes[0]}x{axes[1]}", "To compare chunk sizes", True
+        size, aim, few = f"size={axes[0]}x{axes[1]}", "To compare chunk sizes,", True
         if chosen.hardly_matters:
             if self.num_images != self.source_images:
                 return "", ()
-            # The default chunks of that many images may be larger, and faster.
+            # The default chunks of twice as many images as take that long may be larger, and faster.
             enough = int(float(f"{2 * SHORT_EPOCH_SECONDS * chosen.images_per_s:.2g}"))
-            aim = f"Chunk sizes may matter from about {enough:,} images on; to compare them"
-            given = (f"num_images={enough}",)
+            aim = f"If you have more images, about {enough:,} or more: to compare chunk sizes for N of them,"
             is_short = self.source_images < 2 * MIN_EPOCH_SECONDS * chosen.images_per_s
             few = is_short or is_small(self.source_images, self.row_bytes)
         how = f"omit the source, which has too few images, and give {size}" if few else "give"
-        return f"{aim}, {how} {given[0]}.", (size, *given) if few else given
+        return f"{aim} {how} {given[0]}.", (size, *given) if few else given
 
     @property
     def _fewest_images(self) -> int:

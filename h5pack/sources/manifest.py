@@ -211,11 +211,11 @@ def is_field_name(name: str) -> bool:
 def _many_classes_note(
     columns: Sequence[str], labels: npt.NDArray[Any] | None, names: tuple[str, ...] | None
 ) -> tuple[Note, ...]:
-    """Return a note if the number of different labels is more than half the number of images."""
+    """Return a note if there are few images for each label: less than five for integers, two for class names."""
     if labels is None or labels.ndim > 1 or len(labels) < _MANY:
         return ()
     count = len(np.unique(labels)) if names is None else len(names)
-    if 2 * count <= len(labels):
+    if (5 if names is None else 2) * count <= len(labels):
         return ()
     if names is None:
         kind, advice = "integers", "numbers that are not classes can be packed with field_columns"

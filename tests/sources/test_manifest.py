@@ -229,8 +229,13 @@ def test_columns_that_are_not_packed_are_named(tmp_path: Path) -> None:
     assert ("'c7' and 12 more" in note.text, "'c8'" in note.text) == (True, False)
 
 
-@pytest.mark.parametrize("name", ["name {}", "{}"])
-@pytest.mark.parametrize(("images", "classes", "noted"), [(10, 10, True), (10, 6, True), (10, 5, False), (9, 9, False)])
+@pytest.mark.parametrize(
+    ("name", "images", "classes", "noted"),
+    [
+        ("name {}", 10, 10, True), ("name {}", 10, 6, True), ("name {}", 10, 5, False), ("name {}", 9, 9, False),
+        ("{}", 10, 10, True), ("{}", 10, 3, True), ("{}", 10, 2, False), ("{}", 9, 9, False),
+    ],
+)  # fmt: skip
 def test_hardly_fewer_classes_than_images_are_worth_a_note(
     tmp_path: Path, name: str, images: int, classes: int, noted: bool
 ) -> None:
