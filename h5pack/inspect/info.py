@@ -98,13 +98,14 @@ class DatasetReport:
         if self.layout == "virtual":
             stored = f"refers to {counted(self.files, 'file')}"
         lines = [f"/{self.name}: {self.dtype} {shape_text(self.shape) or 'scalar'}, {self.layout}, {stored}"]
+        details = []
         if self.chunks is not None:
             filters = ", ".join(self.filters) or "no filter"
             count = math.prod(-(-size // part) for size, part in zip(self.shape, self.chunks, strict=True))
-            lines.append(f"  chunks {count:,} of {shape_text(self.chunks)}, {self.index}, {filters}")
+            details.append(f"  chunks {count:,} of {shape_text(self.chunks)}, {self.index}, {filters}")
         if (cache := self.cache) is not None:
             settings = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0}"
-            lines.append(f"  only for h5py: {settings} ({cache.reason})")
+            details.append(f"  only for h5py: {settings} ({cache.reason})")
         lines += [f"  fault: {fault}" for fault in self.faults]
         if self.fix is not None:
             if self.kept_bytes:
@@ -129,7 +130,7 @@ class DatasetReport:
             if "--labels" in self.fix:
                 measure += ["--labels", self.fix[self.fix.index("--labels") + 1]]
             lines.append(f"  measure: {shlex.join(measure)}{f' [--labels {name}]' * lacks_labels(self.fix)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *details])
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,8 @@ class FileReport:
             names = ", ".join(dict.fromkeys(one.name.partition("/")[0] for one in tables))
             lines.append(f"tables   {names}: {counted(len(tables), 'dataset')}, {stored} stored")
         size = format_bytes(sum(stop - start for start, stop in self.opening))
-        how = "which makes it faster over a network, but not on a local disk"
-        fix = "" if self.opening_fix is None else f"; for 1 range, {how}: {shlex.join(self.opening_fix)}"
+        one = "; for 1 range, which is faster over a network, not on a local disk"
+        fix = "" if self.opening_fix is None else f"{one}: {shlex.join(self.opening_fix)}"
         lines.append(f"opening  reads {counted(len(self.opening), 'range')} of the file, {size} in all{fix}")
         stats = self.stats or {}
         if stats.get("labels"):
