@@ -164,7 +164,6 @@ def choose(
     picked = _pick_variant(found, workload, compare=compared)
     ties = [one for one in found if not compared or not (picked.is_likely_faster(one) or one.is_likely_faster(picked))]
     busy = compared and _is_busy(picked, found, workload)
-    unsure = compared and not busy and not _is_best(picked, found)
     variant = picked.variant
     # Compare nothing if the sample is small, so that noise is not taken for a result.
     used, settings_reasons = pick_settings(picked.stated, run_off if compared else (), workload)
@@ -204,8 +203,8 @@ def choose(
         code=_code(variant, case, workload),
         is_default=workload.is_default(variant),
         busy=busy,
-        best_in_median=compared and _is_best_in_median(picked, [one for one in found if one is not picked]),
-        unsure=unsure,
+        best_in_median=compared and _is_best_in_median(picked, found),
+        unsure=compared and not busy and not _is_best(picked, found),
         gain=gain,
     )
 
@@ -305,8 +304,9 @@ def _is_best(picked: _Compared, found: Sequence[_Compared]) -> bool:
     return all(_is_below(ratios, _worth(picked)) for ratios in others)
 
 
-def _is_best_in_median(picked: _Compared, others: Sequence[_Compared]) -> bool:
-    return all(one.ratios(picked) and statistics.median(one.ratios(picked)) < _worth(picked) for one in others)
+def _is_best_in_median(picked: _Compared, found: Sequence[_Compared]) -> bool:
+    others = [one.ratios(picked) for one in found if one is not picked]
+    return all(ratios and statistics.median(ratios) < _worth(picked) for ratios in others)
 
 
 def _worth(picked: _Compared) -> float:
@@ -336,6 +336,10 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
     return 1 + (variant.compression != "none"), abs(math.log(variant.chunk_rows / max(1, workload.default_chunk_rows)))
 
 
+def _name(variant: FileVariant) -> str:
+    return "the input file" if variant.is_input else variant.label
+
+
 def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, hardly_matters: bool) -> list[str]:
     """Return sentences on how long an epoch of each variant takes; empty if there is only one.
 
@@ -347,8 +351,7 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, h
         if one is not picked:
             ratios = one.ratios(picked) or (one.stated.median / picked.stated.median,)
             times, fastest = [seconds / ratio for ratio in ratios], max(fastest, statistics.median(ratios))
-            name = "the input file" if one.variant.is_input else f"{made}{one.variant.label}"
-            texts.append(f"{name} {time_range_text(times)}")
+            texts.append(f"{made}{_name(one.variant)} {time_range_text(times)}")
     if not texts:
         return []
     own = time_range_text([workload.num_images / speed for speed in picked.stated.speeds])
@@ -359,15 +362,14 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, h
         best = f"the fastest saves {saved} an epoch{certain}, too little to matter"
         best = "none is faster" if fastest == 1 else best
     how = f"{'Epochs' if hardly_matters else 'Roughly estimated epochs'} of {counted(workload.num_images, 'image')}"
-    label = "the input file" if picked.variant.is_input else picked.variant.label
-    return [f"{how}: {label} {own}; with the other variants {', '.join(texts)}; {best}."]
+    return [f"{how}: {_name(picked.variant)} {own}; with the other variants {', '.join(texts)}; {best}."]
 
 
 def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:
     """Return sentences that compare the recommended variant with the others, by their speeds in the same turns."""
     if len(found) == 1:
         return ["There was no other variant to compare it with."]
-    label = "the input file" if picked.variant.is_input else picked.variant.label
+    label = _name(picked.variant)
     slower = [one for one in found if picked.is_faster(one)]
     faster = [one for one in found if one.is_likely_faster(picked)]
     below = [one for one in found if picked.is_likely_faster(one) and one not in slower]

@@ -166,8 +166,10 @@ class BenchReport:
             more = f"give {self._more_rows}" if self._more_rows else "there are no more images"
             return f"{text}. {few}, too short to compare chunk sizes: {more}."
         ratio = _ratio_text(chosen)
-        certain = f" Speeds vary too much to be certain; to know more, {again}." if chosen.busy else ""
-        return f"{text}{', ' * bool(ratio)}{ratio}.{certain * chosen.best_in_median}"
+        text = f"{text}, {ratio}." if ratio else f"{text}."
+        if chosen.busy and chosen.best_in_median:
+            text += f" Speeds vary too much to be certain; to know more, {again}."
+        return text
 
     @property
     def _longer(self) -> tuple[str, ...]:

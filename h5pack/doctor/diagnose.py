@@ -312,19 +312,19 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         most = StageCost(threads * together.cost.min_seconds, together.cost.overhead_seconds)
         alone = StageRun(Stage.EVERYTHING, partial(with_one_thread, together.run), together.prepare, cost=most)
         costs = [run.cost for run in (*hot, *more)]
-        self._loops = together, alone
         if self._left() > min_total_seconds(costs) + most.total_seconds:
             self._show(f"{STAGE_TITLES[Stage.EVERYTHING]}, with one thread, a trial")
             if not self._guarded(Stage.EVERYTHING, alone.try_out):
                 return []
             if self._left() > min_total_seconds((*costs, alone.cost)):
+                self._loops = together, alone
                 return [*more, alone]
         self._left_out = alone.cost
         return []
 
     def _one_thread_ratio(self) -> float | None:
         """Return how many times as fast the loop is with one of PyTorch's threads; None if that is not certain."""
-        if self._loops is None:
+        if self._loops is None or Stage.EVERYTHING in self.target.reasons:
             return None
         pairs = zip(*(run.repeats for run in self._loops), strict=False)
         ratios: list[float] = sorted(alone.rate / together.rate for together, alone in pairs if together.images)

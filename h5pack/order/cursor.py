@@ -12,15 +12,17 @@ from h5pack.errors import OptionsError, StateError
 # Parameters whose names differ from their keys in saved states.
 _PARAMETERS = {"samples": "num_samples", "trim": "drop_last", "pack_digest": "dataset", "chunk_rows": "dataset"}
 _OF_SPLIT = ("start", "rows")
-_PACK_DIGEST, _CHUNK_ROWS = "pack_digest", "chunk_rows"
+_PACK_DIGEST = "pack_digest"
 _GLOBAL_BATCH = "batch_size times num_replicas"
 # By key of a saved state: how the message "the state was saved ..." ends if the value differs from that of this order.
+# {saved} and {ours} stand for the two values.
 _PROBLEMS = {
     **dict.fromkeys(
         ("order", "mixture"),
         "by another kind of sampler or h5pack version; resume with the same sampler and version",
     ),
     _PACK_DIGEST: "for a pack with other rows, or in another order; resume with the pack of the first run",
+    "chunk_rows": "for chunks of {saved} rows, but this file's have {ours}; resume with the same file",
     "rows_digest": "for other rows of the file, or other indices; resume with the same indices or Subset",
     "weights_digest": "with other weights; resume with the same weights",
     "counts": "with other weights of the packs; resume with the same weights",
@@ -154,10 +156,7 @@ class EpochCursor:
                     chosen = "split" if "start" in order and "start" in self.identity else "split, indices or Subset"
                     problem = f"for {saved} of its file, but this order is for {ours}; resume with the same {chosen}"
                 elif name in _PROBLEMS:
-                    problem = _PROBLEMS[name]
-                elif name == _CHUNK_ROWS:
-                    before, now = order.get(name), self.identity.get(name)
-                    problem = f"for chunks of {before} rows, but this file's have {now}; resume with the same file"
+                    problem = _PROBLEMS[name].format(saved=order.get(name), ours=self.identity.get(name))
                 else:
                     what = _GLOBAL_BATCH if name == "global_batch" else parameter
                     problem = f"with {what} {order.get(name)!r}, but this order has {self.identity.get(name)!r}"
