@@ -327,6 +327,7 @@ class BenchRun:
     def _measure(self, report: BenchReport, sample: BenchSample, source: BenchInput, end: float) -> None:
         settings = self._settings
         batch_size = limited_batch_size(settings.batch_size[0], sample.rows)
+        decodes_input = any(one.is_input and one.compression != "none" for one in sample.variants)
         workload = Workload(
             source=_command_source(report, source),
             options=sample.options, num_images=report.num_images, row_bytes=sample.row_bytes, sample_rows=sample.rows,
@@ -335,6 +336,7 @@ class BenchRun:
             cpus=available_cpus(), split=source.split, fields=source.fields,
             asked_batch_size=settings.batch_size[0] if batch_size < settings.batch_size[0] else None,
             any_size=dataset_images(source, settings) is None,
+            decodes_input=decodes_input and bool(source.faults),
         )  # fmt: skip
         every = all_cases(sample.variants, settings, batch_size, workload.num_threads)
         first = deciding_caches(workload, settings.caches)[0]

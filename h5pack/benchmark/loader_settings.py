@@ -39,6 +39,7 @@ class Workload:
     split: str | None = None  # Split that a training reads; None: all rows.
     any_size: bool = False  # Whether the images are generated, and stand for sets of any size.
     fields: tuple[str, ...] = ()  # Names of an input file's further datasets that are read with the images.
+    decodes_input: bool = False  # Whether the input file is no pack, and must be decoded: it is kept only if faster.
     first_epoch: tuple[float, ...] = ()  # Images/s of first epochs, if only these decode chunks; else empty.
 
     @property
@@ -167,16 +168,12 @@ def speed_range_text(speed: float, low: float, high: float) -> str:
     return f"{speed:,.0f} images/s" + f" ({low:,.0f} to {high:,.0f})" * (low < high)
 
 
-def time_range_text(times: Sequence[float]) -> str:
-    """Return the median of times in seconds, and their range, such as "1.9 ms (1.5 to 2.2)"."""
-    factor, unit = (1_000, "ms") if statistics.median(times) < 1 else (1, "s")
-    span = f" ({factor * min(times):.1f} to {factor * max(times):.1f})" if len(times) > 1 else ""
-    return f"{factor * statistics.median(times):.1f} {unit}{span}"
-
-
-def epoch_text(rows: int, speed: float) -> str:
-    """Return how long `rows` images take at `speed` images/s, such as "1.9 ms" or "2.5 s"."""
-    return time_range_text([rows / speed])
+def epoch_text(rows: int, *speeds: float) -> str:
+    """Return how long `rows` images take at the median of speeds in images/s, and the range, "1.9 ms (1.5 to 2.2)"."""
+    seconds, least, most = (rows / speed for speed in (statistics.median(speeds), max(speeds), min(speeds)))
+    factor, unit = (1_000, "ms") if seconds < 1 else (1, "s")
+    span = f" ({factor * least:.1f} to {factor * most:.1f})" if len(speeds) > 1 else ""
+    return f"{factor * seconds:.1f} {unit}{span}"
 
 
 def factor_text(ratio: float) -> str:

@@ -35,7 +35,6 @@ from h5pack.benchmark.loader_settings import (
     plan_chunk_cache,
     ratio_text,
     speed_range_text,
-    time_range_text,
 )
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan
@@ -150,10 +149,10 @@ def choose(
 ) -> Recommendation | None:
     """Choose the recommendation from the measurements of the sweep and of the run-off; None if nothing was measured.
 
-    Recommend the input file if it was measured, else the variant closest to the default. Recommend another variant only
-    if it is faster, usually in at least `MIN_TURNS` turns (see `Measurement.is_faster`), and unusual loader settings
-    only if they are faster. If no variant is near the default, leave out those that are likely slower than another
-    one. Then recommend the remaining variant nearest to the default.
+    Recommend the input file if it was measured and need not be decoded, else the variant closest to the default.
+    Recommend another variant only if it is faster, usually in at least `MIN_TURNS` turns (see `Measurement.is_faster`),
+    and unusual loader settings only if they are faster. If no variant is near the default, leave out those that are
+    likely slower than another one. Then recommend the remaining variant nearest to the default.
     """
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
@@ -330,9 +329,9 @@ def _comparable(
 
 
 def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
-    """Return a sort key: 0 for the input file, 1 uncompressed, 2 compressed; then the distance to the default size."""
+    """Return a sort key: 0 input file, 1 uncompressed, 2 compressed, 3 input file to decode; then the distance."""
     if variant.is_input or variant.chunk_rows is None:
-        return 0, 0.0
+        return 3 * workload.decodes_input, 0.0
     return 1 + (variant.compression != "none"), abs(math.log(variant.chunk_rows / max(1, workload.default_chunk_rows)))
 
 
@@ -350,11 +349,12 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, h
     for one in found:
         if one is not picked:
             ratios = one.ratios(picked) or (one.stated.median / picked.stated.median,)
-            times, fastest = [seconds / ratio for ratio in ratios], max(fastest, statistics.median(ratios))
-            texts.append(f"{made}{_name(one.variant)} {time_range_text(times)}")
+            fastest = max(fastest, statistics.median(ratios))
+            time = epoch_text(workload.num_images, *(picked.stated.median * ratio for ratio in ratios))
+            texts.append(f"{made}{_name(one.variant)} {time}")
     if not texts:
         return []
-    own = time_range_text([workload.num_images / speed for speed in picked.stated.speeds])
+    own = epoch_text(workload.num_images, *picked.stated.speeds)
     best = "the sample is too small to compare them"
     if hardly_matters:
         certain = "" if any(one.is_faster(picked) for one in found) else ", if that is not noise"

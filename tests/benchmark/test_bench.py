@@ -165,6 +165,16 @@ def test_the_first_epoch_of_a_compressed_file_is_measured(folder: Path, tmp_path
     assert sum("first epoch" in reason for reason in report.recommendation.reasons) == 1
 
 
+def test_a_compressed_file_of_another_program_is_converted(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "lab.h5", "w") as file:
+        images = np.random.default_rng(0).integers(0, 256, (400, 32, 32, 3), np.uint8)
+        file.create_dataset("images", data=images, chunks=(1, 32, 32, 3), compression="gzip")
+    settings = {"chunk_rows": 8, "batch_size": 8, "caches": "hot", "orders": "window", "engines": "direct"}
+    chosen = bench(tmp_path / "lab.h5", tmp_path, **settings).recommendation
+    assert chosen is not None
+    assert (chosen.variant, chosen.convert) == ("8 rows", True)
+
+
 def test_an_input_file_is_compared_with_packs_of_it(tmp_path: Path) -> None:
     path = write_cut_chunks(tmp_path / "cut.h5")
     settings = {"chunk_rows": 8, "contiguous": False, "batch_size": 16, "num_workers": 0}

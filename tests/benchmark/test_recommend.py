@@ -224,6 +224,16 @@ def test_an_input_file_as_fast_as_the_others_is_kept() -> None:
     assert f"{INPUT.path!r}, images='grp/pics', labels='y'" in chosen.code
 
 
+@pytest.mark.parametrize("images", [10, 20_000])
+@pytest.mark.parametrize(("speed", "kept"), [(10, False), (100, False), (105, False), (130, True)])
+def test_an_input_file_to_decode_is_kept_only_if_it_is_faster(images: int, speed: float, kept: bool) -> None:
+    found = [measured(INPUT.label, *[speed] * 3), measured("32 rows", 98, 99, 100)]
+    chosen = chosen_from([INPUT, *VARIANTS], *found, num_images=images, decodes_input=True)
+    assert chosen.convert != (kept and images > 10)
+    plain = chosen_from([INPUT, *VARIANTS], *found, num_images=images)
+    assert plain.convert == (speed == 10)
+
+
 def test_the_gain_over_the_input_file_is_stated() -> None:
     chosen = chosen_from(
         [INPUT, *VARIANTS],
