@@ -136,14 +136,14 @@ def deciding_caches(workload: Workload, caches: Sequence[str]) -> list[str]:
 
 def cache_reason(workload: Workload, cache: str) -> str:
     """Return a sentence that says for which page-cache state the recommendation is, and why."""
-    size = workload.num_images * workload.row_bytes
-    memory = format_bytes(workload.memory_bytes)
-    sizes = f"{workload.num_images:,} images take {format_bytes(size)}, and {memory} of memory is available"
-    if cache == deciding_caches(workload, ("hot", "cold"))[0]:
-        then = "so the file stays in memory" if cache == "hot" else "less than twice that, so epochs may read the disk"
-        return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."
+    size, memory = format_bytes(workload.num_images * workload.row_bytes), format_bytes(workload.memory_bytes)
+    expected = deciding_caches(workload, ("hot", "cold"))[0]
+    half = f"{'at most' if expected == 'hot' else 'more than'} half of the {memory} of available memory"
+    sizes = f"{workload.num_images:,} images take {size}, {half}"
     state = f"Judged with the page cache {_CACHE_WORDS[cache]}"
-    other = _CACHE_WORDS["cold" if cache == "hot" else "hot"]
+    if cache == expected:
+        return f"{state}: {sizes}, so {'the file stays in memory' if cache == 'hot' else 'epochs may read the disk'}."
+    other = _CACHE_WORDS[expected]
     return f"{state}, because nothing was measured with a {other} one; in training it would be {other} ({sizes})."
 
 

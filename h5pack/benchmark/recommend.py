@@ -192,8 +192,9 @@ def choose(
         hardly_matters=hardly_matters,
         reasons=(
             *measuring_reasons(variant, workload),
-            *gain_reasons,
+            *gain_reasons[:1],
             *(_comparison(picked, found, workload) if compared else _epochs(picked, found, workload, hardly_matters)),
+            *gain_reasons[1:],
             cache_reason(workload, cache),
             *settings_reasons,
             *([workers_reason] if compared else []),
@@ -378,7 +379,7 @@ def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workloa
     worth = f"{100 * _worth(picked) - 100:.0f} % faster"
     noise = f"certainly none is {worth}, so "
     if not _is_best(picked, equal):
-        noise = "more turns are needed to be sure, so "
+        noise = "that is not certain, so "
         if _is_best_in_median(picked, equal):
             noise = f"none is {worth} in the median, but {noise}"
     turns = min((len(one.ratios(picked)) for one in faster), default=0)

@@ -173,11 +173,14 @@ class BenchReport:
 
     @property
     def _longer(self) -> tuple[str, ...]:
-        """The parameters to advise on a busy machine: at least twice the time, and only the cases that decide."""
-        seconds = (f"seconds={_LONG_SECONDS}",) if 2 * self.budget_seconds <= _LONG_SECONDS else ()
-        if self.recommendation is None or len({replace(one.case, variant="") for one in self.measurements}) < 2:
-            return seconds
-        return *seconds, "orders='window'", "engines='direct'", f"caches={self.recommendation.judged_by!r}"
+        """The parameters to advise for a more certain answer: more time, and only the cases that decide."""
+        chosen, seconds = self.recommendation, f"seconds={_LONG_SECONDS}"
+        if 2 * self.budget_seconds > _LONG_SECONDS:
+            seconds = f"seconds={4 * self.budget_seconds:g}" if chosen is not None and chosen.busy else ""
+        some = (seconds,) if seconds else ()
+        if chosen is None or len({replace(one.case, variant="") for one in self.measurements}) < 2:
+            return some
+        return *some, "orders='window'", "engines='direct'", f"caches={chosen.judged_by!r}"
 
     @property
     def _more_rows(self) -> str:
@@ -303,7 +306,9 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
             reasons.append(f"A copy without faults speeds up first epochs and other readers: {printable(report.fix)}")
         load, used = load_text(report.load), "The machine was in use when this began, or by a run just before"
         busy = f"{used} ({load}): speeds may vary." if load else ""
-        sentences = (chosen.label_note, busy, report._hint()[0], *chosen.reasons)
+        hint = report._hint()[0]
+        hints = (*chosen.reasons, hint) if chosen.hardly_matters else (hint, *chosen.reasons)
+        sentences = (chosen.label_note, busy, *hints)
         reasons += [printable(text) for text in sentences if text]
     typed = "" if chosen is None else f"{chosen.command}\n{chosen.code}"
     code = [f"    {line}" for line in typed.splitlines() if line]

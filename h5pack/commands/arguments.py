@@ -81,8 +81,8 @@ def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
 
 
 def _literal(value: str) -> Any:
-    """Return the value of a Python literal, or the text itself if it is not a literal."""
+    """Return the value of a Python literal; if it is none, return the text, without the brackets of a list."""
     try:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return value
+        return value.strip("[]")

@@ -45,9 +45,6 @@ _MAX_SAMPLED_ROWS = 1024
 _SMALL_CHUNK_BYTES = 256 * 1024
 """Smaller chunks are a fault if the default ones are larger. Rows of 114 KiB, one a chunk, were read at 0.6 to 0.75 of
 the speed of the default chunks."""
-_LARGE_CHUNK_BYTES = 1024 * 1024
-"""Decoded chunks of at least this size are copied from memory at 0.9 to 1.4 of the speed of a pack's rows; chunks of
-one row of 27 KB at 0.5, of 3 KB at 0.1."""
 _OPENING_GAP_BYTES = 1024 * 1024
 
 
@@ -109,15 +106,12 @@ class DatasetReport:
         lines += [f"  fault: {fault}" for fault in self.faults]
         if self.fix is not None:
             if self.kept_bytes:
-                once = f"{'decodes' if self.filters else 'reads'} each chunk once and keeps it in memory"
-                kept, chunks = format_bytes(self.kept_bytes), format_bytes(self.chunk_bytes)
-                slower = f", but slower than those of a pack, as chunks have only {chunks}"
-                slower = slower if self.chunk_bytes < _LARGE_CHUNK_BYTES else ""
-                lines.append(f"  H5Loader: {once}, {kept} in all; later epochs are faster{slower}")
-                lines.append("  DataLoader: likewise without workers; each worker reads chunks again in every epoch")
-            name, without = "NAME", ""
+                once, again = ("decodes", "decode") if self.filters else ("reads", "read")
+                kept = f"{once} each chunk once and keeps it in memory, {format_bytes(self.kept_bytes)} in all"
+                lines.append(f"  H5Loader: {kept}; workers of a DataLoader {again} chunks in every epoch")
+            without, labelled = "", self.label_fix or self.fix
             if self.label_fix is not None:
-                name, without = self.label_fix[self.label_fix.index("--labels") + 1], " without labels"
+                name, without = _labels_of(self.label_fix), " without labels"
                 lines.append(f"  fix if {name} has the labels: {shlex.join(self.label_fix)}")
             lines.append(f"  fix{without}: {shlex.join(self.fix)}")
             if not without and lacks_labels(self.fix):
@@ -127,9 +121,8 @@ class DatasetReport:
             if "--fields" in self.fix:
                 lines.append("  split: --val 0.1 for validation; --val-groups FIELD keeps rows of one value together")
             measure = ["h5pack", "bench", path, "--images", self.name]
-            if "--labels" in self.fix:
-                measure += ["--labels", self.fix[self.fix.index("--labels") + 1]]
-            lines.append(f"  measure: {shlex.join(measure)}{f' [--labels {name}]' * lacks_labels(self.fix)}")
+            measure += ["--labels", _labels_of(labelled)] if "--labels" in labelled else []
+            lines.append(f"  measure: {shlex.join(measure)}")
         return "\n".join([*lines, *details])
 
 
@@ -415,6 +408,11 @@ def _fix(dataset: h5py.Dataset, labels: str | None) -> tuple[str, ...]:
     rows = plan_chunks(len(dataset), row_bytes, whole_pages=True).rows
     chunk = "x".join(map(str, (min(rows, len(dataset)), *dataset.shape[1:])))
     return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, "repacked.h5")
+
+
+def _labels_of(command: tuple[str, ...]) -> str:
+    """Return the dataset of labels that a command names."""
+    return command[command.index("--labels") + 1]
 
 
 def _label_fix(dataset: h5py.Dataset, fix: tuple[str, ...] | None) -> tuple[str, ...] | None:

@@ -125,7 +125,10 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
     item = find_item(file, name)
     if not isinstance(item, h5py.Dataset):
         parameter = parameter or ("images=NAME" if name == schema.IMAGES else "")
-        alike = [found for found in dataset_names(file) if found.endswith(f"/{name}")]
+        names = dataset_names(file)
+        alike = [found for found in names if found.endswith(f"/{name}")]
+        if not alike and parameter == "images=NAME":
+            alike = [found for found in names if file[found].ndim >= 3]
         likely = f", perhaps {alike[0]!r}" if len(alike) == 1 else ""
         advice = f"; give {parameter}{likely}" if parameter else ""
         raise PackFormatError(

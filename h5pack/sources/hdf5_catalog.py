@@ -36,6 +36,7 @@ from h5pack.system.parameters import invalid
 from h5pack.system.text import format_bytes
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_FIELDS = "fields=[NAME]"  # In advice.
 _SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
 _LABELS = ("labels", "label", "targets", "target", "y", "class", "category")
 # Matches the word for images in a dataset's name, such as "images", "train/images", "train_set_x" or "X".
@@ -121,7 +122,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     if masks:
         pack = describe_file(path, images, None, masks, sized=False)
     reader = HDF5RowReader(pack, form, masks)
-    values, names = (None, None) if labels is None else _read_labels(path, require_dataset(file, labels), labels)
+    values, names = (None, None) if labels is None else _read_labels(path, file, labels)
     field_names = _field_names(path, fields)
     columns = {field: _read_field(path, file, field) for field in fields if field not in masks}
     for name, table in ((labels, values), *columns.items()):
@@ -312,7 +313,7 @@ def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str)
         return schema.MASK if is_mask_group(file, name) else None
     if is_ragged(file, name):
         return None
-    dataset, shape = require_dataset(file, name), file[images].shape
+    dataset, shape = require_dataset(file, name, _FIELDS), file[images].shape
     if text(dataset.attrs.get(schema.KIND, b"")) == schema.IMAGE:
         return schema.IMAGE if dataset.shape == shape and dataset.dtype == file[images].dtype else None
     fits = dataset.shape == (shape[0], *form.size(shape[1:]))
@@ -340,8 +341,9 @@ def _names(file: h5py.File, images: str, rows: int) -> NameTable:
 _OTHER, _NONE, _FIELD = "labels=NAME", "labels=''", "fields=NAME"
 
 
-def _read_labels(path: Path, dataset: h5py.Dataset, name: str) -> tuple[npt.NDArray[Any], tuple[str, ...] | None]:
+def _read_labels(path: Path, file: h5py.File, name: str) -> tuple[npt.NDArray[Any], tuple[str, ...] | None]:
     """Return the labels and their names: int64 (N,) and class names or None, or uint8 (N, K) and column names."""
+    dataset = require_dataset(file, name, "labels=NAME")
     values = _read_all(path, dataset, name)
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
@@ -389,7 +391,7 @@ def _read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
             indexes[index.checksums] = index_dataset(file, file[index.checksums], index.checksums)
         with _reporting(path, name), contextlib.closing(_engine(path, indexes)) as engine:
             return read_ragged(engine, index, np.arange(index.rows), check=True)
-    dataset = require_dataset(file, name)
+    dataset = require_dataset(file, name, _FIELDS)
     if is_text(dataset):
         try:
             return parse_texts([text(value) for value in _read_all(path, dataset, name).tolist()])

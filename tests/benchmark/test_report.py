@@ -207,17 +207,17 @@ def test_the_headline_says_why_nothing_could_be_compared() -> None:
     assert "rows=10000" in report.headline()
 
 
-@pytest.mark.parametrize(("seconds", "longer"), [(60, True), (150, True), (240, False), (300, False)])
-def test_more_time_is_advised_only_if_it_is_much_more(seconds: float, longer: bool) -> None:
+@pytest.mark.parametrize(("seconds", "longer"), [(60, 300), (150, 300), (240, 960), (300, 1200)])
+def test_a_busy_machine_needs_at_least_twice_the_time(seconds: float, longer: int) -> None:
     report = reports.folder_report()
     report.budget_seconds, report.recommendation = seconds, reports.recommended(reports.packed(36), busy=True)
-    assert ("seconds=300" in report.headline(), "seconds=300" in report.parameters) == (longer, longer)
+    assert f"seconds={longer}" in report.headline()
     # So are only the cases that decide, unless nothing else was measured.
     only = ("orders='window'", "engines='direct'", "caches='hot'")
-    assert report.parameters == (*["seconds=300"] * longer, *only, "full=True")
+    assert report.parameters == (f"seconds={longer}", *only, "full=True")
     assert all(parameter in report.headline() for parameter in only)
     report.measurements = reports.decisive(report.variants)
-    assert report.parameters == (*["seconds=300"] * longer, "full=True")
+    assert report.parameters == (f"seconds={longer}", "full=True")
 
 
 def test_the_full_text_has_every_case_and_note() -> None:

@@ -153,14 +153,6 @@ def test_kept_bytes_tell_whether_the_loader_decodes_each_chunk_once(
     assert ("\n  H5Loader: " in report.to_text(str(path))) == bool(fixed)
 
 
-@pytest.mark.parametrize(("rows", "small"), [(1, True), (21, True), (22, False)])
-def test_later_epochs_of_small_chunks_are_called_slower(tmp_path: Path, rows: int, small: bool) -> None:
-    path = foreign(tmp_path / "f.h5", (120, 3, 128, 128), chunks=(rows, 3, 128, 128), compression="gzip")
-    report = report_of(path)
-    assert report.chunk_bytes == rows * 49_152
-    assert ("than those of a pack" in report.to_text(str(path))) == small
-
-
 def test_masks_beside_kept_images_are_described(tmp_path: Path) -> None:
     images = jpegs(3)
     for number, data in enumerate(images):

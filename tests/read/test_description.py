@@ -167,6 +167,7 @@ def test_a_missing_dataset_is_answered_with_those_that_there_are(tmp_path: Path)
     with pytest.raises(PackFormatError) as caught:
         h5pack.H5Dataset(tmp_path / "f.h5")
     assert caught.value.parameters == ("images=NAME",)
+    assert str(caught.value).endswith("'train/X'")
     assert all(part in str(caught.value) for part in ("'train/X' uint8 (6, 5, 4, 3)", "'train/y' int64 (6,)", "'bits'"))
     with h5py.File(tmp_path / "f.h5", "a") as file:
         for number in range(30):

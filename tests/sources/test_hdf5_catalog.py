@@ -142,6 +142,20 @@ def test_datasets_that_are_not_packed_are_named(tmp_path: Path) -> None:
     assert catalog(tmp_path / "o.h5").notes == ()
 
 
+@pytest.mark.parametrize(
+    ("given", "parameter"), [({"labels": "y"}, "labels=NAME"), ({"fields": ["y"]}, "fields=[NAME]")]
+)
+def test_the_only_dataset_with_the_end_of_a_given_name_is_suggested(
+    tmp_path: Path, given: dict[str, Any], parameter: str
+) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"], file["study/y"] = np.zeros((4, 8, 8, 3), np.uint8), np.arange(4)
+    with pytest.raises(PackFormatError) as caught:
+        h5pack.convert(tmp_path / "f.h5", tmp_path / "out.h5", **given)
+    assert caught.value.parameters == (parameter,)
+    assert str(caught.value).endswith("'study/y'")
+
+
 def test_labels_are_not_packed_as_a_field_too(tmp_path: Path) -> None:
     path = write(tmp_path / "f.h5", images=IMAGES, grade=LABELS, boxes=np.zeros((ROWS, 4)))
     found = catalog(path, labels="grade", fields=("boxes", "grade"))
