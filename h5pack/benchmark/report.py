@@ -206,6 +206,7 @@ class BenchReport:
         axes = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape[:2]
         size, aim, few = f"size={axes[0]}x{axes[1]}", "To compare chunk sizes,", True
         if chosen.hardly_matters:
+            given += (f"seconds={_LONG_SECONDS}",) * (2 * self.budget_seconds <= _LONG_SECONDS)
             if self.num_images != self.source_images:
                 return "", ()
             # The default chunks of twice as many images as take that long may be larger, and faster.
@@ -214,7 +215,7 @@ class BenchReport:
             is_short = self.source_images < 2 * MIN_EPOCH_SECONDS * chosen.images_per_s
             few = is_short or is_small(self.source_images, self.row_bytes)
         how = f"omit the source, which has too few images, and give {size}" if few else "give"
-        return f"{aim} {how} {given[0]}.", (size, *given) if few else given
+        return f"{aim} {how} {' '.join(given)}.", (size, *given) if few else given
 
     @property
     def _fewest_images(self) -> int:

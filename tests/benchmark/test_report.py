@@ -56,11 +56,11 @@ def test_the_answer_says_what_to_type_and_what_was_not_compared() -> None:
     # Nor are they if chunk sizes hardly matter.
     report.sample_rows = 100
     report.recommendation = reports.recommended(report.variants[4], compared=False, hardly_matters=True)
-    assert report.parameters == ("num_images=N", "full=True")
+    assert report.parameters == ("num_images=N", "seconds=300", "full=True")
     assert "rows=" not in report.headline()
     # A source that is read in a few milliseconds is too small for that, whatever number is given.
     counts, report.num_images, report.source_images = (report.num_images, report.source_images), 500, 500
-    assert report.parameters == ("size=218x178", "num_images=N", "full=True")
+    assert report.parameters == ("size=218x178", "num_images=N", "seconds=300", "full=True")
     report.num_images, report.source_images = counts
     report.num_images = 10**6
     assert report.parameters == ("full=True",)
