@@ -196,7 +196,7 @@ class BenchReport:
         """Return advice about sets of other sizes, and the parameters that it names; both are empty without advice."""
         chosen, shape, longer = self.recommendation, self.row_shape, self._longer
         count = "N" if self.num_images == self.source_images else str(self.num_images)
-        given = (f"num_images={count}",)
+        given: tuple[str, ...] = (f"num_images={count}",)
         if self._fewest_images > 1 and not self._more_rows and count == "N":
             return "Smaller sets get smaller chunks by default, which suit them; num_images=N judges those of N.", given
         if chosen is not None and chosen.unsure and longer:
