@@ -344,8 +344,7 @@ def _facts(report: BenchReport) -> list[str]:
     if report.fix is not None and report.recommendation is None:
         lines.append(f"fix       {report.fix}")
     if report.recommendation is not None and (cache := report.recommendation.chunk_cache) is not None:
-        settings = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g}"
-        lines += _bullets("", [f"computed chunk cache, for h5py only: {settings} ({cache.reason})"], "h5py      ")
+        lines += _bullets("", [f"computed chunk cache, for h5py only: {cache.keywords} ({cache.reason})"], "h5py      ")
     return lines + _bullets("notes", map(printable, report.notes))
 
 

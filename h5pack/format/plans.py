@@ -47,6 +47,11 @@ class CachePlan:
     w0: float  # preemption policy, 0 to 1; with 1, chunks that were read completely are evicted first
     reason: str  # why these settings were chosen, for reports
 
+    @property
+    def keywords(self) -> str:
+        """The settings as the keyword arguments of `h5py.File`."""
+        return f"rdcc_nbytes={self.nbytes}, rdcc_nslots={self.nslots}, rdcc_w0={self.w0:g}"
+
 
 def plan_chunks(
     n_rows: int,

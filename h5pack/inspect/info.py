@@ -100,9 +100,8 @@ class DatasetReport:
             filters = ", ".join(self.filters) or "no filter"
             count = math.prod(-(-size // part) for size, part in zip(self.shape, self.chunks, strict=True))
             details.append(f"  chunks {count:,} of {shape_text(self.chunks)}, {self.index}, {filters}")
-        if (cache := self.cache) is not None:
-            settings = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0}"
-            details.append(f"  only for h5py: {settings} ({cache.reason})")
+        if self.cache is not None:
+            details.append(f"  only for h5py: {self.cache.keywords} ({self.cache.reason})")
         lines += [f"  fault: {fault}" for fault in self.faults]
         if self.fix is not None:
             if self.kept_bytes:
