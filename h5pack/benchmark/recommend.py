@@ -341,18 +341,19 @@ def _name(variant: FileVariant) -> str:
 
 
 def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, hardly_matters: bool) -> list[str]:
-    """Return sentences on how long an epoch of each variant takes; empty if there is only one.
+    """Return sentences on how long an epoch takes with each chunk size; empty if there is only one.
 
-    The times of the others are that of the recommended variant, divided by the ratios of speeds in the same turns.
+    The times of the others are that of the recommended variant, divided by the ratios of speeds in the same turns. An
+    input file that is not recommended is left out, because `_gain` gives its time.
     """
-    made, texts, fastest = "new chunks of " if picked.variant.is_input else "", [], 1.0
+    texts, fastest = [], 1.0
     seconds = workload.num_images / picked.stated.median
     for one in found:
-        if one is not picked:
+        if one is not picked and not one.variant.is_input:
             ratios = one.ratios(picked) or (one.stated.median / picked.stated.median,)
             fastest = max(fastest, statistics.median(ratios))
             time = epoch_text(workload.num_images, *(picked.stated.median * ratio for ratio in ratios))
-            texts.append(f"{made}{_name(one.variant)} {time}")
+            texts.append(f"{one.variant.label} {time}")
     if not texts:
         return []
     own = epoch_text(workload.num_images, *picked.stated.speeds)
@@ -363,7 +364,8 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, h
         best = f"the fastest saves {saved} an epoch{certain}, too little to matter"
         best = "none is faster" if fastest == 1 else best
     how = f"{'Epochs' if hardly_matters else 'Roughly estimated epochs'} of {counted(workload.num_images, 'image')}"
-    return [f"{how}: {_name(picked.variant)} {own}; with the other variants {', '.join(texts)}; {best}."]
+    others = "new chunks" if picked.variant.is_input else "other chunks"
+    return [f"{how}: {_name(picked.variant)} {own}; {others}: {', '.join(texts)}; {best}."]
 
 
 def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:

@@ -82,9 +82,13 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
 
     samples = list(run(executor, _time_sample, tasks(), 2 * num_workers, _describe, resumable=False))
     # Leave out each worker's first task, which includes one-time work such as imports.
-    timed = [seconds for is_first, seconds in samples if not is_first] or [seconds for _, seconds in samples]
+    timed = [times for is_first, *times in samples if not is_first] or [times for _, *times in samples]
+    busy, waiting = np.array(timed).T
+    # Images differ in their CPU time, so use its mean; but of the rest the median, because other programs may delay a
+    # task by far more than it takes.
+    decoded = float(np.mean(busy) + np.median(waiting))
     written = _WRITE_SECONDS_PER_ROW + _WRITE_SECONDS_PER_BYTE * plan.row_bytes
-    in_workers = (float(np.mean(timed)) + written) / num_workers
+    in_workers = (decoded + written) / num_workers
     # Rows that will be compressed are written, read and written again.
     passes = 1 if plan.options.filter is None else 3
     on_disk = passes * plan.row_bytes / _DISK_BYTES_PER_SECOND
@@ -102,20 +106,26 @@ def table_seconds(rows: int) -> float:
 def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     """Yield one list of catalog indices per task, in random order.
 
-    If the source has groups, such as chunks, each task has at most 256 images of one group, because reading one image
+    If the source has groups, such as chunks, each task has up to 256 images of whole groups, because reading one image
     of a group takes as long as reading all of them.
     """
     origins = plan.row_order.origins
     groups = plan.catalog.reader.groups(origins)
+    count = max(1, min(_MAX_TASK_IMAGES, _TASK_BYTES // plan.row_bytes))
     if groups is not None:
         order = np.argsort(groups, kind="stable")
         edges = equal_runs(groups[order])
+        joined: list[int] = []
         for number in shuffled(len(edges) - 1, 0).tolist():
-            yield origins[order[edges[number] : edges[number + 1]]][:_MAX_TASK_IMAGES].tolist()
+            joined += origins[order[edges[number] : edges[number + 1]]][:_MAX_TASK_IMAGES].tolist()
+            if len(joined) >= count:
+                yield joined
+                joined = []
+        if joined:
+            yield joined
         return
     spaced = origins[np.linspace(0, len(origins) - 1, min(len(origins), _MAX_SAMPLE)).astype(np.int64)]
     spaced = spaced[shuffled(len(spaced), 0)]
-    count = max(1, min(_MAX_TASK_IMAGES, _TASK_BYTES // plan.row_bytes))
     for start in range(0, len(spaced), count):
         yield spaced[start : start + count].tolist()
 
@@ -129,8 +139,11 @@ def _decoder(pixels: PixelOptions, fields: tuple[PixelRows, ...], thread: int) -
     return SampleDecoder(pixels, fields, quiet=True)
 
 
-def _time_sample(task: _SampleTask) -> tuple[bool, float]:
-    """Decode images as a conversion does; return whether this is the worker's first task, and the seconds per image."""
+def _time_sample(task: _SampleTask) -> tuple[bool, float, float]:
+    """Decode images as a conversion does; return whether this is the worker's first task, and the seconds per image.
+
+    These are the seconds of CPU time of this thread, and those of waiting for the disk, for other threads or for a CPU.
+    """
     reader: SourceReader = shared()
     misses = _decoder.cache_info().misses
     decoder = _decoder(task.pixels, task.fields, threading.get_ident())
@@ -138,7 +151,7 @@ def _time_sample(task: _SampleTask) -> tuple[bool, float]:
     count = len(task.indices)
     images: npt.NDArray[np.uint8] = np.zeros((count, *task.pixels.row_shape), np.uint8)
     fields = [np.zeros((count, *one.row_shape), one.dtype) for one in task.fields]
-    begin = time.perf_counter()
+    begin, begin_busy = time.perf_counter(), time.thread_time()
     reader.begin(task.indices)
     with strict_pillow():
         for position, (index, name, decode_path) in enumerate(
@@ -155,4 +168,5 @@ def _time_sample(task: _SampleTask) -> tuple[bool, float]:
     if task.compression is not None:
         for some in (images, *fields):
             compress_chunk(some, task.compression)
-    return is_first, (time.perf_counter() - begin) / len(task.indices)
+    busy = time.thread_time() - begin_busy
+    return is_first, busy / count, (time.perf_counter() - begin - busy) / count
