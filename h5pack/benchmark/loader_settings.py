@@ -110,8 +110,9 @@ def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> st
     ratios = {value: one.ratios(best) or (one.median / best.median,) for value, one in tried.items() if one is not best}
     others = [f"{name}={value} gives {ratio_text(found)}" for value, found in sorted(ratios.items())]
     text = f"{', '.join(others)} of its speed"
-    if any(min(found) > 1 for found in ratios.values()):
-        return f"{text}; the ratios vary too much to prefer another value"
+    if faster := [found for found in ratios.values() if min(found) > 1]:
+        few = min(map(len, faster)) < MIN_REPEATS
+        return f"{text}; {'too few turns measured both' if few else 'the ratios vary too much'} to prefer another value"
     unclear = [f"{name}={value}" for value, found in sorted(ratios.items()) if max(found) >= 1]
     which = f" to {listed(unclear)}" if len(ratios) > 1 else ""
     return f"{text}; the difference{which} is not clear" if unclear else text

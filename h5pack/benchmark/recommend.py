@@ -34,7 +34,6 @@ from h5pack.benchmark.loader_settings import (
     pick_workers,
     plan_chunk_cache,
     ratio_text,
-    speed_range_text,
 )
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan
@@ -459,7 +458,7 @@ def _gain(
         cold = [one.median for one in measurements if one.speeds and one.case in first]
         decoded = any(one.is_input and one.compression != "none" for one in variants)
         how = "read from the disk" + " and decoded" * decoded
-        when = " after the first epoch" + "".join(f" ({speed:,.0f} in the first, {how})" for speed in cold)
+        when = "".join(f"{epoch_text(images, speed)} for a first epoch, {how}; then " for speed in cold)
         where = ", from the page cache"
     plain = [
         one
@@ -467,13 +466,12 @@ def _gain(
         if one.speeds and (one.case.variant, one.case.engine, one.case.order, one.case.cache) == baseline
     ]
     reasons = []
-    for reader, found in ((f"by H5Loader{when}", own), (f"by h5py with one index a call{where}", plain)):
+    for reader, found in ((f"H5Loader: {when}", own), (f"h5py with one index a call{where}: ", plain)):
         for one in found[:1]:
             ratio = picked.median / one.median
             times = f"{factor_text(max(ratio, 1 / ratio))} x {'slower' if ratio >= 1 else 'faster'}"
-            speeds = speed_range_text(one.median, min(one.speeds), max(one.speeds))
-            epochs = f"an epoch takes {epoch_text(images, one.median)} instead of {epoch_text(images, picked.median)}"
-            reasons.append(f"The input file, read {reader}: {speeds}, {times}: {epochs}.")
+            epochs = f"{epoch_text(images, *one.speeds)} an epoch instead of {epoch_text(images, picked.median)}"
+            reasons.append(f"The input file, read by {reader}{epochs}, {times}.")
     return round(picked.median / plain[0].median, 2) if plain else None, reasons
 
 

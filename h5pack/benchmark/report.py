@@ -158,9 +158,10 @@ class BenchReport:
         text = f"{what}: {speed_range_text(chosen.images_per_s, *chosen.images_per_s_range)} "
         text += f"with num_threads={chosen.num_threads}"
         if chosen.hardly_matters:
-            epoch = f"all {self.num_images:,} images are read in {epoch_text(self.num_images, chosen.images_per_s)}"
-            later = "after the first epoch, " if chosen.judged_by == "hot" else ""
-            return f"{text}; {later}{epoch}, so other chunk sizes hardly matter."
+            epoch = f"an epoch of {counted(self.num_images, 'image')} takes"
+            first = ", the first longer" if chosen.judged_by == "hot" else ""
+            time = f"{epoch_text(self.num_images, chosen.images_per_s)}{first}"
+            return f"{text}; at this speed {epoch} {time}, so other chunk sizes hardly matter."
         if not chosen.compared:
             few = f"The sample of {self.sample_rows:,} is read in {epoch_text(self.sample_rows, chosen.images_per_s)}"
             more = f"give {self._more_rows}" if self._more_rows else "there are no more images"
@@ -211,7 +212,8 @@ class BenchReport:
                 return "", ()
             # The default chunks of twice as many images as take that long may be larger, and faster.
             enough = int(float(f"{2 * SHORT_EPOCH_SECONDS * chosen.images_per_s:.2g}"))
-            aim = f"If you have more images, about {enough:,} or more: to compare chunk sizes for N of them,"
+            fits = f"If you have more images: up to about {enough:,}, the default will do;"
+            aim = f"{fits} to compare sizes for N of them,"
             is_short = self.source_images < 2 * MIN_EPOCH_SECONDS * chosen.images_per_s
             few = is_short or is_small(self.source_images, self.row_bytes)
         how = f"omit the source, which has too few images, and give {size}" if few else "give"

@@ -105,9 +105,10 @@ class DatasetReport:
         lines += [f"  fault: {fault}" for fault in self.faults]
         if self.fix is not None:
             if self.kept_bytes:
-                once, again = ("decodes", "decode") if self.filters else ("reads", "read")
+                once = "decodes" if self.filters else "reads"
                 kept = f"{once} each chunk once and keeps it in memory, {format_bytes(self.kept_bytes)} in all"
-                lines.append(f"  H5Loader: {kept}; workers of a DataLoader {again} chunks in every epoch")
+                again = f"each worker of a DataLoader {once} chunks again, without persistent_workers in every epoch"
+                lines.append(f"  H5Loader: {kept}; {again}")
             without, labelled = "", self.label_fix or self.fix
             if self.label_fix is not None:
                 name, without = _labels_of(self.label_fix), " without labels"
