@@ -73,6 +73,9 @@ def test_json_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     code, out, _ = run(capsys, "convert", source, tmp_path / "o.h5", "--json", "--workers", 1)
     assert code == 0
     assert json.loads(out)["images"] == 5
+    texts = [run(capsys, "info", tmp_path / "o.h5", *options)[1] for options in ((), ("--full",))]
+    assert ["rdcc_nslots=" in text for text in texts] == [False, True]
+    assert len(texts[0].splitlines()) < len(texts[1].splitlines())
     code, out, _ = run(capsys, "info", tmp_path / "o.h5", "--json", "--stats")
     assert code == 0
     assert json.loads(out)["pack"]["complete"] is True

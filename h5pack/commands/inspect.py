@@ -21,6 +21,9 @@ def add(commands: Any) -> None:
     info.add_argument("file", metavar="FILE")
     info.add_argument("--labels", metavar="NAME", help="dataset of labels of an HDF5 file (default: detected)")
     info.add_argument("--stats", action="store_true", help="also report class counts and channel statistics")
+    info.add_argument(
+        "--full", action="store_true", help="also print chunk caches for h5py, and what opening the file reads"
+    )
 
     verify = commands.add_parser(
         "verify",
@@ -66,7 +69,11 @@ def _info(arguments: argparse.Namespace) -> int:
     """Print the description of a file; return the exit status."""
     from h5pack.inspect.info import info
 
-    print_report(info(arguments.file, labels=arguments.labels, stats=arguments.stats), arguments)
+    report = info(arguments.file, labels=arguments.labels, stats=arguments.stats)
+    if arguments.full and not arguments.json:
+        print(report.to_text(full=True), flush=True)
+    else:
+        print_report(report, arguments)
     return 0
 
 

@@ -88,9 +88,9 @@ class DatasetReport:
         """Return the report as a JSON-serializable dict."""
         return {**asdict(self), "overhead": round(self.overhead, 4)}
 
-    def to_text(self, path: str) -> str:
-        """Return the report as lines of text. `path`, the file's path, is used in recommended commands."""
-        share = f", {self.overhead:.3f} times the array's size" if self.bytes else ""
+    def to_text(self, path: str, full: bool = False) -> str:
+        """Return the report as lines of text; `full` adds details. `path`, the file's path, is used in commands."""
+        share = f", {self.overhead:.3f} times the array's size" if self.bytes and self.layout == "chunked" else ""
         stored = f"{format_bytes(self.stored_bytes)} stored{share}"
         if self.layout == "virtual":
             stored = f"refers to {counted(self.files, 'file')}"
@@ -99,9 +99,10 @@ class DatasetReport:
         if self.chunks is not None:
             filters = ", ".join(self.filters) or "no filter"
             count = math.prod(-(-size // part) for size, part in zip(self.shape, self.chunks, strict=True))
-            details.append(f"  chunks {count:,} of {shape_text(self.chunks)}, {self.index}, {filters}")
-        if self.cache is not None:
-            details.append(f"  only for h5py: {self.cache.keywords} ({self.cache.reason})")
+            index = f", {self.index}" if full else ""
+            details.append(f"  chunks {count:,} of {shape_text(self.chunks)}{index}, {filters}")
+        if full and self.cache is not None:
+            details.append(f"  chunk cache, only for h5py: {self.cache.keywords} ({self.cache.reason})")
         lines += [f"  fault: {fault}" for fault in self.faults]
         if self.fix is not None:
             if self.kept_bytes:
@@ -144,21 +145,22 @@ class FileReport:
         """Return the report as a JSON-serializable dict. The keys are stable across versions."""
         return {**asdict(self), "datasets": [dataset.to_json() for dataset in self.datasets]}
 
-    def to_text(self) -> str:
-        """Return the report as lines of text."""
+    def to_text(self, full: bool = False) -> str:
+        """Return the report as lines of text; `full` adds chunk caches for h5py, and the ranges that opening reads."""
         lines = [f"{self.path}: {format_bytes(self.bytes)}"]
         lines += ["not an h5pack file"] if self.pack is None else pack_lines(self.pack)
         lines += [] if any(one.faults for one in self.datasets) else ["faults   none"]
         tables = [one for one in self.datasets if self.pack is not None and one.name.partition("/")[0] in _TABLES]
-        lines += [dataset.to_text(self.path) for dataset in self.datasets if dataset not in tables]
+        lines += [dataset.to_text(self.path, full) for dataset in self.datasets if dataset not in tables]
         if tables:
             stored = format_bytes(sum(one.stored_bytes for one in tables))
             names = ", ".join(dict.fromkeys(one.name.partition("/")[0] for one in tables))
             lines.append(f"tables   {names}: {counted(len(tables), 'dataset')}, {stored} stored")
-        size = format_bytes(sum(stop - start for start, stop in self.opening))
-        one = "; for 1 range, which is faster over a network, not on a local disk"
-        fix = "" if self.opening_fix is None else f"{one}: {shlex.join(self.opening_fix)}"
-        lines.append(f"opening  reads {counted(len(self.opening), 'range')} of the file, {size} in all{fix}")
+        if full:
+            size = format_bytes(sum(stop - start for start, stop in self.opening))
+            one = "; for 1 range, which is faster over a network, not on a local disk"
+            fix = "" if self.opening_fix is None else f"{one}: {shlex.join(self.opening_fix)}"
+            lines.append(f"opening  reads {counted(len(self.opening), 'range')} of the file, {size} in all{fix}")
         stats = self.stats or {}
         if stats.get("labels"):
             splits = stats.get("split_labels", {}).items()

@@ -312,6 +312,7 @@ def test_files_that_open_with_many_ranges_get_a_command(tmp_path: Path) -> None:
     assert report.opening_fix is not None
     assert report.opening_fix[0] == "h5repack"
     assert report.to_json()["opening"] == report.opening
+    assert [" ".join(report.opening_fix) in report.to_text(full) for full in (False, True)] == [False, True]
     if shutil.which("h5repack") is None:
         pytest.skip("needs h5repack: apt-get install hdf5-tools")
     subprocess.run([*report.opening_fix[:-1], tmp_path / "b.h5"], check=True)
