@@ -47,6 +47,11 @@ class Workload:
         """The batch size that was asked for, but at most a quarter of the images."""
         return limited_batch_size(self.asked_batch_size or self.batch_size, self.num_images)
 
+    @property
+    def memory_images(self) -> int:
+        """The number of images that fit into half of the available memory, and so stay in the page cache."""
+        return self.memory_bytes // 2 // self.row_bytes
+
     def is_default(self, variant: FileVariant) -> bool:
         """Return whether `h5pack.convert` makes the chunks of this variant by default."""
         return variant.chunk_rows == self.default_chunk_rows and variant.compression == "none" and not variant.is_input
@@ -131,7 +136,7 @@ def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> C
 
 def deciding_caches(workload: Workload, caches: Sequence[str]) -> list[str]:
     """Return the page-cache states to judge by, best first; the second counts only if the first was not measured."""
-    fits = workload.num_images * workload.row_bytes <= workload.memory_bytes // 2
+    fits = workload.num_images <= workload.memory_images
     return [cache for cache in (("hot", "cold") if fits else ("cold", "hot")) if cache in caches]
 
 

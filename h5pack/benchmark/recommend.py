@@ -70,6 +70,7 @@ class Recommendation:
     ties: tuple[str, ...]  # Labels of this variant and of those without a clear difference to it; all if not compared.
     compared: bool = True  # Whether variants were compared; False if the sample is too small, or they hardly matter.
     hardly_matters: bool = False  # Whether all images are read so fast that no other variant can save much.
+    memory_images: int = 0  # How many images fit into half of the available memory: reads of more are judged cold.
     reasons: tuple[str, ...]  # Sentences that explain the recommendation.
     command: str  # Command line that converts to the variant; empty if `convert` is False.
     code: str  # Python code that reads the file with these settings.
@@ -189,6 +190,7 @@ def choose(
         ties=tuple(one.variant.label for one in ties),
         compared=compared,
         hardly_matters=hardly_matters,
+        memory_images=workload.memory_images,
         reasons=(
             *measuring_reasons(variant, workload),
             *gain_reasons[:1],
@@ -345,26 +347,24 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, h
     The times of the others are that of the recommended variant, divided by the ratios of speeds in the same turns. An
     input file that is not recommended is left out, because `_gain` gives its time.
     """
-    texts, fastest = [], 1.0
-    seconds = workload.num_images / picked.stated.median
+    texts, fastest, seconds = [], 1.0, workload.num_images / picked.stated.median
     for one in found:
         if one is not picked and not one.variant.is_input:
             ratios = one.ratios(picked) or (one.stated.median / picked.stated.median,)
             fastest = max(fastest, statistics.median(ratios))
-            time = epoch_text(workload.num_images, *(picked.stated.median * ratio for ratio in ratios))
-            texts.append(f"{one.variant.label} {time}")
+            speeds = (picked.stated.median * ratio for ratio in ratios)
+            texts.append(f"{one.variant.label} {epoch_text(workload.num_images, *speeds)}")
     if not texts:
         return []
     own = epoch_text(workload.num_images, *picked.stated.speeds)
     best = "the sample is too small to compare them"
     if hardly_matters:
         certain = "" if any(one.is_faster(picked) for one in found) else ", if that is not noise"
-        saved = f"{1000 * seconds * (1 - 1 / fastest):.1f} ms"
-        best = f"the fastest saves {saved} an epoch{certain}, too little to matter"
+        saved = 1000 * seconds * (1 - 1 / fastest)
+        best = f"the fastest saves {saved:.1f} ms an epoch{certain}, too little to matter"
         best = "none is faster" if fastest == 1 else best
     how = f"{'Epochs' if hardly_matters else 'Roughly estimated epochs'} of {counted(workload.num_images, 'image')}"
-    others = "new chunks" if picked.variant.is_input else "other chunks"
-    return [f"{how}: {_name(picked.variant)} {own}; {others}: {', '.join(texts)}; {best}."]
+    return [f"{how}: {_name(picked.variant)} {own}; other chunks: {', '.join(texts)}; {best}."]
 
 
 def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:

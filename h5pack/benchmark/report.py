@@ -16,7 +16,6 @@ from h5pack.benchmark.cases import (
     MIN_REPEATS,
     MIN_ROWS,
     NO_TIME,
-    SHORT_EPOCH_SECONDS,
     BenchCase,
     CaseRepeats,
     Ceiling,
@@ -210,10 +209,8 @@ class BenchReport:
             given += (f"seconds={_LONG_SECONDS}",) * (2 * self.budget_seconds <= _LONG_SECONDS)
             if self.num_images != self.source_images:
                 return "", ()
-            # The default chunks of twice as many images as take that long may be larger, and faster.
-            enough = int(float(f"{2 * SHORT_EPOCH_SECONDS * chosen.images_per_s:.2g}"))
-            fits = f"If you have more images: up to about {enough:,}, the default will do;"
-            aim = f"{fits} to compare sizes for N of them,"
+            fits = f"More than about {int(float(f'{chosen.memory_images:.2g}')):,} images do not stay in memory"
+            aim = f"{fits}: to compare chunk sizes for N of them,"
             is_short = self.source_images < 2 * MIN_EPOCH_SECONDS * chosen.images_per_s
             few = is_short or is_small(self.source_images, self.row_bytes)
         how = f"omit the source, which has too few images, and give {size}" if few else "give"

@@ -108,8 +108,7 @@ class DatasetReport:
             if self.kept_bytes:
                 once = "decodes" if self.filters else "reads"
                 kept = f"{once} each chunk once and keeps it in memory, {format_bytes(self.kept_bytes)} in all"
-                again = f"each worker of a DataLoader {once} chunks again, without persistent_workers in every epoch"
-                lines.append(f"  H5Loader: {kept}; {again}")
+                lines.append(f"  H5Loader: {kept}; each worker of a DataLoader {once} chunks again")
             without, labelled = "", self.label_fix or self.fix
             if self.label_fix is not None:
                 name, without = _labels_of(self.label_fix), " without labels"

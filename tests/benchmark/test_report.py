@@ -55,7 +55,10 @@ def test_the_answer_says_what_to_type_and_what_was_not_compared() -> None:
     report.num_images = counts
     # Nor are they if chunk sizes hardly matter.
     report.sample_rows = 100
-    report.recommendation = reports.recommended(report.variants[4], compared=False, hardly_matters=True)
+    report.recommendation = reports.recommended(
+        report.variants[4], compared=False, hardly_matters=True, memory_images=123_456, reasons=()
+    )
+    assert " 120,000 " in report.to_text()
     assert report.parameters == ("num_images=N", "seconds=300", "full=True")
     assert "rows=" not in report.headline()
     # A source that is read in a few milliseconds is too small for that, whatever number is given.
