@@ -1,6 +1,7 @@
 """Which chunk size is best on this machine, and does the recommendation hold when it is measured again?
 
-Run ``python -m benchmarks.chunk_size``: `h5pack.bench` on generated images, its result kept beside the others.
+Run ``python -m benchmarks.chunk_size``: `h5pack.bench` on generated images, and its result beside the others; then once
+more, only with a cold page cache, in the result as ``"cold"``.
 ``python -m benchmarks.chunk_size --again RESULT --images FOLDER`` packs the folder with each chunk size of that result
 again, and reads all of them side by side in whole epochs, with the recommended settings.
 """
@@ -25,24 +26,24 @@ _EPOCHS = 5
 
 
 def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """The report of a bench."""
+    """The report of a bench, and of one with a cold page cache."""
     folder = arguments.images
     if folder is None:
         folder = scratch / "images"
         make_folder(folder, arguments.count, workers=available_cpus())
-    report = h5pack.bench(
-        folder,
-        seconds=arguments.seconds,
-        chunk_rows=arguments.chunk_rows,
-        batch_size=arguments.batch_size,
-        scratch=scratch,
-    )
-    if arguments.images is None:
-        # The folder's name was a temporary one.
-        report.source = "generated images"
-    print(report.to_text(full=True))
+    settings = {name: getattr(arguments, name) for name in ("seconds", "chunk_rows", "batch_size")}
+    reports = [
+        h5pack.bench(folder, scratch=scratch, **settings, **more)
+        for more in ({}, {"caches": "cold", "orders": "window", "engines": "direct", "num_workers": 0})
+    ]
+    for report in reports:
+        if arguments.images is None:
+            # The folder's name was a temporary one.
+            report.source = "generated images"
+        print(report.to_text(full=True))
     what = f"--count {arguments.count}" if arguments.images is None else f"--images {arguments.images.name}"
-    result = report.to_json() | {"command": f"python -m benchmarks.chunk_size {what} --seconds {arguments.seconds:g}"}
+    command = f"python -m benchmarks.chunk_size {what} --seconds {arguments.seconds:g}"
+    result = reports[0].to_json() | {"command": command, "cold": reports[1].to_json()}
     found: dict[str, Any] = json.loads(json.dumps(result).replace(str(folder), "images"))
     return found
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from h5pack.benchmark.cases import FileVariant, Measurement, SweepTable
+from h5pack.benchmark.cases import CaseRepeats, FileVariant, Measurement, SweepTable
+from h5pack.benchmark.loader_settings import ratio_text
 from h5pack.benchmark.report import BenchReport
 from h5pack.system.text import counted
 
@@ -231,14 +232,20 @@ def hot_chunk_table(result: dict[str, Any]) -> str:
 
 
 def cold_chunk_table(result: dict[str, Any]) -> str:
-    """Images/s of H5Loader with a cold page cache, median and range, as a Markdown table."""
-    report = BenchReport.from_json(result)
-    table = SweepTable(report.measurements, report.variants, report.run_off)
-    lines = ["| chunks | images/s |", "|---|---|"]
+    """Images/s of H5Loader with a cold page cache, and their ratios to the default's, as a Markdown table."""
+    report = BenchReport.from_json(result["cold"])
+    again = {one.case: one for one in report.run_off}
+    usual = report.measurements[0].case
+    alike = [one for one in report.measurements if one.speeds and replace(one.case, variant=usual.variant) == usual]
+    found = {one.case.variant: CaseRepeats.of(one, again.get(one.case)) for one in alike}
+    chosen = None if report.recommendation is None else found[report.recommendation.variant]
+    lines = ["| chunks | images/s | of the speed of the default |", "|---|---|---|"]
     for variant in report.variants:
-        one = table.found(variant.label, "window", "direct", "cold")
-        if one is not None and one.speeds:
-            lines.append(f"| {_variant_text(variant, report)} | {_range_text(one)} |")
+        if variant.label in found:
+            one = found[variant.label]
+            ratios = () if chosen is None or one is chosen else one.ratios(chosen)
+            ratio = f"{ratio_text(ratios)}, {counted(len(one.all_ratios(chosen)), 'turn')}" if ratios else "-"
+            lines.append(f"| {_variant_text(variant, report)} | {_range_text(one.stated)} | {ratio} |")
     return "\n".join(lines)
 
 

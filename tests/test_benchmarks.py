@@ -70,6 +70,8 @@ def test_chunk_size_benchmark_and_its_settings_again(tmp_path: Path, monkeypatch
     found = run(tmp_path / "scratch", chunk_size, sizes)
     assert found["recommendation"]["variant"] in ("4 rows", "16 rows")
     assert str(tmp_path) not in json.dumps(found)
+    assert {case["cache"] for case in found["cold"]["measurements"]} == {"cold"}
+    assert tables.cold_chunk_table(found).count(" rows") == 2
     (tmp_path / "scratch" / "r.json").rename(tmp_path / "first.json")
     again = run(tmp_path / "scratch", chunk_size, f"--again {tmp_path}/first.json --images {images} --repeats 2")
     assert set(again["images_per_s"]) == {"4 rows", "16 rows"}

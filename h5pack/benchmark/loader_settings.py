@@ -182,11 +182,6 @@ def epoch_text(rows: int, *speeds: float) -> str:
     return f"{factor * seconds:.1f} {unit}{span}"
 
 
-def factor_text(ratio: float) -> str:
-    """Return a factor with two significant digits."""
-    return f"{ratio:.1f}" if ratio < 10 else f"{float(f'{ratio:.1e}'):,.0f}"
-
-
 def ratio_text(ratios: Sequence[float]) -> str:
     """Return the median of ratios, and their range if there are several, such as "1.12 (1.05 to 1.20)"."""
     span = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""

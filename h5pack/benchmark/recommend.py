@@ -28,7 +28,6 @@ from h5pack.benchmark.loader_settings import (
     Workload,
     cache_reason,
     epoch_text,
-    factor_text,
     measuring_reasons,
     pick_settings,
     pick_workers,
@@ -195,10 +194,10 @@ def choose(
             *measuring_reasons(variant, workload),
             *gain_reasons[:1],
             *(_comparison(picked, found, workload) if compared else _epochs(picked, found, workload, hardly_matters)),
-            *gain_reasons[1:],
             cache_reason(workload, cache),
             *settings_reasons,
             *([workers_reason] if compared else []),
+            *gain_reasons[1:],
         ),
         command="" if variant.is_input else _command(variant, workload),
         code=_code(variant, case, workload),
@@ -468,10 +467,9 @@ def _gain(
     reasons = []
     for reader, found in ((f"H5Loader: {when}", own), (f"h5py with one index a call{where}: ", plain)):
         for one in found[:1]:
-            ratio = picked.median / one.median
-            times = f"{factor_text(max(ratio, 1 / ratio))} x {'slower' if ratio >= 1 else 'faster'}"
             epochs = f"{epoch_text(images, *one.speeds)} an epoch instead of {epoch_text(images, picked.median)}"
-            reasons.append(f"The input file, read by {reader}{epochs}, {times}.")
+            most = "; a training gains at most that" * (picked.median > one.median)
+            reasons.append(f"The input file, read by {reader}{epochs}{most}.")
     return round(picked.median / plain[0].median, 2) if plain else None, reasons
 
 

@@ -189,7 +189,7 @@ class H5Dataset(BatchSource):
 
     def __repr__(self) -> str:
         shape = " x ".join(str(size) for size in self.row_shape(self.names[0]))
-        labels = "" if self.label_name is not None else ", no labels"
+        labels = ", no labels" if self.label_name is None else f", labels {self.label_name!r}"
         names = self.field_names[1 + (self.label_name is not None) : len(self.field_names) - self.with_rows]
         fields = f", fields {', '.join(names)}" if names else ""
         return f"H5Dataset({self.path!r}, split={self.split!r}): {len(self):,} rows of {shape}{labels}{fields}"

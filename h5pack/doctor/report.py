@@ -149,7 +149,7 @@ class DoctorReport:
                 f"fed by {feeder} in batches of {evidence.batch_rows:,}{few}{pinned}; "
                 f"{counted(evidence.cpus, 'CPU')}; device {target.device}"
             )
-        lines += [f"fault of the file: {fault}; see 'h5pack info'" for fault in target.faults]
+        lines += [f"fault of the file: {fault}; 'h5pack info' prints the fix" for fault in target.faults]
         lines.append(f"step: {target.step}{'' if target.labels else ', without labels'}; normalize: {target.normalize}")
         if evidence is not None and evidence.one_thread_ratio is not None:
             times, threads = evidence.one_thread_ratio, evidence.step_threads

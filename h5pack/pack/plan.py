@@ -349,9 +349,9 @@ class ConvertPlan:
             of = of if options.val_groups is None else f"the images, in whole groups of {options.val_groups!r}"
             taken = "" if len(self.catalog.split_names) == 2 else " in the training split"
             splits += f" (val: {options.val:g} of {of}{taken}, seed {options.seed})"
-        file = format_bytes(self.file_bytes)
+        file = f"at most {format_bytes(self.file_bytes)}"
         if options.filter is not None:
-            file = f"at most {file}, {options.filter.name}"
+            file += f", {options.filter.name}"
         if self.source_bytes:
             times = self.file_bytes / self.source_bytes
             file += f", {times:,.{times < 10:d}f} times the {format_bytes(self.source_bytes)} of its image files"

@@ -243,7 +243,8 @@ def test_the_gain_over_the_input_file_is_stated() -> None:
         measured("as it is", 4.0, 5.0, 6.0, order="single", engine="default", batch_size=1, num_threads=1),
     )
     assert (chosen.convert, chosen.gain) == (True, 20.0)
-    assert any("9.1 x slower" in reason for reason in chosen.reasons)
+    # 20,000 images at 11 and at 100 images/s.
+    assert any("1818.2 s (1666.7 to 2000.0) an epoch instead of 200.0 s" in reason for reason in chosen.reasons)
 
 
 def test_plain_h5py_may_be_faster_than_the_recommended_reader() -> None:
@@ -254,7 +255,7 @@ def test_plain_h5py_may_be_faster_than_the_recommended_reader() -> None:
         measured("as it is", 124.0, 125.0, 126.0, order="single", engine="default", batch_size=1, num_threads=1),
     )
     assert chosen.gain == 0.8
-    assert any("1.2 x faster" in reason for reason in chosen.reasons)
+    assert any("160.0 s (158.7 to 161.3) an epoch instead of 200.0 s" in reason for reason in chosen.reasons)
 
 
 def settings_of(*run_off: Measurement, **changes: Any) -> Recommendation:

@@ -71,7 +71,7 @@ def require_rows(batches: list[Any], path: Path) -> list[int]:
 def test_samples_and_batches(even: Path) -> None:
     images = np.stack(stored(even))
     dataset = h5pack.H5Dataset(even, fields=["weights"], with_rows=True)
-    assert repr(dataset).endswith(f"{ROWS} rows of 20 x 14 x 3, fields weights")
+    assert repr(dataset).endswith(f"{ROWS} rows of 20 x 14 x 3, labels 'labels', fields weights")
     for index in (0, 1, 33, -1):
         row = index % ROWS
         image, label, weight, number = dataset[index]
