@@ -106,8 +106,8 @@ def table_seconds(rows: int) -> float:
 def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     """Yield one list of catalog indices per task, in random order.
 
-    If the source has groups, such as chunks, each task has up to 256 images of whole groups, because reading one image
-    of a group takes as long as reading all of them.
+    If the source has groups, such as chunks, a task has whole groups, because reading one image of a group takes as
+    long as reading all of them; but of a group at most 256 images.
     """
     origins = plan.row_order.origins
     groups = plan.catalog.reader.groups(origins)
