@@ -225,7 +225,7 @@ def hot_chunk_table(result: dict[str, Any]) -> str:
     report = BenchReport.from_json(result)
     table = SweepTable(report.measurements, report.variants, report.run_off)
     lines = [f"| chunks | {' | '.join(name for name, _, _ in _WAYS)} |", "|---|" + "---|" * len(_WAYS)]
-    for variant in report.variants:
+    for variant in _made(report):
         cells = [_speed_cell(table.found(variant.label, order, engine, "hot")) for _, order, engine in _WAYS]
         lines.append(f"| {_variant_text(variant, report)} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -240,13 +240,18 @@ def cold_chunk_table(result: dict[str, Any]) -> str:
     found = {one.case.variant: CaseRepeats.of(one, again.get(one.case)) for one in alike}
     chosen = None if report.recommendation is None else found[report.recommendation.variant]
     lines = ["| chunks | images/s | of the speed of the default |", "|---|---|---|"]
-    for variant in report.variants:
+    for variant in _made(report):
         if variant.label in found:
             one = found[variant.label]
             ratios = () if chosen is None or one is chosen else one.ratios(chosen)
             ratio = f"{ratio_text(ratios)}, {counted(len(one.all_ratios(chosen)), 'turn')}" if ratios else "-"
             lines.append(f"| {_variant_text(variant, report)} | {_range_text(one.stated)} | {ratio} |")
     return "\n".join(lines)
+
+
+def _made(report: BenchReport) -> list[FileVariant]:
+    """Return the file variants that `convert` can make: those with chunks."""
+    return [one for one in report.variants if one.chunk_rows is not None]
 
 
 def _variant_text(variant: FileVariant, report: BenchReport) -> str:

@@ -83,7 +83,7 @@ def pick_settings(
 
 
 def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, str]:
-    """Return the recommended number of workers for a DataLoader, and the reason.
+    """Return the recommended number of workers for a DataLoader, and the reason; "" if none was measured.
 
     The number is one per CPU unless another number is faster. If one per CPU was not measured, because other numbers
     were asked for, it is the fastest of these.
@@ -99,8 +99,7 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
     others = [one for one in found.values() if workload.cpus not in tried or (usual and one.is_faster(usual))]
     best = max(others, key=lambda one: one.median, default=usual)
     if best is None:
-        why = "one per CPU, which was not measured" + " for lack of time" * (workload.cpus in tried)
-        return workload.cpus, f"If you use a DataLoader instead of H5Loader: num_workers={workload.cpus}, {why}."
+        return workload.cpus, ""
     number = best.case.num_workers or 0
     why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"
     if workload.cpus not in tried:

@@ -196,7 +196,7 @@ def choose(
             *(_comparison(picked, found, workload) if compared else _epochs(picked, found, workload, hardly_matters)),
             cache_reason(workload, cache),
             *settings_reasons,
-            *([workers_reason] if compared else []),
+            *([workers_reason] if compared and workers_reason else []),
             *gain_reasons[1:],
         ),
         command="" if variant.is_input else _command(variant, workload),
@@ -358,9 +358,7 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, h
     own = epoch_text(workload.num_images, *picked.stated.speeds)
     best = "the sample is too small to compare them"
     if hardly_matters:
-        certain = "" if any(one.is_faster(picked) for one in found) else ", if that is not noise"
-        saved = 1000 * seconds * (1 - 1 / fastest)
-        best = f"the fastest saves {saved:.1f} ms an epoch{certain}, too little to matter"
+        best = f"the fastest may save {1000 * seconds * (1 - 1 / fastest):.1f} ms an epoch, too little to matter"
         best = "none is faster" if fastest == 1 else best
     how = f"{'Epochs' if hardly_matters else 'Roughly estimated epochs'} of {counted(workload.num_images, 'image')}"
     return [f"{how}: {_name(picked.variant)} {own}; other chunks: {', '.join(texts)}; {best}."]
@@ -388,7 +386,7 @@ def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workloa
         chance = f"there was time for {counted(turns, 'turn')}, and {MIN_TURNS} are needed"
     elif all(one.is_faster(picked) for one in faster):
         chance = f"by less than {100 * WORTH - 100:.0f} %"
-    texts, how = [], f", by the ratio of speeds in {_turns_text(picked, found)}"
+    texts = []
     for begin, some, end in (
         ("Probably faster than {}", faster, f"; {chance}, so {why}"),
         ("No clear difference to {}", equal, f"; {noise}{why}"),
@@ -396,14 +394,14 @@ def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workloa
         ("Slower than {} in this run", slower, ""),
     ):
         if some:
-            texts.append(f"{begin.format(label)}{how}: {_relative(some, picked, workload)}{end}.")
-            how = ""
+            how = f"by the ratio of speeds in {_turns_text(picked, some)}"
+            texts.append(f"{begin.format(label)}, {how}: {_relative(some, picked, workload)}{end}.")
     return texts
 
 
 def _turns_text(picked: _Compared, found: Sequence[_Compared]) -> str:
     """Return how many turns have measured the recommended variant and others, such as "7 turns" or "5 to 7 turns"."""
-    turns = {len(picked.all_ratios(one)) for one in found if one is not picked}
+    turns = {len(picked.all_ratios(one)) for one in found}
     low, high = min(turns), max(turns)
     return counted(high, "turn") if low == high else f"{low} to {counted(high, 'turn')}"
 
@@ -465,7 +463,7 @@ def _gain(
         if one.speeds and (one.case.variant, one.case.engine, one.case.order, one.case.cache) == baseline
     ]
     reasons = []
-    # If H5Loader reads the input file, too, how slow h5py is matters to nobody.
+    # If H5Loader reads the input file, too, h5py's speed matters only if it is higher.
     shown = plain if not own or (plain and plain[0].median > picked.median) else []
     for reader, found in ((f"H5Loader: {when}", own), (f"h5py with one index a call{where}: ", shown)):
         for one in found[:1]:

@@ -209,7 +209,7 @@ class BenchReport:
             given += (f"seconds={_LONG_SECONDS}",) * (2 * self.budget_seconds <= _LONG_SECONDS)
             if self.num_images != self.source_images:
                 return "", ()
-            fits = f"More than about {int(float(f'{chosen.memory_images:.2g}')):,} images do not stay in memory"
+            fits = f"More than about {int(float(f'{chosen.memory_images:.2g}')):,} images may not stay in memory"
             aim = f"{fits}: to compare chunk sizes for N of them,"
             is_short = self.source_images < 2 * MIN_EPOCH_SECONDS * chosen.images_per_s
             few = is_short or is_small(self.source_images, self.row_bytes)

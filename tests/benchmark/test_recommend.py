@@ -298,7 +298,7 @@ def test_variants_are_not_compared_if_epochs_of_all_images_are_short(images: int
     assert (chosen.compared, chosen.variant) == (compared, "32 rows")
 
 
-@pytest.mark.parametrize(("speed", "text"), [(200, "saves 10.0 ms an epoch"), (90, "none is faster")])
+@pytest.mark.parametrize(("speed", "text"), [(200, "save 10.0 ms an epoch"), (90, "none is faster")])
 def test_short_epochs_are_listed_with_what_the_fastest_saves(speed: float, text: str) -> None:
     found = [measured("32 rows", 100, 100, 100), measured("128 rows", speed, speed, speed)]
     chosen = chosen_from(VARIANTS, *found, num_images=2, default_chunk_rows=32)
