@@ -45,7 +45,9 @@ SIDEWAYS = (5, 6, 7, 8)
 """The Exif orientations that exchange height and width."""
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_LIBTIFF = b"tempfile.tif: "
+# libtiff begins a message with the name that Pillow gives the file, or with the name of a function, such as LZWDecode.
+# The last line of a Python traceback looks like the latter, but ends its first word with one of the excluded words.
+_LIBTIFF = re.compile(rb"(?:tempfile\.tif: |(?=_?[A-Z]\w*(?<!Error)(?<!Exception)(?<!Warning): ))(.+)")
 """The beginning of libtiff's messages: the name that Pillow gives to every TIFF file."""
 
 
@@ -422,13 +424,13 @@ def _libtiff_messages() -> Iterator[None]:
         os.close(original)
         lines = os.pread(messages, os.fstat(messages).st_size, 0).splitlines(keepends=True)
         os.close(messages)
-    found = [line for line in lines if line.startswith(_LIBTIFF)]
+    found = [match[1] for line in lines if (match := _LIBTIFF.match(line))]
     if len(found) < len(lines):
-        os.write(2, b"".join(line for line in lines if line not in found))
+        os.write(2, b"".join(line for line in lines if not _LIBTIFF.match(line)))
     if error is None:
         return
     if found and not isinstance(error, (RejectedImageError, MemoryError)):
-        text = found[0].removeprefix(_LIBTIFF).decode(errors="replace").strip()
+        text = found[0].decode(errors="replace").strip()
         raise RejectedImageError(f"cannot be decoded: libtiff: {text}") from error
     raise error
 
