@@ -21,6 +21,7 @@ from h5pack.read.ragged import RaggedIndex
 from h5pack.read.storage import SourceFile
 from h5pack.read.virtual_index import MappedRows, join_rows
 from h5pack.system.arrays import RowNumbers, joined_ranges
+from h5pack.system.parameters import require_local
 
 
 def list_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str | os.PathLike[str]]:
@@ -30,6 +31,9 @@ def list_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     that matches nothing.
     """
     if not isinstance(path, (str, os.PathLike)):
+        given: Any = path
+        if not isinstance(given, Sequence):
+            require_local(given)
         if not len(path):
             raise OptionsError("path is an empty list; give at least one file", parameters=("path",))
         return [file for one in path for file in list_files(one)]

@@ -17,7 +17,9 @@ def invalid(name: str, value: object, problem: str) -> OptionsError:
 
 
 def require_local(path: str | os.PathLike[str]) -> None:
-    """Raise OptionsError if a path is a URL, such as ``s3://bucket/pack.h5``."""
+    """Raise OptionsError if a path is a URL, such as ``s3://bucket/pack.h5``, or no path at all."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise OptionsError(f"path is {path!r}; give the path of a file", parameters=("path",))
     name = os.fspath(path)
     if isinstance(name, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
         raise OptionsError(

@@ -562,3 +562,11 @@ def test_a_field_that_a_pack_does_not_have_is_answered_with_those_that_it_has(tm
         h5pack.H5Dataset(tmp_path / "p.h5", fields=["train/camera"])
     assert (caught.value.dataset, caught.value.parameters) == ("train/camera", ("fields",))
     assert "its fields are 'camera'" in str(caught.value)
+
+
+@pytest.mark.parametrize("read", [h5pack.H5Dataset, h5pack.info, h5pack.verify, h5pack.diagnose])
+@pytest.mark.parametrize("path", [5, None])
+def test_what_is_no_path_is_refused_by_name(read: Callable[[Any], object], path: object) -> None:
+    with pytest.raises(OptionsError) as caught:
+        read(path)
+    assert caught.value.parameters == ("path",)
