@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from h5pack.benchmark.cases import CaseRepeats, FileVariant, Measurement, SweepTable
@@ -235,9 +235,8 @@ def cold_chunk_table(result: dict[str, Any]) -> str:
     """Images/s of H5Loader with a cold page cache, and their ratios to the default's, as a Markdown table."""
     report = BenchReport.from_json(result["cold"])
     again = {one.case: one for one in report.run_off}
-    usual = report.measurements[0].case
-    alike = [one for one in report.measurements if one.speeds and replace(one.case, variant=usual.variant) == usual]
-    found = {one.case.variant: CaseRepeats.of(one, again.get(one.case)) for one in alike}
+    loaders = [one for one in report.measurements if one.speeds and one.case.num_workers is None]
+    found = {one.case.variant: CaseRepeats.of(one, again.get(one.case)) for one in loaders}
     chosen = None if report.recommendation is None else found[report.recommendation.variant]
     lines = ["| chunks | images/s | of the speed of the default |", "|---|---|---|"]
     for variant in _made(report):

@@ -82,8 +82,8 @@ def pick_settings(
     return best, reasons
 
 
-def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, str]:
-    """Return the recommended number of workers for a DataLoader, and the reason; "" if none was measured.
+def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, list[str]]:
+    """Return the recommended number of workers for a DataLoader, and the reasons: none if no number was measured.
 
     The number is one per CPU unless another number is faster. If one per CPU was not measured, because other numbers
     were asked for, it is the fastest of these.
@@ -99,14 +99,14 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
     others = [one for one in found.values() if workload.cpus not in tried or (usual and one.is_faster(usual))]
     best = max(others, key=lambda one: one.median, default=usual)
     if best is None:
-        return workload.cpus, ""
+        return workload.cpus, []
     number = best.case.num_workers or 0
     why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"
     if workload.cpus not in tried:
         why = "the only number measured" if len(found) == 1 else "the fastest of the measured numbers"
     why += f"; {_by_count('num_workers', found, best)}" if len(found) > 1 else ""
     speed = f"{best.median:,.0f} images/s"
-    return number, f"If you use a DataLoader instead of H5Loader: num_workers={number} ({speed}), {why}."
+    return number, [f"If you use a DataLoader instead of H5Loader: num_workers={number} ({speed}), {why}."]
 
 
 def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> str:

@@ -166,7 +166,7 @@ def choose(
     # Compare nothing if the sample is small, so that noise is not taken for a result.
     used, settings_reasons = pick_settings(picked.stated, run_off if compared else (), workload)
     case = replace(used.case, batch_size=workload.recommended_batch_size)
-    num_workers, workers_reason = pick_workers(picked.stated, run_off if compared else (), workload)
+    num_workers, workers_reasons = pick_workers(picked.stated, run_off if compared else (), workload)
     gain, gain_reasons = _gain(
         variants, picked.stated, measurements, [one.stated for one in found], workload.num_images
     )
@@ -196,7 +196,7 @@ def choose(
             *(_comparison(picked, found, workload) if compared else _epochs(picked, found, workload, hardly_matters)),
             cache_reason(workload, cache),
             *settings_reasons,
-            *([workers_reason] if compared and workers_reason else []),
+            *workers_reasons,
             *gain_reasons[1:],
         ),
         command="" if variant.is_input else _command(variant, workload),

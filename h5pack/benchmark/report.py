@@ -174,13 +174,12 @@ class BenchReport:
     @property
     def _longer(self) -> tuple[str, ...]:
         """The parameters to advise for a more certain answer: more time, and only the cases that decide."""
-        chosen, seconds = self.recommendation, f"seconds={_LONG_SECONDS}"
-        if 2 * self.budget_seconds > _LONG_SECONDS:
-            seconds = f"seconds={4 * self.budget_seconds:g}" if chosen is not None and chosen.busy else ""
-        some = (seconds,) if seconds else ()
+        chosen, is_short = self.recommendation, 2 * self.budget_seconds <= _LONG_SECONDS
+        more = f"seconds={_LONG_SECONDS if is_short else 4 * self.budget_seconds:g}"
+        seconds = (more,) if is_short or (chosen is not None and chosen.busy) else ()
         if chosen is None or len({replace(one.case, variant="") for one in self.measurements}) < 2:
-            return some
-        return *some, "orders='window'", "engines='direct'", f"caches={chosen.judged_by!r}"
+            return seconds
+        return *seconds, "orders='window'", "engines='direct'", f"caches={chosen.judged_by!r}"
 
     @property
     def _more_rows(self) -> str:

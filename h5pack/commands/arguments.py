@@ -24,9 +24,9 @@ def add_workers(group: Any) -> None:
     )
 
 
-def print_report(report: Any, arguments: argparse.Namespace) -> None:
-    """Print a report as text, or with ``--json`` as JSON."""
-    print(json.dumps(report.to_json(), indent=1) if arguments.json else report.to_text(), flush=True)
+def print_report(report: Any, arguments: argparse.Namespace, **settings: Any) -> None:
+    """Print a report as text, to which `settings` apply, or with ``--json`` as JSON."""
+    print(json.dumps(report.to_json(), indent=1) if arguments.json else report.to_text(**settings), flush=True)
 
 
 def add_hdf5(group: Any) -> None:

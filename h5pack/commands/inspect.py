@@ -70,10 +70,7 @@ def _info(arguments: argparse.Namespace) -> int:
     from h5pack.inspect.info import info
 
     report = info(arguments.file, labels=arguments.labels, stats=arguments.stats)
-    if arguments.full and not arguments.json:
-        print(report.to_text(full=True), flush=True)
-    else:
-        print_report(report, arguments)
+    print_report(report, arguments, full=arguments.full)
     return 0
 
 

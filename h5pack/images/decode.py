@@ -424,9 +424,10 @@ def _libtiff_messages() -> Iterator[None]:
         os.close(original)
         lines = os.pread(messages, os.fstat(messages).st_size, 0).splitlines(keepends=True)
         os.close(messages)
-    found = [match[1] for line in lines if (match := _LIBTIFF.match(line))]
+    matches = [_LIBTIFF.match(line) for line in lines]
+    found = [match[1] for match in matches if match is not None]
     if len(found) < len(lines):
-        os.write(2, b"".join(line for line in lines if not _LIBTIFF.match(line)))
+        os.write(2, b"".join(line for line, match in zip(lines, matches, strict=True) if match is None))
     if error is None:
         return
     if found and not isinstance(error, (RejectedImageError, MemoryError)):
