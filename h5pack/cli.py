@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from h5pack.commands import bench, combine, convert, doctor, export, inspect
-from h5pack.commands.arguments import error_text
+from h5pack.commands.arguments import option_text
 from h5pack.errors import H5PackError, OptionsError
 from h5pack.version import __version__
 
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except H5PackError as error:
         if arguments.debug:
             raise
-        print(f"h5pack: {error_text(error, getattr(arguments, 'parser', None))}", file=sys.stderr)
+        print(f"h5pack: {option_text(str(error), error.parameters, arguments.parser)}", file=sys.stderr)
         return 2 if isinstance(error, OptionsError) else 1
     except KeyboardInterrupt as error:
         print(f"h5pack: {_interrupted(arguments)}", file=sys.stderr)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from h5pack import cli, errors
-from h5pack.commands.arguments import error_text
+from h5pack.commands.arguments import option_text
 from h5pack.errors import OptionsError
 from tests.makers import class_folders, flat_folder, save, truncate
 
@@ -198,7 +198,7 @@ def test_a_closed_pipe_gives_no_traceback(tmp_path: Path) -> None:
 )
 def test_parameters_in_messages_become_options(message: str, parameters: tuple[str, ...], expected: str) -> None:
     parser = cli._parser().parse_args(["convert", "in", "out"]).parser
-    assert error_text(OptionsError(message, parameters=parameters), parser) == expected
+    assert option_text(message, parameters, parser) == expected
 
 
 @pytest.mark.parametrize("kind", [errors.OutputExistsError, errors.NoSpaceError, errors.DamagedRowsError])

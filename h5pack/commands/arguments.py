@@ -9,8 +9,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from h5pack.errors import H5PackError
-
 
 def comma_parts(value: str | None) -> tuple[str, ...]:
     """Split a text at commas and strip white space from each part; return an empty tuple for None."""
@@ -25,8 +23,12 @@ def add_workers(group: Any) -> None:
 
 
 def print_report(report: Any, arguments: argparse.Namespace, **settings: Any) -> None:
-    """Print a report as text, to which `settings` apply, or with ``--json`` as JSON."""
-    print(json.dumps(report.to_json(), indent=1) if arguments.json else report.to_text(**settings), flush=True)
+    """Print a report as text (made with `settings`, parameters written as options), or with ``--json`` as JSON."""
+    if arguments.json:
+        print(json.dumps(report.to_json(), indent=1), flush=True)
+    else:
+        text = report.to_text(**settings)
+        print(option_text(text, getattr(report, "parameters", ()), arguments.parser), flush=True)
 
 
 def add_hdf5(group: Any) -> None:
@@ -45,11 +47,6 @@ def add_hdf5(group: Any) -> None:
         "--value-range", metavar="LOW:HIGH",
         help="the pixel values that become 0 and 255 (default: 0:1 for floats; integers keep their values)",
     )  # fmt: skip
-
-
-def error_text(error: H5PackError, parser: argparse.ArgumentParser | None) -> str:
-    """Return the error's message with command-line options instead of parameters: ``--size 64`` for ``size=64``."""
-    return str(error) if parser is None else option_text(str(error), error.parameters, parser)
 
 
 def option_text(text: str, fragments: Sequence[str], parser: argparse.ArgumentParser) -> str:

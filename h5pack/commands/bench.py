@@ -112,21 +112,14 @@ def run(arguments: argparse.Namespace) -> int:
     except BaseException:
         # After Ctrl-C or an error, print the results so far, which remain valid.
         if bench.report is not None and bench.report.measurements:
-            _print(bench.report, arguments)
+            print_report(bench.report, arguments, full=arguments.full)
         raise
-    _print(report, arguments)
+    print_report(report, arguments, full=arguments.full)
     if arguments.plot is not None:
         draw_bench(report, arguments.plot)
         if not arguments.json:
             print(f"wrote {arguments.plot}")
     return 0
-
-
-def _print(report: Any, arguments: argparse.Namespace) -> None:
-    if arguments.json:
-        print_report(report, arguments)
-    else:
-        print(option_text(report.to_text(full=arguments.full), report.parameters, arguments.parser), flush=True)
 
 
 def _print_mixing(report: Any, arguments: argparse.Namespace) -> None:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from h5pack.commands.arguments import comma_parts
-from h5pack.commands.convert import add_order, add_processes, add_source, given_options
-
-if TYPE_CHECKING:
-    from h5pack.combine.combination import CombineReport
+from h5pack.commands.convert import add_order, add_processes, add_source, given_options, print_result
 
 
 def add(commands: Any) -> None:
@@ -95,16 +90,17 @@ def run_append(arguments: argparse.Namespace) -> int:
 
     keywords = {**given_options(arguments), **_run_keywords(arguments)}
     report = append(arguments.out, arguments.source, split=arguments.split, only_new=arguments.only_new, **keywords)
-    return _print(arguments, report)
+    print_result(report, arguments)
+    return 0
 
 
 def run_join(arguments: argparse.Namespace) -> int:
     """Join packs; return the exit status."""
     from h5pack.combine.join import join
 
-    return _print(
-        arguments, join(arguments.packs, arguments.out, virtual=arguments.virtual, **_run_keywords(arguments))
-    )
+    report = join(arguments.packs, arguments.out, virtual=arguments.virtual, **_run_keywords(arguments))
+    print_result(report, arguments)
+    return 0
 
 
 def run_subset(arguments: argparse.Namespace) -> int:
@@ -113,17 +109,10 @@ def run_subset(arguments: argparse.Namespace) -> int:
 
     names = ("splits", "classes", "rows", "sample", "seed")
     keywords = {name: getattr(arguments, name) for name in names}
-    return _print(arguments, subset(arguments.pack, arguments.out, **keywords, **_run_keywords(arguments)))
+    print_result(subset(arguments.pack, arguments.out, **keywords, **_run_keywords(arguments)), arguments)
+    return 0
 
 
 def _run_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     progress = not arguments.quiet and not arguments.json
     return {"overwrite": arguments.overwrite, "resume": arguments.resume, "progress": progress}
-
-
-def _print(arguments: argparse.Namespace, report: CombineReport) -> int:
-    if arguments.json:
-        print(json.dumps(asdict(report), indent=1))
-    elif not arguments.quiet:
-        print(replace(report, path=arguments.out).to_text())
-    return 0

@@ -203,11 +203,16 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.dry_run:
                 return 0
             report = conversion.run()
-        if arguments.json:
-            print(json.dumps(asdict(report), indent=1))
-        elif verbose:
-            print(replace(report, path=arguments.out).to_text())
+        print_result(report, arguments)
     return 0
+
+
+def print_result(report: Any, arguments: argparse.Namespace) -> None:
+    """Print the report of a command that wrote `arguments.out`: as JSON with ``--json``, nothing with ``--quiet``."""
+    if arguments.json:
+        print(json.dumps(asdict(report), indent=1))
+    elif not arguments.quiet:
+        print(replace(report, path=arguments.out).to_text())
 
 
 def _refuse_combinations(arguments: argparse.Namespace) -> None:

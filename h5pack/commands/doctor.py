@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 import time
 from typing import Any
 
-from h5pack.commands.arguments import option_text
+from h5pack.commands.arguments import print_report
 from h5pack.errors import OptionsError
 from h5pack.system.text import error_line
 
@@ -75,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Find the bottleneck of feeding a step and print the report; return the exit status, 1 if there are failures."""
     begun = time.perf_counter()
     # Load the user's functions first, because importing torch takes seconds and a mistyped name should fail at once.
-    named = {name: _named(arguments, name) for name in ("model", "transform")}
+    named = {name: load_named(f"--{name}", getattr(arguments, name)) for name in ("model", "transform")}
     from h5pack.benchmark.plots import check_plot_file
     from h5pack.doctor.diagnose import Diagnosis
     from h5pack.doctor.target import DiagnoseSettings
@@ -103,10 +102,7 @@ def _print(report: Any, arguments: argparse.Namespace) -> None:
     """Print the report, and draw it if requested. Failures are also printed to standard error."""
     if sys.stderr.isatty() and not arguments.json and not arguments.quiet:
         _show("")
-    if arguments.json:
-        print(json.dumps(report.to_json(), indent=1), flush=True)
-    else:
-        print(option_text(report.to_text(), report.parameters, arguments.parser), flush=True)
+    print_report(report, arguments)
     for failure in report.failures:
         print(f"h5pack: {failure}", file=sys.stderr)
     if arguments.plot is not None:
@@ -120,19 +116,13 @@ def _show(text: str) -> None:
     print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _named(arguments: argparse.Namespace, name: str) -> Any:
-    """Return the object that ``--model`` or ``--transform`` names; None if the option was not given."""
-    text = getattr(arguments, name)
+def load_named(option: str, text: str | None) -> Any:
+    """Return the callable that `text`, MODULE:NAME, names; None for None. The working directory is searched, too."""
     if text is None:
         return None
-    if not all(text.partition(":")):
-        raise OptionsError(f"--{name} {text}: give MODULE:NAME, such as mypackage.models:build")
-    return load_named(f"--{name}", text)
-
-
-def load_named(option: str, text: str) -> Any:
-    """Return the callable that `text`, MODULE:NAME, names. Modules in the working directory are found, too."""
     module_name, _, name = text.partition(":")
+    if not (module_name and name):
+        raise OptionsError(f"{option} {text}: give MODULE:NAME, such as mypackage.models:build")
     if os.getcwd() not in sys.path:
         # For an installed command, sys.path begins with the command's folder and lacks the working directory.
         sys.path.insert(0, os.getcwd())

@@ -48,7 +48,9 @@ def _add_preview(commands: Any) -> None:
     preview.add_argument("out", metavar="OUT", help="the picture to create (.png, .jpg or .webp)")
 
     what = preview.add_argument_group("what to show")
-    what.add_argument("--split", action="append", default=[], metavar="NAME", help="show only this split; repeatable")
+    what.add_argument(
+        "--split", dest="splits", action="append", default=[], metavar="NAME", help="show only this split; repeatable"
+    )
     what.add_argument(
         "--per-class", type=int, metavar="N",
         help="show at most N images per class (default 8, or 32 per split if there are no classes)",
@@ -87,19 +89,8 @@ def _preview(arguments: argparse.Namespace) -> int:
     """Draw a contact sheet; return the exit status, 1 if any rows could not be shown."""
     from h5pack.inspect.preview import preview
 
-    report = preview(
-        arguments.file,
-        arguments.out,
-        splits=tuple(arguments.split),
-        per_class=arguments.per_class,
-        max_classes=arguments.max_classes,
-        tile=arguments.tile,
-        seed=arguments.seed,
-        images=arguments.images,
-        labels=arguments.labels,
-        channel_axis=arguments.channel_axis,
-        value_range=arguments.value_range,
-    )
+    names = ("splits", "per_class", "max_classes", "tile", "seed", "images", "labels", "channel_axis", "value_range")
+    report = preview(arguments.file, arguments.out, **{name: getattr(arguments, name) for name in names})
     print_report(report, arguments)
     if not arguments.json:
         if any(split.left_out for split in report.splits):

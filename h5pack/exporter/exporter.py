@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from h5pack.errors import DamagedRowsError, OptionsError, OutputExistsError, SourceError
 from h5pack.exporter.image_files import (
@@ -31,6 +30,7 @@ from h5pack.exporter.image_files import (
 from h5pack.exporter.manifest import Manifest, plan_manifest
 from h5pack.exporter.names import MANIFEST, ExportNames, NameRules, name_files
 from h5pack.pack.options import check_choice, check_integer, parse_range
+from h5pack.pack.output import Stages
 from h5pack.read.encoded import EncodedIndex
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.system.files import open_locked, reporting_full_disk, require_writable, sync_file_system, sync_path
@@ -189,7 +189,6 @@ def export(
     for name, value, maximum in (("quality", quality, 100), ("limit", limit, None), ("num_workers", num_workers, None)):
         if value is not None:
             check_integer(name, value, 1, maximum)
-    _check_quality(quality, format or "jpeg")
     fields = (fields,) if isinstance(fields, str) else tuple(fields)
     bounds = None if value_range is None else parse_range(value_range)
     target = ExportFolder(folder)
@@ -197,7 +196,11 @@ def export(
     source = open_rows(file, HDF5Datasets(images, labels, fields, channel_axis, bounds), splits, limit)
     if format is None:
         format = "jpeg" if isinstance(source.reader.index, EncodedIndex) else "png"
-    _check_quality(quality, format)
+    if quality is not None and format != "jpeg":
+        raise OptionsError(
+            f"quality is given, but the format is {format}; leave out quality, or give format='jpeg'",
+            parameters=("quality", "format='jpeg'"),
+        )
     if source.reader.form is not None and format == "png":
         source.reader.form = ExportForm(source.reader.form.channel_axis, source.reader.form.value_range)
     return _Export(
@@ -211,14 +214,6 @@ def export(
         progress=progress,
         begin=begin,
     ).run()
-
-
-def _check_quality(quality: int | None, format: str) -> None:
-    if quality is not None and format != "jpeg":
-        raise OptionsError(
-            f"quality is given, but the format is {format}; leave out quality, or give format='jpeg'",
-            parameters=("quality", "format='jpeg'"),
-        )
 
 
 class ExportFolder:
@@ -264,11 +259,7 @@ class ExportFolder:
 
     def has_output(self) -> bool:
         """Return whether the final folder exists and is not empty."""
-        try:
-            with os.scandir(self.final) as entries:
-                return any(True for _ in entries)
-        except FileNotFoundError:
-            return False
+        return self.final.exists() and any(self.final.iterdir())
 
     def require_empty(self) -> None:
         """Raise OutputExistsError if the final folder exists and is not empty."""
@@ -292,8 +283,8 @@ class ExportFolder:
                     raise ValueError
                 known = {MANIFEST}
                 for line in lines:
-                    masks = (cell for cell in line[1:] if cell.endswith(".png"))
-                    known.update(cell.removeprefix("./") for cell in (line[0], *masks))
+                    others = (cell for cell in line[1:] if cell.endswith((".png", ".jpg")))
+                    known.update(cell.removeprefix("./") for cell in (line[0], *others))
         except (OSError, ValueError, IndexError, csv.Error):
             raise OutputExistsError(
                 f"{self.final}: has no {MANIFEST} of an export; {advice}", path=self.final
@@ -405,17 +396,14 @@ class _Export:
             self.target.make_folders(names)
         work = replace(self.work, folder=str(folder), check_only=check_only)
         results = ExportResults()
-        # Disable tqdm's monitor thread: forking worker processes is safe only while there is a single thread.
-        tqdm.monitor_interval = 0
-        total, hidden = len(self.source), None if self.progress else True
         with (
             open_executor(self.num_workers, self.start_method, work) as executor,
-            tqdm(total=total, desc="export", unit=" images", disable=hidden, smoothing=0.1, leave=False) as bar,
+            Stages(self.progress)("export", len(self.source)) as advance,
         ):
             tasks = export_tasks(work.reader, names.paths, names.masks, self.num_workers)
             for done in run(executor, export_rows, tasks, 2 * self.num_workers, str):
                 results.add(done)
-                bar.update(done.rows)
+                advance(done.rows)
         return names, plan_manifest(self.source, names), results
 
     def _report(

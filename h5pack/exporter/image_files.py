@@ -71,9 +71,6 @@ def open_rows(
     """
     splits = (splits,) if isinstance(splits, str) else splits
     catalog = hdf5_catalog(Path(path), datasets, NameFilter())
-    reader = catalog.reader
-    assert isinstance(reader, HDF5RowReader)
-    has_names = any(name != f"{reader.images}/{row:08d}" for row, name in enumerate(catalog.names))
     unknown = [name for name in splits if name not in catalog.split_names]
     if unknown:
         known = splits_text(catalog.split_names)
@@ -88,17 +85,16 @@ def open_rows(
     reader = catalog.reader
     assert isinstance(reader, HDF5RowReader)
     rows = np.arange(len(catalog), dtype=np.int64) if reader.rows is None else reader.rows
+    named = zip(rows.tolist(), catalog.names, strict=True)
+    has_names = any(name != f"{reader.images}/{row:08d}" for row, name in named)
     return SourceRows(catalog, reader, rows, has_names)
 
 
 def _only_splits(catalog: Catalog, wanted: Sequence[str]) -> Catalog:
     kept = [number for number, name in enumerate(catalog.split_names) if name in wanted]
-    numbers = np.full(len(catalog.split_names), -1, np.int32)
-    numbers[kept] = np.arange(len(kept))
-    ids = numbers[catalog.split_ids]
-    indices = np.flatnonzero(ids >= 0)
+    found = catalog.take(np.flatnonzero(np.isin(catalog.split_ids, kept)))
     names = tuple(catalog.split_names[number] for number in kept)
-    return replace(catalog.take(indices), split_names=names, split_ids=ids[indices])
+    return replace(found, split_names=names, split_ids=np.searchsorted(kept, found.split_ids).astype(np.int32))
 
 
 class ExportForm(PixelForm):
@@ -183,10 +179,7 @@ def export_tasks(
     max_rows = min(max_rows, max(1, _TASK_BYTES // max(1, reader.index.row_bytes)))
     groups = reader.groups(everything)
     for share in join_groups(everything, everything if groups is None else groups, max_rows):
-        indices = share.tolist()
-        yield ExportTask(
-            share, [paths[index] for index in indices], [[one[index] for index in indices] for one in masks]
-        )
+        yield ExportTask(share, paths.at(share), [one.at(share) for one in masks])
 
 
 def export_rows(task: ExportTask) -> ExportResults:
@@ -234,19 +227,7 @@ def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | N
     if data is None and work.format == "jpeg":
         # JPEG is lossy, so an existing JPEG is compared with these bytes, not with the row's pixels.
         data = encode_jpeg(pixels, work.quality)
-    existing = None
-    if work.keep:
-        with contextlib.suppress(OSError):
-            existing = Path(path).read_bytes()
-    if existing is not None and (existing == data if data is not None else _shows(existing, pixels)):
-        results.resumed += 1
-        results.bytes += len(existing)
-    elif work.check_only:
-        results.differing += 1
-    else:
-        data = encode_png(pixels) if data is None else data
-        _write_file(path, data)
-        results.bytes += len(data)
+    results.resumed += _store(work, path, pixels, data, results)
 
 
 def _export_field(work: ExportWork, number: int, index: int, path: str, results: ExportResults) -> None:
@@ -262,18 +243,27 @@ def _export_field(work: ExportWork, number: int, index: int, path: str, results:
         pixels = pixels.astype(np.uint16)
     pixels = pixels[:, :, None] if is_mask else pixels
     data = encode_jpeg(pixels, work.quality) if work.format == "jpeg" and not is_mask else None
+    _store(work, path, pixels, data, results)
+
+
+def _store(work: ExportWork, path: str, pixels: Any, data: bytes | None, results: ExportResults) -> bool:
+    """Write `data` or, if it is None, a PNG file of `pixels`; return whether the file already held it and was kept.
+
+    With `work.check_only`, write nothing, but count a file that is missing or differs.
+    """
     if work.keep:
         with contextlib.suppress(OSError):
             existing = Path(path).read_bytes()
             if existing == data if data is not None else _shows(existing, pixels):
                 results.bytes += len(existing)
-                return
+                return True
     if work.check_only:
         results.differing += 1
     else:
         data = encode_png(pixels) if data is None else data
         _write_file(path, data)
         results.bytes += len(data)
+    return False
 
 
 def _shows(data: bytes, pixels: npt.NDArray[Any]) -> bool:

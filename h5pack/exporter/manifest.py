@@ -10,8 +10,9 @@ import csv
 import json
 import math
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.exporter.image_files import SourceRows
-from h5pack.exporter.names import CONTROL_CHARACTERS, MANIFEST, ExportNames, has_splits
+from h5pack.exporter.names import CONTROL_CHARACTERS, MANIFEST, ExportNames, distinct_name, has_splits
 from h5pack.format import schema
 from h5pack.format.fields import FieldValues, RaggedRows, field_kind
 from h5pack.read.encoded import EncodedIndex
 from h5pack.sources.catalog import Catalog, NameTable
 from h5pack.sources.folders import split_order
 from h5pack.sources.manifest import LABEL_COLUMNS, is_number
+from h5pack.system.text import counted
 
 _BLOCK_ROWS = 4_096
 _MAX_FIELD_NUMBERS = 1_024
@@ -39,11 +41,12 @@ class ManifestColumn:
     name: str
     values: npt.NDArray[Any] | NameTable | RaggedRows  # (n,), one value per row
     words: tuple[str, ...] | None = None
+    option: str | None = None  # the option of `h5pack convert` that must name this column; None if there is none
 
     def cells(self, start: int, stop: int) -> list[Any]:
         """Return the cells of rows `start` to `stop` - 1: str, int or float."""
         if isinstance(self.values, NameTable):
-            return [one_line(self.values[row]) for row in range(start, stop)]
+            return list(map(one_line, self.values.at(range(start, stop))))
         if isinstance(self.values, RaggedRows):
             values = self.values[np.arange(start, stop)]
             if values.kind == schema.TEXT:
@@ -59,19 +62,19 @@ class ManifestColumn:
         # Return Python numbers, because parsing their str() gives exactly the same values.
         return cells.tolist()  # type: ignore[no-any-return]
 
-    @property
-    def option(self) -> str:
-        """The option of `h5pack convert` that reads this column as a field."""
-        kind = field_kind(self.values) if isinstance(self.values, RaggedRows) else schema.ARRAY
-        return _OPTIONS.get(kind, "--field-columns")
 
-
+_LABELS = "--label-columns"
 _OPTIONS = {
+    schema.ARRAY: "--field-columns",
+    schema.RAGGED: "--field-columns",
     schema.BOXES: "--box-columns",
     schema.KEYPOINTS: "--keypoint-columns",
     schema.TEXT: "--text-columns",
     schema.TEXTS: "--text-columns",
+    schema.MASK: "--mask-columns",
+    schema.IMAGE: "--image-columns",
 }
+"""The options that read columns of fields, by the kind of the field."""
 
 
 @dataclass(frozen=True)
@@ -79,25 +82,17 @@ class Manifest:
     """The contents of a manifest, not yet written to a file."""
 
     paths: NameTable  # (n,), the image file of each row
-    split: ManifestColumn
-    labels: tuple[ManifestColumn, ...]
-    fields: tuple[ManifestColumn, ...]
-    masks: tuple[ManifestColumn, ...]  # paths of masks
-    images: tuple[ManifestColumn, ...]  # paths of further images
-    others: tuple[ManifestColumn, ...]  # columns that `h5pack convert` ignores: origin of rows, class names
+    columns: tuple[ManifestColumn, ...]  # the further columns
     lost: tuple[str, ...]  # what `h5pack convert` would not restore from the manifest
 
     def lines(self, left_out: Collection[int]) -> Iterator[list[str]]:
         """Yield the cells of the header line, then of each row that is not in `left_out` (the rows without a file)."""
-        columns = (self.split, *self.labels, *self.fields, *self.masks, *self.images, *self.others)
-        yield ["path", *(column.name for column in columns)]
+        yield ["path", *(column.name for column in self.columns)]
         for start in range(0, len(self.paths), _BLOCK_ROWS):
             stop = min(start + _BLOCK_ROWS, len(self.paths))
             # Put "./" in front of a path that begins with white space, because readers strip white space there.
-            paths = (
-                f"./{path}" if path[:1].isspace() else path for path in (self.paths[row] for row in range(start, stop))
-            )
-            cells = zip(paths, *(column.cells(start, stop) for column in columns), strict=True)
+            paths = (f"./{path}" if path[:1].isspace() else path for path in self.paths.at(range(start, stop)))
+            cells = zip(paths, *(column.cells(start, stop) for column in self.columns), strict=True)
             for row, line in enumerate(cells, start):
                 if row not in left_out:
                     yield list(map(str, line))
@@ -106,7 +101,7 @@ class Manifest:
         """Write the manifest without the rows in `left_out`, which have no file."""
         with path.open("w", newline="", encoding="utf-8") as stream:
             # Texts may contain carriage returns, which older versions of Python do not quote by themselves.
-            has_texts = any(column.option == "--text-columns" for column in self.fields)
+            has_texts = any(column.option == "--text-columns" for column in self.columns)
             quoting: Any = csv.QUOTE_ALL if has_texts else csv.QUOTE_MINIMAL
             csv.writer(stream, lineterminator="\n", quoting=quoting).writerows(self.lines(left_out))
 
@@ -129,14 +124,9 @@ class Manifest:
             words = ["h5pack", "convert", str(folder), "again.h5", "--source", kind]
         else:
             words = ["h5pack", "convert", str(folder / MANIFEST), "again.h5", "--order", "sorted"]
-            if len(self.labels) > 1:
-                words += ["--label-columns", ",".join(column.name for column in self.labels)]
-            for option in ("--field-columns", *dict.fromkeys(_OPTIONS.values())):
-                named = [column.name for column in self.fields if column.option == option]
+            for option in (_LABELS, *dict.fromkeys(_OPTIONS.values())):
+                named = [column.name for column in self.columns if column.option == option]
                 words += [option, ",".join(named)] if named else []
-            for option, columns in (("--mask-columns", self.masks), ("--image-columns", self.images)):
-                if columns:
-                    words += [option, ",".join(column.name for column in columns)]
         form = source.reader.form
         if form is not None and form.channels(source.reader.index.row_shape) in (1, 2):
             words += ["--mode", "gray"]
@@ -150,25 +140,20 @@ class Manifest:
 def plan_manifest(source: SourceRows, names: ExportNames) -> Manifest:
     """Return the manifest of the rows of `source`, whose files have these `names`."""
     catalog = source.catalog
-    name = _ColumnNames("path", "split")
+    name = partial(_column_name, {"path", "split"})
     lost: list[str] = []
-    split = ManifestColumn("split", catalog.split_ids, catalog.split_names)
-    labels, others = _labels(catalog, name, lost)
-    fields: list[ManifestColumn] = []
+    columns = [ManifestColumn("split", catalog.split_ids, catalog.split_names), *_labels(catalog, name, lost)]
     for field, values in sorted(catalog.fields.items()):
-        fields += _field(field, values, catalog.labels is None, name, lost)
-    further: dict[str, list[ManifestColumn]] = {schema.MASK: [], schema.IMAGE: []}
+        columns += _field(field, values, catalog.labels is None, name, lost)
     for one, files in zip(catalog.pixel_fields, names.masks, strict=True):
-        column = ManifestColumn(name(one.name), files)
-        further[one.kind].append(column)
-        if column.name != one.name:
-            lost.append(f"the name of the field {one.name!r}, which becomes {column.name!r}")
-    others.append(ManifestColumn(name("row"), source.rows))
+        columns.append(ManifestColumn(name(one.name), files, option=_OPTIONS[one.kind]))
+        if columns[-1].name != one.name:
+            lost.append(f"the name of the field {one.name!r}, which becomes {columns[-1].name!r}")
+    columns.append(ManifestColumn(name("row"), source.rows))
     if source.has_names:
-        others.append(ManifestColumn(name("source"), catalog.names))
+        columns.append(ManifestColumn(name("source"), catalog.names))
     lost += _lost_splits(catalog)
-    masks, images = tuple(further[schema.MASK]), tuple(further[schema.IMAGE])
-    return Manifest(names.paths, split, tuple(labels), tuple(fields), masks, images, tuple(others), tuple(lost))
+    return Manifest(names.paths, tuple(columns), tuple(lost))
 
 
 def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
@@ -179,55 +164,48 @@ def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
     return "splits" if has_splits(catalog) else "classes"
 
 
-class _ColumnNames:
-    """Makes column names distinct, strips white space, and replaces commas, because they separate names in options."""
-
-    def __init__(self, *used: str) -> None:
-        self._used = set(used)
-
-    def __call__(self, wanted: str) -> str:
-        plain = one_line(wanted).strip().replace(",", ";") or "column"
-        name, number = plain, 2
-        while name in self._used:
-            name, number = f"{plain}~{number}", number + 1
-        self._used.add(name)
-        return name
+def _column_name(used: set[str], wanted: str) -> str:
+    """Return a distinct name without white space around it, and without commas, which separate names in options."""
+    return distinct_name(one_line(wanted).strip().replace(",", ";") or "column", used)
 
 
-def _labels(catalog: Catalog, name: _ColumnNames, lost: list[str]) -> tuple[list[ManifestColumn], list[ManifestColumn]]:
-    """Return the label columns and further columns; append to `lost` what `h5pack convert` would not restore.
+def _labels(catalog: Catalog, name: Callable[[str], str], lost: list[str]) -> list[ManifestColumn]:
+    """Return the columns of labels; append to `lost` what `h5pack convert` would not restore.
 
     If class names cannot serve as labels in a table, labels are numbers, and a further column has the class names.
     """
     labels, names = catalog.labels, catalog.label_names
     if labels is None:
-        return [], []
+        return []
     if labels.ndim == 2:
         assert names is not None
-        columns = [ManifestColumn(name(column), labels[:, number]) for number, column in enumerate(names)]
+        option = _LABELS if len(names) > 1 else None
+        columns = [
+            ManifestColumn(name(column), labels[:, number], option=option) for number, column in enumerate(names)
+        ]
         changed = [(column, made.name) for column, made in zip(names, columns, strict=True) if column != made.name]
         if changed:
             lost.append("the names of label columns ({!r} becomes {!r})".format(*changed[0]))
-        return columns, []
+        return columns
     if names is None:
-        return [ManifestColumn(name("label"), labels)], []
+        return [ManifestColumn(name("label"), labels)]
     unreadable = next((word for word in names if not _is_word(word)), None)
     if unreadable is not None:
         # `h5pack convert` rejects a label column that mixes numbers and words, and reads a column of only numbers as
         # integers, so class names that look like numbers cannot be labels.
         lost.append(f"the names of classes (convert cannot read back the name {unreadable!r}, so labels are numbers)")
-        return [ManifestColumn(name("label"), labels)], [ManifestColumn(name("class"), labels, names)]
+        return [ManifestColumn(name("label"), labels), ManifestColumn(name("class"), labels, names)]
     used = {names[label] for label in np.unique(labels).tolist() if label != schema.NO_LABEL}
     unused = [word for word in names if word not in used]
     if unused:
-        lost.append(f"{_counted(unused, 'class', 'classes')} without rows")
+        lost.append(f"{counted(len(unused), 'class')} without rows, such as {unused[0]!r}")
     if [word for word in names if word in used] != sorted(used):
         lost.append("the order of classes and their numbers, because convert sorts classes by name")
-    return [ManifestColumn(name("label"), labels, names)], []
+    return [ManifestColumn(name("label"), labels, names)]
 
 
 def _field(
-    field: str, values: FieldValues, unlabelled: bool, name: _ColumnNames, lost: list[str]
+    field: str, values: FieldValues, unlabelled: bool, name: Callable[[str], str], lost: list[str]
 ) -> Iterator[ManifestColumn]:
     if isinstance(values, RaggedRows):
         mean = len(values.data) * math.prod(values.data.shape[1:]) // max(1, len(values))
@@ -248,36 +226,33 @@ def _field(
     if values.ndim > 1:
         flat = values.reshape(len(values), count)
         lost.append(f"the shape of the field {field!r}: each of its numbers becomes a column")
-        yield from (ManifestColumn(name(f"{field}.{number}"), flat[:, number]) for number in range(count))
+        for number in range(count):
+            yield ManifestColumn(name(f"{field}.{number}"), flat[:, number], option=_OPTIONS[schema.ARRAY])
         return
     yield _column_of(field, values, unlabelled, name, lost)
 
 
 def _column_of(
-    field: str, values: FieldValues, unlabelled: bool, name: _ColumnNames, lost: list[str]
+    field: str, values: FieldValues, unlabelled: bool, name: Callable[[str], str], lost: list[str]
 ) -> ManifestColumn:
     """Return the column of a field; append to `lost` if the column cannot have the field's name."""
     # In a table without labels, `h5pack convert` would take a column for labels if its name is in LABEL_COLUMNS.
     column = name(f"field_{field}" if unlabelled and field.lower() in LABEL_COLUMNS else field)
     if column != field:
         lost.append(f"the name of the field {field!r}, which becomes {column!r}")
-    return ManifestColumn(column, values)
+    return ManifestColumn(column, values, option=_OPTIONS[field_kind(values)])
 
 
 def _lost_splits(catalog: Catalog) -> Iterator[str]:
     counts = np.bincount(catalog.split_ids, minlength=len(catalog.split_names))
     empty = [name for name, count in zip(catalog.split_names, counts.tolist(), strict=True) if not count]
     if empty:
-        yield f"{_counted(empty, 'split', 'splits')} without rows"
+        yield f"{counted(len(empty), 'split')} without rows, such as {empty[0]!r}"
     filled = [name for name in catalog.split_names if name not in empty]
     if any(name != (one_line(name).strip() or "all") for name in filled):
         yield "the names of splits (a table cannot hold an empty name, line breaks or surrounding spaces)"
     elif list(split_order(filled)) != filled:
         yield "the order of splits"
-
-
-def _counted(names: list[str], one: str, many: str) -> str:
-    return f"the {one} {names[0]!r}" if len(names) == 1 else f"{len(names):,} {many} ({names[0]!r} first)"
 
 
 def _is_word(name: str) -> bool:

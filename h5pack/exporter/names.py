@@ -170,11 +170,16 @@ def _folder_names(names: Iterable[str], rules: NameRules, *reserved: str) -> lis
     for name in names:
         plain = _visible(name.translate(_PRINTABLE).replace("/", "_") or "_")
         plain = plain.encode()[: min(_MAX_FOLDER_BYTES, rules.max_name_bytes - _SPARE_BYTES)].decode("utf-8", "ignore")
-        folder, number = plain, 2
-        while rules.fold(folder) in used:
-            folder, number = f"{plain}~{number}", number + 1
-        used.add(rules.fold(folder))
-        found.append(folder)
+        found.append(distinct_name(plain, used, rules.fold))
+    return found
+
+
+def distinct_name(name: str, used: set[str], fold: Callable[[str], str] = str) -> str:
+    """Return `name`, with ``~2``, ``~3``, ... at its end if `used` already has it, and add the result to `used`."""
+    found, number = name, 2
+    while fold(found) in used:
+        found, number = f"{name}~{number}", number + 1
+    used.add(fold(found))
     return found
 
 
@@ -194,9 +199,7 @@ def _with_suffix(name: str, suffixes: tuple[str, ...]) -> str:
 def _too_long(path: str, rules: NameRules) -> bool:
     encoded = path.encode("utf-8", "surrogatepass")
     max_bytes = rules.max_name_bytes - _SPARE_BYTES
-    return len(encoded) > max_bytes and (
-        len(encoded) > _MAX_PATH_BYTES or max(map(len, encoded.split(b"/"))) > max_bytes
-    )
+    return len(encoded) > _MAX_PATH_BYTES or max(map(len, encoded.split(b"/"))) > max_bytes
 
 
 def _parents(path: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ import numpy as np
 from h5pack.errors import PackFormatError, ReadError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
-from h5pack.inspect.pack_metadata import describe_pack, finite, number_text, pack_lines, shape_text
+from h5pack.inspect.pack_metadata import describe_pack, number_text, pack_lines, shape_text
 from h5pack.pack.options import convert_command, lacks_labels
 from h5pack.read.chunk_decoder import DECODED_BYTES
 from h5pack.read.chunk_index import index_dataset
@@ -73,11 +73,6 @@ class DatasetReport:
     kept_bytes: int = 0
     #: `fix` with the only field of one integer a row as labels, if no dataset is named like labels; else None
     label_fix: tuple[str, ...] | None = None
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Size of an uncompressed chunk in bytes; 0 if the dataset has no chunks."""
-        return math.prod(self.chunks) * self.bytes // max(1, math.prod(self.shape)) if self.chunks else 0
 
     @property
     def overhead(self) -> float:
@@ -211,7 +206,7 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
                 datasets=tuple(describe_dataset(file[name], labels) for name in dataset_names(file)),
                 opening=opening,
                 opening_fix=_opening_fix(file, opening),
-                stats=_stats(file, (pack or {}).get("splits", {}), labels) if stats else None,
+                stats=_stats(file, pack or {}, labels) if stats else None,
             )
         except PackFormatError:
             raise
@@ -328,8 +323,6 @@ def _kept_bytes(dataset: h5py.Dataset) -> int:
     """Return the size of all decoded chunks if `H5Loader` keeps them by default (`H5Loader.decodes_once`), else 0."""
     if dataset.chunks is None or dataset.ndim < 2 or dataset.dtype.kind not in "biuf" or dataset.nbytes > DECODED_BYTES:
         return 0
-    if not filters_of(dataset) and dataset.chunks[1:] == dataset.shape[1:]:
-        return 0
     try:
         size = index_dataset(dataset.file, dataset, dataset.name.lstrip("/")).decoded_bytes
     except PackFormatError:  # H5Loader cannot read the dataset, for example because a decoder is missing.
@@ -445,7 +438,7 @@ def packing_options(file: h5py.File, name: str, labels: str | None = None) -> di
     return found
 
 
-def _stats(file: h5py.File, splits: dict[str, list[list[int]]], name: str | None) -> dict[str, Any]:
+def _stats(file: h5py.File, pack: dict[str, Any], name: str | None) -> dict[str, Any]:
     result: dict[str, Any] = {}
     try:
         images = find_images(file)
@@ -455,12 +448,10 @@ def _stats(file: h5py.File, splits: dict[str, list[list[int]]], name: str | None
     labels = file.get(find_labels(file, images, rows) or "" if name is None else name)
     if isinstance(labels, h5py.Dataset) and labels.dtype.kind in "iu":
         result["labels"] = _label_counts(labels)
-        if len(splits) > 1:
+        if len(splits := pack.get("splits", {})) > 1:
             result["split_labels"] = {name: _label_counts(labels, parts) for name, parts in splits.items()}
-    if f"{schema.STATISTICS}/mean" in file:
-        group = file[schema.STATISTICS]
-        channels = {name: finite(group[name][()]) for name in ("mean", "std")}
-        result["channels"] = {**channels, "rows": int(group.attrs["rows"])}
+    if pack.get("mean"):
+        result["channels"] = {"mean": pack["mean"], "std": pack["std"], "rows": pack["statistics_rows"]}
     elif isinstance(file[images], h5py.Dataset):
         result["channels"] = _measured_channels(reopen_tuned(file[images]))
     return result

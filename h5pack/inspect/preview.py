@@ -22,7 +22,7 @@ from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.system.files import reporting_full_disk, require_writable, write_atomically
-from h5pack.system.text import counted
+from h5pack.system.text import counted, printable
 
 ROWS_PER_CLASS = 8
 ROWS_WITHOUT_CLASSES = 32
@@ -296,17 +296,9 @@ def _beside(picture: Image.Image, masks: Sequence[npt.NDArray[Any]]) -> Image.Im
     return joined
 
 
-def _mask_colors() -> npt.NDArray[np.uint8]:
-    """Return the colors of Pascal VOC for the mask values 0 to 255, uint8 (256, 3). The value 0 is black."""
-    colors, numbers = np.zeros((256, 3), np.uint8), np.arange(256)
-    for shift in range(7, -1, -1):
-        for channel in range(3):
-            colors[:, channel] |= ((numbers >> channel & 1) << shift).astype(np.uint8)
-        numbers >>= 3
-    return colors
-
-
-_COLORS = _mask_colors()
+# The colors of Pascal VOC for the mask values 0 to 255, (256, 3): a channel has every third bit, in reversed order.
+_BITS = np.arange(256)[:, None] >> np.arange(24) & 1
+_COLORS = (_BITS.reshape(256, 8, 3) << np.arange(7, -1, -1)[:, None]).sum(1).astype(np.uint8)
 
 
 class _Line(NamedTuple):
@@ -395,8 +387,7 @@ def _draw(
 
 def _write(pen: ImageDraw.ImageDraw, corner: tuple[int, int], text: str, size: int, color: str, max_width: int) -> None:
     """Draw a line of text, cut off at `max_width` pixels. Control characters, such as line breaks, are escaped."""
-    text = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
-    font = ImageFont.load_default(size)
+    text, font = printable(text), ImageFont.load_default(size)
     while text and font.getlength(text) > max_width:
         text = text[:-1]
     pen.text(corner, text, color, font)

@@ -201,8 +201,6 @@ def _checked(path: str, rows: _Rows, executor: Executor, in_flight: int) -> Iter
         everything = np.arange(len(rows.checksums), dtype=np.int64)
         tasks = check_tasks(path, rows.offsets, everything, rows.checksums, _TASK_BYTES)
         return run(executor, check_rows_counted, tasks, in_flight, describe_check, resumable=False)
-    if not rows.chunk_rows:
-        return iter(())
     chunks = max(1, _TASK_BYTES // rows.chunk_bytes)
     step, stored = rows.chunk_rows * chunks, rows.stored_checksums
     decode_tasks = (
@@ -235,26 +233,27 @@ def _inspect(path: str) -> _Structure | None:
 
 
 def _inspect_pack(path: str, file: h5py.File) -> _Structure:
+    """Check the structure of a pack; raise PackFormatError if its images or their offsets are unusable."""
     if schema.IMAGES not in file and schema.ENCODED in file:
-        return _inspect_kept(file)
-    images = file.get(schema.IMAGES)
-    fits = isinstance(images, h5py.Dataset) and images.ndim == 4 and images.dtype == np.uint8
-    if not fits or not (images.chunks or images.is_virtual):
-        raise PackFormatError(f"{path}: no chunked uint8 dataset 'images' with 4 axes; convert again")
-    found = _Structure(images.shape[0])
+        index = index_kept(file)
+        found = _Structure(index.rows)
+        _add_kept(file, index, found)
+    else:
+        images = file.get(schema.IMAGES)
+        fits = isinstance(images, h5py.Dataset) and images.ndim == 4 and images.dtype == np.uint8
+        if not fits or not (images.chunks or images.is_virtual):
+            raise PackFormatError(f"{path}: no chunked uint8 dataset 'images' with 4 axes; convert again")
+        found = _Structure(images.shape[0])
+        _add_large(file, schema.IMAGES, found)
+    for name in own_fields(file):
+        field = file[name]
+        if is_mask_group(file, name):
+            _add_kept(file, index_kept(file, name), found)
+        elif isinstance(field, h5py.Dataset) and (field.chunks or field.is_virtual) and field.ndim > 1:
+            _add_large(file, name, found)
     _check_tables(file, found.rows, found.problems)
-    for name in (schema.IMAGES, *_large_fields(file)):
-        _add_large(file, name, found)
     _check_other_rows(file, found)
     return found
-
-
-def _large_fields(file: h5py.File) -> Iterator[str]:
-    """Yield the paths of the fields that are stored like the images: chunked or virtual, with more than one axis."""
-    group = file.get(schema.FIELDS)
-    for name, item in group.items() if isinstance(group, h5py.Group) else ():
-        if isinstance(item, h5py.Dataset) and (item.chunks or item.is_virtual) and item.ndim > 1:
-            yield f"{schema.FIELDS}/{name}"
 
 
 def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
@@ -285,19 +284,6 @@ def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
     else:
         rows.offsets = RowOffsets(index.addresses, index.chunk_rows, index.row_bytes)
     found.large.append(rows)
-
-
-def _inspect_kept(file: h5py.File) -> _Structure:
-    """Check the structure of a pack that keeps JPEG files; raise PackFormatError if its offsets are invalid."""
-    index = index_kept(file)
-    found = _Structure(index.rows)
-    _check_tables(file, found.rows, found.problems)
-    _add_kept(file, index, found)
-    for name in file.get(schema.FIELDS, ()):
-        if is_mask_group(file, f"{schema.FIELDS}/{name}"):
-            _add_kept(file, index_kept(file, f"{schema.FIELDS}/{name}"), found)
-    _check_other_rows(file, found)
-    return found
 
 
 def _add_kept(file: h5py.File, index: EncodedIndex, found: _Structure) -> None:

@@ -210,7 +210,7 @@ class FeedMonitor(LoaderWrapper):
         done = (self._loader_state() or {}).get("batches", 0)
         self._first_batch = done if isinstance(done, int) else 0
         cursor, fetcher = self._begin(record=False)
-        self._recorder = recorder = FeedRecorder(self, layers, begun, None if cuda is None else DeviceWait.on(cuda))
+        self._recorder = recorder = FeedRecorder(self, layers, begun, None if cuda is None else DeviceWait(cuda))
         # The step also waited while the loader started its workers.
         recorder.waited(time.perf_counter() - begun)
         self._outputs.begin(self._length(), self._first_batch)

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,36 +88,25 @@ def _text(path: Path) -> str:
 
 
 class DeviceWait:
-    """A counter of the seconds during which the training step's CUDA stream waited for batches.
+    """A counter of the seconds during which the training step's CUDA stream waited for batches."""
 
-    `event` creates a timing `torch.cuda.Event`, and `stream` returns the current stream.
-    """
-
-    def __init__(self, event: Callable[[], Any], stream: Callable[[], Any]) -> None:
-        self._event, self._stream = event, stream
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._spare: list[tuple[Any, Any]] = []
-        self._open: tuple[Any, Any] | None = None
         self._pending: deque[tuple[Any, Any, float]] = deque()
         self._seconds = 0.0
 
-    @classmethod
-    def on(cls, device: torch.device) -> DeviceWait:
-        """Create a counter for a CUDA device."""
-        return cls(partial(torch.cuda.Event, enable_timing=True), partial(torch.cuda.current_stream, device))
-
     def begin(self) -> None:
         """Record that a batch is about to be requested."""
-        self._open = pair = self._spare.pop() if self._spare else (self._event(), self._event())
-        pair[0].record(self._stream())
+        event = partial(torch.cuda.Event, enable_timing=True)
+        self._open = self._spare.pop() if self._spare else (event(), event())
+        self._open[0].record(torch.cuda.current_stream(self._device))
 
     def end(self, host_seconds: float) -> None:
         """Record that a batch arrived, and how many seconds the process waited for it."""
-        if self._open is None:
-            return
-        pair, self._open = self._open, None
         # The current stream is the one that waits for the copy, so this event is reached when the copy is done.
-        pair[1].record(self._stream())
-        self._pending.append((*pair, host_seconds))
+        self._open[1].record(torch.cuda.current_stream(self._device))
+        self._pending.append((*self._open, host_seconds))
         self._count_finished()
 
     @property

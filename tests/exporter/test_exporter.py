@@ -478,15 +478,17 @@ def test_an_invalid_value_is_refused_with_its_parameter(tmp_path: Path, name: st
 
 def test_nothing_is_written_without_images(tmp_path: Path) -> None:
     hdf5_file(tmp_path / "f.h5", images=np.zeros((0, 9, 9, 3), np.uint8))
+    hdf5_file(tmp_path / "one.h5", images=np.zeros((1, 9, 9, 3), np.uint8))
     for source, keywords, error in (
-        ("no.h5", {"quality": 90, "format": "png"}, OptionsError),
+        ("one.h5", {"quality": 90}, OptionsError),
+        ("one.h5", {"quality": 90, "format": "png"}, OptionsError),
         ("no.h5", {}, PackFormatError),
         (".", {}, PackFormatError),
         ("f.h5", {}, NoImagesError),
     ):
         with pytest.raises(error):
             export(tmp_path / source, tmp_path / "out", **keywords)
-    assert leftovers(tmp_path) == {"f.h5"}
+    assert leftovers(tmp_path) == {"f.h5", "one.h5"}
 
 
 def test_fields_of_a_pack_are_exported_by_default(tmp_path: Path) -> None:
@@ -534,6 +536,21 @@ def test_masks_are_exported_beside_their_images(
     assert {path: path.read_bytes() for path in files_of(Path("out")).values()} == before
     assert export("a.h5", "out", num_workers=1, resume=True).already_complete
     export("a.h5", "out", num_workers=1, overwrite=True)
+
+
+@pytest.mark.parametrize("format", ["png", "jpeg"])
+def test_an_export_of_further_images_can_be_replaced(tmp_path: Path, format: str) -> None:
+    root = flat_folder(tmp_path / "in", 6)
+    names = sorted(path.name for path in root.iterdir())
+    lines = ["image,second", *(f"{first},{second}" for first, second in zip(names[:3], names[3:], strict=True))]
+    (root / "list.csv").write_text("\n".join(lines))
+    h5pack.convert(root / "list.csv", tmp_path / "a.h5", **quick(image_columns="second"))
+    export(tmp_path / "a.h5", tmp_path / "out", **one(format=format))
+    before = tree(tmp_path / "out")
+    export(tmp_path / "a.h5", tmp_path / "out", **one(format=format, overwrite=True))
+    assert tree(tmp_path / "out") == before
+    (tmp_path / "out" / "mine.jpg").touch()
+    require_refused(tmp_path / "a.h5", tmp_path / "out", overwrite=True)
 
 
 def test_a_damaged_mask_leaves_its_image_out(tmp_path: Path) -> None:

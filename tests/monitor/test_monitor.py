@@ -28,7 +28,7 @@ from h5pack.errors import LoaderError, OptionsError, StateError
 from h5pack.monitor import monitor as monitor_module
 from h5pack.monitor.bottleneck import Encoding, Evidence
 from h5pack.monitor.monitor import FeedMonitor, interval_evidence, stall_text
-from h5pack.monitor.probes import DeviceWait, GpuStatus
+from h5pack.monitor.probes import GpuStatus
 from h5pack.monitor.report import FeedReport
 from tests.data import packs
 from tests.device.feeds import Numbers, prefetching_feed
@@ -306,7 +306,7 @@ def test_a_feed_around_a_monitor_does_not_count_the_step(monkeypatch: pytest.Mon
             self.seconds += 1.0
 
     monkeypatch.setattr(monitor_module, "_device_of", lambda layers: torch.device("cuda", 0))
-    monkeypatch.setattr(DeviceWait, "on", lambda device: Wait())
+    monkeypatch.setattr(monitor_module, "DeviceWait", lambda device: Wait())
     settings: dict[str, Any] = {"warn_stall": None, "profiler_ranges": False}
     monitor = FeedMonitor(Numbers(5) if inside else prefetching_feed(Numbers(5)), **settings)
     assert len(list(prefetching_feed(monitor) if inside else monitor)) == 5

@@ -77,10 +77,12 @@ class FakeEvent:
         return (end_event.at - self.at) * 1000
 
 
-def test_waits_of_a_stream_count_once_the_device_has_reached_them() -> None:
+def test_waits_of_a_stream_count_once_the_device_has_reached_them(monkeypatch: pytest.MonkeyPatch) -> None:
     stream: list[FakeEvent] = []
     made = itertools.count()
-    wait = DeviceWait(lambda: (next(made), FakeEvent())[1], lambda: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: (next(made), FakeEvent())[1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    wait = DeviceWait(torch.device("cuda", 0))
     wait.begin()
     wait.end(0.5)
     # The device has reached neither; until then the process's waiting counts.
