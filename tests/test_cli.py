@@ -17,7 +17,6 @@ import pytest
 
 from h5pack import cli, errors
 from h5pack.commands.arguments import option_text
-from h5pack.errors import OptionsError
 from tests.makers import class_folders, flat_folder, save, truncate
 
 

@@ -19,7 +19,7 @@ from h5pack.format.fields import BOX_FORMATS
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.pack.compression import NONE, Compression, parse_compression
 from h5pack.sources.catalog import Catalog, NameFilter
-from h5pack.sources.detect import KINDS, SourceOptions
+from h5pack.sources.detect import COLUMN_PARAMETERS, KINDS, SourceOptions
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.validation import require_field, training_split
@@ -243,17 +243,7 @@ class ConvertOptions:
             kind=self.source_kind,
             names=NameFilter(self.include, self.exclude),
             columns=ManifestColumns(
-                self.path_column,
-                self.label_columns,
-                self.split_column,
-                self.field_columns,
-                self.root,
-                masks=self.mask_columns,
-                images=self.image_columns,
-                texts=self.text_columns,
-                boxes=self.box_columns,
-                keypoints=self.keypoint_columns,
-                box_format=self.box_format,
+                **{name: getattr(self, parameter) for name, parameter in COLUMN_PARAMETERS.items()}
             ),
             datasets=HDF5Datasets(self.images, self.labels, self.fields, self.channel_axis, self.value_range),
             limit=self.limit,

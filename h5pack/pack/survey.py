@@ -30,8 +30,8 @@ from h5pack.system.text import counted, one_of
 _TASK_IMAGES = 512
 # If there would be more tasks than this, each gets more images, because distributing a task takes time.
 _MAX_TASKS = 16_384
-# A box that is clipped by at most this much is not reported, because coordinates may be rounded.
-_MAX_OUTSIDE_PIXELS = 0.01
+# A box that is clipped by at most this much is not reported, because coordinates are often rounded.
+_MAX_OUTSIDE_PIXELS = 0.1
 # The arrays of a `Survey` that are stored in its journal, and those that are stored only with `keep`.
 _COLUMNS, _KEPT_COLUMNS = ("heights", "widths", "decode_paths", "fingerprints", "orientations"), ("jpeg_bytes",)
 _JPEG_HEAD, _JPEG_TAIL = b"\xff\xd8\xff", b"\xff\xd9"

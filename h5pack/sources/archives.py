@@ -6,6 +6,7 @@ An archive is indexed once, by the main process. Workers receive the index, whic
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import stat
@@ -13,7 +14,7 @@ import tempfile
 import zipfile
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import RejectedImageError, SourceError
+from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.images.decode import read_header
 from h5pack.read.storage import Descriptor, FileIdentity
 from h5pack.sources.catalog import (
@@ -129,10 +130,8 @@ class ArchiveFile:
 
     def require_unchanged(self) -> None:
         """Raise SourceError if the archive was replaced, rewritten or removed since it was indexed."""
-        known = self.identity
         try:
-            status = os.stat(self.path)
-            same = (status.st_ino, status.st_size, status.st_mtime_ns) == (known.inode, known.size, known.modified_ns)
+            same = FileIdentity.of(self.path) == self.identity
         except FileNotFoundError:
             same = False
         if not same:
@@ -142,6 +141,18 @@ class ArchiveFile:
                 path=self.path,
                 parameters=("overwrite=True",),
             )
+
+    @contextlib.contextmanager
+    def parsing(self, problem: str) -> Iterator[None]:
+        """Turn errors of a parser, which may have any type, into SourceError; keep errors of the storage."""
+        try:
+            yield
+        except Exception as error:
+            # The errors of parsers that are OSErrors, such as gzip.BadGzipFile, have no number.
+            if isinstance(error, H5PackError) or (isinstance(error, OSError) and error.errno):
+                raise
+            self.require_unchanged()
+            raise self.damaged(f"{problem} ({error})") from error
 
     def damaged(self, problem: str) -> SourceError:
         """Return the error for a damaged archive; its message begins with the archive's path and `problem`."""
@@ -184,9 +195,7 @@ class Members:
     storings: array[int] = field(default_factory=lambda: array("b"))  # `Storing` of each member
     folders: set[str] = field(default_factory=set)
     notes: tuple[Note, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.numbers: dict[str, int] = {}  # member indices by valid path; a later member replaces an earlier one
+    numbers: dict[str, int] = field(default_factory=dict)  # member indices by valid path, of the last member of a path
 
     def add(self, name: str, offset: int, size: int, stored: int, checksum: int, storing: int) -> None:
         """Add a member. It replaces an earlier member of the same name, as it would if the archive were unpacked."""
@@ -239,9 +248,7 @@ class ArchiveReader(SourceReader):
     checksums: npt.NDArray[np.uint32]
     storings: npt.NDArray[np.uint8]
     masks: tuple[ArchiveReader, ...] = ()  # for each field of masks, a reader of its masks, one per image
-
-    def __post_init__(self) -> None:
-        self._opened: list[int] = []
+    _opened: list[int] = field(default_factory=list, init=False)  # index into `files`, oldest first
 
     @classmethod
     def of(cls, file: ArchiveFile, members: Members) -> ArchiveReader:
@@ -362,11 +369,8 @@ def decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
     advice = "make room there, or decompress the archive yourself and pack the result"
     with stream, tempfile.TemporaryFile(dir=folder) as target, reporting_full_disk(folder, advice):
         while True:
-            try:
+            with file.parsing("cannot be decompressed"):
                 data = stream.read(_COPY_BYTES)
-            except Exception as error:
-                # Each decompressor raises different exception types.
-                raise file.damaged(f"cannot be decompressed ({error})") from error
             if not data:
                 break
             write_all(target.fileno(), data, position)
@@ -430,14 +434,8 @@ _ZIP_STORINGS = {zipfile.ZIP_STORED: Storing.ZIP_STORED, zipfile.ZIP_DEFLATED: S
 def open_zip(path: Path) -> tuple[ArchiveFile, Members]:
     """Open a zip file and return its index."""
     file, members = ArchiveFile(str(path)), Members()
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-    except OSError:
-        raise
-    except Exception as error:
-        # On damaged files, zipfile may raise any exception type.
-        raise file.damaged(f"its directory of members is damaged or missing ({error})") from error
+    with file.parsing("its directory of members is damaged or missing"), zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
     file.require_unchanged()
     for entry in entries:
         # Use the stored name, because zipfile cuts off `entry.filename` at a NUL.

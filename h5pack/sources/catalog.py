@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from h5pack.images.decode import read_header
 from h5pack.images.headers import ImageHeader
 from h5pack.images.masks import MaskHeader, read_mask_header
 from h5pack.system.arrays import RowNumbers
+from h5pack.system.files import read_all
 
 IMAGE_SUFFIXES = frozenset(
     f".{ending}"
@@ -110,8 +112,6 @@ class NameTable:
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> str:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"name {index} of {len(self)}")
         return self.at([index])[0]
 
     def at(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> list[str]:
@@ -266,14 +266,7 @@ class FileReader(SourceReader):
     def read(self, index: int, name: str) -> bytes:
         descriptor, size, _ = self._open(name)
         try:
-            data = os.read(descriptor, size)
-            # Linux reads at most 2 GiB per call, and a network file system may return fewer bytes than requested.
-            while len(data) < size:
-                more = os.read(descriptor, size - len(data))
-                if not more:
-                    break
-                data += more
-            return data
+            return read_all(descriptor, size, 0)
         finally:
             os.close(descriptor)
 
@@ -478,10 +471,13 @@ def one_split(count: int, name: str = "all") -> tuple[tuple[str, ...], npt.NDArr
     return (name,), np.zeros(count, np.int32)
 
 
-def split_ids(rows: Mapping[str, RowNumbers], count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+def split_ids(
+    rows: Mapping[str, RowNumbers], count: int, where: str, path: Path | None = None
+) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
     """Return the `split_names` and `split_ids` of `count` rows, given the rows of each split.
 
-    Rows in no split form a split named "rest". Raise ValueError if splits overlap.
+    Rows in no split form a split named "rest". Raise SourceError, whose message begins with `where`, if
+    splits overlap.
     """
     if not rows:
         return one_split(count)
@@ -489,7 +485,7 @@ def split_ids(rows: Mapping[str, RowNumbers], count: int) -> tuple[tuple[str, ..
     for number, part in enumerate(rows.values()):
         own = slice(part.start, part.stop) if isinstance(part, range) else part
         if (ids[own] != len(rows)).any():
-            raise ValueError("its splits overlap")
+            raise SourceError(f"{where}: its splits overlap; correct the dataset splits/rows of the file", path=path)
         ids[own] = number
     return ((*rows, "rest") if (ids == len(rows)).any() else tuple(rows)), ids
 

@@ -145,8 +145,6 @@ def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise SourceError(f"{path}: is not COCO's JSON ({problem}); give a file of annotations", path=path) from error
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be read ({error}); make it readable", path=path) from error
     known: set[int] = set()
     for number, entry in enumerate(entries):
         _add_image(path, number, entry, images, split, known)
@@ -201,21 +199,13 @@ def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> Non
     if label not in found.categories:
         raise ValueError(f"there is no category {label}")
     right, bottom = left + width, top + height
-    if all(image.size):
-        clipped = max(left, 0.0), max(top, 0.0), min(right, image.size[1]), min(bottom, image.size[0])
-        far = max(abs(one - other) for one, other in zip(clipped, (left, top, right, bottom), strict=True))
-        found.counts["clipped"] += far > _MAX_OUTSIDE_PIXELS
-        left, top, right, bottom = clipped
-    if left >= right or top >= bottom:
+    height, width = image.size
+    if max(left, 0) >= min(right, width or right) or max(top, 0) >= min(bottom, height or bottom):
         found.counts["empty"] += 1
         return
     image.boxes.append([left, top, right, bottom])
     image.labels.append(label)
     image.crowd.append(int(bool(annotation.get("iscrowd", 0))))
-
-
-# A box that extends no further than this beyond the image does not count as clipped: COCO rounds to 0.01 pixels.
-_MAX_OUTSIDE_PIXELS = 0.1
 
 
 def _text(caption: Any) -> str:
@@ -247,7 +237,6 @@ def _ragged(rows: Sequence[list[int]]) -> RaggedRows:
 def _notes(found: _Annotations) -> tuple[Note, ...]:
     notes = unused_note("values of annotations", sorted(found.unused), "only boxes, categories and captions are packed")
     texts = {
-        "clipped": ("box", "clipped at the edge of the image"),
         "empty": ("box", "left out for having no area"),
         "unknown": ("annotation", "left out for belonging to no image"),
     }

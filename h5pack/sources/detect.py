@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from h5pack.sources.coco import coco, is_coco
 from h5pack.sources.folders import arranged, pairs, walk
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
 from h5pack.sources.manifest import JSON_LINES, ManifestColumns, manifest
-from h5pack.sources.map_style import MapStyleDataset, MapStyleFields, map_style_catalog
+from h5pack.sources.map_style import MapStyleDataset, map_style_catalog
 from h5pack.sources.mds import is_mds, mds
 from h5pack.sources.shards import TABLE_SUFFIXES, TAR_SUFFIXES, Shards, find_shards, shards_kind
 from h5pack.sources.tables import tables
@@ -58,7 +56,14 @@ def open_source(
     Compressed tar files are decompressed into a file in the folder `scratch`; default: the system's temporary folder.
     """
     if isinstance(source, (str, os.PathLike)):
-        catalog = _open_path(Path(source), options, scratch or Path(tempfile.gettempdir()))
+        try:
+            catalog = _open_path(Path(source), options, scratch or Path(tempfile.gettempdir()))
+        except H5PackError:
+            raise
+        except OSError as error:
+            failed = error.filename or source
+            problem = f"cannot be read ({error.strerror or error}); make it readable, or repair the storage"
+            raise SourceError(f"{failed}: {problem}", path=failed) from error
         where, path = str(Path(source)), source
     else:
         catalog = _open_dataset(source, options)
@@ -120,17 +125,16 @@ def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
         parameter = f"source_kind={options.kind!r}"
         raise OptionsError(f"{where}: not a path; leave out {parameter}", parameters=(parameter,))
     columns = options.columns
-    fields = MapStyleFields(options.datasets.fields, columns.boxes, columns.keypoints, columns.box_format)
     # Do not refuse these options, because they apply to the samples of a dataset.
     others = replace(columns, boxes=(), keypoints=(), box_format=schema.XYXY)
     unused = replace(options, columns=others, datasets=replace(options.datasets, fields=()))
     _refuse_unused(where, "dataset", unused)
-    return map_style_catalog(dataset, fields).filtered(options.names)
+    return map_style_catalog(dataset, replace(columns, fields=options.datasets.fields)).filtered(options.names)
 
 
 # For each attribute of `HDF5Datasets` and `ManifestColumns`: the parameter of `convert` that sets it.
 _DATASET_PARAMETERS = {name: name for name in ("images", "labels", "fields", "channel_axis", "value_range")}
-_COLUMN_PARAMETERS = {
+COLUMN_PARAMETERS = {
     "root": "root", "path": "path_column", "labels": "label_columns", "split": "split_column",
     "fields": "field_columns", "masks": "mask_columns", "images": "image_columns", "texts": "text_columns",
     "boxes": "box_columns", "keypoints": "keypoint_columns", "box_format": "box_format",
@@ -139,10 +143,10 @@ _COLUMN_PARAMETERS = {
 
 def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
     """Raise OptionsError if an option is given that does not apply to this kind of source."""
-    unused = {"manifest": set(), "coco": _COLUMN_PARAMETERS.keys() - {"root"}}.get(kind, {*_COLUMN_PARAMETERS})
+    unused = {"manifest": set(), "coco": COLUMN_PARAMETERS.keys() - {"root"}}.get(kind, {*COLUMN_PARAMETERS})
     if kind in _SHARD_KINDS:
         unused = {"root", "masks", "images", *(("path",) if kind == "webdataset" else ())}
-    columns = {name: parameter for name, parameter in _COLUMN_PARAMETERS.items() if name in unused}
+    columns = {name: parameter for name, parameter in COLUMN_PARAMETERS.items() if name in unused}
     for what, values, defaults, parameters in (
         ("an HDF5 file", options.datasets, HDF5Datasets(), {} if kind == "hdf5" else _DATASET_PARAMETERS),
         ("a source with columns, such as a manifest", options.columns, ManifestColumns(), columns),
@@ -163,8 +167,7 @@ def _open_mds(path: Path, options: SourceOptions) -> Catalog:
         parameter = "source_kind='mds'"
         problem = f"{path}: {parameter} needs the folder that contains index.json; check the path"
         raise SourceError(problem, path=path, parameters=(parameter,))
-    with _reporting_storage(path):
-        return mds(path, options.names, options.columns)
+    return mds(path, options.names, options.columns)
 
 
 def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -> Catalog:
@@ -176,32 +179,18 @@ def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -
     if not shards.names:
         what = "tar" if kind == "webdataset" else "Parquet or Arrow"
         raise NoImagesError(f"{path}: no {what} files; check the path, include and exclude", path=path)
-    with _reporting_storage(path):
-        if kind == "parquet":
-            return tables(shards, options.columns)
-        return webdataset(shards, (open_tar(one, scratch) for one in shards.paths), options.columns)
+    if kind == "parquet":
+        return tables(shards, options.columns)
+    return webdataset(shards, (open_tar(one, scratch) for one in shards.paths), options.columns)
 
 
 def _open_archive(path: Path, archive: str, options: SourceOptions, kind: str, scratch: Path) -> Catalog:
-    with _reporting_storage(path):
-        opened = open_zip(path) if archive == "zip" else open_tar(path, scratch)
-        if archive == "tar" and kind == "folder" and is_webdataset(opened[1]):
-            _refuse_unused(str(path), "webdataset", options)
-            return webdataset(Shards(path.parent, [path.name], options.names), [opened], options.columns)
-        _refuse_unused(str(path), kind, options)
-        return members_catalog(*opened, options.names, kind)
-
-
-@contextlib.contextmanager
-def _reporting_storage(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except H5PackError:
-        raise
-    except OSError as error:
-        raise SourceError(
-            f"{path}: cannot be read ({error}); make it readable, or repair the storage", path=path
-        ) from error
+    opened = open_zip(path) if archive == "zip" else open_tar(path, scratch)
+    if archive == "tar" and kind == "folder" and is_webdataset(opened[1]):
+        _refuse_unused(str(path), "webdataset", options)
+        return webdataset(Shards(path.parent, [path.name], options.names), [opened], options.columns)
+    _refuse_unused(str(path), kind, options)
+    return members_catalog(*opened, options.names, kind)
 
 
 def _archive_format(path: Path) -> str:

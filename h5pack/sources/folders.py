@@ -10,7 +10,7 @@ import errno
 import os
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -194,6 +194,13 @@ def split_order(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(names), key=lambda name: (split_rank(name), name)))
 
 
+def numbered_splits(splits: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+    """Return the `split_names` and `split_ids` of a catalog, given the split of each image."""
+    names = split_order(splits)
+    numbers = {name: number for number, name in enumerate(names)}
+    return names, np.array([numbers[split] for split in splits], np.int32)
+
+
 def flat(found: Listing) -> Catalog:
     """Return a catalog without labels of all images below the root, at any depth."""
     names = NameTable.of(found.below(""))
@@ -303,7 +310,7 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
         "pairs",
         FileReader(found.root),
         NameTable.of(names),
-        *_splits_by_name(splits),
+        *(numbered_splits(splits) if splits and all(map(is_split_name, splits)) else one_split(len(splits))),
         pixel_fields=tuple(
             PixelField(target, schema.MASK, NameTable.of(column)) for target, column in zip(targets, masks, strict=True)
         ),
@@ -329,15 +336,6 @@ def _files_by_stem(
         else:
             ignored["other images"] += 1
     return files
-
-
-def _splits_by_name(splits: list[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    """Return `split_names` and `split_ids`, given each image's top folder; one split unless all folders are splits."""
-    if not splits or not all(map(is_split_name, splits)):
-        return one_split(len(splits))
-    names = split_order(splits)
-    numbers = {name: number for number, name in enumerate(names)}
-    return names, np.array([numbers[split] for split in splits], np.int32)
 
 
 def _roles(root: str, folders: list[str]) -> tuple[str, list[str]]:

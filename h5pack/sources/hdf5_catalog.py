@@ -20,8 +20,8 @@ import numpy.typing as npt
 from h5pack.errors import DamagedRowsError, H5PackError, OptionsError, PackFormatError, SourceError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValueError, FieldValues, parse_texts
-from h5pack.read.chunk_index import ChunkIndex, index_dataset
-from h5pack.read.description import FileDescription, checksums_of, describe_file
+from h5pack.read.chunk_index import index_dataset
+from h5pack.read.description import checksums_of, describe_file
 from h5pack.read.encoded import has_kept_images, is_encoded, is_mask_group
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import attribute_names, dataset_names, datasets_text, open_file, require_dataset, text
@@ -35,7 +35,6 @@ from h5pack.system.machine import available_memory
 from h5pack.system.parameters import invalid
 from h5pack.system.text import format_bytes
 
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _FIELDS = "fields=[NAME]"  # In advice.
 _SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
 _LABELS = ("labels", "label", "targets", "target", "y", "class", "category")
@@ -70,16 +69,9 @@ class HDF5Datasets:
 
 def is_hdf5(path: Path) -> bool:
     """Return whether a file has HDF5's signature (at its start or after a user block) or a suffix of HDF5 files."""
-    try:
-        with path.open("rb") as stream:
-            size, offset = os.fstat(stream.fileno()).st_size, 0
-            while offset < size:
-                stream.seek(offset)
-                if stream.read(len(_SIGNATURE)) == _SIGNATURE:
-                    return True
-                offset = max(512, 2 * offset)
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        if h5py.is_hdf5(path):
+            return True
     return path.suffix.lower() in _SUFFIXES
 
 
@@ -123,7 +115,8 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         pack = describe_file(path, images, None, masks, sized=False)
     reader = HDF5RowReader(pack, form, masks)
     values, names = (None, None) if labels is None else _read_labels(path, file, labels)
-    field_names = _field_names(path, fields)
+    field_names = tuple(map(os.path.basename, fields))
+    require_field_names(str(path), field_names, path)
     columns = {field: _read_field(path, file, field) for field in fields if field not in masks}
     for name, table in ((labels, values), *columns.items()):
         if table is not None and len(table) != rows:
@@ -135,7 +128,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         "hdf5",
         reader,
         rows_names,
-        *_splits(path, pack, rows),
+        *split_ids(pack.splits, rows, str(path), path),
         labels=values,
         label_names=names,
         fields={tables[name]: column for name, column in columns.items()},
@@ -320,13 +313,6 @@ def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str)
     return schema.MASK if fits and mask_dtype(dataset.dtype) is not None else None
 
 
-def _splits(path: Path, pack: FileDescription, rows: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    try:
-        return split_ids(pack.splits, rows)
-    except ValueError as error:
-        raise SourceError(f"{path}: {error}; correct its dataset splits/rows", path=path) from error
-
-
 def _names(file: h5py.File, images: str, rows: int) -> NameTable:
     """Return the file names stored in a pack, or else names that consist of the dataset's path and the row number."""
     stored = file.get(schema.FILENAMES)
@@ -389,7 +375,8 @@ def _read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
         indexes = {index.data.name: index.data}
         if index.checksums is not None:
             indexes[index.checksums] = index_dataset(file, file[index.checksums], index.checksums)
-        with _reporting(path, name), contextlib.closing(_engine(path, indexes)) as engine:
+        engine = Engine(os.path.abspath(path), FileIdentity.of(os.fspath(path)), indexes, warn=False)
+        with _reporting(path, name), contextlib.closing(engine):
             return read_ragged(engine, index, np.arange(index.rows), check=True)
     dataset = require_dataset(file, name, _FIELDS)
     if is_text(dataset):
@@ -401,17 +388,6 @@ def _read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
         problem = f"holds {dataset.dtype}, but a field needs rows of numbers or one text per row; leave it out"
         raise _dataset_error(path, name, problem)
     return _read_all(path, dataset, name)
-
-
-def _engine(path: Path, indexes: dict[str, ChunkIndex]) -> Engine:
-    return Engine(os.path.abspath(path), FileIdentity.of(os.fspath(path)), indexes, warn=False)
-
-
-def _field_names(path: Path, fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the fields' names in the pack: the last components of their paths, which must be unique and allowed."""
-    names = tuple(map(os.path.basename, fields))
-    require_field_names(str(path), names, path)
-    return names
 
 
 def _byte_table(path: Path, name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

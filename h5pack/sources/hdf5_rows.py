@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import DamagedRowsError, H5PackError, PackFormatError, ReadError, RejectedImageError, SourceError
+from h5pack.errors import DamagedRowsError, H5PackError, PackFormatError, RejectedImageError, SourceError
 from h5pack.images.decode import read_header
 from h5pack.images.masks import read_mask
 from h5pack.read.description import FileDescription, checksums_of
@@ -102,12 +102,8 @@ class HDF5RowReader(SourceReader):
         self.index = pack.indexes[self.images]
         self.has_checksums = checksums_of(self.images) in pack.indexes
         self.masks = masks
-        datasets = [name for one in (self.images, *masks) for name in (one, checksums_of(one))]
-        names = [name for name in datasets if name in pack.indexes]
         # Do not warn that a dataset of encoded images is slow to read, because its conversion is the remedy.
-        self.engine = Engine(
-            pack.path, pack.identity, {name: pack.indexes[name] for name in names}, warn=form is not None
-        )
+        self.engine = Engine(pack.path, pack.identity, pack.indexes, warn=form is not None)
         # The row of each image; None means that image i is row i.
         self.rows: npt.NDArray[np.int64] | None = None
         self._coming: list[int] = []
@@ -171,18 +167,7 @@ class HDF5RowReader(SourceReader):
 
     def encoded(self, index: int, dataset: str | None = None) -> bytes:
         """Return the bytes of an encoded image or mask; raise RejectedImageError if its row is empty or unreadable."""
-        row = self._rows(np.array([index], np.int64))
-        name = dataset or self.images
-        try:
-            data = self.engine.read_bytes(name, row)[0]
-            if checksums_of(name) in self.engine.indexes:
-                self.engine.check(name, checksums_of(name), row, row)
-        except DamagedRowsError as error:
-            raise RejectedImageError("its row is damaged: it does not match its checksum") from error
-        except PackFormatError as error:
-            raise self._row_error() from error
-        except ReadError as error:
-            raise self._storage_error(error) from error
+        data: bytes = self._read_rows([index], dataset)[0]
         if not data:
             raise RejectedImageError("the image is empty (0 bytes)")
         return data
@@ -208,11 +193,13 @@ class HDF5RowReader(SourceReader):
         row: npt.NDArray[Any] = self._read_rows([index])[0]
         return row
 
-    def _read_rows(self, indices: Sequence[int], dataset: str | None = None) -> npt.NDArray[Any]:
+    def _read_rows(self, indices: Sequence[int], dataset: str | None = None) -> Any:
+        """Return the rows of images or masks: an array, or a list of bytes if they are encoded."""
         rows = self._rows(np.array(indices, np.int64))
         name = dataset or self.images
+        read = self.engine.read_bytes if self.engine.indexes[name].is_encoded else self.engine.read
         try:
-            values = self.engine.read(name, rows)
+            values: Any = read(name, rows)
             if checksums_of(name) in self.engine.indexes:
                 self.engine.check(name, checksums_of(name), rows, values)
         except DamagedRowsError as error:

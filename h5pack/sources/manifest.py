@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from h5pack.sources.catalog import (
     one_split,
     unused_note,
 )
-from h5pack.sources.folders import split_order
+from h5pack.sources.folders import numbered_splits
 
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
 IMAGE_COLUMNS = ("image", "images", "img", "picture", "photo", "jpg", "jpeg", "png", "bytes", "content", "data")
@@ -129,7 +130,9 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
     parameters = [name for names in ways.values() for name in names]
     notes = unused_note("columns", [name for name in table.header if name not in packed], advice, *parameters)
     notes += _many_classes_note(chosen, labels, label_names)
-    splits = (catalog.split_names, catalog.split_ids) if split_column is None else _splits(table, split_column)
+    splits = catalog.split_names, catalog.split_ids
+    if split_column is not None:
+        splits = numbered_splits([cell or "all" for cell in table.column(split_column)])
     return replace(
         catalog,
         split_names=splits[0],
@@ -157,15 +160,15 @@ def _field(table: TextTable, name: str, columns: ManifestColumns) -> FieldValues
     values = table.values(name)
     if name in columns.texts:
         return _parsed(table, name, "text_columns", lambda: parse_texts(_listed_texts(values)))
-    for kind, names in ((schema.BOXES, columns.boxes), (schema.KEYPOINTS, columns.keypoints)):
-        if name in names:
-            lists = _lists(table, name, values)
-            parameter = "box_columns" if kind == schema.BOXES else "keypoint_columns"
-            return _parsed(table, name, parameter, lambda: parse_ragged(lists, kind, columns.box_format))  # noqa: B023
-    if any(_is_list(value) for value in values):
-        lists = _lists(table, name, values)
-        return _parsed(table, name, "field_columns", lambda: parse_ragged(lists))
-    return numbers(table, name)
+    kind, parameter = schema.RAGGED, "field_columns"
+    if name in columns.boxes:
+        kind, parameter = schema.BOXES, "box_columns"
+    elif name in columns.keypoints:
+        kind, parameter = schema.KEYPOINTS, "keypoint_columns"
+    elif not any(_is_list(value) for value in values):
+        return numbers(table, name)
+    lists = _lists(table, name, values)
+    return _parsed(table, name, parameter, lambda: parse_ragged(lists, kind, columns.box_format))
 
 
 def _parsed(table: TextTable, name: str, parameter: str, parse: Callable[[], FieldValues]) -> FieldValues:
@@ -263,25 +266,18 @@ def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any
     return labels, names
 
 
-def _splits(table: TextTable, column: str) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    cells = [cell or "all" for cell in table.column(column)]
-    names = split_order(cells)
-    index = {name: number for number, name in enumerate(names)}
-    return names, np.array([index[cell] for cell in cells], np.int32)
-
-
 @dataclass(frozen=True)
 class TextTable:
-    """A table with a header."""
+    """A table with a header and one row per image."""
 
     path: Path
     header: tuple[str, ...]
-    rows: list[list[str]]
-    lines: list[int]  # for each row, the number of its last line in the file, counted from 1
+    load: Callable[[str], list[Any]]  # returns the values of a column, None for a missing value
+    place: Callable[[int], str]  # returns the text between the path and the message in an error about a row
 
     def error(self, row: int, message: str, *parameters: str) -> SourceError:
-        """Return an error whose message begins with the file and the line of a row."""
-        return SourceError(f"{self.path} line {self.lines[row]}: {message}", path=self.path, parameters=parameters)
+        """Return an error whose message begins with the file and the line or name of a row."""
+        return SourceError(f"{self.path}{self.place(row)}: {message}", path=self.path, parameters=parameters)
 
     def column(self, name: str) -> list[str]:
         """Return the stripped cells of a column as text; raise SourceError for a list or dict."""
@@ -292,11 +288,7 @@ class TextTable:
         if name not in self.header:
             columns = ", ".join(self.header)
             raise SourceError(f"{self.path}: no column {name!r}; its columns are {columns}", path=self.path)
-        return self._values(name)
-
-    def _values(self, name: str) -> list[Any]:
-        position = self.header.index(name)
-        return [row[position] for row in self.rows]
+        return self.load(name)
 
     def _cell(self, row: int, name: str, value: Any) -> str:
         if isinstance(value, (list, dict)):
@@ -305,31 +297,7 @@ class TextTable:
         return value if isinstance(value, str) else cell_text(value)
 
 
-@dataclass(frozen=True)
-class ColumnTable(TextTable):
-    """A table with one row per image. Columns are read only when they are needed. `rows` and `lines` are empty."""
-
-    load: Callable[[str], list[Any]]  # returns the values of a column, None for a missing value
-    row_name: Callable[[int], str]  # returns the name of a row for messages
-
-    def error(self, row: int, message: str, *parameters: str) -> SourceError:
-        return SourceError(f"{self.path}: {self.row_name(row)}: {message}", path=self.path, parameters=parameters)
-
-    def _values(self, name: str) -> list[Any]:
-        return self.load(name)
-
-
-@dataclass(frozen=True)
-class JsonTable(TextTable):
-    """A table of JSON lines. Each line is an object, whose keys are the columns. `rows` is empty."""
-
-    records: list[dict[str, Any]]
-
-    def _values(self, name: str) -> list[Any]:
-        return [record.get(name) for record in self.records]
-
-
-def read_json_lines(path: Path) -> JsonTable:
+def read_json_lines(path: Path) -> TextTable:
     """Read a table whose lines are JSON objects, which may have different keys."""
     records: list[dict[str, Any]] = []
     lines: list[int] = []
@@ -347,14 +315,10 @@ def read_json_lines(path: Path) -> JsonTable:
         raise SourceError(
             f"{path} line {number}: cannot be read as JSON ({error}); each line must be an object", path=path
         ) from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
     header = tuple(dict.fromkeys(key for record in records for key in record))
-    return JsonTable(path, header, [], lines, records)
-
-
-def _unreadable(path: Path, error: OSError) -> SourceError:
-    return SourceError(f"{path}: cannot be read ({error}); make it readable", path=path)
+    return TextTable(
+        path, header, lambda name: [record.get(name) for record in records], lambda row: f" line {lines[row]}"
+    )
 
 
 def read_delimited(path: Path) -> TextTable:
@@ -364,8 +328,6 @@ def read_delimited(path: Path) -> TextTable:
         with path.open(newline="", encoding="utf-8-sig") as stream:
             reader = csv.reader(stream, delimiter=delimiter)
             lines = [(reader.line_num, cells) for cells in reader]
-    except OSError as error:
-        raise _unreadable(path, error) from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise SourceError(f"{path}: is not a table in UTF-8 ({error}); save it as CSV in UTF-8", path=path) from error
     if not lines:
@@ -382,8 +344,6 @@ def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> Te
     try:
         with path.open(encoding="utf-8-sig") as stream:
             lines = [(number, line.split()) for number, line in enumerate(stream, 1)]
-    except OSError as error:
-        raise _unreadable(path, error) from error
     except UnicodeDecodeError as error:
         raise SourceError(f"{path}: is not text in UTF-8 ({error}); download it again", path=path) from error
     if header is None:
@@ -395,14 +355,18 @@ def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> Te
 
 
 def _rectangular(path: Path, header: tuple[str, ...], lines: list[tuple[int, list[str]]]) -> TextTable:
-    table = TextTable(path, header, [], [])
+    rows: list[list[str]] = []
+    numbers: list[int] = []  # for each row, the number of its last line in the file, counted from 1
+    table = TextTable(
+        path, header, lambda name: list(map(itemgetter(header.index(name)), rows)), lambda row: f" line {numbers[row]}"
+    )
     for number, cells in lines:
         if not cells or cells == [""]:
             continue
-        table.lines.append(number)
+        numbers.append(number)
         if len(cells) != len(header):
             raise table.error(-1, f"has {len(cells)} cells, but the table has {len(header)} columns; correct the line")
-        table.rows.append(cells)
+        rows.append(cells)
     return table
 
 

@@ -35,7 +35,7 @@ from h5pack.sources.catalog import (
 from h5pack.sources.folders import split_order
 from h5pack.sources.hdf5_catalog import channel_axes
 from h5pack.sources.hdf5_rows import PixelForm
-from h5pack.sources.manifest import require_field_names
+from h5pack.sources.manifest import ManifestColumns, require_field_names
 
 IMAGE, LABEL = "image", "label"
 MASKS = ("mask", "masks")
@@ -54,21 +54,6 @@ class MapStyleDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-@dataclass(frozen=True)
-class MapStyleFields:
-    """The keys of samples that become fields."""
-
-    plain: tuple[str, ...] = ()  # numbers, arrays and texts
-    boxes: tuple[str, ...] = ()
-    keypoints: tuple[str, ...] = ()
-    box_format: str = schema.XYXY  # one of `BOX_FORMATS`
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All keys that become fields."""
-        return (*self.plain, *self.boxes, *self.keypoints)
-
-
 class ReadSample(NamedTuple):
     """The parts of one sample that are packed, and the names of the other parts."""
 
@@ -84,13 +69,11 @@ class MapStyleReader(SourceReader):
 
     dataset: MapStyleDataset
     indices: npt.NDArray[np.int64] | None = None  # the sample of each image; None means that image i is sample i
-    fields: MapStyleFields = field(default_factory=MapStyleFields)
+    fields: ManifestColumns = field(default_factory=ManifestColumns)  # keys of samples that become fields
     masks: tuple[str, ...] = ()  # keys of the masks
     has_labels = True
-
-    def __post_init__(self) -> None:
-        # Cache one sample as (index, sample), because an image and its masks are read one after the other.
-        object.__setattr__(self, "_last", (-1, None))
+    # One cached sample as (index, sample), because an image and its masks are read one after the other.
+    _last: tuple[int, Any] = field(default=(-1, None), init=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last": (-1, None)}
@@ -129,7 +112,7 @@ class MapStyleReader(SourceReader):
         field.
         """
         image, label, others = _parts(self._given(index))
-        names = self.fields.names
+        names = self.fields.all_fields
         missing = [name for name in names if name not in others]
         if missing:
             raise RejectedImageError(f"the dataset gave a sample without {missing[0]!r}")
@@ -147,7 +130,7 @@ class MapStyleReader(SourceReader):
 
     def _given(self, index: int) -> Any:
         """Return sample `index` of the dataset; raise RejectedImageError if the dataset raises an exception."""
-        last, given = self.__dict__["_last"]
+        last, given = self._last
         if last != index:
             try:
                 given = self.dataset[index]
@@ -158,13 +141,13 @@ class MapStyleReader(SourceReader):
         return given
 
 
-def map_style_catalog(dataset: MapStyleDataset, fields: MapStyleFields | None = None) -> Catalog:
+def map_style_catalog(dataset: MapStyleDataset, fields: ManifestColumns | None = None) -> Catalog:
     """Return the catalog of a map-style dataset, without labels and fields, which are added after the survey.
 
     Only the first sample is read, to find out which masks the samples have.
     """
-    fields = fields or MapStyleFields()
-    require_field_names(f"the {type(dataset).__name__}", fields.names)
+    fields = fields or ManifestColumns()
+    require_field_names(f"the {type(dataset).__name__}", fields.all_fields)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise SourceError(
             f"the source is of type {type(dataset).__name__}; give a path, or a map-style dataset with __len__ and "
@@ -194,10 +177,10 @@ def map_style_catalog(dataset: MapStyleDataset, fields: MapStyleFields | None = 
 def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> Catalog:
     """Return the catalog with fields. `samples` has the `ReadSample.fields` of each image, None for rejected images."""
     reader = catalog.reader
-    if not isinstance(reader, MapStyleReader) or not reader.fields.names:
+    if not isinstance(reader, MapStyleReader) or not reader.fields.all_fields:
         return catalog
     found: dict[str, FieldValues] = {}
-    for name in reader.fields.names:
+    for name in reader.fields.all_fields:
         values = [None if sample is None else sample[name] for sample in samples]
         kind, parameter = schema.ARRAY, "fields"
         if name in reader.fields.boxes:
@@ -376,10 +359,7 @@ def _splits(dataset: Any, count: int) -> tuple[tuple[str, ...], npt.NDArray[np.i
         return None
     parts = (chosen, *ranges.values())
     ends = [rows.stop if isinstance(rows, range) else int(rows.max(initial=-1)) + 1 for rows in parts]
-    try:
-        names, ids = split_ids(ranges, max(ends))
-    except ValueError as error:
-        raise SourceError(f"the {type(dataset).__name__}: {error}; correct the file's dataset splits/rows") from error
+    names, ids = split_ids(ranges, max(ends), f"the {type(dataset).__name__}")
     return names, ids[np.asarray(chosen, np.int64)]
 
 

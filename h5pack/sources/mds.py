@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import SourceError
-from h5pack.sources.archives import ArchiveFile, ArchiveReader, Members, Storing
+from h5pack.sources.archives import ArchiveFile, ArchiveReader, Storing
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable
-from h5pack.sources.manifest import IMAGE_COLUMNS, ColumnTable, ManifestColumns, cell_text, with_columns
+from h5pack.sources.manifest import IMAGE_COLUMNS, ManifestColumns, TextTable, with_columns
 from h5pack.sources.shards import Shards
 
 INDEX = "index.json"
@@ -95,10 +95,10 @@ def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
     catalog = Catalog(
         "mds", ArchiveReader.joined(readers), NameTable.of(images), *shards.split_ids(counts), about=f"images {image!r}"
     )
-    table = ColumnTable(
-        path, tuple(opened[0].encodings), [], [],
+    table = TextTable(
+        path, tuple(opened[0].encodings),
         lambda column: [cell for shard in opened for cell in _cells(shard, column)],
-        lambda row: images[row],
+        lambda row: f": {images[row]}",
     )  # fmt: skip
     return with_columns(catalog, table, columns, {image}).filtered(names)
 
@@ -122,7 +122,7 @@ def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
                 problem = "is missing, because the shards are compressed; decompress them, for example with 'zstd -d'"
                 raise SourceError(f"{root / name}: {problem}", path=root / name)
             yield name, _read_shard(root / name, encodings, sizes, int(one["samples"]))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         if isinstance(error, SourceError):
             raise
         raise SourceError(f"{path}: cannot be read as an index of MDS shards ({error}); check it", path=path) from error
@@ -130,10 +130,7 @@ def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
 
 def _read_shard(path: Path, encodings: dict[str, str], fixed: Sequence[int], samples: int) -> _Shard:
     """Read the offsets of samples and columns. `fixed` are the sizes of the columns in bytes, 0 if they vary."""
-    try:
-        file = ArchiveFile(str(path))
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be read ({error}); check the folder", path=path) from error
+    file = ArchiveFile(str(path))
     head = np.frombuffer(file.read(4 * (samples + 2), 0), "<u4").astype(np.int64)
     varying = [number for number, size in enumerate(fixed) if not size]
     begins, ends = head[1:-1], head[2:]
@@ -185,14 +182,13 @@ def _reader(shard: _Shard, image: str) -> ArchiveReader:
             parameters=("path_column",),
         )
     offsets, sizes = shard.extents(image)
-    none = array("q", bytes(8 * len(offsets)))
-    storings = array("b", [Storing.RAW]) * len(offsets)
-    members = Members([""] * len(offsets), array("q", offsets), array("q", sizes), array("q", sizes), none, storings)
-    return ArchiveReader.of(shard.file, members)
+    zeros = np.zeros(len(offsets), np.int32)
+    storings = np.full(len(offsets), Storing.RAW, np.uint8)
+    return ArchiveReader((shard.file,), zeros, offsets, sizes, sizes, zeros.astype(np.uint32), storings)
 
 
-def _cells(shard: _Shard, column: str) -> list[str]:
-    """Return the cells of a column as text; raise SourceError if it does not hold numbers or text."""
+def _cells(shard: _Shard, column: str) -> list[Any]:
+    """Return the numbers or texts of a column; raise SourceError if it does not hold numbers or text."""
     encoding = shard.encodings[column]
     kind = _NUMBERS.get(encoding)
     if kind is None and encoding not in _TEXTS:
@@ -204,10 +200,7 @@ def _cells(shard: _Shard, column: str) -> list[str]:
     if kind is not None and (sizes != kind.itemsize).any():
         raise shard.file.damaged(f"column {column!r} has values that are not {encoding}")
     found = _values(shard.file, offsets, sizes)
-    if kind is None:
-        cells = [_text(shard, data) for data in found]
-    else:
-        cells = [cell_text(value) for value in np.frombuffer(b"".join(found), kind).tolist()]
+    cells = [_text(shard, data) for data in found] if kind is None else np.frombuffer(b"".join(found), kind).tolist()
     shard.file.close()
     return cells
 

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from h5pack.errors import SourceError
 from h5pack.sources.catalog import NameFilter, one_split
-from h5pack.sources.folders import is_split_name, is_visible, split_order, walk
+from h5pack.sources.folders import is_split_name, is_visible, numbered_splits, walk
 
 TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 TABLE_SUFFIXES = (".parquet", ".arrow")
@@ -47,22 +46,17 @@ class Shards:
         ending = "|".join(map(re.escape, sorted((*TAR_SUFFIXES, *TABLE_SUFFIXES), key=len, reverse=True)))
         return [re.sub(f"({ending})$", "", name, flags=re.IGNORECASE) + "/" for name in self.names]
 
-    def splits(self) -> tuple[tuple[str, ...], list[int]]:
-        """Return the `split_names`, and for each file the index of its split.
+    def split_ids(self, counts: Sequence[int]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+        """Return the `split_names` and `split_ids` of a catalog with ``counts[i]`` samples of file i.
 
         The split of a file is named by one of its folders, or else by a word of the file name, such as "train" in
         ``train-00000-of-00002.parquet``. If a file has none or several of these names, all files form one split.
         """
         found = [_split_of(name) for name in self.names]
         if None in found:
-            return one_split(0)[0], [0] * len(found)
-        names = split_order(str(name) for name in found)
-        return names, [names.index(str(name)) for name in found]
-
-    def split_ids(self, counts: Sequence[int]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-        """Return the `split_names` and `split_ids` of a catalog with ``counts[i]`` samples of file i."""
-        names, ids = self.splits()
-        return names, np.repeat(np.array(ids, np.int32), counts)
+            return one_split(sum(counts))
+        names, ids = numbered_splits([str(name) for name in found])
+        return names, np.repeat(ids, counts)
 
 
 def _split_of(name: str) -> str | None:
@@ -110,7 +104,7 @@ def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shar
     if os.path.isdir(path):
         patterns = tuple(f"*{case(suffix)}" for suffix in suffixes for case in (str.lower, str.upper))
         names = list(walk(str(path), NameFilter(patterns, wanted.exclude)).below(""))
-        files = tuple(pattern for pattern in wanted.include if any(_selects(pattern, name) for name in names))
+        files = tuple(pattern for pattern in wanted.include if any(map(NameFilter((pattern,)).allows, names)))
         if files:
             names = [name for name in names if NameFilter(files).allows(name)]
         samples = tuple(pattern for pattern in wanted.include if pattern not in files)
@@ -125,10 +119,6 @@ def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shar
         raise SourceError(f"{missing}: no such file; check the pattern", path=missing)
     root = os.path.commonpath([os.path.dirname(one) for one in paths])
     return Shards(Path(root), [os.path.relpath(one, root) if root else one for one in paths], wanted)
-
-
-def _selects(pattern: str, name: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(os.path.basename(name), pattern)
 
 
 def expand_braces(pattern: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.images.decode import read_header
 from h5pack.sources.archives import ArchiveFile
 from h5pack.sources.catalog import Catalog, NameTable, SourceReader, SurveyedImage, fingerprint
-from h5pack.sources.manifest import IMAGE_COLUMNS, ColumnTable, ManifestColumns, label_columns, with_columns
+from h5pack.sources.manifest import IMAGE_COLUMNS, ManifestColumns, TextTable, label_columns, with_columns
 from h5pack.sources.shards import Shards
 from h5pack.system.machine import available_memory
 from h5pack.system.text import format_bytes
@@ -37,11 +37,9 @@ class TableReader(SourceReader):
     file_ids: npt.NDArray[np.int32]  # index into `files`
     row_groups: npt.NDArray[np.int32]  # index of the row group in the file; 0 for an Arrow file
     rows: npt.NDArray[np.int64]  # index of the row in the row group
-
-    def __post_init__(self) -> None:
-        self._loaded: dict[tuple[int, int], Any] = {}
-        self._kept: set[tuple[int, int]] = set()
-        self._table: tuple[int, _Table] | None = None
+    _loaded: dict[tuple[int, int], Any] = field(default_factory=dict, init=False)
+    _kept: set[tuple[int, int]] = field(default_factory=set, init=False)
+    _table: tuple[int, _Table] | None = field(default=None, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_loaded": {}, "_kept": set(), "_table": None}
@@ -108,14 +106,18 @@ class _Table:
     """One Parquet or Arrow file. It is read without threads, so that workers can be forked."""
 
     def __init__(self, file: ArchiveFile) -> None:
-        pyarrow = _pyarrow(file.path)
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ImportError as error:
+            raise SourceError(
+                f"{file.path}: Parquet and Arrow files need pyarrow; run pip install pyarrow", path=file.path
+            ) from error
         self._parquet: Any = None
         if file.path.lower().endswith(".arrow"):
             self._table = _memory_mapped(pyarrow, file.path)
             self.schema, self.counts = self._table.schema, [self._table.num_rows]
             return
-        from pyarrow import parquet
-
         self._parquet = parquet.ParquetFile(file.path, pre_buffer=False)
         self.schema, metadata = self._parquet.schema_arrow, self._parquet.metadata
         self.counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
@@ -152,26 +154,10 @@ def _memory_mapped(pyarrow: Any, path: str) -> Any:
         return pyarrow.ipc.open_file(source).read_all()
 
 
-def _pyarrow(path: str) -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise SourceError(
-            f"{path}: Parquet and Arrow files need pyarrow; run pip install pyarrow", path=path
-        ) from error
-    return pyarrow
-
-
 def _open(file: ArchiveFile) -> _Table:
     """Open a file; raise SourceError if it is damaged."""
-    try:
+    with file.parsing("is not a Parquet or Arrow file, or is damaged"):
         return _Table(file)
-    except SourceError:
-        raise
-    except Exception as error:
-        # On damaged files, pyarrow raises several exception types.
-        file.require_unchanged()
-        raise file.damaged(f"is not a Parquet or Arrow file, or is damaged ({error})") from error
 
 
 def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
@@ -198,10 +184,10 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
         np.concatenate([*rows, np.zeros(0, np.int64)]),
     )
     catalog = Catalog("parquet", reader, NameTable.of(names), *shards.split_ids(counts), about=f"images {image!r}")
-    table = ColumnTable(
-        shards.root, tuple(schema.names), [], [],
+    table = TextTable(
+        shards.root, tuple(schema.names),
         lambda name: [value for file in files for value in _values(file, name)],
-        lambda row: names[row],
+        lambda row: f": {names[row]}",
     )  # fmt: skip
     catalog = with_columns(catalog, table, columns, {image})
     return _with_class_names(catalog, files[0], schema, columns).filtered(shards.wanted)
@@ -282,11 +268,8 @@ def _values(file: ArchiveFile, name: str) -> list[Any]:
     if not any(check(value) for check in plain):
         problem = "neither numbers, text nor lists of these; leave it out"
         raise SourceError(f"{file.path}: column {name!r} holds {kind}, {problem}", path=file.path)
-    try:
+    with file.parsing(f"column {name!r} cannot be read"):
         values = table.column(name).to_pylist()
-    except Exception as error:
-        file.require_unchanged()
-        raise file.damaged(f"column {name!r} cannot be read ({error})") from error
     file.require_unchanged()
     return values  # type: ignore[no-any-return]
 

@@ -72,13 +72,8 @@ def _decompressor(path: Path, start: bytes) -> BinaryIO:
 def _index(file: ArchiveFile) -> Members:
     members, links = Members(), []
     size, stream = file.size, _Headers(file)
-    try:
+    with file.parsing("is not a tar file, or its first header is damaged"):
         tar = tarfile.TarFile(fileobj=cast(BinaryIO, stream), errors="surrogateescape", encoding="utf-8")
-    except Exception as error:
-        # On damaged files, tarfile may raise any exception type.
-        if isinstance(error, SourceError):
-            raise
-        raise file.damaged(f"is not a tar file, or its first header is damaged ({error})") from error
     position, last = 0, ""
     while True:
         plain = None if tar.pax_headers else _plain_header(file.read_unchecked(_BLOCK_BYTES, position))

@@ -14,7 +14,7 @@ from h5pack.errors import SourceError
 from h5pack.sources.archives import REASONS, UNPLACED, ArchiveFile, ArchiveReader, Members, Storing
 from h5pack.sources.catalog import IMAGE_SUFFIXES, Catalog, NameTable, Note, Reject, unused_note
 from h5pack.sources.folders import is_visible
-from h5pack.sources.manifest import LABEL_COLUMNS, SPLIT_COLUMNS, ColumnTable, ManifestColumns, with_columns
+from h5pack.sources.manifest import LABEL_COLUMNS, SPLIT_COLUMNS, ManifestColumns, TextTable, with_columns
 from h5pack.sources.shards import Shards
 from h5pack.system.text import counted
 
@@ -77,10 +77,10 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
         ignored=dict(samples.ignored),
         notes=samples.notes,
     )
-    table = ColumnTable(
-        shards.root, tuple(samples.header), [], [],
+    table = TextTable(
+        shards.root, tuple(samples.header),
         lambda column: [cells.get(column) for cells in samples.cells],
-        lambda row: samples.names[row],
+        lambda row: f": {samples.names[row]}",
     )  # fmt: skip
     if _CLASS in samples.header and not columns.labels:
         columns = replace(columns, labels=(_CLASS,))

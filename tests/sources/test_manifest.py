@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from dataclasses import replace
@@ -15,6 +16,7 @@ from h5pack.errors import OptionsError, SourceError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValues, RaggedRows, parse_texts
 from h5pack.sources.catalog import Catalog, NameFilter
+from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import (
     ManifestColumns,
     TextTable,
@@ -33,7 +35,7 @@ def written(path: Path, text: str | bytes) -> Path:
 
 
 def table(*cells: str, column: str = "x") -> TextTable:
-    return TextTable(Path("t.csv"), (column,), [[cell] for cell in cells], list(range(2, 2 + len(cells))))
+    return TextTable(Path("t.csv"), (column,), lambda _: list(cells), lambda row: f" line {row + 2}")
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
@@ -43,7 +45,7 @@ def test_byte_order_marks_line_endings_spaces_and_quotes(tmp_path: Path, ending:
     result = read_delimited(written(tmp_path / "t.csv", ending.join(lines)))
     assert result.header == ("path", "label")
     assert [result.column(name) for name in result.header] == [["a.jpg", "b.jpg"], ["x, y", "z"]]
-    assert result.lines == [2, 4]
+    assert [result.place(row) for row in range(2)] == [" line 2", " line 4"]
 
 
 @pytest.mark.parametrize(
@@ -55,29 +57,38 @@ def test_byte_order_marks_line_endings_spaces_and_quotes(tmp_path: Path, ending:
         ("", None),
         (b"\xff\xfea\0,\0b\0", None),
         ("a,b\n" + "x" * 200_000 + ",1\n", None),
-        (None, None),
     ],
 )
-def test_malformed_files_are_errors_that_name_the_line(
-    tmp_path: Path, content: str | bytes | None, line: int | None
-) -> None:
-    if content is not None:
-        written(tmp_path / "t.csv", content)
+def test_malformed_files_are_errors_that_name_the_line(tmp_path: Path, content: str | bytes, line: int | None) -> None:
     with pytest.raises(SourceError) as caught:
-        read_delimited(tmp_path / "t.csv")
+        read_delimited(written(tmp_path / "t.csv", content))
     assert caught.value.path == str(tmp_path / "t.csv")
     assert line is None or f" line {line}:" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl"])
+def test_storage_errors_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path = written(tmp_path / name, "path\na.jpg\n")
+
+    def fail(self: Path, *args: object, **keywords: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(self))
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(SourceError) as caught:
+        open_source(path, SourceOptions(kind="manifest"))
+    assert caught.value.path == str(path)
 
 
 def test_tables_delimited_by_spaces(tmp_path: Path) -> None:
     path = written(tmp_path / "t.txt", "2\r\nBald  Young \r\n1.jpg -1  1\r\n2.jpg  1 -1\r\n\r\n")
     result = read_spaced(path, None, skip=1)
     assert result.header == ("image_id", "Bald", "Young")
-    assert result.rows == [["1.jpg", "-1", "1"], ["2.jpg", "1", "-1"]]
-    assert result.lines == [3, 4]
+    assert [result.values(name) for name in result.header] == [["1.jpg", "2.jpg"], ["-1", "1"], ["1", "-1"]]
+    assert [result.place(row) for row in range(2)] == [" line 3", " line 4"]
     path = written(tmp_path / "p.txt", "1.jpg 0\n\n2.jpg 2\n")
     result = read_spaced(path, ("image_id", "partition"))
-    assert (result.rows, result.lines) == ([["1.jpg", "0"], ["2.jpg", "2"]], [1, 3])
+    assert [result.values(name) for name in result.header] == [["1.jpg", "2.jpg"], ["0", "2"]]
+    assert [result.place(row) for row in range(2)] == [" line 1", " line 3"]
     for content in ("2\nA B\n1.jpg 1 1\n2.jpg 1\n", "2\n", b"\xff\xff"):
         with pytest.raises(SourceError):
             read_spaced(written(tmp_path / "t.txt", content), None, skip=1)

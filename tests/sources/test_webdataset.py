@@ -235,7 +235,8 @@ def test_shards_in_a_folder_may_have_suffixes_in_upper_case(tmp_path: Path) -> N
 
 def test_splits_of_several_files_come_from_their_names() -> None:
     def splits(*names: str) -> tuple[tuple[str, ...], list[int]]:
-        return Shards(Path(), list(names), NameFilter()).splits()
+        found, ids = Shards(Path(), list(names), NameFilter()).split_ids([1] * len(names))
+        return found, ids.tolist()
 
     assert splits("data/test-0.parquet", "data/train-0.parquet") == (("train", "test"), [1, 0])
     assert splits("val/0.tar", "train/0.tar", "train/1.tar") == (("train", "val"), [1, 0, 0])
