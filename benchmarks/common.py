@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import h5pack
-from h5pack.benchmark.ceilings import images_of, interleaved, touch
+from h5pack.benchmark.ceilings import interleaved, touch
 from h5pack.system.files import make_hot
 
 RESULTS = Path(__file__).parent / "results"
@@ -36,7 +36,7 @@ def consume(batches: Iterable[Any]) -> float:
     """Iterate over batches, touch all pages of their images, and return rows/s."""
     begin, rows = time.perf_counter(), 0
     for batch in batches:
-        images = images_of(batch)
+        images = batch[0] if isinstance(batch, (list, tuple)) else batch
         touch(images.numpy())
         rows += len(images)
     return rows / (time.perf_counter() - begin)

@@ -8,10 +8,8 @@ only appear in the tables.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +40,7 @@ from h5pack.benchmark.cases import (
 from h5pack.benchmark.ceilings import Ceilings
 from h5pack.benchmark.loader_settings import Workload, deciding_caches, limited_batch_size
 from h5pack.benchmark.plots import check_plot_file, draw_bench
-from h5pack.benchmark.recommend import Recommendation, choose, finalists, missing
+from h5pack.benchmark.recommend import Findings, Recommendation, choose, finalists, missing
 from h5pack.benchmark.report import BenchReport
 from h5pack.benchmark.sample import BenchInput, BenchSample, ScratchFolder, dataset_images, find_input, make_sample
 from h5pack.benchmark.sweep import Sweep
@@ -148,15 +146,10 @@ def bench(
     H5PackError
         If there is nothing to measure, a value is invalid, or there is too little time or disk space.
     """
+    keywords = {name: value for name, value in locals().items() if name not in ("source", "plot", "progress")}
     if plot is not None:
         check_plot_file(plot)
-    settings = make_settings(
-        seconds=seconds, chunk_rows=chunk_rows, chunk_bytes=chunk_bytes, contiguous=contiguous, orders=orders,
-        engines=engines, caches=caches, compression=compression, batch_size=batch_size, window=window,
-        num_threads=num_threads, num_workers=num_workers, rows=rows, num_images=num_images, size=size, images=images,
-        labels=labels, scratch=scratch, seed=seed,
-    )  # fmt: skip
-    report = BenchRun(source, settings, source_kind, progress=progress).run()
+    report = BenchRun(source, make_settings(**keywords), progress=progress).run()
     if plot is not None:
         draw_bench(report, plot)
     return report
@@ -200,11 +193,11 @@ class _Comparison:
 
         Return whether any repeats were added. Further calls may add more repeats.
         """
-        report, workload, left = self.report, self.workload, self.end - self.clock()
+        workload, left = self.workload, self.end - self.clock()
         if self.missing(cache) or self.is_small(cache):
             return False
         before = self._repeats()
-        cases = finalists(report.variants, report.measurements, workload, cache)
+        cases = finalists(self._findings(cache))
         self._measure_again(cases, _FINALISTS_SHARE * left, reload_each_repeat=True)
         interim = self.choose(cache)
         if interim is None:
@@ -227,7 +220,10 @@ class _Comparison:
         try:
             self.sweep.measure(cases, seconds, found, self.ceilings, **options)
         finally:
-            _merge(self.report.run_off, found)
+            merged = {one.case: one for one in self.report.run_off}
+            for one in found:
+                merged[one.case] = merged[one.case].with_repeats_of(one) if one.case in merged else one
+            self.report.run_off[:] = merged.values()
 
     def _repeats(self) -> int:
         return sum(len(one.speeds) for one in self.report.run_off)
@@ -242,8 +238,7 @@ class _Comparison:
 
     def missing(self, cache: str, not_packed: Sequence[str] = ()) -> list[str]:
         """Return what is missing for a recommendation."""
-        report = self.report
-        return missing(report.variants, report.measurements, report.run_off, self.workload, cache, not_packed)
+        return missing(self._findings(cache), not_packed)
 
     def is_small(self, cache: str) -> bool:
         """Return whether the sample is too small to compare variants."""
@@ -252,7 +247,11 @@ class _Comparison:
 
     def choose(self, cache: str) -> Recommendation | None:
         """Return the recommendation."""
-        return choose(self.report.variants, self.report.measurements, self.report.run_off, self.workload, cache)
+        return choose(self._findings(cache))
+
+    def _findings(self, cache: str) -> Findings:
+        report = self.report
+        return Findings(report.variants, report.measurements, report.run_off, self.workload, cache)
 
 
 class BenchRun:
@@ -265,7 +264,6 @@ class BenchRun:
         self,
         source: str | os.PathLike[str] | None,
         settings: BenchSettings,
-        source_kind: str | None = None,
         *,
         progress: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -274,13 +272,10 @@ class BenchRun:
         self._begun, self._load = clock() - elapsed, load_average()
         self._source = source
         self._settings = settings
-        options: dict[str, Any] = {"size": settings.size, "images": settings.images, "labels": settings.labels}
-        options["source_kind"] = source_kind
-        self._options = {name: value for name, value in options.items() if value is not None}
         self._clock = clock
         self._bar = tqdm(
             total=settings.seconds,
-            disable=not progress or not sys.stderr.isatty(),
+            disable=None if progress else True,
             bar_format="{desc:<22}{bar}| {elapsed}",
             leave=False,
         )
@@ -293,10 +288,10 @@ class BenchRun:
         try:
             with ScratchFolder(settings.scratch) as scratch:
                 with self._phase("packing a sample"):
-                    source = find_input(self._source, self._options, scratch.path, settings)
+                    source = find_input(self._source, scratch.path, settings)
                     sample = make_sample(source, settings, scratch, self._clock, end - self._clock())
                 packing = self._clock() - begin
-                self._on_progress(packing)
+                self._on_progress()
                 report = self.report = BenchReport(
                     source="generated images" if source.kind == "generated" else source.source,
                     kind=source.kind,
@@ -315,8 +310,7 @@ class BenchRun:
                     pack_images_per_s=sample.pack_images_per_s,
                     load=self._load,
                 )
-                with _each_warning_once():
-                    self._measure(report, sample, source, end)
+                self._measure(report, sample, source, end)
                 report.complete = True
         finally:
             self._bar.close()
@@ -411,27 +405,8 @@ class BenchRun:
             if self.report is not None:
                 self.report.seconds[name] = self.report.seconds.get(name, 0.0) + self._clock() - begin
 
-    def _on_progress(self, seconds: float) -> None:
-        self._bar.update(min(seconds, max(0.0, self._settings.seconds - self._bar.n)))
-
-
-@contextmanager
-def _each_warning_once() -> Iterator[None]:
-    """Log each of h5pack's warnings only once: every measurement opens the files again, which would repeat them."""
-    seen: set[str] = set()
-
-    def is_new(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        new = text not in seen
-        seen.add(text)
-        return new
-
-    logger = logging.getLogger("h5pack")
-    logger.addFilter(is_new)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_new)
+    def _on_progress(self) -> None:
+        self._bar.update(min(self._clock() - self._begun, self._settings.seconds) - self._bar.n)
 
 
 def _require_time(left: float, needed: float, packing: float, settings: BenchSettings) -> None:
@@ -450,16 +425,6 @@ def _command_source(report: BenchReport, source: BenchInput) -> str:
     if source.kind == "generated":
         return "IMAGES"
     return source.source if report.num_images == source.num_images else "ALL_IMAGES"
-
-
-def _merge(measurements: list[Measurement], more: Sequence[Measurement]) -> None:
-    """Append `more` to `measurements`; if a case is already there, add the repeats to its measurement instead."""
-    for one in more:
-        slot = next((slot for slot, before in enumerate(measurements) if before.case == one.case), None)
-        if slot is None:
-            measurements.append(one)
-        else:
-            measurements[slot] = measurements[slot].with_repeats_of(one)
 
 
 def _note_slow(report: BenchReport, sample: BenchSample, batch_size: int) -> None:

@@ -6,13 +6,12 @@ import math
 import operator
 import os
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from h5pack.errors import OptionsError
 from h5pack.pack.compression import parse_compression
+from h5pack.system.parameters import invalid
 from h5pack.system.text import counted
 
 ORDERS = ("sequential", "window", "full", "single")
@@ -85,6 +84,7 @@ class BenchSettings:
     rows: int | None = None
     num_images: int | None = None
     size: tuple[int, int] | None = None
+    source_kind: str | None = None
     images: str | None = None
     labels: str | None = None
     scratch: str | os.PathLike[str] | None = None
@@ -92,26 +92,22 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise _wrong("seconds", self.seconds, "give a finite number above 0")
+            raise invalid("seconds", self.seconds, ": give a finite number above 0")
         for name, allowed in (("orders", ORDERS), ("engines", ENGINES), ("caches", CACHES)):
             values = getattr(self, name)
             if not values or not set(values) <= set(allowed):
-                raise _wrong(name, ",".join(values), f"give one or more of {', '.join(allowed)}")
+                raise invalid(name, ",".join(values), f": give one or more of {', '.join(allowed)}")
         several = ("batch_size", "window", "num_threads", "num_workers", "chunk_rows", "chunk_bytes")
         for name in (*several, "rows", "num_images", "seed"):
             found, bound = getattr(self, name), int(name not in ("num_workers", "seed"))
             values = found if isinstance(found, tuple) else () if found is None else (found,)
             if min(values, default=bound) < bound:
-                raise _wrong(name, min(values), f"it must be at least {bound}")
+                raise invalid(name, min(values), f": it must be at least {bound}")
         for name in ("batch_size", "window", "compression"):
             if not getattr(self, name):
-                raise _wrong(name, "", "give at least one value")
+                raise invalid(name, "", ": give at least one value")
         for compression in self.compression:
             parse_compression(compression)
-
-
-def _wrong(name: str, value: object, rule: str) -> OptionsError:
-    return OptionsError(f"{name}={value}: {rule}", parameters=(f"{name}={value}",))
 
 
 @dataclass(frozen=True)
@@ -216,16 +212,6 @@ class Measurement:
         speeds, turns = (*self.speeds, *other.speeds), (*self.turns, *other.turns)
         return replace(other if other.speeds else self, speeds=speeds, ceilings=ceilings, turns=turns)
 
-    def updated_by(self, run_off: Measurement | None) -> Measurement:
-        """Return the measurement to use for this case: `run_off` instead of this one, which is from the sweep.
-
-        The run-off is more reliable, because it loads the file into the page cache again before each repeat if
-        time allows. If it has fewer than `MIN_TURNS` repeats, the speeds of the sweep are kept in addition.
-        """
-        if run_off is None or not run_off.speeds:
-            return self
-        return run_off if len(run_off.speeds) >= MIN_TURNS else self.with_repeats_of(run_off)
-
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-serializable dict, whose keys are stable across versions."""
         return {
@@ -242,16 +228,18 @@ class Measurement:
     def from_json(cls, found: dict[str, Any]) -> Measurement:
         """Make a measurement from the result of `to_json`, whose numbers are rounded."""
         case = BenchCase(**{field.name: found[field.name] for field in fields(BenchCase)})
-        speeds, ceilings = (
-            tuple((found.get(name) or {"repeats": ()})["repeats"]) for name in ("images_per_s", "ceiling_images_per_s")
-        )
-        turns = tuple(found.get("turns", ()))
+        names = ("images_per_s", "ceiling_images_per_s")
+        speeds, ceilings = (tuple(found[name]["repeats"]) if found[name] else () for name in names)
+        turns = tuple(found["turns"])
         return cls(case, speeds, found["amplification"], found["hit_rate"], found["reason"], ceilings, turns)
 
 
 @dataclass(frozen=True)
 class CaseRepeats:
-    """The repeats of one case in the sweep and in the run-off."""
+    """The repeats of one case in the sweep and in the run-off.
+
+    The run-off is more reliable, because it loads the file into the page cache again before each repeat if time allows.
+    """
 
     stated: Measurement  # The repeats of the run-off if there are at least `MIN_TURNS`, else all repeats.
     every: Measurement  # All repeats.
@@ -263,7 +251,8 @@ class CaseRepeats:
             one = sweep or run_off
             assert one is not None
             return cls(one, one)
-        return cls(sweep.updated_by(run_off), sweep.with_repeats_of(run_off))
+        every = sweep.with_repeats_of(run_off)
+        return cls(run_off if len(run_off.speeds) >= MIN_TURNS else every, every)
 
     def beside(self, other: CaseRepeats) -> tuple[Measurement, Measurement]:
         """Return the measurements to compare: `stated` of both cases if these share `MIN_TURNS` turns, else `every`."""
@@ -390,8 +379,8 @@ class SweepTable:
     """Table of the sweep's measurements, updated by the run-off, by variant, order, engine and page-cache state.
 
     Cases may also differ in batch size, window, threads or workers. For each order, engine and page-cache state, the
-    table holds the cases with the most common of these settings. All other cases are in `others`. Variants are sorted:
-    the input file, then uncompressed by ascending chunk size, contiguous, and compressed variants.
+    table holds the cases with the settings that were measured first, the usual ones. All other cases are in `others`.
+    Variants are sorted: the input file, then uncompressed by ascending chunk size, contiguous, and compressed variants.
     """
 
     def __init__(
@@ -406,16 +395,14 @@ class SweepTable:
         self.orders = [name for name in ORDERS if any(case.order == name for case in cases)]
         self.engines = [name for name in ENGINES if any(case.engine == name for case in cases)]
         self.others: list[Measurement] = []
-        counts: dict[tuple[str, str, str], Counter[tuple[Any, ...]]] = {}
-        for case in cases:
-            counts.setdefault((case.order, case.engine, case.cache), Counter())[_settings(case)] += 1
+        usual: dict[tuple[str, str, str], tuple[Any, ...]] = {}
         self._found: dict[tuple[str, str, str, str], Measurement] = {}
         by_case = {one.case: one for one in run_off}
         for one in measurements:
             case = one.case
-            common = counts[case.order, case.engine, case.cache].most_common(1)[0][0]
-            updated = one.updated_by(by_case.get(case))
-            if _settings(case) == common:
+            first = usual.setdefault((case.order, case.engine, case.cache), _settings(case))
+            updated = CaseRepeats.of(one, by_case.get(case)).stated
+            if _settings(case) == first:
                 self._found[case.variant, case.order, case.engine, case.cache] = updated
             else:
                 self.others.append(updated)

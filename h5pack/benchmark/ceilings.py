@@ -34,11 +34,6 @@ def touch(images: npt.NDArray[Any]) -> int:
     return int(images.reshape(-1)[:: mmap.PAGESIZE].sum())
 
 
-def images_of(batch: Any) -> Any:
-    """Return the images of a batch or sample: its first element if it is a list or tuple, else the batch itself."""
-    return batch[0] if isinstance(batch, (list, tuple)) else batch
-
-
 def interleaved(names: Sequence[_T], repeats: int) -> Iterator[_T]:
     """Yield all names `repeats` times, forwards and backwards in turn, so that a drift in speed affects all equally."""
     for repeat in range(repeats):

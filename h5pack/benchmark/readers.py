@@ -18,12 +18,12 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from h5pack.benchmark.cases import BenchCase, FileVariant
-from h5pack.benchmark.ceilings import images_of, touch
+from h5pack.benchmark.ceilings import touch
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.loader import H5Loader
 from h5pack.data.samplers import ChunkBatchSampler
 from h5pack.read.chunk_decoder import DECODED_BYTES
-from h5pack.read.hdf5 import is_filtered, open_file, reopen_tuned, require_dataset, require_filters
+from h5pack.read.hdf5 import open_file, reopen_tuned, require_dataset
 
 _SHUFFLES: dict[str, str | bool] = {"sequential": False, "window": "window", "full": "full"}
 _IO = Path("/proc/self/io")
@@ -118,7 +118,7 @@ def open_reader(case: BenchCase, variant: FileVariant, seed: int, shared: Shared
         library = LibraryReader(dataset, case, variant, seed)
         return SingleReader(library.read_row, library.close, variant, seed) if case.order == "single" else library
     if case.order == "single":
-        return SingleReader(lambda row: images_of(dataset[row]).numpy(), dataset.close, variant, seed)
+        return SingleReader(lambda row: dataset[row][0].numpy(), dataset.close, variant, seed)
     reader = LoaderReader(shared.dataset(variant, library=case.engine == "tuned"), case, variant, seed)
     reader.share(shared.memory)
     return reader
@@ -151,7 +151,7 @@ class LoaderReader(CaseReader):
         batches = iter(self._loader)
         try:
             for batch in batches:
-                yield len(images_of(batch)), images_of(batch).numpy()
+                yield len(batch.images), batch.images.numpy()
         finally:
             batches.close()  # type: ignore[attr-defined]
 
@@ -208,8 +208,6 @@ class LibraryReader(CaseReader):
         self._batch: npt.NDArray[Any] | None = None
         self._file = open_file(variant.path)
         self._images = require_dataset(self._file, variant.images)
-        if is_filtered(self._images):
-            require_filters(self._images)
         if case.engine == "tuned":
             self._images = reopen_tuned(self._images)
         self._encoded = h5py.check_vlen_dtype(self._images.dtype) is not None
@@ -270,7 +268,7 @@ class WorkerReader(CaseReader):
 
     def _epoch(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         assert self._loader is not None
-        return ((len(images_of(batch)), images_of(batch).numpy()) for batch in self._loader)
+        return ((len(batch.images), batch.images.numpy()) for batch in self._loader)
 
     def close(self) -> None:
         """Drop the DataLoader, which ends its workers, and close the file."""

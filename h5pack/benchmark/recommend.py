@@ -87,25 +87,42 @@ class Recommendation:
         return "The command packs no labels, because no dataset is named like labels; choose one with labels=NAME."
 
 
-def missing(
-    variants: Sequence[FileVariant],
-    measurements: Sequence[Measurement],
-    run_off: Sequence[Measurement],
-    workload: Workload,
-    cache: str,
-    not_packed: Sequence[str] = (),
-) -> list[str]:
+@dataclass(frozen=True)
+class Findings:
+    """What was measured in the sweep and in the run-off, and what it is judged for."""
+
+    variants: Sequence[FileVariant]
+    measurements: Sequence[Measurement]
+    run_off: Sequence[Measurement]
+    workload: Workload
+    cache: str  # The page-cache state whose speeds decide.
+
+    def comparable(self) -> list[Measurement]:
+        """Return measurements that differ only in the variant. Skip the contiguous variant; h5pack cannot write it."""
+        given = [one.label for one in self.variants if one.is_input or one.chunk_rows is not None]
+        cases = {self.workload.case(label, self.cache) for label in given}
+        return [one for one in self.measurements if one.speeds and one.case in cases]
+
+    def compared(self) -> list[_Compared]:
+        """Return the variants with the measurements that compare them."""
+        again, by_label = {one.case: one for one in self.run_off}, {one.label: one for one in self.variants}
+        found = [(one, CaseRepeats.of(one, again.get(one.case))) for one in self.comparable()]
+        return [_Compared(repeats.stated, repeats.every, by_label[one.case.variant]) for one, repeats in found]
+
+
+def missing(findings: Findings, not_packed: Sequence[str] = ()) -> list[str]:
     """Return what is missing for a recommendation, one phrase each; empty if enough was measured.
 
     The input file and each chunked variant need `MIN_REPEATS` repeats, unless they failed or are much slower than the
     fastest.
     """
-    planned = [one for one in variants if one.is_input or one.chunk_rows is not None]
+    measured, workload, cache = (*findings.measurements, *findings.run_off), findings.workload, findings.cache
+    planned = [one for one in findings.variants if one.is_input or one.chunk_rows is not None]
     deciding = {workload.case(one.label, cache) for one in planned}
-    if deciding.isdisjoint(one.case for one in (*measurements, *run_off)):
+    if deciding.isdisjoint(one.case for one in measured):
         return ["H5Loader in window shuffle (orders='window', engines='direct'), by which variants are compared"]
-    found = {one.stated.case: one.stated for one in _compared(variants, measurements, run_off, workload, cache)}
-    failed = {one.case for one in (*measurements, *run_off) if one.reason not in (None, NO_TIME)}
+    found = {one.stated.case: one.stated for one in findings.compared()}
+    failed = {one.case for one in measured if one.reason not in (None, NO_TIME)}
     best = max((one.median for one in found.values()), default=0.0)
     phrases = []
     for variant in planned:
@@ -121,39 +138,28 @@ def missing(
     return phrases
 
 
-def finalists(
-    variants: Sequence[FileVariant], measurements: Sequence[Measurement], workload: Workload, cache: str
-) -> list[BenchCase]:
+def finalists(findings: Findings) -> list[BenchCase]:
     """Return the cases to measure again side by side: one for each of the fastest variants, the fastest first.
 
     The input file and the variant nearest to the default are always included, because all others are compared with
     these two.
     """
-    some = _comparable(variants, measurements, workload, cache)
+    some = findings.comparable()
     found = sorted(some, key=lambda one: -one.median)
-    packed = {one.label: _effort(one, workload) for one in variants if not one.is_input}
-    given = [one.label for one in variants if one.is_input]
+    packed = {one.label: _effort(one, findings.workload) for one in findings.variants if not one.is_input}
+    given = [one.label for one in findings.variants if one.is_input]
     # If two are equally near, take the first one, as `choose` does.
     nearest = min((one.case.variant for one in some if one.case.variant in packed), key=packed.__getitem__, default="")
     fast = [one for one in found[:_MAX_FINALISTS] if one.median >= HOPELESS * found[0].median]
     return [one.case for one in found if one in fast or one.case.variant in (nearest, *given)]
 
 
-def choose(
-    variants: Sequence[FileVariant],
-    measurements: Sequence[Measurement],
-    run_off: Sequence[Measurement],
-    workload: Workload,
-    cache: str,
-) -> Recommendation | None:
+def choose(findings: Findings) -> Recommendation | None:
     """Choose the recommendation from the measurements of the sweep and of the run-off; None if nothing was measured.
 
-    Recommend the input file if it was measured and need not be decoded, else the variant closest to the default.
-    Recommend another variant only if it is faster, usually in at least `MIN_TURNS` turns (see `Measurement.is_faster`),
-    and unusual loader settings only if they are faster. If no variant is near the default, leave out those that are
-    likely slower than another one. Then recommend the remaining variant nearest to the default.
+    See `_pick_variant` for the variant. Unusual loader settings are recommended only if they are faster.
     """
-    found = _compared(variants, measurements, run_off, workload, cache)
+    found, workload = findings.compared(), findings.workload
     if not found:
         return None
     speed = _pick_variant(found, workload, compare=False).stated.median
@@ -164,12 +170,11 @@ def choose(
     busy = compared and _is_busy(picked, found, workload)
     variant = picked.variant
     # Compare nothing if the sample is small, so that noise is not taken for a result.
-    used, settings_reasons = pick_settings(picked.stated, run_off if compared else (), workload)
+    run_off = findings.run_off if compared else ()
+    used, settings_reasons = pick_settings(picked.stated, run_off, workload)
     case = replace(used.case, batch_size=workload.recommended_batch_size)
-    num_workers, workers_reasons = pick_workers(picked.stated, run_off if compared else (), workload)
-    gain, gain_reasons = _gain(
-        variants, picked.stated, measurements, [one.stated for one in found], workload.num_images
-    )
+    num_workers, workers_reasons = pick_workers(picked.stated, run_off, workload)
+    gain, gain_reasons = _gain(findings, picked.stated, [one.stated for one in found])
     ratios = used.of_ceiling
     return Recommendation(
         variant=variant.label,
@@ -181,7 +186,7 @@ def choose(
         num_threads=case.num_threads,
         num_workers=num_workers,
         chunk_cache=plan_chunk_cache(variant, case.window, workload),
-        judged_by=cache,
+        judged_by=findings.cache,
         images_per_s=round(used.median, 1),
         images_per_s_range=(round(min(used.speeds), 1), round(max(used.speeds), 1)),
         of_ceiling=(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None,
@@ -194,7 +199,7 @@ def choose(
             *measuring_reasons(variant, workload),
             *gain_reasons[:1],
             *(_comparison(picked, found, workload) if compared else _epochs(picked, found, workload, hardly_matters)),
-            cache_reason(workload, cache),
+            cache_reason(workload, findings.cache),
             *settings_reasons,
             *workers_reasons,
             *gain_reasons[1:],
@@ -245,20 +250,6 @@ class _Compared(CaseRepeats):
         ratios = self.ratios(other)
         was_faster = len(ratios) >= MIN_REPEATS and ratios[0] > 1 and TIE * statistics.median(ratios) > 1
         return was_faster or self.is_faster(other, MIN_REPEATS)
-
-
-def _compared(
-    variants: Sequence[FileVariant],
-    measurements: Sequence[Measurement],
-    run_off: Sequence[Measurement],
-    workload: Workload,
-    cache: str,
-) -> list[_Compared]:
-    """Return the variants with the measurements that compare them."""
-    again, by_label = {one.case: one for one in run_off}, {one.label: one for one in variants}
-    some = _comparable(variants, measurements, workload, cache)
-    found = [(one, CaseRepeats.of(one, again.get(one.case))) for one in some]
-    return [_Compared(repeats.stated, repeats.every, by_label[one.case.variant]) for one, repeats in found]
 
 
 def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bool) -> _Compared:
@@ -319,14 +310,6 @@ def _is_below(ratios: Sequence[float], bound: float, level: float = 0.05) -> boo
     count, above = len(ratios), sum(ratio >= bound for ratio in ratios)
     outcomes = sum(math.comb(count, number) for number in range(above + 1))
     return outcomes <= level * 2.0**count
-
-
-def _comparable(
-    variants: Sequence[FileVariant], measurements: Sequence[Measurement], workload: Workload, cache: str
-) -> list[Measurement]:
-    """Return measurements that differ only in the variant. Skip the contiguous variant; h5pack cannot write it."""
-    cases = {workload.case(one.label, cache) for one in variants if one.is_input or one.chunk_rows is not None}
-    return [one for one in measurements if one.speeds and one.case in cases]
 
 
 def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
@@ -433,18 +416,10 @@ def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) 
     return ", ".join(texts)
 
 
-def _gain(
-    variants: Sequence[FileVariant],
-    picked: Measurement,
-    measurements: Sequence[Measurement],
-    compared: Sequence[Measurement],
-    images: int,
-) -> tuple[float | None, list[str]]:
-    """Return the speedup of `picked` over h5py reading the input file, and sentences with the input file's speeds.
-
-    `images` is the number of images of an epoch.
-    """
-    label = next((one.label for one in variants if one.is_input), None)
+def _gain(findings: Findings, picked: Measurement, compared: Sequence[Measurement]) -> tuple[float | None, list[str]]:
+    """Return the speedup of `picked` over h5py reading the input file, and sentences with the input file's speeds."""
+    images, measurements = findings.workload.num_images, findings.measurements
+    label = next((one.label for one in findings.variants if one.is_input), None)
     if label == picked.case.variant:
         return None, []
     baseline = (label, "default", "single", picked.case.cache)
@@ -453,7 +428,7 @@ def _gain(
     if picked.case.cache == "hot":
         first = [replace(one.case, cache="cold") for one in own]
         cold = [one.median for one in measurements if one.speeds and one.case in first]
-        decoded = any(one.is_input and one.compression != "none" for one in variants)
+        decoded = any(one.is_input and one.compression != "none" for one in findings.variants)
         how = "read from the disk" + " and decoded" * decoded
         when = "".join(f"{epoch_text(images, speed)} for a first epoch, {how}; then " for speed in cold)
         where = ", from the page cache"

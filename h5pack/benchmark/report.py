@@ -7,7 +7,7 @@ import statistics
 import textwrap
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -97,9 +97,8 @@ class BenchReport:
         chosen = found["recommendation"]
         if chosen is not None:
             cache = None if chosen["chunk_cache"] is None else CachePlan(**chosen["chunk_cache"])
-            known = {one.name: chosen[one.name] for one in fields(Recommendation) if one.name in chosen}
-            tuples = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
-            chosen = Recommendation(**{**known, **tuples, "chunk_cache": cache})
+            tuples = {name: tuple(value) for name, value in chosen.items() if isinstance(value, list)}
+            chosen = Recommendation(**{**chosen, **tuples, "chunk_cache": cache})
         changed = {
             "row_shape": tuple(found["row_shape"]),
             "variants": [FileVariant(path="", **one) for one in found["variants"]],
@@ -111,7 +110,6 @@ class BenchReport:
             "run_off": [Measurement.from_json(one) for one in found["run_off"]],
             "faults": tuple(found["faults"]),
             "recommendation": chosen,
-            "source_images": found.get("source_images", found["num_images"]),
         }
         return cls(**{**{name: found[name] for name in cls.__dataclass_fields__ if name in found}, **changed})
 
@@ -229,14 +227,9 @@ class BenchReport:
         return counts[bisect_left(counts, largest, key=lambda count: plan(count).rows)]
 
     def ceiling_of(self, cache: str) -> Ceiling | None:
-        """Return the ceiling for a page-cache state, preferably the one that the recommendation is compared with.
-
-        None if the recommendation is based on the other state: then no ceiling was measured for this one.
-        """
+        """Return the ceiling for a page-cache state, preferably the one that the recommendation is compared with."""
         measured = [one for one in self.ceilings if one.cache == cache and one.speeds]
         chosen = self.recommendation
-        if chosen is not None and chosen.judged_by != cache:
-            return None
         if chosen is not None and chosen.ceiling_threads:
             measured = [one for one in measured if one.num_threads == chosen.ceiling_threads] or measured
         return max(measured, key=lambda one: statistics.median(one.speeds), default=None)
@@ -279,11 +272,9 @@ def measured_text(speeds: Sequence[float]) -> str:
 
 def machine_text(machine: dict[str, Any]) -> str:
     """Return the processor, CPUs, memory and file system as text, as far as they are known."""
-    parts = [printable(str(machine["processor"]))] if machine.get("processor") else []
-    parts += [counted(int(machine["cpus"]), "CPU")] if machine.get("cpus") else []
-    parts += [f"{format_bytes(1e9 * machine['memory_gb'])} of memory"] if machine.get("memory_gb") else []
-    parts += [printable(str(machine["file_system"]))] if machine.get("file_system") else []
-    return ", ".join(parts) or "unknown machine"
+    processor, file_system = (printable(machine[name] or "") for name in ("processor", "file_system"))
+    memory = f"{format_bytes(1e9 * machine['memory_gb'])} of memory"
+    return ", ".join(filter(None, (processor, counted(machine["cpus"], "CPU"), memory, file_system)))
 
 
 def _answer(report: BenchReport, full: bool) -> list[list[str]]:

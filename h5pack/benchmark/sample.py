@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -119,10 +118,10 @@ class BenchInput:
     not_convertible: str = ""  # Why the input cannot be converted; empty if it can.
 
 
-def find_input(
-    path: str | os.PathLike[str] | None, options: dict[str, Any], scratch: Path, settings: BenchSettings
-) -> BenchInput:
+def find_input(path: str | os.PathLike[str] | None, scratch: Path, settings: BenchSettings) -> BenchInput:
     """Open the input of a benchmark. If `path` is None, generate images in `scratch`, repeated for large samples."""
+    given = {name: getattr(settings, name) for name in ("size", "images", "labels", "source_kind")}
+    options = {name: value for name, value in given.items() if value is not None}
     if path is None:
         folder, (height, width) = scratch / "images", options.get("size") or _GENERATED_SIZE
         row_bytes = 3 * height * width
@@ -156,12 +155,12 @@ def _repeated(folder: Path, count: int) -> str:
 
 
 def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
-    images, form = options.get("images") or schema.IMAGES, None
+    images = options.get("images") or schema.IMAGES
     refusal: SourceError | None = None
     try:
         reader = open_source(path, ConvertOptions.from_keywords(options).source_options).reader
         if isinstance(reader, HDF5RowReader):
-            images, form = reader.images, reader.form
+            images = reader.images
     except SourceError as error:
         # Rows that are not images cannot be converted, but reading them can still be measured.
         refusal = error
@@ -185,10 +184,6 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
         fields = filter(None, options.get("fields", "").split(","))
         numbers = tuple(name for name in fields if not is_text(find_item(file, name)))
     dataset = H5Dataset(path, images=images, labels=labels)
-    if form is not None:
-        channel_axis = {"last": -1, "first": -3}.get(form.channel_axis)
-        options |= {"layout": "nchw"} if channel_axis == -3 else {}
-        options |= {"mode": "gray"} if channel_axis is None or stored.shape[channel_axis] <= 2 else {}
     return BenchInput(
         kind="file",
         source=path,
@@ -271,14 +266,13 @@ def make_sample(
     source: BenchInput,
     settings: BenchSettings,
     scratch: ScratchFolder,
-    clock: Callable[[], float] = time.monotonic,
-    seconds: float | None = None,
+    clock: Callable[[], float],
+    seconds: float,
 ) -> BenchSample:
     """Pack a sample of the images with each chunk size and compression in `settings`.
 
-    `seconds` is the time that is left for the whole benchmark; None: `settings.seconds`.
+    `seconds` is the time that is left for the whole benchmark.
     """
-    seconds = settings.seconds if seconds is None else seconds
     if source.not_convertible and source.variant is not None:
         return _input_only(source, source.variant, settings, source.not_convertible)
     begin = clock()
@@ -378,25 +372,22 @@ class _Packer:
 
     def convert(self, path: Path, **changes: Any) -> ConvertReport:
         """Convert with the input's options, updated by `changes`."""
-        try:
-            return self._convert(path, changes)
-        except SizesDifferError:
-            self.options = {**self.options, "size": _FALLBACK_SIZE}
-            self.notes.append("The images differ in size: they were resized to 224x224.")
-            return self._convert(path, changes)
-
-    def _convert(self, path: Path, changes: dict[str, Any]) -> ConvertReport:
-        # Do not pack the datasets in `fields`, which would only take time.
-        options = {name: value for name, value in self.options.items() if name != "fields"}
-        options = {**options, **changes, **self._workers}
-        try:
-            return convert(self._source, path, **options)
-        except WorkerError as error:
-            if ONE_WORKER not in error.parameters:
-                raise
-            self._workers = {"num_workers": 1}
-            self.notes.append("The sample was packed in one process, because workers cannot start from this program.")
-            return convert(self._source, path, **{**options, **self._workers})
+        while True:
+            # Do not pack the datasets in `fields`, which would only take time.
+            options = {name: value for name, value in self.options.items() if name != "fields"}
+            try:
+                return convert(self._source, path, **{**options, **changes, **self._workers})
+            except SizesDifferError:
+                if self.options.get("size") is not None:
+                    raise
+                self.options = {**self.options, "size": _FALLBACK_SIZE}
+                self.notes.append("The images differ in size: they were resized to 224x224.")
+            except WorkerError as error:
+                if ONE_WORKER not in error.parameters or self._workers:
+                    raise
+                self._workers = {"num_workers": 1}
+                note = "The sample was packed in one process, because workers cannot start from this program."
+                self.notes.append(note)
 
 
 def _make_variants(

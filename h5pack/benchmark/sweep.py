@@ -68,15 +68,14 @@ class _CaseState:
 class Sweep:
     """Measures cases in turns, alternately forwards and backwards, so that drifts of speed affect all cases equally.
 
-    A turn measures one repeat of every case that has time left. `on_progress` is called with the seconds since the
-    previous call.
+    A turn measures one repeat of every case that has time left. `on_progress` is called after each repeat.
     """
 
     def __init__(
         self,
         variants: Sequence[FileVariant],
         seed: int,
-        on_progress: Callable[[float], None],
+        on_progress: Callable[[], object],
         clock: Callable[[], float] = time.monotonic,
         sampled: float = 1.0,  # fraction of all images that are in the sample
     ) -> None:
@@ -84,7 +83,6 @@ class Sweep:
         self._seed = seed
         self._on_progress = on_progress
         self._clock = clock
-        self._last = clock()
         self._sampled = sampled
         self._shared = SharedDatasets(sampled)
         self._pages = {variant.label: PageState(self._shared.dataset(variant)) for variant in variants}
@@ -98,7 +96,7 @@ class Sweep:
             self._read_epoch(BenchCase(label, "window", "direct", "hot", rows, 16, 1), seconds / len(self._variants))
             if not variant.is_input:
                 make_hot(Path(variant.path))
-            self._tick()
+            self._on_progress()
 
     def first_epoch(self, case: BenchCase, end: float) -> tuple[float, ...]:
         """Return the images/s that each of several loaders reaches in its first epoch, which decodes all chunks.
@@ -107,14 +105,12 @@ class Sweep:
         """
         speeds: list[float] = []
         while len(speeds) < MIN_REPEATS and self._clock() < end:
-            reader = open_reader(case, self._variants[case.variant], self._seed, SharedDatasets(self._sampled))
-            if not isinstance(reader, LoaderReader) or not reader.decodes_once:
-                reader.close()
-                return ()
-            timing = reader.run(_MAX_LOAD_SECONDS, once=True)
-            reader.close()
+            with self._reader(case, SharedDatasets(self._sampled)) as reader:
+                if not isinstance(reader, LoaderReader) or not reader.decodes_once:
+                    return ()
+                timing = reader.run(_MAX_LOAD_SECONDS, once=True)
             speeds.append(timing.rows / timing.seconds)
-            self._tick()
+            self._on_progress()
         return tuple(speeds)
 
     def measure(
@@ -169,7 +165,7 @@ class Sweep:
             now = self._clock()
             state.load_seconds, state.run_seconds = max(state.load_seconds, loaded - begin), now - loaded
             state.spent += now - begin
-            self._tick()
+            self._on_progress()
         return measured
 
     def _run(self, state: _CaseState, seconds: float, ceilings: Ceilings | None) -> None:
@@ -179,41 +175,36 @@ class Sweep:
         if cold and variant.label in self._pages_stay:
             state.reason = _PAGES_STAY
             return
-        reader: CaseReader | None = None
         try:
-            reader = open_reader(state.case, variant, self._seed, self._shared)
-            if cold:
-                # Measure cold reads with a new reader, because an old one may hold rows of the file in memory.
-                if self._pages[variant.label].drop() is not None:
-                    self._pages_stay.add(variant.label)
-                    state.reason = _PAGES_STAY
+            with self._reader(state.case, self._shared) as reader:
+                if cold:
+                    # Measure cold reads with a new reader, because an old one may hold rows of the file in memory.
+                    if self._pages[variant.label].drop() is not None:
+                        self._pages_stay.add(variant.label)
+                        state.reason = _PAGES_STAY
+                        return
+                else:
+                    if not variant.is_input:
+                        make_hot(Path(variant.path))
+                    # Run the reader once before measuring, because the first write to new memory is slow. If decoded
+                    # chunks are kept in memory for later epochs, read a whole epoch.
+                    keeps = isinstance(reader, LoaderReader) and reader.decodes_once
+                    reader.run(_MAX_LOAD_SECONDS if keeps else seconds / 2, once=keeps)
+                timing = reader.run(seconds, once=cold)
+                if timing.rows == 0 or timing.seconds <= 0:
+                    state.reason = "no row was read in the available time"
                     return
-            else:
-                if not variant.is_input:
-                    make_hot(Path(variant.path))
-                # Run the reader once before measuring, because the first write to new memory is slow. If decoded chunks
-                # are kept in memory for later epochs, read a whole epoch.
-                keeps = isinstance(reader, LoaderReader) and reader.decodes_once
-                reader.run(_MAX_LOAD_SECONDS if keeps else seconds / 2, once=keeps)
-            timing = reader.run(seconds, once=cold)
-            if timing.rows == 0 or timing.seconds <= 0:
-                state.reason = "no row was read in the available time"
-                return
-            state.speeds.append(timing.rows / timing.seconds)
-            state.turns.append(self._turn)
-            if ceilings is not None and isinstance(reader, LoaderReader):
-                speed = ceilings.measure(state.case)
-                state.ceilings += [] if speed is None else [speed]
-            if timing.bytes_per_row is not None:
-                state.bytes_per_row.append(timing.bytes_per_row)
-            if isinstance(reader, LoaderReader):
-                state.hit_rate = reader.hit_rate()
+                state.speeds.append(timing.rows / timing.seconds)
+                state.turns.append(self._turn)
+                if timing.bytes_per_row is not None:
+                    state.bytes_per_row.append(timing.bytes_per_row)
+                if isinstance(reader, LoaderReader):
+                    state.hit_rate = reader.hit_rate()
+                    speed = None if ceilings is None else ceilings.measure(state.case)
+                    state.ceilings += [] if speed is None else [speed]
         except (H5PackError, OSError, MemoryError, RuntimeError) as error:
             # The death of a DataLoader worker, for example for lack of shared memory, raises a RuntimeError.
             state.reason = str(error) or type(error).__name__
-        finally:
-            if reader is not None:
-                reader.close()
 
     def _load(self, case: BenchCase) -> None:
         """Drop a file from the page cache and load it again as training does: read an epoch in the case's order."""
@@ -222,10 +213,11 @@ class Sweep:
 
     def _read_epoch(self, case: BenchCase, seconds: float) -> None:
         """Read at most one epoch to fill the page cache. Errors are ignored; the measurement will report them."""
-        with contextlib.suppress(H5PackError, OSError):
-            reader = open_reader(case, self._variants[case.variant], self._seed, self._shared)
+        with contextlib.suppress(H5PackError, OSError), self._reader(case, self._shared) as reader:
             reader.run(seconds, once=True)
-            reader.close()
+
+    def _reader(self, case: BenchCase, shared: SharedDatasets) -> contextlib.closing[CaseReader]:
+        return contextlib.closing(open_reader(case, self._variants[case.variant], self._seed, shared))
 
     def _result(self, state: _CaseState) -> Measurement:
         row_bytes = self._variants[state.case.variant].row_bytes
@@ -234,8 +226,3 @@ class Sweep:
         ceilings = tuple(state.ceilings) if len(state.ceilings) == len(state.speeds) else ()
         turns = tuple(state.turns)
         return Measurement(state.case, tuple(state.speeds), amplification, state.hit_rate, reason, ceilings, turns)
-
-    def _tick(self) -> None:
-        now = self._clock()
-        self._on_progress(now - self._last)
-        self._last = now

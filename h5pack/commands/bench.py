@@ -103,7 +103,6 @@ def run(arguments: argparse.Namespace) -> int:
     bench = BenchRun(
         arguments.source,
         make_settings(**_settings(arguments)),
-        arguments.source_kind,
         progress=not arguments.quiet and not arguments.json,
         elapsed=time.monotonic() - begun,
     )
@@ -153,8 +152,8 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the given arguments as keywords of `h5pack.bench`."""
     from h5pack.pack.options import parse_bytes
 
-    names = ("seconds", "contiguous", "rows", "num_images", "size", "seed", "images", "labels", "scratch")
-    found = {name: getattr(arguments, name) for name in names}
+    names = "seconds contiguous rows num_images size source_kind seed images labels scratch"
+    found = {name: getattr(arguments, name) for name in names.split()}
     for name in ("orders", "engines", "caches", "compression"):
         found[name] = comma_parts(getattr(arguments, name))
     for name in ("chunk_rows", "batch_size", "window", "num_threads", "num_workers"):

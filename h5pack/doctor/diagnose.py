@@ -279,16 +279,16 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
 
         measure("read_busy_fraction", Stage.HOT, lambda: target.read_busy_fraction(seconds))
         measure("transform_busy_fraction", Stage.TRANSFORM, lambda: target.transform_busy_fraction(seconds))
-        step = self._runs.get(Stage.STEP)
-        if step is not None and Stage.STEP not in target.reasons:
+        run, step = self._runs.get(Stage.STEP), target.step
+        if run is not None and step is not None and Stage.STEP not in target.reasons:
             found["one_thread_ratio"] = self._one_thread_ratio()
-            enough = max(6 * step.cost.min_seconds, seconds)
+            enough = max(6 * run.cost.min_seconds, seconds)
             if enough < min(0.05 * budget, 0.25 * self._left()):
-                measure("half_batch_ratio", Stage.STEP, lambda: target.half_batch_ratio(enough))
+                measure("half_batch_ratio", Stage.STEP, lambda: target.stages.half_batch_ratio(step, enough))
             else:
                 self._unknown.append("whether the batch is too small: there was no time to measure half a batch")
             if target.on_gpu:
-                found["synchronisations"], found["synchronised_at"] = target.synchronisations()
+                found["synchronisations"], found["synchronised_at"] = target.stages.synchronisations(step)
         if not target.on_gpu:
             self._unknown.append("host synchronisation, unpinned memory and idle GPUs: the step runs on the CPU")
         return found

@@ -38,7 +38,7 @@ from h5pack.errors import H5PackError, OptionsError, PackFormatError
 from h5pack.monitor.bottleneck import Encoding, Evidence, Stage
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.system.machine import available_cpus, available_memory
-from h5pack.system.parameters import whole_number
+from h5pack.system.parameters import require_callable, whole_number
 from h5pack.system.text import error_line
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -85,9 +85,8 @@ class DiagnoseSettings:
         if not 0 < self.seconds < float("inf"):
             text = f"seconds is {self.seconds!r}; give the total time in seconds, finite and above 0"
             raise OptionsError(text, parameters=("seconds",))
-        for name, value in (("model", self.model), ("transform", self.transform)):
-            if value is not None and not callable(value):
-                raise OptionsError(f"{name} is a {type(value).__name__}; give a callable object", parameters=(name,))
+        for name in ("model", "transform"):
+            require_callable(name, getattr(self, name))
 
 
 class HostLoaders:
@@ -213,9 +212,9 @@ class Target:
         self.hot_rows = len(self.dataset)
         self.fits_cache = self._stored_bytes() <= _CACHED_FRACTION * available_memory()
         self._pages = PageState(self.dataset)
-        self._step: Step | None = None
+        self.step: Step | None = None
         self._normalize: Transform | None = None
-        self._stages: DeviceStages  # set by `make_step`
+        self.stages: DeviceStages  # set by `make_step`
         self._sample: Any = None
         self._step_text = self._normalize_text = "none"
 
@@ -266,14 +265,14 @@ class Target:
             self.reasons[Stage.NORMALIZE] = self._normalize_text
             self._normalize_text = f"not needed, {self._normalize_text}"
         self._normalize = normalize
-        self._stages = DeviceStages(self.device, _first_rows(self._sample, _FEW_IMAGES[0]), normalize)
+        self.stages = DeviceStages(self.device, _first_rows(self._sample, _FEW_IMAGES[0]), normalize)
         names = dataset.classes or dataset.columns
-        shape, classes = tuple(self._stages.images.shape[1:]), None if names is None else len(names)
+        shape, classes = tuple(self.stages.images.shape[1:]), None if names is None else len(names)
 
         def make() -> None:
-            dtype = self._stages.images.dtype
-            self._step, self._step_text = make_step(settings.model, shape, classes, self.device, dtype)
-            self._stages.try_step(self._step)
+            dtype = self.stages.images.dtype
+            self.step, self._step_text = make_step(settings.model, shape, classes, self.device, dtype)
+            self.stages.try_step(self.step)
 
         self._try(make)
 
@@ -285,8 +284,8 @@ class Target:
         """
         whole, earlier = len(images_of(self._sample)), 0.0
         for count in () if self.on_gpu else (few for few in _FEW_IMAGES if few < whole):
-            if count > len(self._stages.images):
-                self._stages = DeviceStages(self.device, _first_rows(self._sample, count), self._normalize)
+            if count > len(self.stages.images):
+                self.stages = DeviceStages(self.device, _first_rows(self._sample, count), self._normalize)
             # Use the shortest of several calls, because the first is slow, and other processes may disturb any of them.
             ended, found = time.perf_counter() + _TRIAL_SECONDS, list[float]()
             while len(found) < 2 or (len(found) < _MAX_TRIALS and time.perf_counter() < ended):
@@ -301,17 +300,17 @@ class Target:
     def _device_seconds(self) -> float:
         begun = time.perf_counter()
         if self._normalize is not None:
-            self._stages.normalize(0.0)
-        if self._step is not None:
-            self._stages.step(self._step, 0.0)
+            self.stages.normalize(0.0)
+        if self.step is not None:
+            self.stages.step(self.step, 0.0)
         return time.perf_counter() - begun
 
     def use_whole_batch(self) -> None:
         """Run the step once on a whole batch, and use this batch from now on; a failure is recorded in `failures`."""
-        self._stages = DeviceStages(self.device, self._sample, self._normalize)
-        step = self._step
+        self.stages = DeviceStages(self.device, self._sample, self._normalize)
+        step = self.step
         if step is not None:
-            self._try(lambda: self._stages.try_step(step))
+            self._try(lambda: self.stages.try_step(step))
 
     def _try(self, call: Callable[[], None]) -> bool:
         """Call `call`, which makes or runs the step. If it fails, record the failure, use no step, and return False."""
@@ -320,8 +319,8 @@ class Target:
             return True
         except Exception as error:
             # The user's code may raise any exception.
-            self._step, model = None, self._settings.model
-            size = "x".join(map(str, self._stages.images.shape))
+            self.step, model = None, self._settings.model
+            size = "x".join(map(str, self.stages.images.shape))
             who, name = ("built-in step", "") if model is None else ("model", f" {name_of(model)}")
             what = f"the {who}{name} failed on a batch of {size} {self._settings.dtype} on {self.device}"
             self.record_failure(Stage.STEP, error, what, f"the {who} failed")
@@ -376,7 +375,7 @@ class Target:
         return StageRun(stage, run, self._drop if cold else None, note)
 
     def _device_runs(self) -> list[StageRun]:
-        stages, step, runs = self._stages, self._step, []
+        stages, step, runs = self.stages, self.step, []
         if self.on_gpu:
             runs.append(StageRun(Stage.COPY, stages.copy))
         else:
@@ -393,13 +392,13 @@ class Target:
         return self._everything(self.hot_rows, None)
 
     def _everything(self, rows: int | None, prepare: Callable[[], None] | None) -> list[StageRun]:
-        step, transform_failed = self._step, Stage.TRANSFORM in self.failures
+        step, transform_failed = self.step, Stage.TRANSFORM in self.failures
         if step is None or transform_failed:
             self.reasons[Stage.EVERYTHING] = self.reasons[Stage.TRANSFORM if transform_failed else Stage.STEP]
             return []
         loader = self.loaders.make(rows, transform=self.has_transform)
         prefetched, ready = self.loaders.prefetch_of(loader)
-        run = self._stages.everything(loader, step, ready, prefetched + PREFETCHED_ON_GPU * self.on_gpu)
+        run = self.stages.everything(loader, step, ready, prefetched + PREFETCHED_ON_GPU * self.on_gpu)
         return [StageRun(Stage.EVERYTHING, run, prepare)]
 
     def _drop(self) -> None:
@@ -426,14 +425,6 @@ class Target:
         except TypeError:
             # The transform also needs a random generator, which only a loader passes.
             return None
-
-    def half_batch_ratio(self, seconds: float) -> float | None:
-        """See `DeviceStages.half_batch_ratio`."""
-        return None if self._step is None else self._stages.half_batch_ratio(self._step, seconds)
-
-    def synchronisations(self) -> tuple[float | None, str | None]:
-        """Return how often a step makes the host wait for the GPU, and ``FILE:LINE`` of the first wait."""
-        return (None, None) if self._step is None else self._stages.synchronisations(self._step)
 
     def evidence(self, **measured: Any) -> Evidence:
         """Return the `Evidence` for a verdict: the `measured` fields, and the facts about the target."""

@@ -41,9 +41,9 @@ def write_cut_chunks(path: Path) -> Path:
 
 def input_of(path: Path) -> BenchInput:
     """The input of a bench of a file or folder."""
-    return find_input(path, {}, path.parent, BenchSettings())
+    return find_input(path, path.parent, BenchSettings())
 
 
 def sample_of(path: Path, scratch: ScratchFolder, **settings: Any) -> BenchSample:
     """A sample without time limit."""
-    return make_sample(input_of(path), BenchSettings(**settings), scratch, StepClock())
+    return make_sample(input_of(path), BenchSettings(**settings), scratch, StepClock(), BenchSettings.seconds)

@@ -123,7 +123,7 @@ def test_so_many_images_are_generated_that_they_can_be_compared(
             (folder / name / "0.jpg").touch()
 
     monkeypatch.setattr("h5pack.benchmark.sample.make_folder", make)
-    source = find_input(None, {"size": size, "source_kind": "classes"}, tmp_path, BenchSettings(**given))
+    source = find_input(None, tmp_path, BenchSettings(size=size, source_kind="classes", **given))
     assert (source.num_images, source.options) == (count, {"size": size})
     assert made == [(min(count, 2_000), (size[0], min(size[1], 1024)))]
     # Files are repeated, so that many images do not need many files.
@@ -281,7 +281,7 @@ def test_every_option_reaches_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("h5pack.benchmark.bench.make_settings", stop)
     numbers = "seconds chunk-rows chunk-bytes batch-size window threads workers rows num-images seed"
-    words = "orders engines cache compression size images labels scratch"
+    words = "orders engines cache compression size source images labels scratch"
     options = [f"--{name}=7" for name in numbers.split()] + [f"--{name}=x" for name in words.split()]
     assert main(["bench", *options, "--no-contiguous"]) == 1
     assert given.keys() == {field.name for field in fields(BenchSettings)}

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from h5pack.benchmark.cases import MIN_TURNS, NO_TIME, BenchCase, FileVariant, Measurement, ceiling_threads
+from h5pack.benchmark.cases import MIN_TURNS, NO_TIME, BenchCase, CaseRepeats, FileVariant, Measurement, ceiling_threads
 from h5pack.benchmark.loader_settings import Workload, deciding_caches
-from h5pack.benchmark.recommend import Recommendation, choose, finalists, missing
+from h5pack.benchmark.recommend import Findings, Recommendation, choose, finalists, missing
 from tests.benchmark.test_cases import ROW_BYTES, variant
 
 WORKLOAD = Workload(
@@ -29,13 +29,20 @@ def measured(label: str, *speeds: float, **changes: object) -> Measurement:
     return Measurement(case, speeds, turns=tuple(range(len(speeds))))
 
 
+def findings(
+    variants: Sequence[FileVariant], found: Sequence[Measurement], run_off: Sequence[Measurement] = (), **changes: Any
+) -> Findings:
+    """Results for the page cache; `changes` are fields of the workload."""
+    return Findings(variants, found, run_off, replace(WORKLOAD, **changes), "hot")
+
+
 def chosen_from(variants: Sequence[FileVariant], *found: Measurement, **changes: Any) -> Recommendation:
     """The recommendation after a sweep with these results; `changes` are fields of the workload, or `run_off`.
 
     Three turns are made five, the least that are enough, by repeating the first two, which keeps all medians.
     """
     run_off = [_five_turns(one) for one in changes.pop("run_off", ())]
-    chosen = choose(variants, [_five_turns(one) for one in found], run_off, replace(WORKLOAD, **changes), "hot")
+    chosen = choose(findings(variants, [_five_turns(one) for one in found], run_off, **changes))
     assert chosen is not None
     return chosen
 
@@ -149,12 +156,12 @@ def test_every_variant_called_slower_is_slower_in_the_same_turns() -> None:
 def test_the_finalists_are_the_fastest_variants_with_chunks() -> None:
     speeds = {"2 rows": 20, "32 rows": 50, "128 rows": 60, "contiguous": 90}
     found = [measured(label, speed) for label, speed in speeds.items()]
-    assert finalists(VARIANTS, found, WORKLOAD, "hot") == [found[2].case, found[1].case]
+    assert finalists(findings(VARIANTS, found)) == [found[2].case, found[1].case]
 
 
 def test_the_input_file_is_a_finalist_however_slow_it_is() -> None:
     found = [measured(label, speed) for label, speed in {INPUT.label: 1, "32 rows": 50, "128 rows": 60}.items()]
-    assert {case.variant for case in finalists([INPUT, *VARIANTS], found, WORKLOAD, "hot")} == {
+    assert {case.variant for case in finalists(findings([INPUT, *VARIANTS], found))} == {
         one.case.variant for one in found
     }
 
@@ -170,7 +177,7 @@ def test_memory_decides_which_cache_state_counts(num_images: int, caches: tuple[
 
 def lacking(*found: Measurement, run_off: Sequence[Measurement] = (), not_packed: Sequence[str] = ()) -> list[str]:
     variants = VARIANTS if len(found) > 1 else [VARIANTS[1]]
-    return missing(variants, found, run_off, WORKLOAD, "hot", not_packed)
+    return missing(findings(variants, found, run_off), not_packed)
 
 
 def test_every_variant_that_may_win_needs_three_repeats() -> None:
@@ -212,8 +219,8 @@ def test_cases_that_were_not_asked_for_are_missing_and_failed_ones_are_not() -> 
 
 def test_without_measurements_there_is_no_recommendation() -> None:
     for found in ([], [measured("32 rows")], [measured("32 rows", 5.0, order="full")]):
-        assert choose(VARIANTS, found, (), WORKLOAD, "hot") is None
-        assert missing(VARIANTS, found, (), WORKLOAD, "hot")
+        assert choose(findings(VARIANTS, found)) is None
+        assert missing(findings(VARIANTS, found))
 
 
 def test_an_input_file_as_fast_as_the_others_is_kept() -> None:
@@ -396,9 +403,9 @@ def test_the_default_is_recommended_unless_another_one_is_faster_in_five_turns(s
     chosen = chosen_from(VARIANTS, *found, run_off=run_off)
     compared = {one.case.variant: one for one in found if one.case.variant != "contiguous"}
     again = {one.case: one for one in run_off}
-    none = Measurement(WORKLOAD.case("", "hot"))
-    pooled = {label: one.with_repeats_of(again.get(one.case, none)) for label, one in compared.items()}
-    compared = {label: one.updated_by(again.get(one.case)) for label, one in compared.items()}
+    repeats = {label: CaseRepeats.of(one, again.get(one.case)) for label, one in compared.items()}
+    pooled = {label: one.every for label, one in repeats.items()}
+    compared = {label: one.stated for label, one in repeats.items()}
 
     def is_faster(one: str, other: str) -> bool:
         of = pooled if len(compared[one].ratios(compared[other])) < 5 else compared

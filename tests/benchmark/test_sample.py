@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def test_sizes_near_the_default_are_not_compared_with_it() -> None:
 
 def test_variants_that_come_late_are_left_out(folder: Path, scratch: ScratchFolder) -> None:
     settings = BenchSettings(seconds=1.0, chunk_rows=(4, 16))
-    sample = make_sample(input_of(folder), settings, scratch, StepClock(step=10.0))
+    sample = make_sample(input_of(folder), settings, scratch, StepClock(step=10.0), settings.seconds)
     assert labels(sample) == ["4 rows"]
     assert "16 rows, contiguous" in sample.notes[0]
 
@@ -85,7 +86,7 @@ def test_the_sample_grows_if_packing_is_faster_than_the_first_images_suggest(
 ) -> None:
     folder = flat_folder(tmp_path / "photos", 200, SIZE)
     monkeypatch.setattr(_Packer, "probe", lambda packer: (ROW_BYTES, 0.001))
-    sample = make_sample(input_of(folder), BenchSettings(seconds=seconds), scratch)
+    sample = make_sample(input_of(folder), BenchSettings(), scratch, time.monotonic, seconds)
     assert sample.rows == rows
     assert {one.rows for one in sample.variants} == {rows}
 
@@ -140,7 +141,7 @@ def test_an_input_behind_links_is_found(tmp_path: Path) -> None:
 def test_names_of_classes_as_labels_do_not_stop_a_benchmark(tmp_path: Path, given: dict[str, str]) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["x"], file["y"] = np.zeros((40, 8, 8, 3), np.uint8), ["cat", "dog"] * 20
-    found = find_input(tmp_path / "f.h5", given, tmp_path, BenchSettings())
+    found = find_input(tmp_path / "f.h5", tmp_path, BenchSettings(**given))
     assert (found.num_images, found.options["labels"], "fields" in found.options) == (40, "y", False)
 
 
@@ -149,14 +150,14 @@ def test_the_fix_and_the_code_suit_the_labels_and_fields(tmp_path: Path) -> None
         file.create_dataset("x", data=np.zeros((300, 64, 64, 3), np.uint8), chunks=(1, 64, 64, 3), compression="gzip")
         file["age"], file["grade"], file["name"] = np.zeros(300), np.arange(300), ["p1", "p2"] * 150
     for given, fields in (({}, ["age", "grade", "name"]), ({"labels": "grade"}, ["age", "name"])):
-        found = find_input(tmp_path / "f.h5", given, tmp_path, BenchSettings())
+        found = find_input(tmp_path / "f.h5", tmp_path, BenchSettings(**given))
         # Texts can be packed, but not read.
         assert found.fields == tuple(fields[:-1])
         assert found.fix is not None
         words = found.fix.split()
         assert words[words.index("--fields") + 1] == ",".join(fields)
         assert ("--labels grade" in found.fix) == bool(given)
-    found = find_input(tmp_path / "f.h5", {"labels": ""}, tmp_path, BenchSettings())
+    found = find_input(tmp_path / "f.h5", tmp_path, BenchSettings(labels=""))
     assert found.fix is not None
     assert "--labels '' --fields age,grade,name" in found.fix
 

@@ -101,7 +101,7 @@ def measure(
     variants: list[FileVariant], cases: list[BenchCase], seconds: float, clock: StepClock, **options: Any
 ) -> list[Measurement]:
     found: list[Measurement] = []
-    Sweep(variants, 0, lambda passed: None, clock).measure(cases, seconds, found, **options)
+    Sweep(variants, 0, lambda: None, clock).measure(cases, seconds, found, **options)
     return found
 
 
