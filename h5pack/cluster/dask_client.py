@@ -260,7 +260,7 @@ def _plugin(expected: Expectations, payload: bytes) -> Any:
 
 
 def run_pickled(token: str, data: bytes) -> bytes:
-    """Run a pickled (function, task) in a worker; return the pickled result."""
+    """Run a pickled (function, arguments) in a worker; return the pickled result."""
     prepared = _prepared.get(token)
     if prepared is None:
         raise WorkerError(f"{socket.gethostname()}: this worker was not prepared for the conversion; restart it")
@@ -269,10 +269,10 @@ def run_pickled(token: str, data: bytes) -> bytes:
     thread = threading.get_ident()
     if thread not in prepared.objects:
         prepared.objects[thread] = pickle.loads(prepared.payload)
-    function, task = pickle.loads(data)
+    function, arguments = pickle.loads(data)
     try:
         with using_shared(prepared.objects[thread]):
-            return pickle.dumps(function(task))
+            return pickle.dumps(function(*arguments))
     except OSError as error:
         if isinstance(error, H5PackError) or error.errno not in NO_SPACE:
             raise
@@ -308,15 +308,13 @@ class DaskExecutor(ElasticExecutor):
         return 2 * self._threads + _IDLE_TASKS
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        task = args[0] if len(args) == 1 else args
-        function = fn if len(args) == 1 else _Spread(fn)
         self._number += 1
         # The dashboard groups tasks by the part of the key before the token.
         key = f"h5pack-{fn.__name__.strip('_').split('_')[0]}-{self._token}-{self._number}"
         outer: concurrent.futures.Future[Any] = concurrent.futures.Future()
         try:
             inner = self._client.submit(
-                run_pickled, self._token, pickle.dumps((function, task)), key=key, pure=False, retries=0
+                run_pickled, self._token, pickle.dumps((fn, args)), key=key, pure=False, retries=0
             )
         except Exception as error:
             raise _lost_scheduler(error) from error
@@ -361,16 +359,6 @@ class DaskExecutor(ElasticExecutor):
                 _settle(outer, partial(_result_of, inner))
 
 
-@dataclass(frozen=True)
-class _Spread:
-    """A picklable function that takes a tuple, and calls `function` with its elements as arguments."""
-
-    function: Callable[..., Any]
-
-    def __call__(self, arguments: tuple[Any, ...]) -> Any:
-        return self.function(*arguments)
-
-
 def _settle(outer: concurrent.futures.Future[Any], load: Callable[[], Any]) -> None:
     """Give a future the result or the error of `load`, unless the future was cancelled."""
     if not outer.set_running_or_notify_cancel():
@@ -386,13 +374,11 @@ def _result_of(inner: Any) -> Any:
     try:
         return pickle.loads(inner.result())
     except (Exception, concurrent.futures.CancelledError) as error:
-        raise (_translated(error) if inner.status == "error" else _lost_scheduler(error)) from None
+        from distributed import KilledWorker
 
-
-def _translated(error: BaseException) -> BaseException:
-    from distributed import KilledWorker
-
-    return LostTaskError(str(error)) if isinstance(error, KilledWorker) else error
+        if isinstance(error, KilledWorker):
+            error = LostTaskError(str(error))
+        raise (error if inner.status == "error" else _lost_scheduler(error)) from None
 
 
 def _lost_scheduler(error: BaseException | None) -> WorkerError:

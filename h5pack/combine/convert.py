@@ -216,17 +216,6 @@ def convert(
     --------
     >>> h5pack.convert("photos", "photos.h5", size=224, chunk_bytes="4MiB", overwrite=True)  # doctest: +SKIP
     """
-    conversion = open_conversion(
-        source, out, source_kind=source_kind, include=include, exclude=exclude, limit=limit, root=root,
-        path_column=path_column, label_columns=label_columns, split_column=split_column, field_columns=field_columns,
-        mask_columns=mask_columns, image_columns=image_columns, text_columns=text_columns, box_columns=box_columns,
-        keypoint_columns=keypoint_columns, box_format=box_format, images=images, labels=labels, fields=fields,
-        channel_axis=channel_axis, value_range=value_range, size=size, fit=fit, resample=resample, draft=draft,
-        mode=mode, layout=layout, keep=keep, max_side=max_side, quality=quality, order=order, seed=seed, val=val,
-        val_groups=val_groups, chunk_rows=chunk_rows, chunk_bytes=chunk_bytes, max_pixels=max_pixels,
-        compression=compression, compat=compat, strict=strict, shard_bytes=shard_bytes, num_workers=num_workers,
-        start_method=start_method, io=io, overwrite=overwrite, resume=resume, part=part, finish=finish, client=client,
-        progress=progress,
-    )  # fmt: skip
-    with conversion:
+    # `locals` has only the parameters, because this is the first statement.
+    with open_conversion(**locals()) as conversion:
         return conversion.run()

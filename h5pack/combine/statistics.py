@@ -27,12 +27,8 @@ def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
     """
     split = merged.split_names[schema.statistics_split(merged.split_names)]
     chosen = [part for part in parts if part.statistics["split"] == split and part.statistics["rows"]] or [parts[0]]
-    counts = [part.statistics["pixels"] for part in chosen]
-    total = sum(
-        (_sums(part.statistics, count) for part, count in zip(chosen, counts, strict=True)),
-        start=np.zeros((2, len(chosen[0].statistics["mean"])), np.uint64),
-    )
-    mean, std = mean_and_std(total, sum(counts))
+    total = np.sum([_sums(part.statistics) for part in chosen], axis=0)
+    mean, std = mean_and_std(total, sum(part.statistics["pixels"] for part in chosen))
     return {
         "mean": mean,
         "std": std,
@@ -42,8 +38,9 @@ def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
     }
 
 
-def _sums(statistics: dict[str, Any], count: int) -> npt.NDArray[np.uint64]:
-    """Return the exact sums of values and of their squares, uint64 (2, C), from mean and std of `count` pixels."""
+def _sums(statistics: dict[str, Any]) -> npt.NDArray[np.uint64]:
+    """Return the exact sums of values and of their squares, uint64 (2, C), from the mean and std of all pixels."""
+    count = statistics["pixels"]
     if not count:
         return np.zeros((2, len(statistics["mean"])), np.uint64)
     mean, std = (np.asarray(statistics[name], np.longdouble) for name in ("mean", "std"))

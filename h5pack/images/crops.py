@@ -6,12 +6,12 @@ The classes only check the options and compute sizes and positions of windows; t
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from h5pack.errors import OptionsError
+from h5pack.system.parameters import whole_number
 
 MAX_SIZE = 1 << 14
 """Largest height and width of a crop, in pixels. The resizing arithmetic multiplies two sizes in 32-bit integers."""
@@ -27,12 +27,9 @@ class _Crop:
 
     def __post_init__(self) -> None:
         pair = tuple(self.size) if isinstance(self.size, Sequence) else (self.size, self.size)
-        if len(pair) != 2 or not all(_is_whole(side, 1, MAX_SIZE) for side in pair):
-            raise OptionsError(
-                f"size is {self.size!r}; give (height, width) in pixels, each an int from 1 to {MAX_SIZE}",
-                parameters=("size",),
-            )
-        object.__setattr__(self, "size", tuple(map(operator.index, pair)))
+        if len(pair) != 2:
+            raise OptionsError(f"size is {self.size!r}; give (height, width) in pixels", parameters=("size",))
+        object.__setattr__(self, "size", tuple(whole_number("size", side, 1, MAX_SIZE) for side in pair))
 
     @property
     def output_size(self) -> tuple[int, int]:
@@ -63,7 +60,7 @@ class RandomCrop(_Crop):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "padding", _checked_int("padding", self.padding, 0))
+        object.__setattr__(self, "padding", whole_number("padding", self.padding, 0, MAX_SIZE))
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class CenterCrop(_Crop):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.resize is not None:
-            object.__setattr__(self, "resize", _checked_int("resize", self.resize, 1))
+            object.__setattr__(self, "resize", whole_number("resize", self.resize, 1, MAX_SIZE))
 
     def resized_size(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width, in pixels, of an image of this size after resizing, rounded as in torchvision."""
@@ -216,18 +213,6 @@ def _checked_range(name: str, value: Any, low: float, high: float) -> tuple[floa
             parameters=(name,),
         )
     return first, last
-
-
-def _checked_int(name: str, value: Any, minimum: int) -> int:
-    if not _is_whole(value, minimum, MAX_SIZE):
-        raise OptionsError(
-            f"{name} is {value!r}; give an integer number of pixels from {minimum} to {MAX_SIZE}", parameters=(name,)
-        )
-    return operator.index(value)
-
-
-def _is_whole(value: Any, minimum: int, maximum: int) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 DecodeCrop = CenterCrop | RandomResizedCrop | Resize

@@ -401,6 +401,26 @@ def rejecting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def held_stderr() -> Iterator[list[bytes]]:
+    """Keep what is written to the process's standard error in the context; at its end, the list gets the lines."""
+    lines: list[bytes] = []
+    try:
+        original, messages = os.dup(2), os.memfd_create("messages")
+    except (OSError, AttributeError):
+        # A daemon may have closed its standard error, and not every system has memfd_create.
+        yield lines
+        return
+    os.dup2(messages, 2)
+    try:
+        yield lines
+    finally:
+        os.dup2(original, 2)
+        os.close(original)
+        lines += os.pread(messages, os.fstat(messages).st_size, 0).splitlines(keepends=True)
+        os.close(messages)
+
+
+@contextlib.contextmanager
 def _libtiff_messages() -> Iterator[None]:
     """Keep libtiff, which decodes TIFF files, from writing its messages to standard error.
 
@@ -408,22 +428,11 @@ def _libtiff_messages() -> Iterator[None]:
     other sources that are written to standard error meanwhile are held back and written at the end.
     """
     error: Exception | None = None
-    try:
-        original, messages = os.dup(2), os.memfd_create("messages")
-    except (OSError, AttributeError):
-        # A daemon may have closed its standard error, and not every system has memfd_create.
-        yield
-        return
-    os.dup2(messages, 2)
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    finally:
-        os.dup2(original, 2)
-        os.close(original)
-        lines = os.pread(messages, os.fstat(messages).st_size, 0).splitlines(keepends=True)
-        os.close(messages)
+    with held_stderr() as lines:
+        try:
+            yield
+        except Exception as caught:
+            error = caught
     matches = [_LIBTIFF.match(line) for line in lines]
     found = [match[1] for match in matches if match is not None]
     if len(found) < len(lines):

@@ -6,19 +6,18 @@ image to the end of the window. Each of the two is used if it is installed and g
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from h5pack.images.decode import sample_jpegs
+from h5pack.images.decode import held_stderr, sample_jpegs
 from h5pack.images.headers import DecodePath, ImageHeader, with_height
 
 Pixels = npt.NDArray[np.uint8]
@@ -132,7 +131,7 @@ def _proven_paths() -> frozenset[DecodePath]:
     Every kind is tested on small images, baseline and progressive, with regions that begin and end within JPEG blocks.
     """
     try:
-        with _quiet():
+        with held_stderr():
             decoder = RegionDecoder()
             return frozenset(path for path in _JPEG_PATHS if _is_exact(decoder.decode, path))
     except Exception:
@@ -160,21 +159,3 @@ def _is_exact(decode: Callable[[bytes, ImageHeader, Window], Pixels | None], pat
             if found is None or not np.array_equal(found, expected[top : top + height, left : left + width]):
                 return False
     return True
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Discard the process's standard error inside the context, because nvImageCodec reports missing GPU libraries."""
-    try:
-        original, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    except OSError:
-        # A daemon may have closed its standard error.
-        yield
-        return
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(original, 2)
-        os.close(original)
-        os.close(nothing)

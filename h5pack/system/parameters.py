@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
@@ -34,9 +35,11 @@ def require_callable(name: str, value: Any) -> None:
         raise OptionsError(f"{name} is {value!r}; give a callable", parameters=(name,))
 
 
-def whole_number(name: str, value: Any, minimum: int | None) -> int:
-    """Return a parameter's value as a Python int; raise OptionsError if it is a bool, not an integer or too small."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or (minimum is not None and value < minimum):
+def whole_number(name: str, value: Any, minimum: int | None, maximum: int | None = None) -> int:
+    """Return a parameter's value as a Python int; raise OptionsError if it is a bool, no integer, or out of bounds."""
+    low, high = -math.inf if minimum is None else minimum, math.inf if maximum is None else maximum
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
         bound = "" if minimum is None else f" of at least {minimum}"
+        bound += "" if maximum is None else f" and at most {maximum}"
         raise OptionsError(f"{name} is {value!r}; it must be a whole number{bound}", parameters=(name,))
     return operator.index(value)

@@ -278,10 +278,10 @@ def test_a_full_disk_is_an_error_that_names_the_machine(tmp_path: Path) -> None:
     expected = Expectations.here(None, tmp_path / "o.h5.partial")
     dask_client.prepare(expected, pickle.dumps(None))
     with pytest.raises(NoSpaceError, match=socket.gethostname()):
-        dask_client.run_pickled(expected.token, pickle.dumps((full, None)))
+        dask_client.run_pickled(expected.token, pickle.dumps((full, (None,))))
     dask_client.forget(expected.token)
     with pytest.raises(WorkerError):
-        dask_client.run_pickled(expected.token, pickle.dumps((full, None)))
+        dask_client.run_pickled(expected.token, pickle.dumps((full, (None,))))
 
 
 def test_a_worker_that_joins_later_is_checked(tmp_path: Path) -> None:

@@ -101,20 +101,3 @@ def test_a_split_is_shuffled_by_the_whole_hash(count: int) -> None:
         found = shuffled_split(count, seed, split)
         assert found.dtype == np.int64
         assert found.tolist() == slow_shuffled_split(count, seed, split)
-
-
-@pytest.mark.parametrize("bits", [24, 40, 56])
-def test_hashes_that_differ_only_in_their_low_bits_are_sorted_by_these(
-    bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a few thousand rows no two hashes do; of ten million, dozens."""
-
-    def weak(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        splitmix64_array(values)
-        values &= np.uint64((1 << bits) - 1)
-        return values
-
-    monkeypatch.setattr(arrays, "splitmix64_array", weak)
-    for count in (2, 700, 70_000 if bits > 24 else 3000):
-        for split in range(3):
-            assert shuffled_split(count, 3, split).tolist() == slow_shuffled_split(count, 3, split)
