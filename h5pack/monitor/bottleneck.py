@@ -129,13 +129,34 @@ _WAITS = 0.5
 class Evidence:
     """Measurements and facts from which `judge` derives a verdict. None: not known. Fractions are from 0 to 1."""
 
+    # Set by both `FeedMonitor` and `h5pack.diagnose`:
     cpus: int  # number of CPUs that this process may use
     machine_cpus: int | None = None  # number of CPUs of the machine
-    load: float | None = None  # the system's load average before the measurement
+    gpus: int | None = None  # number of GPUs that this process may use
     # The threads of an H5Loader, or the workers of a DataLoader. Both are None for any other loader.
     num_threads: int | None = None
     num_workers: int | None = None
+    encoding: Encoding | None = None  # the decoding needed in every epoch; None if there is none
+    library_reason: str | None = None  # why rows are read through the HDF5 library; None: h5pack reads them directly
+    # The fraction of the loop's time in which the step waited for data, of all repeats together
+    stall_fraction: float | None = None
+
+    # Set by `FeedMonitor` only, for loops whose stages are not measured:
+    full_shuffle: bool = False  # whether rows are shuffled individually, regardless of their chunks
+    # The process's wait for the loader, divided by the step's wait, which also includes the wait for the copy.
+    wait_fraction: float | None = None
+    # The fraction of the process's wait for the loader in which a transform ran in the step's thread.
+    transform_wait_fraction: float | None = None
+    # CPU seconds per second that the DataLoader's workers used or, without a DataLoader, the process and its children.
+    cpus_used: float | None = None
+
+    # Set by `h5pack.diagnose` only:
+    stages: Mapping[Stage, StageResult] = field(default_factory=dict)  # the speed of each stage alone, and of the loop
+    stall_range: tuple[float, float] | None = None  # lowest and highest `stall_fraction` of a single repeat
+    load: float | None = None  # the system's load average before the measurement
+    world_size: int = 1  # number of processes of this training
     on_gpu: bool | None = None  # whether the step runs on a GPU
+    idle_gpus: int | None = None  # number of idle GPUs besides the one that runs the step
     step_threads: int | None = None  # number of threads of PyTorch's operations on the CPU
     builtin_step: bool = False  # whether the step is h5pack's small network, not the user's model
     batch_rows: int | None = None  # number of images in a batch
@@ -146,39 +167,21 @@ class Evidence:
     stored_float: bool = False
     loaded_float: bool = False
     pinned: bool | None = None  # whether the loader's batches are in pinned memory
-    encoding: Encoding | None = None  # the decoding needed in every epoch; None if there is none
-    library_reason: str | None = None  # why rows are read through the HDF5 library; None: h5pack reads them directly
-    full_shuffle: bool = False  # whether rows are shuffled individually, regardless of their chunks
     fits_cache: bool = True  # whether the page cache can hold all stored bytes
     has_transform: bool = False  # whether a transform runs on the host
     # The fraction of its time in which a thread ran on a CPU instead of waiting: a thread that reads rows from the page
     # cache, and a thread that calls the transform.
     read_busy_fraction: float | None = None
     transform_busy_fraction: float | None = None
+    # The fraction of the loop's time in which the step's thread normalized; None on a GPU, where normalizing overlaps
+    # with the step.
+    normalize_fraction: float | None = None
     # The step's images/s with half a batch, divided by its images/s with a whole batch.
     half_batch_ratio: float | None = None
     # The loop's images/s with one of PyTorch's CPU threads, divided by its images/s with all threads.
     one_thread_ratio: float | None = None
     synchronisations: float | None = None  # how often a step makes the process wait for the CUDA device
     synchronised_at: str | None = None  # FILE:LINE of the first such wait
-    gpus: int | None = None  # number of GPUs that this process may use
-    idle_gpus: int | None = None  # number of idle GPUs besides the one that runs the step
-    world_size: int = 1  # number of processes of this training
-    # The fraction of the loop's time in which the step waited for data: of all repeats together, and the (lowest,
-    # highest) fraction of a single repeat.
-    stall_fraction: float | None = None
-    stall_range: tuple[float, float] | None = None
-    # The fraction of the loop's time in which the step's thread normalized; None on a GPU, where normalizing overlaps
-    # with the step.
-    normalize_fraction: float | None = None
-    # The process's wait for the loader, divided by the step's wait, which also includes the wait for the copy.
-    wait_fraction: float | None = None
-    # The fraction of the process's wait for the loader in which a transform ran in the step's thread.
-    transform_wait_fraction: float | None = None
-    # CPU seconds per second that the DataLoader's workers used or, without a DataLoader, the process and its children.
-    # Ignored if the loader is among the `stages`.
-    cpus_used: float | None = None
-    stages: Mapping[Stage, StageResult] = field(default_factory=dict)  # empty if only the counters of a loop are known
 
     @property
     def step_competes(self) -> bool:
