@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -89,10 +88,6 @@ class EchoLoader(LoaderWrapper):
         self._state = EchoState()
         # The state at which the next iteration begins. None: it begins a new epoch.
         self._loaded: EchoState | None = None
-        self._thread: weakref.ref[PrefetchThread] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_thread": None}
 
     def __repr__(self) -> str:
         factor = f"{float(self.factor):g}" if isinstance(self.factor, Fraction) else repr(self.factor)
@@ -131,15 +126,8 @@ class EchoLoader(LoaderWrapper):
         if isinstance(self.factor, Fraction):
             return _FixedEcho(self, fetcher, cursor, math.ceil(self.factor))
         iterator = _AdaptiveEcho(self, fetcher, cursor, self.max_factor)
-        self._thread = weakref.ref(iterator.thread)
+        self._threads.add(iterator.thread)
         return iterator
-
-    def close(self) -> None:
-        """Stop the thread of `factor="auto"`, and wait until it has ended. The wrapped loader stays open."""
-        thread = None if self._thread is None else self._thread()
-        if thread is not None:
-            thread.stop()
-            thread.join()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the most recently delivered batch, including the state of the loader.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from h5pack.device.batch import map_tensors
 from h5pack.device.copier import CudaOperations, DeviceCopier, apply_transform, outside_inference_mode
 from h5pack.device.echo import EchoLoader
 from h5pack.device.loader_wrapper import BatchFetcher, DeliveryCursor, FetchedBatch, LoaderWrapper, layers_of
-from h5pack.device.prefetch import DevicePrefetcher, PrefetchThread
+from h5pack.device.prefetch import DevicePrefetcher
 from h5pack.device.profiling import profiler_range
 from h5pack.device.transforms import ImageTransform
 from h5pack.errors import OptionsError
@@ -87,15 +86,9 @@ class DeviceFeed(LoaderWrapper):
         self.prefetch_factor = whole_number("prefetch_factor", prefetch_factor, 1)
         dataset = getattr(loader, "dataset", None)
         self._transform = None if transform is None else ImageTransform(transform, image_key, dataset)
-        self._threads: weakref.WeakSet[PrefetchThread] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads belong to this process and cannot be pickled.
-        return {**self.__dict__, "_cursor": None, "_threads": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._threads = weakref.WeakSet()
+        return {**super().__getstate__(), "_cursor": None}
 
     def __repr__(self) -> str:
         return f"DeviceFeed({self.loader!r}, device={str(self.device)!r}, prefetch_factor={self.prefetch_factor})"
@@ -124,12 +117,6 @@ class DeviceFeed(LoaderWrapper):
         prefetcher = DevicePrefetcher(fetcher, copier, self.prefetch_factor)
         self._threads.add(prefetcher.thread)
         return _FeedIterator(self, cursor, prefetcher)
-
-    def close(self) -> None:
-        """Stop the threads of all iterations and wait until they have ended. The wrapped loader stays open."""
-        for thread in list(self._threads):
-            thread.stop()
-            thread.join()
 
     def _begin_copying(self) -> DeviceCopier | None:
         operations = self._operations()

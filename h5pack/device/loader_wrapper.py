@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from h5pack.data.iteration import Closeable
 from h5pack.data.samplers import BatchOrder, ChunkSampler
 from h5pack.errors import OptionsError, StateError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass
@@ -39,7 +38,7 @@ class DeliveryCursor:
         self.delivered, self.state = fetched.count, fetched.state
 
 
-class LoaderWrapper:
+class LoaderWrapper(Closeable):
     """A wrapper around a loader that offers the loader's length, dataset, epoch and state as its own.
 
     The state and the epoch come from the loader, or from its sampler if the loader is a DataLoader. If neither of them
@@ -58,15 +57,22 @@ class LoaderWrapper:
         self._seen_epoch = _epoch_of(self.loader, counted=False)
         # The progress of the current iteration. If it is None, `state_dict` describes the start of the next iteration.
         self._cursor: DeliveryCursor | None = None
+        # The `PrefetchThread`s of this wrapper's iterations.
+        self._threads: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def __enter__(self) -> Self:
-        return self
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads belong to this process and cannot be pickled.
+        return {**self.__dict__, "_threads": None}
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._threads = weakref.WeakSet()
 
     def close(self) -> None:
-        """Release the threads and other resources of this wrapper. The wrapped loader stays open."""
+        """Stop the threads of all iterations and wait until they have ended. The wrapped loader stays open."""
+        for thread in list(self._threads):
+            thread.stop()
+            thread.join()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch. Raises TypeError if the loader has no length."""

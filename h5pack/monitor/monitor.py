@@ -177,7 +177,7 @@ class FeedMonitor(LoaderWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         # Do not pickle these objects, because they belong to this process or to a running iteration.
-        return {**self.__dict__, "_recorder": None, "_probe": None, "_cursor": None}
+        return {**super().__getstate__(), "_recorder": None, "_probe": None, "_cursor": None}
 
     def __repr__(self) -> str:
         return f"FeedMonitor({self.loader!r}, name={self._name!r})"

@@ -294,9 +294,12 @@ def test_a_closed_iterator_refuses_and_a_pickled_loader_begins_again(dataset: h5
         with pytest.raises(LoaderError):
             next(iterator)
         copied = pickle.loads(pickle.dumps(echo))
+        assert copied.state_dict() == echo.state_dict()
         copied.set_epoch(0)
+        found = epoch_of(copied)
+        assert {row for batch in found for row, _ in batch} == set(range(packs.ROWS))
         if factor == 2:
-            assert [epoch_of(copied)] == epochs(dataset, 2, 1)
+            assert [found] == epochs(dataset, 2, 1)
         next(iter(echo))
     assert threads_end()
     assert f"factor={factor!r}, max_factor=8" in repr(echo)
