@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,61 +17,43 @@ _ROWS = "rows"
 _REPEATS = "repeats"
 
 
-class EchoedBatch(list[Any]):
-    """A batch (a list) with the attribute `repeats`: how often it was delivered before.
+def mark_echoed(batch: Any, repeats: int) -> Any:
+    """Return a batch that shares the memory of `batch` and has the attribute `repeats`. `batch` does not change.
 
-    `repeats` is an int, or an int64 tensor, (N,), with a number for each of the batch's rows.
+    `repeats` is how often the batch was delivered before. A tuple, named tuple, list or dict becomes an instance of a
+    subclass of its type. A tensor is detached. A mapping that is not a dict is copied shallowly. Any other object is
+    returned without the attribute.
     """
-
-    def __init__(self, elements: Iterable[Any] = (), repeats: int | torch.Tensor = 0) -> None:
-        super().__init__(elements)
-        self.repeats = repeats
-
-    @staticmethod
-    def mark(batch: Any, repeats: int | torch.Tensor) -> Any:
-        """Return a batch that shares the memory of `batch` and has the attribute `repeats`. `batch` does not change.
-
-        A tuple, named tuple, list or dict becomes an instance of a subclass of its type. A tensor is detached. A
-        mapping that is not a dict is copied shallowly. Any other object is returned without the attribute.
-        """
-        if isinstance(batch, torch.Tensor):
-            marked: Any = batch.detach()
-            setattr(marked, _REPEATS, repeats)
-            return marked
-        if type(batch) in (list, EchoedBatch):
-            return EchoedBatch(batch, repeats)
-        if isinstance(batch, (list, tuple, dict)):
-            kind = type(batch)
-            return _copy_into(kind if hasattr(kind, "_unmarked_type") else _marked_type(kind), batch, repeats)
-        if isinstance(batch, Mapping):
-            marked = copy.copy(batch)
-            setattr(marked, _REPEATS, repeats)
-            return marked
+    if isinstance(batch, (list, tuple, dict)):
+        kind = type(batch)
+        return _copy_into(kind if hasattr(kind, "_unmarked_type") else _marked_type(kind), batch, repeats)
+    if not isinstance(batch, (torch.Tensor, Mapping)):
         return batch
+    marked: Any = batch.detach() if isinstance(batch, torch.Tensor) else copy.copy(batch)
+    setattr(marked, _REPEATS, repeats)
+    return marked
 
-    @staticmethod
-    def unmark(batch: Any) -> Any:
-        """Return the batch with the type that it had before `mark`. An unmarked batch is returned unchanged."""
-        if not is_echoed(batch):
-            return batch
-        if isinstance(batch, torch.Tensor):
-            return batch.detach()
-        if type(batch) is EchoedBatch:
-            return list(batch)
-        if hasattr(type(batch), "_unmarked_type"):
-            return _copy_into(type(batch)._unmarked_type, batch, None)
-        batch = copy.copy(batch)
-        delattr(batch, _REPEATS)
+
+def unmark_echoed(batch: Any) -> Any:
+    """Return the batch with the type that it had before `mark_echoed`. An unmarked batch is returned unchanged."""
+    if hasattr(type(batch), "_unmarked_type"):
+        return _copy_into(type(batch)._unmarked_type, batch, None)
+    if not is_echoed(batch):
         return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.detach()
+    batch = copy.copy(batch)
+    delattr(batch, _REPEATS)
+    return batch
 
 
 def is_echoed(batch: Any) -> bool:
-    """Return whether a batch carries the attribute `repeats` that `EchoedBatch.mark` sets."""
+    """Return whether a batch carries the attribute `repeats` that `mark_echoed` sets."""
     return isinstance(batch, (torch.Tensor, list, tuple, Mapping)) and _REPEATS in getattr(batch, "__dict__", ())
 
 
-def repeats_of(batch: Any) -> int | torch.Tensor:
-    """Return how many times a batch, or each of its rows, was delivered before; 0 for an unmarked batch."""
+def repeats_of(batch: Any) -> int:
+    """Return how many times a batch was delivered before; 0 for an unmarked batch."""
     return getattr(batch, _REPEATS) if is_echoed(batch) else 0
 
 
@@ -80,14 +62,14 @@ def _marked_type(kind: type) -> type:
     """Return a subclass of a container type whose instances can have attributes."""
 
     def reduce(batch: Any, _protocol: Any) -> tuple[Any, ...]:
-        # pickle cannot import a class that was created at run time, so make it call `mark` when it loads the batch.
-        return EchoedBatch.mark, (EchoedBatch.unmark(batch), batch.repeats)
+        # pickle cannot import a class that was created at run time, so make it call `mark_echoed` instead.
+        return mark_echoed, (unmark_echoed(batch), repeats_of(batch))
 
     members = {"_unmarked_type": kind, "__reduce_ex__": reduce, "__module__": __name__}
     return type(f"Echoed{kind.__name__}", (kind,), members)
 
 
-def _copy_into(kind: type, batch: Any, repeats: int | torch.Tensor | None) -> Any:
+def _copy_into(kind: type, batch: Any, repeats: int | None) -> Any:
     """Return a container of type `kind` with the elements and attributes of `batch`, and `repeats` if not None."""
     # Do not call `kind`: a named tuple takes one argument per element, and a subclass may take any arguments.
     if isinstance(batch, tuple):
@@ -102,30 +84,25 @@ def _copy_into(kind: type, batch: Any, repeats: int | torch.Tensor | None) -> An
     attributes = {name: value for name, value in getattr(batch, "__dict__", {}).items() if name != _REPEATS}
     if repeats is not None:
         attributes[_REPEATS] = repeats
-    if attributes:
+    # Attributes that were set after `mark_echoed` are lost if the type cannot have any.
+    if hasattr(filled, "__dict__"):
         filled.__dict__.update(attributes)
     return filled
 
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors of a batch, at any depth of lists, tuples and mappings, and `repeats` if it is a tensor."""
+    """Yield all tensors of a batch, at any depth of lists, tuples and mappings."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, (list, tuple, Mapping)):
         for element in batch.values() if isinstance(batch, Mapping) else batch:
             yield from tensors_of(element)
-    repeats = repeats_of(batch)
-    if isinstance(repeats, torch.Tensor):
-        yield repeats
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a copy of the batch with `function` applied to each tensor. Other objects are shared."""
     if is_echoed(batch):
-        repeats = repeats_of(batch)
-        if isinstance(repeats, torch.Tensor):
-            repeats = function(repeats)
-        return EchoedBatch.mark(map_tensors(EchoedBatch.unmark(batch), function), repeats)
+        return mark_echoed(map_tensors(unmark_echoed(batch), function), repeats_of(batch))
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, (list, tuple)):
@@ -167,7 +144,7 @@ def images_of(batch: Any, image_key: Hashable | None = None) -> torch.Tensor:
 def with_images(batch: Any, image_key: Hashable | None, images: Any) -> Any:
     """Return a copy of the batch in which `images` replaces its images. The other elements are shared."""
     if is_echoed(batch):
-        return EchoedBatch.mark(with_images(EchoedBatch.unmark(batch), image_key, images), repeats_of(batch))
+        return mark_echoed(with_images(unmark_echoed(batch), image_key, images), repeats_of(batch))
     if isinstance(batch, torch.Tensor):
         return images
     return with_elements(batch, {_resolve_key(batch, image_key): images})
@@ -176,7 +153,7 @@ def with_images(batch: Any, image_key: Hashable | None, images: Any) -> Any:
 def with_elements(batch: Any, elements: Mapping[Any, Any]) -> Any:
     """Return a copy of the batch with some elements replaced: `elements` maps keys or indices to new elements."""
     if is_echoed(batch):
-        return EchoedBatch.mark(with_elements(EchoedBatch.unmark(batch), elements), repeats_of(batch))
+        return mark_echoed(with_elements(unmark_echoed(batch), elements), repeats_of(batch))
     if isinstance(batch, Mapping):
         return _with_values(batch, dict(elements))
     changed = list(batch)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from h5pack.data.iteration import BatchIterator
-from h5pack.device.batch import EchoedBatch, repeats_of
+from h5pack.device.batch import mark_echoed, repeats_of
 from h5pack.device.loader_wrapper import (
     BatchFetcher,
     DeliveryCursor,
@@ -52,8 +52,9 @@ class EchoLoader(LoaderWrapper):
 
     The method is that of Choi, Passos, Shallue and Dahl 2019, arXiv:1907.05550. With ``DeviceFeed(EchoLoader(...))``
     raw batches are repeated, and each repeat is augmented differently. With ``EchoLoader(DeviceFeed(...))`` transformed
-    batches are repeated. The first delivery of a batch is the loader's own object. Each repeat is a copy with the
-    attribute `repeats` (see `EchoedBatch`). The copies share the tensors, so in-place changes affect later repeats.
+    batches are repeated. The first delivery of a batch is the loader's own object. Each repeat of a tensor, list, tuple
+    or mapping is a copy with the attribute `repeats`, the number of earlier deliveries. The copies share the tensors,
+    so in-place changes affect later repeats.
 
     Parameters
     ----------
@@ -226,8 +227,8 @@ class _EchoIterator(BatchIterator):
         """Return the batch to deliver and count the delivery; a repeat gets the attribute `repeats`."""
         state, batch = self._state, fetched.batch
         before = repeats_of(batch)
-        if state.showing or isinstance(before, torch.Tensor) or before:
-            batch = EchoedBatch.mark(batch, before * self._max_showings + state.showing)
+        if state.showing or before:
+            batch = mark_echoed(batch, before * self._max_showings + state.showing)
         state.shown += 1
         state.fresh += state.showing == 0
         state.showing += 1

@@ -14,14 +14,15 @@ from h5pack.data.concat import ConcatPack
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.draws import DRAWS, BatchKey, random_words
 from h5pack.device.batch import (
-    EchoedBatch,
     images_of,
     is_echoed,
     map_tensors,
+    mark_echoed,
     named_elements,
     repeats_of,
     rows_of,
     tensors_of,
+    unmark_echoed,
     with_elements,
     with_images,
 )
@@ -162,10 +163,10 @@ class ImageTransform:
         return batch
 
     def _apply_to_batch(self, transform: Callable[..., Any], batch: Any, key: BatchKey | None) -> Any:
-        changed = self._call(transform, EchoedBatch.unmark(batch), key)
+        changed = self._call(transform, unmark_echoed(batch), key)
         if changed is None:
             raise OptionsError(f"the transform {_name_of(transform)} returned None; return the batch")
-        return EchoedBatch.mark(changed, repeats_of(batch)) if is_echoed(batch) else changed
+        return mark_echoed(changed, repeats_of(batch)) if is_echoed(batch) else changed
 
     def _apply_to_images(self, transform: Callable[..., Any], batch: Any, key: BatchKey | None) -> Any:
         images = images_of(batch, self.image_key)
@@ -253,10 +254,7 @@ class ImageTransform:
                 f"the transform {self._name} needs row numbers, but the second of the batch's two elements may be "
                 f"labels; {_ADVICE}, or make the batches dicts with the key 'rows'"
             )
-        repeats = repeats_of(batch)
-        if isinstance(repeats, torch.Tensor):
-            repeats = repeats.to(images.device, non_blocking=True)
-        return BatchKey(rows.to(images.device, non_blocking=True), epoch, repeats)
+        return BatchKey(rows.to(images.device, non_blocking=True), epoch, repeats_of(batch))
 
 
 def _call(transform: Callable[..., Any], argument: Any, key: BatchKey | None) -> Any:

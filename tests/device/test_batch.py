@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import h5pack
-from h5pack.device.batch import EchoedBatch, images_of, is_echoed, repeats_of
+from h5pack.device.batch import images_of, is_echoed, mark_echoed, repeats_of, unmark_echoed
 from h5pack.errors import OptionsError
 from tests.data import packs
 from tests.data.packs import same
@@ -52,27 +52,38 @@ def elements(batch: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", batches())
 def test_any_container_can_be_marked(kind: str) -> None:
-    repeats = 3 if kind in ("list", "namedtuple", "dict") else torch.tensor([0, 1, 4])
     batch = batches()[kind]
-    shown = EchoedBatch.mark(batch, repeats)
-    assert repeats_of(EchoedBatch.mark(shown, 9)) == 9
+    shown = mark_echoed(batch, 3)
+    assert repeats_of(mark_echoed(shown, 9)) == 9
     for one in (shown, copy.copy(shown), pickle.loads(pickle.dumps(shown))):
         if kind == "tensor" and one is not shown and not is_echoed(one):
             continue  # torch copies no attributes.
         assert isinstance(one, type(batch))
         assert is_echoed(one)
-        assert same([torch.as_tensor(repeats_of(one)), *elements(one)], [torch.as_tensor(repeats), *elements(batch)])
+        assert repeats_of(one) == one.repeats == 3
+        assert same(elements(one), elements(batch))
     # Over the same memory, and the original is unmarked.
     assert [element.data_ptr() for element in elements(shown)] == [element.data_ptr() for element in elements(batch)]
-    plain = EchoedBatch.unmark(shown)
+    plain = unmark_echoed(shown)
     assert type(plain) is type(batch)
     assert (is_echoed(batch), repeats_of(batch), is_echoed(plain)) == (False, 0, False)
-    assert EchoedBatch.unmark(batch) is batch
+    assert unmark_echoed(batch) is batch
     if kind == "own list":
         assert plain.name == shown.name == "kept"
     if kind == "namedtuple":
         assert (shown.rows.tolist(), shown._fields) == ([0, 1, 2], ("images", "rows"))
-    assert EchoedBatch.mark("text", 5) == EchoedBatch.unmark("text") == "text"
+    assert mark_echoed("text", 5) == unmark_echoed("text") == "text"
+
+
+def test_a_marked_list_may_have_attributes_and_be_built_again() -> None:
+    shown = mark_echoed([1, 2], 3)
+    shown.name = "lost"
+    assert unmark_echoed(shown) == pickle.loads(pickle.dumps(shown)) == [1, 2]
+    # Other libraries move the elements of a batch to a device, and call its type to make a batch of them.
+    again = type(shown)([4, 5])
+    assert (is_echoed(again), repeats_of(again)) == (False, 0)
+    assert type(unmark_echoed(again)) is list
+    assert copy.copy(again) == pickle.loads(pickle.dumps(again)) == [4, 5]
 
 
 # Images and keys, by a DeviceFeed.
@@ -88,15 +99,15 @@ def test_a_transform_changes_the_images_and_nothing_else(feed_of: Any) -> None:
         {"x": thing, "image": images},
         OrderedDict(images=images, more=[rows, (thing, {"deep": rows})]),
         images,
-        EchoedBatch([images, rows], 2),
-        EchoedBatch.mark((images, rows), torch.tensor([1, 2])),
-        EchoedBatch.mark({"images": images}, 1),
-        EchoedBatch.mark(images, 3),
+        mark_echoed([images, rows], 2),
+        mark_echoed((images, rows), 5),
+        mark_echoed({"images": images}, 1),
+        mark_echoed(images, 3),
     ]
     found = list(feed_of(batches, transform=lambda part: part * 5))
     for one, two in zip(found, batches, strict=True):
         assert type(one) is type(two)
-        assert torch.equal(torch.as_tensor(repeats_of(one)), torch.as_tensor(repeats_of(two)))
+        assert repeats_of(one) == repeats_of(two)
         assert images_of(one).unique().tolist() == [5]
     assert found[0][2] is thing
     assert found[4]["more"][1][0] is thing
@@ -141,11 +152,10 @@ def test_the_key_of_each_batch(dataset: h5pack.H5Dataset, feed_of: Any, kind: st
 def test_keys_of_other_loaders(feed_of: Any) -> None:
     keyed = Keyed()
     images, rows = torch.zeros(3, 2), torch.tensor([5, 6, 9])
-    repeats = torch.tensor([0, 2, 1])
     batches = [
         {"images": images, "rows": rows},
-        EchoedBatch([images, "x", rows], 4),
-        EchoedBatch.mark((images, "x", rows), repeats),
+        mark_echoed([images, "x", rows], 4),
+        mark_echoed((images, "x", rows), 2),
         Pair(images, rows),
     ]
     feed = feed_of(batches, transform=keyed)
@@ -154,8 +164,7 @@ def test_keys_of_other_loaders(feed_of: Any) -> None:
         found = list(feed)
         assert [key.epoch for key in keyed.keys] == [epoch] * 4
         assert all(torch.equal(key.rows, rows) for key in keyed.keys)
-        assert [keyed.keys[number].repeats for number in (0, 1, 3)] == [0, 4, 0]
-        assert torch.equal(torch.as_tensor(keyed.keys[2].repeats), repeats)
+        assert [key.repeats for key in keyed.keys] == [0, 4, 2, 0]
         assert torch.equal(found[0]["rows"], rows)
         assert torch.equal(found[1][-1], rows)
     feed.set_epoch(7)

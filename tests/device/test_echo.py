@@ -55,9 +55,7 @@ JSON_KINDS = [kind for kind in KINDS if kind != "stateful"]
 
 def numbered_rows(batch: Any) -> list[tuple[int, int]]:
     """Row and repeat of each sample of a batch with rows."""
-    repeats = repeats_of(batch)
-    each = repeats.tolist() if isinstance(repeats, torch.Tensor) else [repeats] * len(batch[-1])
-    return list(zip(batch[-1].tolist(), each, strict=True))
+    return [(row, repeats_of(batch)) for row in batch[-1].tolist()]
 
 
 def epoch_of(batches: Any) -> list[list[tuple[int, int]]]:

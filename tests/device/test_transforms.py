@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import h5pack
 from h5pack.data.draws import BatchKey
-from h5pack.device.batch import EchoedBatch, repeats_of
+from h5pack.device.batch import mark_echoed, repeats_of
 from h5pack.device.transforms import ImageTransform, uniform
 from h5pack.errors import OptionsError
 from h5pack.order.permutation import derive_key
@@ -67,7 +67,7 @@ def test_transforms_in_sequence_share_the_key_of_the_loaded_batch(feed_of: Any) 
     images, rows = torch.ones(3, 2), torch.tensor([5, 6, 9])
     first, last, plain = Keyed(), Keyed(), Whole()
     drop = Whole(keyed=True, result={"image": images})
-    batch = EchoedBatch.mark(Triple(images, "x", rows), 4)
+    batch = mark_echoed(Triple(images, "x", rows), 4)
     (found,) = feed_of([batch], transform=(first, plain, drop, last))
     keys = [first.keys[0], drop.calls[0][1], last.keys[0]]
     assert all(torch.equal(key.rows, rows) for key in keys)
