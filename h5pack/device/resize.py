@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from h5pack.device.augment import AugmentationDraws
+from h5pack.device.targets import AxisMap, axes_of
 from h5pack.images.crops import RandomResizedCrop, ResizedCrop
 
 WEIGHT_BITS = 16
@@ -40,34 +41,21 @@ def find_taps(
 
     Crops and flips are taken into account. Each tensor is int32, (N, 1 + taps, size). Along axis 1, it holds the
     position of the first tap, in pixels of the image, and then the weights of all taps in order, in units of 2^-16. In
-    the padding, all weights are 0. N is 1 if `draws` is None.
+    the padding, all weights are 0. If `draws` is None, N is at most 1.
     """
     _, height, width, _ = pixels.shape
-    found = []
-    for axis, (side, size, resized, offset, taps) in enumerate(
-        zip(
-            (height, width),
-            crop.output_size,
-            crop.resized_size(height, width),
-            crop.window(height, width),
-            max_taps(crop, height, width),
-            strict=True,
-        )
-    ):
-        output = torch.arange(size, device=pixels.device)
-        begin, extent = output.new_zeros(1, 1), output.new_full((1, 1), side)
-        if draws is not None:
-            flip = (draws.vertical_flip, draws.flip)[axis]
-            output = torch.where(flip[:, None] != 0, size - 1 - output, output)
-            if isinstance(crop, RandomResizedCrop):
-                begin = (draws.top, draws.left)[axis].long()[:, None]
-                extent = (draws.crop_height, draws.crop_width)[axis].long()[:, None]
-        found.append(_taps(begin, extent, output.reshape(-1, size) + offset, resized, taps))
-    return found[0], found[1]
+    # Without draws, all images have the taps of the first one.
+    images = pixels[:1] if draws is None else pixels
+    rows, columns = axes_of(images, draws, crop, (height, width), crop.output_size)
+    row_taps, column_taps = max_taps(crop, height, width)
+    return _taps(rows, row_taps), _taps(columns, column_taps)
 
 
-def _taps(begin: torch.Tensor, extent: torch.Tensor, output: torch.Tensor, resized: int, taps: int) -> torch.Tensor:
-    """Return the taps along one axis (see `find_taps`). `begin` and `extent` are (N, 1); `output` is (N, size)."""
+def _taps(axis: AxisMap, taps: int) -> torch.Tensor:
+    """Return the taps along one axis (see `find_taps`)."""
+    begin, extent, resized = axis.begin[:, None], axis.extent[:, None], axis.resized
+    output = torch.arange(axis.size, device=begin.device)
+    output = torch.where(axis.flip[:, None], axis.size - 1 - output, output) + axis.offset
     reach = 2 * extent.clamp(min=resized)
     centre = (2 * output + 1) * extent
     first = torch.div(centre - reach + resized, 2 * resized, rounding_mode="floor").clamp(min=0)

@@ -15,7 +15,7 @@ import torch
 
 from h5pack.device.augment import AugmentationDraws
 from h5pack.errors import OptionsError
-from h5pack.images.crops import CenterCrop, RandomResizedCrop
+from h5pack.images.crops import CenterCrop, RandomResizedCrop, ResizedCrop
 
 Size = tuple[int, int]
 
@@ -85,12 +85,12 @@ def axes_of(
     flips = (none, none) if draws is None else (draws.vertical_flip, draws.flip)
     begins, resized, offsets = (none, none), input_size, (0, 0)
     extents = tuple(torch.full_like(none, length) for length in input_size)
-    if isinstance(crop, CenterCrop):
+    if isinstance(crop, ResizedCrop):
         resized, offsets = crop.resized_size(*input_size), crop.window(*input_size)
-    elif draws is not None:
+    if draws is not None and not isinstance(crop, CenterCrop):
         begins = draws.top.long(), draws.left.long()
         if isinstance(crop, RandomResizedCrop):
-            extents, resized = (draws.crop_height.long(), draws.crop_width.long()), crop.output_size
+            extents = draws.crop_height.long(), draws.crop_width.long()
     rows, columns = (
         AxisMap(begin, extent, length, offset, size, old, flip != 0)
         for begin, extent, length, offset, size, old, flip in zip(
