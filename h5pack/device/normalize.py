@@ -459,9 +459,8 @@ class Normalize:
                 parameters=("backend='triton'", "backend='auto'"),
             )
         try:
-            launch.load(device)
             function: Any = {"draw": draw.draw, "resize": resize.resize}.get(name, normalize.normalize)
-            return function(*args)
+            return launch.run(device, function, *args)
         except launch.UnusableError as error:
             if self.backend == "triton":
                 raise

@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -460,8 +461,7 @@ def test_a_kernel_that_cannot_be_compiled_or_loaded_is_replaced_with_a_warning(
     expected = Normalize.imagenet(flip=0.5)(images, key)
 
     def fail_to_compile(*args: Any) -> None:
-        with launch.Launching(torch.device("cpu")):
-            raise CompilationError(None, ast.parse("x"), "too new")
+        raise CompilationError(None, ast.parse("x"), "too new")
 
     unusable = Mock(side_effect=launch.UnusableError("no C compiler"))
     for module, fail, text in ((launch, unusable, "no C compiler"), (normalize, fail_to_compile, "too new")):
@@ -484,8 +484,7 @@ def test_errors_of_a_launch_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     from h5pack.device.kernels import launch, normalize
 
     def fail(*args: Any) -> None:
-        with launch.Launching(torch.device("cpu")):
-            raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
     monkeypatch.setattr(normalize, "normalize", fail)
     monkeypatch.setattr(launch, "interpreted", lambda: True)
@@ -495,6 +494,25 @@ def test_errors_of_a_launch_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RuntimeError, match="illegal memory access"):
             norm(batch())
     assert not norm._kernels_fail
+
+
+@needs_triton
+def test_kernels_are_launched_with_the_device_of_the_images_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from h5pack.device.kernels import launch
+
+    current = [torch.device("cuda", 0)]
+
+    @contextlib.contextmanager
+    def change(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(launch, "load", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", change)
+    assert launch.run(torch.device("cuda", 1), lambda number: (number, current[-1]), 5) == (5, torch.device("cuda", 1))
+    assert current == [torch.device("cuda", 0)]
+    assert launch.run(torch.device("cpu"), lambda: current[-1]) == torch.device("cuda", 0)
 
 
 @needs_triton

@@ -36,7 +36,7 @@ from h5pack.device.augment import (
     color_ranges,
     color_table,
 )
-from h5pack.device.kernels.launch import FUSION, Launching
+from h5pack.device.kernels.launch import FUSION
 from h5pack.images.crops import RandomResizedCrop
 from h5pack.system.arrays import SPLITMIX64_FACTORS, SPLITMIX64_GAMMA
 
@@ -63,28 +63,27 @@ def draw(key: BatchKey, seed: int, augmentation: Augmentation, height: int, widt
     repeats, repeat = rows, key.repeats
     if isinstance(repeat, torch.Tensor):
         repeats, repeat = repeat.to(device, torch.int64).contiguous(), 0
-    with Launching(device):
-        _draw_kernel[(triton.cdiv(count, _SAMPLES),)](
-            block,
-            rows,
-            repeats,
-            cached_table((augmentation, height, width), device, lambda: _settings(augmentation, height, width)),
-            side_tables(augmentation.erase_scale, augmentation.erase_ratio, device) if augmentation.erase else rows,
-            rows if crop is None else _window_table(crop, height, width, device),
-            color_table(device) if is_colored else rows,
-            count,
-            key_base(key, seed),
-            0 if crop is None else key_base(key, seed, CROP_STREAM),
-            key_base(key, seed, COLOR_STREAM) if is_colored else 0,
-            int(repeat),
-            REPEATED=repeats is not rows,
-            RESIZES=crop is not None,
-            ERASES=augmentation.erase > 0,
-            COLORS=is_colored,
-            SAMPLES=_SAMPLES,
-            num_warps=_SAMPLES // 32,
-            enable_fp_fusion=FUSION,
-        )
+    _draw_kernel[(triton.cdiv(count, _SAMPLES),)](
+        block,
+        rows,
+        repeats,
+        cached_table((augmentation, height, width), device, lambda: _settings(augmentation, height, width)),
+        side_tables(augmentation.erase_scale, augmentation.erase_ratio, device) if augmentation.erase else rows,
+        rows if crop is None else _window_table(crop, height, width, device),
+        color_table(device) if is_colored else rows,
+        count,
+        key_base(key, seed),
+        0 if crop is None else key_base(key, seed, CROP_STREAM),
+        key_base(key, seed, COLOR_STREAM) if is_colored else 0,
+        int(repeat),
+        REPEATED=repeats is not rows,
+        RESIZES=crop is not None,
+        ERASES=augmentation.erase > 0,
+        COLORS=is_colored,
+        SAMPLES=_SAMPLES,
+        num_warps=_SAMPLES // 32,
+        enable_fp_fusion=FUSION,
+    )
     return draws
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -48,19 +49,18 @@ def load(device: torch.device) -> None:
         raise UnusableError(str(error)) from error
 
 
-class Launching(contextlib.AbstractContextManager[None]):
-    """A context manager that makes a device current and turns errors of compiling a kernel into UnusableError."""
+def run(device: torch.device, function: Any, *args: Any) -> Any:
+    """Call a function that launches kernels on a device, and return its result.
 
-    def __init__(self, device: torch.device) -> None:
-        self._context = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self._context.__exit__(None, None, None)
-        if isinstance(error, _COMPILE_ERRORS):
-            raise UnusableError(str(error)) from error
+    Raise UnusableError if a kernel cannot be compiled, or if `load` fails.
+    """
+    load(device)
+    try:
+        # Triton launches kernels on the current device.
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            return function(*args)
+    except _COMPILE_ERRORS as error:
+        raise UnusableError(str(error)) from error
 
 
 @triton.jit

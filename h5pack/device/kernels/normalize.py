@@ -21,7 +21,7 @@ import triton.language as tl
 
 from h5pack.device.augment import AugmentationDraws, Changes
 from h5pack.device.kernels.image import image_kernel
-from h5pack.device.kernels.launch import FUSION, Launching
+from h5pack.device.kernels.launch import FUSION
 
 _WARPS = 4
 _STORE_BYTES = 16
@@ -56,11 +56,10 @@ def normalize(
         # The result is only padding, which is the same for black images of one pixel.
         pixels = pixels.new_zeros(len(pixels), 1, 1, pixels.shape[3])
     is_flat = draws is None and pixels.is_contiguous() and result.permute(0, 2, 3, 1).is_contiguous()
-    with Launching(result.device):
-        if is_flat:
-            _launch_flat(result, pixels, constants)
-        else:
-            _launch_image(result, pixels, constants, draws, changes)
+    if is_flat:
+        _launch_flat(result, pixels, constants)
+    else:
+        _launch_image(result, pixels, constants, draws, changes)
     return result
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from h5pack.data.buffers import unfilled_memory
 from h5pack.device.augment import GEOMETRY, AugmentationDraws, Changes
 from h5pack.device.kernels.image import _scaled
-from h5pack.device.kernels.launch import FUSION, Launching
+from h5pack.device.kernels.launch import FUSION
 from h5pack.device.resize import KEPT_BITS, WEIGHT_BITS, max_taps
 from h5pack.images.crops import RandomResizedCrop
 
@@ -70,32 +70,31 @@ def resize(
     planar = not result.permute(0, 2, 3, 1).is_contiguous()
     across, down = triton.cdiv(out_width * (1 if planar else channels), _COLUMNS), triton.cdiv(out_height, _ROWS)
     extents = [abs(size * stride) for size, stride in zip(pixels.shape[1:], pixels.stride()[1:], strict=True)]
-    with Launching(result.device):
-        _tap_kernel[(tables, triton.cdiv(max(crop.output_size), _TAP_BLOCK), 2)](
-            *(rows, columns, block, count, height, width),
-            *(*crop.resized_size(height, width), *crop.window(height, width), out_height, out_width, *taps),
-            RANDOM=is_random,
-            FLIPS=draws is not None,
-            BLOCK=_TAP_BLOCK,
-            num_warps=_TAP_BLOCK // 32,
-            enable_fp_fusion=FUSION,
-        )
-        _resize_kernel[(count * across * down,)](
-            *(pixels, result, constants, rows, columns, block, colors, count),
-            *(height, width, out_height, out_width, *taps, *pixels.stride(), across, down),
-            CHANNELS=channels,
-            PLANAR=planar,
-            RANDOM=is_random,
-            SHARED=draws is None,
-            COLORS=draws is not None and changes.colors,
-            ERASES=draws is not None and changes.erases,
-            FINE=result.dtype == torch.float32,
-            WIDE=sum(extents) >= 1 << 31,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
-            num_warps=_WARPS,
-            enable_fp_fusion=FUSION,
-        )
+    _tap_kernel[(tables, triton.cdiv(max(crop.output_size), _TAP_BLOCK), 2)](
+        *(rows, columns, block, count, height, width),
+        *(*crop.resized_size(height, width), *crop.window(height, width), out_height, out_width, *taps),
+        RANDOM=is_random,
+        FLIPS=draws is not None,
+        BLOCK=_TAP_BLOCK,
+        num_warps=_TAP_BLOCK // 32,
+        enable_fp_fusion=FUSION,
+    )
+    _resize_kernel[(count * across * down,)](
+        *(pixels, result, constants, rows, columns, block, colors, count),
+        *(height, width, out_height, out_width, *taps, *pixels.stride(), across, down),
+        CHANNELS=channels,
+        PLANAR=planar,
+        RANDOM=is_random,
+        SHARED=draws is None,
+        COLORS=draws is not None and changes.colors,
+        ERASES=draws is not None and changes.erases,
+        FINE=result.dtype == torch.float32,
+        WIDE=sum(extents) >= 1 << 31,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        num_warps=_WARPS,
+        enable_fp_fusion=FUSION,
+    )
     return result
 
 
