@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from h5pack.data.buffers import BufferPool, unfilled_memory
-from h5pack.data.draws import BatchKey, signed
+from h5pack.data.draws import BatchKey, cached_table, signed
 from h5pack.device.augment import Augmentation, AugmentationDraws, Changes, ColorJitter, draw_augmentation, fixed_draws
 from h5pack.device.loader_wrapper import base_datasets
 from h5pack.device.operations import (
@@ -175,7 +175,6 @@ class Normalize:
         self._seed = signed(self.seed)
         self.backend = backend
         self._scale = scale_constants(self.mean, self.std)
-        self._constants: dict[tuple[str, int], torch.Tensor] = {}
         self._pool: BufferPool | None = None
         self._kernels_fail = False
 
@@ -216,8 +215,8 @@ class Normalize:
         return f"Normalize({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Device tensors and pooled memory are not pickled. They are created again when they are needed.
-        return {**self.__dict__, "_constants": {}, "_pool": None, "_kernels_fail": False}
+        # Pooled memory is not pickled. It is allocated again when it is needed.
+        return {**self.__dict__, "_pool": None, "_kernels_fail": False}
 
     def __call__(
         self,
@@ -262,15 +261,10 @@ class Normalize:
         elif size != (height, width) and changes.resize is None:
             (top, _), (left, _) = self.augmentation.windows(height, width)
             pixels = fixed_window(pixels, top, left, size)
+        constants = self._constant_tensor(images.device, channels)
         if torch.compiler.is_compiling():
-            # torch.compile fuses the operations into one kernel. Do not cache its tensors, which are symbolic.
-            return self._by_operations(
-                pixels, self._constant_tensor(images.device, channels), draws, changes, size, out
-            )
-        name = (str(images.device), channels)
-        if name not in self._constants:
-            self._constants[name] = self._constant_tensor(images.device, channels)
-        constants = self._constants[name]
+            # torch.compile fuses the operations into one kernel.
+            return self._by_operations(pixels, constants, draws, changes, size, out)
         if self._by_triton(images.device):
             target = self._empty(pixels, size) if out is None else out
             args = (target, pixels, constants, draws, changes)
@@ -409,8 +403,12 @@ class Normalize:
 
     def _constant_tensor(self, device: torch.device, channels: int) -> torch.Tensor:
         """Return centre, coarse, fine and bias as float32, (4, channels). Single numbers are repeated per channel."""
-        values = [row if len(row) > 1 else row * channels for row in self._scale]
-        return torch.tensor(values, dtype=torch.float32, device=device)
+
+        def make() -> torch.Tensor:
+            values = [row if len(row) > 1 else row * channels for row in self._scale]
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
+        return cached_table((self._scale, channels), device, make)
 
     def _empty(self, pixels: torch.Tensor, output_size: tuple[int, int]) -> torch.Tensor:
         """Return an uninitialised result of shape (N, C, *output_size) in the memory format `self.layout`."""

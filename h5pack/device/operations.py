@@ -122,8 +122,8 @@ def erase_on_cpu(result: torch.Tensor, draws: AugmentationDraws) -> None:
             result[number, :, top : top + height, left : left + width] = 0
 
 
-def scale_constants(mean: Sequence[float], std: Sequence[float]) -> list[list[float]]:
-    """Return centre, coarse, fine and bias (see `h5pack.device.normalize`): four lists with a number per channel.
+def scale_constants(mean: Sequence[float], std: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+    """Return centre, coarse, fine and bias (see `h5pack.device.normalize`): four tuples with a number per channel.
 
     float32 holds all of them exactly. `mean` is in 0..1, and `std` is positive.
     """
@@ -132,7 +132,7 @@ def scale_constants(mean: Sequence[float], std: Sequence[float]) -> list[list[fl
     scale = 1 / (255 * deviations)
     coarse = _leading_bits(scale)
     bias = ((centre / 255 - means) / deviations).astype(np.float32)
-    return [part.tolist() for part in (centre, coarse, _leading_bits(scale - coarse), bias)]
+    return tuple(tuple(part.tolist()) for part in (centre, coarse, _leading_bits(scale - coarse), bias))
 
 
 def _leading_bits(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
