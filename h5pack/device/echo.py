@@ -23,7 +23,7 @@ from h5pack.device.loader_wrapper import (
     first_attribute,
     layers_of,
 )
-from h5pack.device.prefetch import EndOfBatches, PrefetchThread
+from h5pack.device.prefetch import PrefetchThread
 from h5pack.errors import OptionsError, StateError
 from h5pack.system.parameters import whole_number
 
@@ -305,13 +305,14 @@ class _AdaptiveEcho(_EchoIterator):
         """
         tolerance = _WAIT_SHARE * self._step_seconds
         soon = 0.0 < self._clock.begun + self._clock.seconds - time.monotonic() <= tolerance
-        item: FetchedBatch | EndOfBatches | None = self.thread.get(seconds=None if wait else tolerance if soon else 0.0)
+        seconds = None if wait else tolerance if soon else 0.0
+        item: FetchedBatch | BaseException | None = self.thread.get(seconds=seconds)
         if item is None:
             return None
         self.thread.release()
-        if isinstance(item, EndOfBatches):
+        if isinstance(item, BaseException):
             try:
-                raise item.error
+                raise item
             finally:
                 # The error's traceback refers to this frame, so the local variable would form a reference cycle.
                 del item

@@ -21,7 +21,6 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from h5pack.data.iteration import BackgroundThreads
@@ -31,17 +30,11 @@ from h5pack.device.profiling import profiler_range
 from h5pack.errors import LoaderError
 
 
-@dataclass
-class EndOfBatches:
-    """The queue entry after the last batch. `error` is what ended the iteration: StopIteration if nothing failed."""
-
-    error: BaseException
-
-
 class PrefetchThread(BackgroundThreads):
     """A thread that fetches batches and queues them for `get`: first `credits` batches, then one for each `release`.
 
-    The thread calls `enter` before the first fetch. It calls `prepare` with each batch, and queues the result.
+    The thread calls `enter` before the first fetch. It calls `prepare` with each batch, and queues the result. After
+    the last batch, it queues the exception that ended the iteration: StopIteration if nothing failed.
     """
 
     def __init__(
@@ -57,7 +50,7 @@ class PrefetchThread(BackgroundThreads):
         self.start(feed=self._run)
 
     def get(self, *, seconds: float | None) -> Any:
-        """Return the next batch or `EndOfBatches`; None if neither comes within `seconds` (None: wait forever)."""
+        """Return the next batch or the final exception; None if neither comes within `seconds` (None: wait forever)."""
         self.require_own_process("feed")
         try:
             return self._batches.get(timeout=seconds)
@@ -72,7 +65,7 @@ class PrefetchThread(BackgroundThreads):
         """Stop the thread once it has fetched its current batch. `stop` takes no lock, so finalizers may call it."""
         self.stopping = True
         self._credits.put(None)
-        self._batches.put(EndOfBatches(LoaderError("the iterator was closed while its next batch was awaited")))
+        self._batches.put(LoaderError("the iterator was closed while its next batch was awaited"))
 
     def _run(self) -> None:
         try:
@@ -85,13 +78,13 @@ class PrefetchThread(BackgroundThreads):
                     event.synchronize()
                 self._batches.put(self._prepare(self._fetcher.fetch()))
         except StopIteration:
-            self._batches.put(EndOfBatches(StopIteration()))
+            self._batches.put(StopIteration())
         except BaseException as error:
             # Remove this frame from the traceback. The frame refers to the queue that will hold the error, so it would
             # close a reference cycle that includes the loader. A DataLoader that is garbage-collected as part of a
             # cycle waits 5 seconds for each of its workers.
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-            self._batches.put(EndOfBatches(error))
+            self._batches.put(error)
         finally:
             self._fetcher.close()
             # An error's frames refer to their callers, including this frame, which would keep `self` alive.
@@ -152,8 +145,8 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
                 item = self.thread.get(seconds=None)
         if item is None:
             return False
-        if isinstance(item, EndOfBatches):
-            self._end = item.error
+        if isinstance(item, BaseException):
+            self._end = item
         else:
             try:
                 self._launched.append(self._copier.transform(item))
