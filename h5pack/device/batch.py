@@ -212,20 +212,16 @@ def _describe_batch(batch: Any) -> str:
 
 
 def _with_elements(batch: Any, elements: Sequence[Any]) -> Any:
-    kind = type(batch)
-    if kind in (list, tuple):
-        return kind(elements)
     if isinstance(batch, list):
         changed = copy.copy(batch)
         changed[:] = elements
         return changed
     # A named tuple's constructor takes one argument per element.
+    kind = type(batch)
     return kind(*elements) if hasattr(kind, "_fields") else kind(elements)
 
 
 def _with_values(batch: Any, values: dict[Any, Any]) -> Any:
-    if type(batch) is dict:
-        return {**batch, **values}
     if not hasattr(batch, "__setitem__"):
         return type(batch)({**batch, **values})
     changed = copy.copy(batch)
