@@ -155,8 +155,11 @@ class DeviceCopier:
         for tensor in self._tensors_here(fetched.batch):
             operations.record_stream(tensor, stream)
         if not all(_is_strided(tensor) for tensor in tensors_of(fetched.batch)):
+            # `record_stream` does not support sparse tensors, so they are copied here, on the consumer's stream.
             with outside_inference_mode():
-                fetched.batch = map_tensors(fetched.batch, self._copied_late)
+                fetched.batch = map_tensors(
+                    fetched.batch, lambda tensor: tensor if _is_strided(tensor) else tensor.to(operations.device)
+                )
         return fetched
 
     def consumed(self) -> Any:
@@ -183,10 +186,6 @@ class DeviceCopier:
         """Queue one copy for a whole list of tensors, because copying one small tensor takes as long as copying all."""
         joined = self._operations.copy(self._operations.pin(torch.cat(tensors)))
         return list(torch.split(joined, [len(tensor) for tensor in tensors]))
-
-    def _copied_late(self, tensor: torch.Tensor) -> torch.Tensor:
-        # `record_stream` does not support sparse tensors, so they are copied on the consumer's stream.
-        return tensor if _is_strided(tensor) else tensor.to(self._operations.device)
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self._operations.device

@@ -117,12 +117,13 @@ def move_field(kind: str, field: Any, axes: Axes) -> Any:
         If the field does not have the shape of its kind, or does not have as many entries as there are images.
     """
     count, size = len(axes[0].flip), (axes[0].input, axes[1].input)
+    fits = _SHAPES[kind]
     if kind != "mask" and isinstance(field, (list, tuple)):
-        valid = all(isinstance(one, torch.Tensor) and one.ndim == 2 and one.shape[1] in _NUMBERS[kind] for one in field)
+        valid = all(isinstance(one, torch.Tensor) and one.ndim == 2 and fits(one.shape, size) for one in field)
         # The tensors are concatenated, so they must have equal numbers of columns.
         valid = valid and len({one.shape[1] for one in field}) < 2
     else:
-        valid = isinstance(field, torch.Tensor) and _SHAPES[kind](tuple(field.shape), size)
+        valid = isinstance(field, torch.Tensor) and fits(field.shape, size)
     if not valid or len(field) != count:
         found = f"has shape {tuple(field.shape)}" if isinstance(field, torch.Tensor) else f"is a {type(field).__name__}"
         raise OptionsError(
@@ -194,8 +195,10 @@ def _move_in_one(move: Callable[..., Any], rows: Sequence[torch.Tensor], axes: A
     if not counts:
         return []
     device = axes[0].flip.device
-    # Without `output_size`, repeat_interleave makes the host wait for the device.
-    images = torch.arange(len(rows), device=device).repeat_interleave(_on(device, counts), output_size=sum(counts))
+    on_cuda = device.type == "cuda"
+    # Without pinned memory and `output_size`, the host would wait until the device has done its queued work.
+    repeats = torch.tensor(counts, device="cpu", pin_memory=on_cuda).to(device, non_blocking=on_cuda)
+    images = torch.arange(len(rows), device=device).repeat_interleave(repeats, output_size=sum(counts))
     moved = move(torch.cat(list(rows)), (axes[0].at(images), axes[1].at(images)))
     return list(torch.split(moved, counts))
 
@@ -249,7 +252,6 @@ _WANTED = {
     "boxes": "a tensor (N, ..., 4) or a list of N tensors (n, 4)",
     "keypoints": "a tensor (N, ..., 2) or (N, ..., 3), or a list of N tensors (n, 2) or (n, 3)",
 }
-_NUMBERS = {"boxes": (4,), "keypoints": (2, 3)}
 _MOVERS: dict[str, Callable[[Any, Axes], Any]] = {
     "mask": move_masks,
     "boxes": move_boxes,
@@ -270,10 +272,3 @@ def checked_fields(fields: Any) -> dict[Hashable, str | None]:
             problem = f"fields[{name!r}] is {kind!r}; it must be one of {known}"
             raise OptionsError(problem, parameters=("fields",))
     return dict(fields)
-
-
-def _on(device: torch.device, numbers: list[int]) -> torch.Tensor:
-    """Copy integers to a device as int64, (n,), without waiting until the device has done its queued work."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, device=device)
-    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)

@@ -308,11 +308,14 @@ def test_sparse_parts_of_a_batch_are_copied_when_it_is_delivered() -> None:
     copier = DeviceCopier(device, None)  # type: ignore[arg-type]
     queued = copier.copy(FetchedBatch([sparse, "text", there], 0, 0, 1, None))
     assert queued.fetched.batch[0] is sparse
+    # A transform of whole batches may leave tensors in host memory.
+    host = torch.ones(2)
+    queued.fetched.batch.append(host)
     with torch.inference_mode():
         found = copier.deliver(queued).batch
     assert (found[0].device.type, found[0].layout, found[1]) == ("meta", torch.sparse_coo, "text")
     assert not found[0].is_inference()
-    assert found[2] is there
+    assert (found[2] is there, found[3] is host) == (True, True)
 
 
 def test_a_list_of_tensors_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

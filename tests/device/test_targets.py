@@ -309,6 +309,15 @@ def test_the_number_of_launches_does_not_depend_on_that_of_images(count: int) ->
     assert max(found["boxes"], found["keypoints"]) <= 34
 
 
+def test_boxes_do_not_move_to_torchs_default_device() -> None:
+    axes, _ = axes_and_lines("random", 6)
+    boxes = [torch.ones(number % 3, 4) for number in range(COUNT)]
+    expected = move_boxes(boxes, axes)
+    with torch.device("meta"):
+        found = move_boxes(boxes, axes)
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
 @needs_gpu
 @every_crop
 def test_targets_on_a_gpu_equal_those_on_the_cpu(name: str) -> None:

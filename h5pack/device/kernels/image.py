@@ -71,18 +71,6 @@ def _inside(positions, size):  # type: ignore[no-untyped-def]
     return tl.minimum(positions.to(tl.uint32, bitcast=True), (size - 1).to(tl.uint32, bitcast=True))
 
 
-@triton.jit
-def _moved(x, y, advance, draws, samples, lines, width):  # type: ignore[no-untyped-def]
-    """Return which column and row of the image become pixel (x, y) of the result, and the step to the next line's row.
-
-    The step is in rows of the image, and negative if the image is flipped vertically.
-    """
-    is_upside_down = tl.load(draws + samples) != 0
-    step = tl.where(is_upside_down, -advance, advance)
-    row = tl.where(is_upside_down, lines - 1 - y, y) + tl.load(draws + 2 * samples)
-    return tl.where(tl.load(draws) != 0, width - 1 - x, x) + tl.load(draws + 3 * samples), row, step
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _place(  # type: ignore[no-untyped-def]
     x, y, advance, draws, samples, width, lines, width_out, stride_x,
@@ -90,8 +78,8 @@ def _place(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Return where the pixels (x, y) of the result lie in the source and relative to the erased box.
 
-    - Source: the offset within a row, the row, the step to the row of the thread's next line, and a bit mask for the
-      loaded pixels.
+    - Source: the offset within a row, the row, the step to the row of the thread's next line (negative if the image is
+      flipped vertically), and a bit mask for the loaded pixels.
     - Erased box: the row in the box, the height of the box, and a bit mask for values in rows of the box.
     """
     box_row, box_height, box_bits = y, lines, x
@@ -101,7 +89,10 @@ def _place(  # type: ignore[no-untyped-def]
         box_bits = _outside(x - tl.load(draws + 5 * samples), tl.load(draws + 7 * samples))
     row, step = y, advance
     if MOVES:
-        x, row, step = _moved(x, y, advance, draws, samples, lines, width_out)
+        is_upside_down = tl.load(draws + samples) != 0
+        step = tl.where(is_upside_down, -advance, advance)
+        row = tl.where(is_upside_down, lines - 1 - y, y) + tl.load(draws + 2 * samples)
+        x = tl.where(tl.load(draws) != 0, width_out - 1 - x, x) + tl.load(draws + 3 * samples)
     # Outside the image, pixels are 0, which is the black padding of the crop.
     pixel_bits = 255
     if PADDED:
