@@ -119,28 +119,21 @@ class ContiguousRows(RowBuffer):
         buffer = np.frombuffer(file.next_memory(skew + self._size), np.uint8, self._size, skew)
         super().__init__(file, buffer, range(0, self._size, row_bytes), row_bytes)
         self._written = 0
-        self._next_write = _MIN_WRITE_BYTES
 
     def ready(self, rows: int) -> None:
         """See `RowBuffer`."""
         size, file = rows * self._row_bytes, self._file
         last = size == self._size
-        if not last and size < self._next_write:
+        if not last and size < self._written + _MIN_WRITE_BYTES:
             return
         if file.direct is None:
             if last:
                 file.write(file.descriptor, self.buffer.data, self._start)
             return
-        head = min(-self._start % _PAGE, self._size)
-        if size < head:
-            return
-        self._submit(file.descriptor, head)
-        whole = (self._start + size) // _PAGE * _PAGE - self._start
-        if last or whole - self._written >= _MIN_WRITE_BYTES:
-            self._submit(file.direct, whole)
+        self._submit(file.descriptor, min(-self._start % _PAGE, size))
+        self._submit(file.direct, (self._start + size) // _PAGE * _PAGE - self._start)
         if last:
             self._submit(file.descriptor, size)
-        self._next_write = self._written + _MIN_WRITE_BYTES
 
     def _submit(self, descriptor: int, stop: int) -> None:
         """Let the thread write the bytes up to `stop` that are not yet written."""
