@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from h5pack.pack.journal import JournalWriter
 from h5pack.pack.kept import ENCODED_IMAGE, EncodedPlaces, KeptPlan
 from h5pack.pack.plan import refuse_reject
 from h5pack.pack.resume import UnfinishedPack
-from h5pack.pack.writer import join_groups, read_image
+from h5pack.pack.writer import join_groups, read_image, release, worker_for
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.files import read_all, write_all
 from h5pack.system.processes import run, shared
@@ -111,22 +110,9 @@ def _data_path(journal: str) -> str:
     return journal.removesuffix(".log") + ".bin"
 
 
-_local = threading.local()
-
-
-def release() -> None:
-    """Close the files that this thread opened to encode images."""
-    worker: _EncodeWorker | None = _local.__dict__.pop("worker", None)
-    if worker is not None:
-        worker.close()
-
-
 def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
     """Encode a task's images into this worker's temporary file and journal them; return the path and the record."""
-    worker: _EncodeWorker | None = getattr(_local, "worker", None)
-    if worker is None or worker.job != task.job:
-        release()
-        _local.worker = worker = _EncodeWorker(task.job)
+    worker = worker_for(task.job, _EncodeWorker)
     reader = shared()
     reader.begin(task.indices)
     rows, reasons, parts = [], {}, []
@@ -147,7 +133,7 @@ def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
     record = EncodedRecord(np.array(rows, ENCODED_IMAGE), reasons)
     if task.job.durable:
         os.fsync(worker.data)
-    worker.journal.append(record)
+    worker.journal.append(record.encode())
     if task.job.durable:
         worker.journal.end()
     return worker.path, record

@@ -40,7 +40,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -178,13 +178,6 @@ class RowResults:
         return RowRecord(rows, self.packed, self.checksums, sampled, sums, self._reasons, self._field_checksums)
 
 
-class Record(Protocol):
-    """A result that can be appended to a journal."""
-
-    def encode(self) -> bytes:
-        """Return the record as bytes."""
-
-
 class JournalWriter:
     """A writer that appends records to a new file in the journal `folder`, and keeps that file locked until closed.
 
@@ -199,13 +192,12 @@ class JournalWriter:
         self.path = path or os.path.join(folder, name)
         create = 0 if path else os.O_CREAT | os.O_EXCL
         self._descriptor = os.open(self.path, os.O_WRONLY | create | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self.durable = durable
         if not durable:
             lock(self._descriptor)
 
-    def append(self, record: Record) -> None:
+    def append(self, payload: bytes) -> None:
         """Append one record with a single write; raises OSError (ENOSPC) if it was written only in part."""
-        self._append(_MAGIC, record.encode())
+        self._append(_MAGIC, payload)
 
     def begin(self) -> None:
         """Record durably that rows will be written from now on."""

@@ -11,9 +11,9 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -184,21 +184,24 @@ class _Worker:
         self.journal.close()
 
 
+Job = TypeVar("Job")
+Worker = TypeVar("Worker", bound=Any)  # has the attribute `job` and the method `close`
 # Per thread, because conversions with one worker may run in several threads of a process.
 _local = threading.local()
 
 
-def _worker_for(job: WriteJob) -> _Worker:
-    worker: _Worker | None = getattr(_local, "worker", None)
+def worker_for(job: Job, create: Callable[[Job], Worker]) -> Worker:
+    """Return this thread's worker for `job`, which `create` returns when the thread gets its first task of this job."""
+    worker: Worker | None = getattr(_local, "worker", None)
     if worker is None or worker.job != job:
         release()
-        _local.worker = worker = _Worker(job)
+        _local.worker = worker = create(job)
     return worker
 
 
 def release() -> None:
-    """Close the files that this thread opened to write rows."""
-    worker: _Worker | None = _local.__dict__.pop("worker", None)
+    """Close the files that this thread opened to write rows or to encode images."""
+    worker: Any = _local.__dict__.pop("worker", None)
     if worker is not None:
         worker.close()
 
@@ -208,7 +211,7 @@ atexit.register(release)
 
 def write_rows(task: WriteTask) -> list[RowRecord]:
     """Write a task's rows (pixels or kept bytes); journal each group once it is written, and return all records."""
-    return _write_durably(task) if task.job.durable else _write_groups(_worker_for(task.job), task)
+    return _write_durably(task) if task.job.durable else _write_groups(worker_for(task.job, _Worker), task)
 
 
 def _write_durably(task: WriteTask) -> list[RowRecord]:
@@ -225,7 +228,7 @@ def _write_durably(task: WriteTask) -> list[RowRecord]:
         records = _write_groups(worker, task)
         os.fsync(worker.file.descriptor)
         for record in records:
-            worker.journal.append(record)
+            worker.journal.append(record.encode())
         worker.journal.end()
     finally:
         worker.close()
@@ -265,7 +268,7 @@ def _journal(worker: _Worker, buffers: list[RowBuffer], record: RowRecord) -> No
     for buffer in buffers:
         buffer.wait()
     if not worker.job.durable:
-        worker.journal.append(record)
+        worker.journal.append(record.encode())
 
 
 class SampleDecoder:

@@ -74,7 +74,7 @@ def write(journal: Journal, *appended: RowRecord) -> Path:
     before = set(journal.folder.glob("rows-*.log"))
     writer = JournalWriter(str(journal.folder))
     for each in appended:
-        writer.append(each)
+        writer.append(each.encode())
     writer.close()
     (path,) = set(journal.folder.glob("rows-*.log")) - before
     return path
@@ -115,7 +115,7 @@ def test_writers_of_one_process_at_once(journal: Journal) -> None:
     def work(first: int) -> None:
         writer = JournalWriter(str(journal.folder))
         for start in range(first, first + 500, 5):
-            writer.append(record(start))
+            writer.append(record(start).encode())
         writer.close()
 
     with ThreadPoolExecutor(3) as pool:
@@ -157,11 +157,11 @@ def test_junk_behind_the_last_record_is_left_out(journal: Journal, tail: bytes) 
 
 def test_a_full_disk_ends_the_writer(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = JournalWriter(str(journal.folder))
-    writer.append(record(0))
+    writer.append(record(0).encode())
     write_some = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write_some(descriptor, data[:20]))
     with pytest.raises(OSError, match="No space"):
-        writer.append(record(5))
+        writer.append(record(5).encode())
     monkeypatch.undo()
     writer.close()
     assert starts(journal) == [0]
