@@ -26,7 +26,6 @@ from h5pack.errors import OutputExistsError, ResumeError, SourceError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.plans import plan_chunks
-from h5pack.format.row_offsets import EncodedOffsets, RowOffsets
 from h5pack.pack import finish
 from h5pack.pack.compression import compress_chunk, parse_compression, require_filter
 from h5pack.pack.file_structure import (
@@ -43,6 +42,7 @@ from h5pack.pack.journal import EncodedFile, Journal
 from h5pack.pack.kept import plan_data_chunks
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock, Stages
+from h5pack.pack.resume import Unfinished
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.hdf5 import open_file, text, utf8
 from h5pack.sources.catalog import Catalog
@@ -240,8 +240,10 @@ def _encoded(part: Part) -> EncodedIndex:
     return part.index
 
 
-class _UnfinishedFile:
-    """The unfinished file of a combination; implements `finish.Unfinished`."""
+class _UnfinishedFile(Unfinished):
+    """The unfinished file of a combination."""
+
+    plan: Combination
 
     def __init__(self, plan: Combination, output: Output, lock: OutputLock, overwrite: bool, resume: bool) -> None:
         self.plan, self.output, self.own_lock, self.overwrite = plan, output, lock, overwrite
@@ -263,15 +265,7 @@ class _UnfinishedFile:
         copy_structure(output.structure, lock.descriptor, self.addresses, self.structure)
         if before is None:
             journal.start(now, np.empty(0, np.uint64))
-        if plan.offsets is None:
-            images = RowOffsets(self.addresses[0], self.structure.chunk_rows, math.prod(self.structure.row_shape))
-        else:
-            images = EncodedOffsets.of(int(self.addresses[0][0]), plan.offsets)
-        fields = [
-            RowOffsets(some, self.structure.chunk_rows, one.row_bytes)
-            for one, some in zip(self.structure.fields, self.addresses[1:], strict=True)
-        ]
-        self.all_offsets = (images, *fields)
+        self.all_offsets = self.structure.row_offsets(self.addresses, plan.offsets)
 
     def _identity(self) -> dict[str, Any]:
         plan = self.plan

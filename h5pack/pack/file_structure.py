@@ -29,10 +29,12 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from h5pack.errors import H5PackError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.fields import FieldValues, RaggedRows, field_kind
 from h5pack.format.plans import plan_cache
+from h5pack.format.row_offsets import EncodedOffsets, RowOffsets
 from h5pack.pack.compression import Compression, add_filter
 from h5pack.pack.journal import EncodedFile, read_encoded
 from h5pack.read.hdf5 import chunk_table, utf8
@@ -99,24 +101,30 @@ class FileStructure:
     fields: tuple[PixelRows, ...] = ()
 
     @property
-    def dataset(self) -> str:
-        """Path of the images dataset."""
-        return schema.IMAGES if self.row_shape else schema.ENCODED_DATA
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Size of an unfiltered chunk in bytes."""
-        return self.chunk_rows * math.prod(self.row_shape)
-
-    @property
     def datasets(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
         """Path, row shape and dtype of the images dataset, and of each field that is chunked like it."""
-        return (self.dataset, self.row_shape, "|u1"), *((one.dataset, one.row_shape, one.dtype) for one in self.fields)
+        images = schema.IMAGES if self.row_shape else schema.ENCODED_DATA
+        return (images, self.row_shape, "|u1"), *((one.dataset, one.row_shape, one.dtype) for one in self.fields)
 
     @property
     def all_chunk_bytes(self) -> tuple[int, ...]:
         """Size in bytes of an unfiltered chunk of the images, and of each field that is chunked like them."""
-        return self.chunk_bytes, *(self.chunk_rows * one.row_bytes for one in self.fields)
+        return tuple(self.chunk_rows * math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in self.datasets)
+
+    def row_offsets(self, addresses: Addresses, edges: npt.NDArray[np.int64] | None) -> tuple[RowOffsets, ...]:
+        """Return the byte offsets of the rows of the images, and of each field that is chunked like them.
+
+        `addresses` are the byte offsets of the chunks. `edges`, int64 (N + 1,), are the boundaries in bytes of encoded
+        images from the first image; None if rows are pixels.
+        """
+        if edges is None:
+            return tuple(
+                RowOffsets(some, self.chunk_rows, size // self.chunk_rows)
+                for some, size in zip(addresses, self.all_chunk_bytes, strict=True)
+            )
+        if (np.diff(addresses[0]) != self.chunk_rows).any():
+            raise H5PackError("HDF5 placed chunks with gaps; this is an error in h5pack, please report it")
+        return (EncodedOffsets.of(int(addresses[0][0]), edges),)
 
     @property
     def metadata_block_bytes(self) -> int:
@@ -183,8 +191,7 @@ def write_structure(
         _reserve(path, 0, structure.metadata_bytes)
         # Create the images first, because anything allocated before them would shift their chunks.
         planned = max(rows, planned_rows) if structure.fields else rows
-        datasets = [_create_images(file, structure, planned, None)]
-        datasets += [_create_field(file, structure, one, planned, None) for one in structure.fields]
+        datasets = _create_datasets(file, structure, planned, None)
         for dataset in datasets:
             if planned > rows:
                 dataset.resize(rows, 0)
@@ -242,8 +249,7 @@ def write_compressed(
     """Write a compressed pack from its `chunks`, one dataset after another; raises as `write_structure`."""
     with system_errors(), create_file(path, structure) as file:
         _reserve(path, 0, structure.metadata_bytes)
-        datasets = [_create_images(file, structure, rows, structure.compression)]
-        datasets += [_create_field(file, structure, one, rows, structure.compression) for one in structure.fields]
+        datasets = _create_datasets(file, structure, rows, structure.compression)
         stored, remaining = [], iter(chunks)
         for dataset in datasets:
             checksums, size = [], 0
@@ -307,24 +313,18 @@ def create_file(path: Path, structure: FileStructure) -> h5py.File:
     return h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, create, access))
 
 
-def _create_images(
+def _create_datasets(
     file: h5py.File, structure: FileStructure, rows: int, compression: Compression | None
-) -> h5py.Dataset:
-    if not structure.row_shape:
-        # Create this group explicitly, because groups that HDF5 creates implicitly would store a time stamp.
-        file.create_group(schema.ENCODED)
-    images = _create_chunked(file, structure.dataset, (structure.chunk_rows, *structure.row_shape), "|u1", compression)
-    describe_dataset(images, structure)
-    return _allocated(images, rows)
-
-
-def _create_field(
-    file: h5py.File, structure: FileStructure, field: PixelRows, rows: int, compression: Compression | None
-) -> h5py.Dataset:
-    file.require_group(schema.FIELDS)
-    dataset = _create_chunked(file, field.dataset, (structure.chunk_rows, *field.row_shape), field.dtype, compression)
-    describe_dataset(dataset, structure)
-    return _allocated(dataset, rows)
+) -> list[h5py.Dataset]:
+    """Create the images dataset, and each field that is chunked like it, with `rows` rows."""
+    datasets = []
+    for name, row_shape, dtype in structure.datasets:
+        # Create groups explicitly, because groups that HDF5 creates implicitly would store a time stamp.
+        file.require_group(os.path.dirname(name) or "/")
+        dataset = _create_chunked(file, name, (structure.chunk_rows, *row_shape), dtype, compression)
+        describe_dataset(dataset, structure)
+        datasets.append(_allocated(dataset, rows))
+    return datasets
 
 
 def _create_chunked(

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Protocol
 
 import h5py
 import numpy as np
@@ -25,7 +24,6 @@ from h5pack.images.decode import strict_pillow
 from h5pack.pack.compression import Compression, CompressTask, compress_rows, describe_task, require_filter
 from h5pack.pack.file_structure import (
     Addresses,
-    FileStructure,
     PackTables,
     copy_structure,
     write_compressed,
@@ -34,7 +32,7 @@ from h5pack.pack.file_structure import (
 from h5pack.pack.journal import RowRecord
 from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan, RowOrder
-from h5pack.pack.resume import UnfinishedPack
+from h5pack.pack.resume import Unfinished, UnfinishedPack
 from h5pack.pack.statistics import pack_statistics
 from h5pack.pack.writer import SampleDecoder, kept_bytes
 from h5pack.read.hdf5 import chunk_table, reopen_tuned
@@ -147,44 +145,9 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
         pixel_checksums=tuple(some[final.origins] for some in written.field_checksums),
         encoded=plan.encoded_tables(),
         encoded_masks=plan.mask_tables(),
-        statistics=pack_statistics(plan, written, final, pack.row_offsets, pack.lock.descriptor),
+        statistics=pack_statistics(plan, written, final, pack.all_offsets[0], pack.lock.descriptor),
         rejects=plan.all_rejects(written.reasons),
     )
-
-
-class RowCounts(Protocol):
-    """The planned number of rows of a file, and the length of its images dataset if only some are packed."""
-
-    @property
-    def rows(self) -> int: ...
-
-    def stored_rows(self, rows: int) -> int:
-        """Return the length of axis 0 of the images dataset if it holds the first `rows` rows."""
-
-
-class Unfinished(Protocol):
-    """An unfinished file, of a conversion or of combined packs: its rows are written, its tables are not."""
-
-    @property
-    def plan(self) -> RowCounts: ...
-
-    @property
-    def output(self) -> Output: ...
-
-    @property
-    def own_lock(self) -> OutputLock: ...
-
-    @property
-    def overwrite(self) -> bool: ...
-
-    @property
-    def structure(self) -> FileStructure: ...
-
-    @property
-    def addresses(self) -> Addresses: ...
-
-    @property
-    def all_offsets(self) -> tuple[RowOffsets, ...]: ...
 
 
 def complete(pack: Unfinished, tables: PackTables) -> None:

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import H5PackError, NoImagesError, RejectedImageError
+from h5pack.errors import NoImagesError, RejectedImageError
 from h5pack.format import schema
 from h5pack.format.plans import DEFAULT_CHUNK_BYTES, ChunkPlan
-from h5pack.format.row_offsets import EncodedOffsets, RowOffsets
 from h5pack.images.decode import strict_pillow
 from h5pack.images.encode import JpegEncoder, fitted_size
 from h5pack.pack.file_structure import EncodedMasks, PixelRows
@@ -195,12 +194,6 @@ class KeptPlan(ConvertPlan):
     def stored_rows(self, rows: int) -> int:
         """See `ConvertPlan`; axis 0 of `/encoded/data` counts bytes."""
         return int(self.offsets[rows])
-
-    def row_offsets(self, addresses: Rows) -> RowOffsets:
-        """See `ConvertPlan`."""
-        if (np.diff(addresses) != self.chunks.bytes).any():
-            raise H5PackError("HDF5 placed chunks with gaps; this is an error in h5pack, please report it")
-        return EncodedOffsets.of(int(addresses[0]), self.offsets)
 
     def encoded_tables(self) -> dict[str, npt.NDArray[Any]]:
         """See `ConvertPlan`."""

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SizesDifferError
 from h5pack.format import schema
 from h5pack.format.plans import HDF5_MAX_CHUNK_BYTES, ChunkPlan, plan_chunks
-from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import PixelOptions
 from h5pack.pack.compression import Compression, max_compressed_bytes
 from h5pack.pack.file_structure import EncodedMasks, FileStructure, PixelRows, options_text, plan_metadata
@@ -166,9 +165,10 @@ class ConvertPlan:
         """Return the length of axis 0 of the images dataset if it holds the first `rows` rows."""
         return rows
 
-    def row_offsets(self, addresses: Rows) -> RowOffsets:
-        """Return the byte offsets of the rows; `addresses` are the byte offsets of the chunks, int64 (chunks,)."""
-        return RowOffsets(addresses, self.chunks.rows, self.row_bytes)
+    @property
+    def offsets(self) -> Rows | None:
+        """Boundaries of the encoded rows in bytes from the first row, (N + 1,); None if rows are pixels."""
+        return None
 
     def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
         """Return each image's location in the temporary files, or None; `indices`, int64 (n,), are catalog indices."""

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import h5py
 import numpy as np
@@ -19,7 +19,7 @@ from h5pack.format import schema
 from h5pack.format.checksums import row_checksums
 from h5pack.format.fields import FieldValues, RaggedRows
 from h5pack.format.row_offsets import RowOffsets, check_rows_counted, check_tasks, describe_check
-from h5pack.pack.file_structure import copy_structure, options_text, write_structure
+from h5pack.pack.file_structure import Addresses, FileStructure, copy_structure, options_text, write_structure
 from h5pack.pack.journal import Journal, RowResults
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock, PartFile, Stages
@@ -46,7 +46,28 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
     }
 
 
-class UnfinishedPack:
+class RowCounts(Protocol):
+    """The planned number of rows of a file, and the length of its images dataset if only some are packed."""
+
+    @property
+    def rows(self) -> int: ...
+
+    def stored_rows(self, rows: int) -> int:
+        """Return the length of axis 0 of the images dataset if it holds the first `rows` rows."""
+
+
+class Unfinished:
+    """An unfinished file, of a conversion or of combined packs: its rows are written, its tables are not."""
+
+    plan: RowCounts
+    output: Output
+    own_lock: OutputLock  # not set in a part of an array job, which holds no lock
+    structure: FileStructure
+    addresses: Addresses
+    all_offsets: tuple[RowOffsets, ...]  # of the images, and of each field that is chunked like them
+
+
+class UnfinishedPack(Unfinished):
     """The unfinished file of a conversion, continued or created depending on the options. Call `allocate` next.
 
     With a `PartFile`, other parts may create the file and the journal at the same time. With `distributed`, other
@@ -57,12 +78,16 @@ class UnfinishedPack:
     OutputExistsError if an output exists that may not be replaced.
     """
 
+    plan: ConvertPlan
+
     def __init__(
         self, plan: ConvertPlan, output: Output, lock: OutputLock | PartFile, distributed: bool = False
     ) -> None:
         self.plan = plan
         self.output = output
         self.lock = lock
+        if isinstance(lock, OutputLock):
+            self.own_lock = lock
         self.distributed = distributed
         self.journal = Journal(output.journal)
         before = self.journal.plan() if plan.options.continues else None
@@ -73,7 +98,6 @@ class UnfinishedPack:
                 path=output.final,
                 parameters=("overwrite=True",),
             )
-        self.structure = plan.structure
         self._resumes = before is not None
         if before is not None:
             require_same(plan, self.journal, before)
@@ -133,11 +157,7 @@ class UnfinishedPack:
         if self.distributed:
             # Flush now. Otherwise, this machine could later send pages that overwrite rows from other machines.
             os.fsync(self.lock.descriptor)
-        self.row_offsets = plan.row_offsets(self.addresses[0])
-        self.field_offsets = tuple(
-            RowOffsets(some, plan.chunks.rows, one.row_bytes)
-            for one, some in zip(plan.pixel_rows, self.addresses[1:], strict=True)
-        )
+        self.all_offsets = self.structure.row_offsets(self.addresses, plan.offsets)
         self.job = WriteJob(
             path=str(output.partial),
             journal=str(output.journal),
@@ -148,12 +168,6 @@ class UnfinishedPack:
             keep=plan.options.keep is not None,
             fields=plan.pixel_rows,
         )
-
-    @property
-    def own_lock(self) -> OutputLock:
-        """The lock. Not available in a part of an array job, which holds no lock."""
-        assert isinstance(self.lock, OutputLock)
-        return self.lock
 
     def begin_finish(self, rows: int) -> None:
         """Prepare the file for changes that only this process makes; `rows` is the number of rows that will remain."""
@@ -199,7 +213,7 @@ class UnfinishedPack:
         With `check`, the results of rows whose bytes do not match their checksums are discarded. If `rows` are given,
         only these are checked.
         """
-        results = RowResults(self.plan.rows, self.plan.options.channels, len(self.field_offsets))
+        results = RowResults(self.plan.rows, self.plan.options.channels, len(self.all_offsets) - 1)
         for record in self.journal.records():
             results.add(record)
         if check and results.settled.any():
@@ -234,11 +248,6 @@ class UnfinishedPack:
                 wrong.update(found)
                 advance(count)
         return sorted(wrong)
-
-    @property
-    def all_offsets(self) -> tuple[RowOffsets, ...]:
-        """Byte offsets of the rows of the images, and of each field that is chunked like them."""
-        return self.row_offsets, *self.field_offsets
 
 
 def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) -> None:

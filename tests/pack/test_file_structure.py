@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from h5pack.errors import H5PackError
 from h5pack.format import schema
 from h5pack.inspect.info import opening_ranges
 from h5pack.pack import file_structure
@@ -54,13 +55,21 @@ def test_fewer_rows_have_the_same_addresses(
         size = (Path(folder) / "a.h5").stat().st_size
     assert len(first) == -(-planned // chunk_rows)
     assert np.array_equal(second, first[: len(second)])
-    if structure.chunk_bytes >= schema.ALIGNMENT_THRESHOLD_BYTES:
+    if structure.all_chunk_bytes[0] >= schema.ALIGNMENT_THRESHOLD_BYTES:
         assert len({*np.diff(first).tolist()}) <= 1, "the distance of chunks does not vary"
         assert first[0] in (2**20, 2**21), "after one block of metadata"
     assert (np.diff(first) >= chunk_rows * np.prod(row)).all()
     assert first[-1] + chunk_rows * np.prod(row) <= size
     if chunk_rows * np.prod(row) >= schema.ALIGNMENT_THRESHOLD_BYTES:
         assert not (first % schema.ALIGNMENT_BYTES).any()
+
+
+def test_gaps_between_chunks_of_encoded_images_are_an_error() -> None:
+    structure, edges = FileStructure((), 2**16, "nhwc", False, {}), np.array([0, 5, 100_000])
+    (offsets,) = structure.row_offsets((np.array([4096, 4096 + 2**16]),), edges)
+    assert [offsets.offset(0), offsets.offset(1), *offsets.edges(1, 1).tolist()] == [4096, 4101, 0, 99_995]
+    with pytest.raises(H5PackError):
+        structure.row_offsets((np.array([4096, 4097 + 2**16]),), edges)
 
 
 def test_the_first_structure_is_sparse_and_says_that_it_is_incomplete(tmp_path: Path) -> None:
@@ -88,7 +97,7 @@ def test_a_full_disk_is_the_systems_error(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         raise RuntimeError("unable to extend file, errno = 28, error message = 'No space'")
 
-    monkeypatch.setattr(file_structure, "_create_images", full)
+    monkeypatch.setattr(file_structure, "_create_datasets", full)
     with pytest.raises(OSError, match="No space") as caught:
         write_compressed(tmp_path / "a.h5", FileStructure((4, 4, 3), 5, "nhwc", False, {}), 6, tables(6), [])
     assert caught.value.errno == 28
