@@ -166,9 +166,9 @@ def measure_tasks(scratch: Path, tasks: int) -> dict[str, Any]:
         open_dask_executor(client, None, None, scratch / "o.h5.partial") as executor,
     ):
         # What happens once, such as imports.
-        list(run(executor, write_nothing, (make_task(number, rows) for number in range(4)), 4, str))
+        list(run(executor, write_nothing, (make_task(number, rows) for number in range(4)), 4))
         before = used()
-        for records in run(executor, write_nothing, (make_task(n, rows) for n in range(tasks)), 4, str):
+        for records in run(executor, write_nothing, (make_task(n, rows) for n in range(tasks)), 4):
             for record in records:
                 results.add(record)
         after = used()

@@ -348,7 +348,7 @@ def _copy_rows(pack: _UnfinishedFile, stages: Stages) -> int:
             copier = RowCopier(
                 plan.parts, number, plan.origins, offsets, checksums, pack.own_lock.descriptor, resumes=pack.resumes
             )
-            for rows, copied in run(threads, copier.copy, copier.tasks(), 2 * num_threads, str):
+            for rows, copied in run(threads, copier.copy, copier.tasks(), 2 * num_threads):
                 total += copied
                 advance(rows)
     return total
@@ -366,7 +366,7 @@ def _compress_rows(pack: _UnfinishedFile, stages: Stages) -> int:
         def chunks() -> Iterator[bytes]:
             nonlocal total
             tasks = ((number, start) for number in range(datasets) for start in range(0, plan.rows, step))
-            for data in run(executor, _compressed_chunk, tasks, 2 * num_workers, str, ordered=True):
+            for data in run(executor, _compressed_chunk, tasks, 2 * num_workers, ordered=True):
                 total += len(data)
                 yield data
                 advance(step)

@@ -401,7 +401,7 @@ class _Export:
             Stages(self.progress)("export", len(self.source)) as advance,
         ):
             tasks = export_tasks(work.reader, names.paths, names.masks, self.num_workers)
-            for done in run(executor, export_rows, tasks, 2 * self.num_workers, str):
+            for done in run(executor, export_rows, tasks, 2 * self.num_workers):
                 results.add(done)
                 advance(done.rows)
         return names, plan_manifest(self.source, names), results

@@ -95,6 +95,9 @@ class CheckTask:
     edges: npt.NDArray[np.int64]  # boundaries of the rows; see `RowOffsets.edges`
     checksums: npt.NDArray[np.uint32]  # expected CRC-32 of each row
 
+    def __str__(self) -> str:
+        return f"{self.path} rows {self.start}-{self.start + len(self.checksums) - 1}"
+
 
 def check_tasks(
     path: str, offsets: RowOffsets, rows: npt.NDArray[np.int64], checksums: npt.NDArray[np.uint32], max_bytes: int
@@ -135,8 +138,3 @@ def _single_rows(task: CheckTask) -> Iterator[CheckTask]:
 def check_rows_counted(task: CheckTask) -> tuple[int, list[int]]:
     """Return the number of checked rows (for progress bars) and the result of `check_rows`."""
     return len(task.checksums), check_rows(task)
-
-
-def describe_check(task: CheckTask) -> str:
-    """Describe a task's rows for the error message about a worker process that died."""
-    return f"{task.path} rows {task.start}-{task.start + len(task.checksums) - 1}"

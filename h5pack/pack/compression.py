@@ -115,6 +115,9 @@ class CompressTask:
     compression: Compression
     dtype: str = "|u1"
 
+    def __str__(self) -> str:
+        return f"rows {self.start}-{self.start + len(self.checksums) - 1}"
+
 
 def compress_rows(task: CompressTask) -> tuple[int, bytes]:
     """Read a chunk's rows back, check and compress them; return the number of rows and the compressed bytes.
@@ -132,15 +135,10 @@ def compress_rows(task: CompressTask) -> tuple[int, bytes]:
     rows.reshape(-1).view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
     if not np.array_equal(row_checksums(rows), task.checksums):
         raise H5PackError(
-            f"{task.path}: {describe_task(task)} of the file do not match their checksums; check the disk, then run "
+            f"{task.path}: {task} of the file do not match their checksums; check the disk, then run "
             "again with resume=True, or with finish=True if this run had it",
             path=task.path,
             rows=range(task.start, task.start + len(task.checksums)),
             parameters=("resume=True", "finish=True"),
         )
     return len(rows), compress_chunk(chunk, task.compression)
-
-
-def describe_task(task: CompressTask) -> str:
-    """Describe a task's rows, for error messages."""
-    return f"rows {task.start}-{task.start + len(task.checksums) - 1}"

@@ -259,9 +259,7 @@ class Conversion:
         tasks = writer.write_tasks(pack.plan, pack.job, pack.all_offsets, missing, self.num_workers)
         in_flight, resumable = 2 * self.num_workers, self.options.resumable
         with self._stage("write", len(missing)) as advance:
-            for records in run(
-                self._executor, writer.write_rows, tasks, in_flight, writer.describe, resumable=resumable
-            ):
+            for records in run(self._executor, writer.write_rows, tasks, in_flight, resumable=resumable):
                 for record in records:
                     results.add(record)
                     advance(len(record.packed))

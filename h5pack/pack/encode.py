@@ -190,7 +190,7 @@ def encode_images(
         reasons.update(record.reasons)
     missing = np.zeros(len(plan.catalog), np.bool_)
     for part, needed in ((places, plan.needs_encoding), *((one, plan.to_encode) for one in places.fields)):
-        checks = run(executor, _damaged, _checks(part), 2 * num_workers, lambda task: task.path, resumable=resumable)
+        checks = run(executor, _damaged, _checks(part), 2 * num_workers, resumable=resumable)
         for damaged in checks:
             part.owners[damaged] = -1
         missing |= needed & (part.owners < 0)
@@ -204,7 +204,7 @@ def encode_images(
     )  # fmt: skip
     tasks = _tasks(plan, job, todo, 1 if in_parts else num_workers)
     try:
-        for written, record in run(executor, encode_task, tasks, 2 * num_workers, str, resumable=resumable):
+        for written, record in run(executor, encode_task, tasks, 2 * num_workers, resumable=resumable):
             places.add(written, record.images)
             reasons.update(record.reasons)
             advance(len({*record.images["index"].tolist()}) + len(record.reasons))
@@ -246,6 +246,9 @@ class _CheckTask:
 
     path: str
     images: npt.NDArray[Any]
+
+    def __str__(self) -> str:
+        return self.path
 
 
 def _checks(places: EncodedPlaces) -> Iterator[_CheckTask]:

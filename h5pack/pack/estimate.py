@@ -51,6 +51,9 @@ class _SampleTask:
     statistics_step: int  # the channel statistics use every n-th row
     compression: Compression | None
 
+    def __str__(self) -> str:
+        return f"{one_of(len(self.names), repr(self.names[0]))}, while estimating the time"
+
 
 def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) -> float:
     """Return an estimate of the seconds that a conversion takes after the survey.
@@ -80,7 +83,7 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
                 compression=plan.options.filter,
             )
 
-    samples = list(run(executor, _time_sample, tasks(), 2 * num_workers, _describe, resumable=False))
+    samples = list(run(executor, _time_sample, tasks(), 2 * num_workers, resumable=False))
     # Leave out each worker's first task, which includes one-time work such as imports.
     timed = [times for is_first, *times in samples if not is_first] or [times for _, *times in samples]
     busy, waiting = np.array(timed).T
@@ -128,10 +131,6 @@ def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     spaced = spaced[shuffled(len(spaced), 0)]
     for start in range(0, len(spaced), count):
         yield spaced[start : start + count].tolist()
-
-
-def _describe(task: _SampleTask) -> str:
-    return f"{one_of(len(task.names), repr(task.names[0]))}, while estimating the time"
 
 
 @functools.lru_cache(maxsize=1)

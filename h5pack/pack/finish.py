@@ -21,7 +21,7 @@ from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import strict_pillow
-from h5pack.pack.compression import Compression, CompressTask, compress_rows, describe_task, require_filter
+from h5pack.pack.compression import Compression, CompressTask, compress_rows, require_filter
 from h5pack.pack.file_structure import (
     Addresses,
     PackTables,
@@ -193,9 +193,7 @@ def compress(
 
     def chunks() -> Iterator[bytes]:
         resumable = pack.plan.options.resumable
-        for rows, stored in run(
-            executor, compress_rows, tasks, max_in_flight, describe_task, ordered=True, resumable=resumable
-        ):
+        for rows, stored in run(executor, compress_rows, tasks, max_in_flight, ordered=True, resumable=resumable):
             yield stored
             advance(rows)
 

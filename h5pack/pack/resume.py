@@ -18,7 +18,7 @@ from h5pack.errors import IncompletePackError, OutputExistsError, ResumeError
 from h5pack.format import schema
 from h5pack.format.checksums import row_checksums
 from h5pack.format.fields import FieldValues, RaggedRows
-from h5pack.format.row_offsets import RowOffsets, check_rows_counted, check_tasks, describe_check
+from h5pack.format.row_offsets import RowOffsets, check_rows_counted, check_tasks
 from h5pack.pack.file_structure import Addresses, FileStructure, copy_structure, options_text, write_structure
 from h5pack.pack.journal import Journal, RowResults
 from h5pack.pack.options import ConvertOptions
@@ -242,9 +242,7 @@ class UnfinishedPack(Unfinished):
         )
         resumable = self.plan.options.resumable
         with stage("check", len(rows) * len(checksums)) as advance:
-            for count, found in run(
-                executor, check_rows_counted, tasks, max_in_flight, describe_check, resumable=resumable
-            ):
+            for count, found in run(executor, check_rows_counted, tasks, max_in_flight, resumable=resumable):
                 wrong.update(found)
                 advance(count)
         return sorted(wrong)

@@ -110,6 +110,9 @@ class _Task:
     resize: bool  # whether the images of a sample may differ in size
     keep: bool  # whether JPEG files are kept
 
+    def __str__(self) -> str:
+        return one_of(len(self.names), self.shown)
+
 
 def survey(
     catalog: Catalog,
@@ -151,7 +154,7 @@ def survey(
             advance(len(part.heights))
         done.add(start)
     tasks = _tasks(catalog, max_pixels, resize, keep, done)
-    for start, part, found in run(executor, _survey, tasks, max_in_flight, _describe, resumable=journal is not None):
+    for start, part, found in run(executor, _survey, tasks, max_in_flight, resumable=journal is not None):
         result.add(start, part, columns)
         if labels:
             rows = slice(start, start + len(part.heights))
@@ -289,10 +292,6 @@ def _tasks(catalog: Catalog, max_pixels: int, resize: bool, keep: bool, done: se
         indices = range(start, min(start + step, len(catalog)))
         masks = [(one.kind, one.files.at(indices)) for one in catalog.pixel_fields]
         yield _Task(start, catalog.names.at(indices), max_pixels, catalog.shown(start), masks, resize, keep)
-
-
-def _describe(task: _Task) -> str:
-    return one_of(len(task.names), task.shown)
 
 
 def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:

@@ -81,6 +81,10 @@ class WriteTask:
     job: WriteJob
     groups: list[RowGroup]
 
+    def __str__(self) -> str:
+        first, last = self.groups[0], self.groups[-1]
+        return f"rows {first.rows[0]}-{last.rows[-1]} (from {first.names[0]!r} on)"
+
 
 def write_tasks(
     plan: ConvertPlan, job: WriteJob, offsets: Sequence[RowOffsets], missing: npt.NDArray[np.int64], num_workers: int
@@ -414,9 +418,3 @@ def read_image(reader: SourceReader, index: int, name: str, field: int | None = 
             parameters=("resume=True",),
         ) from error
     return source
-
-
-def describe(task: WriteTask) -> str:
-    """Describe a task's rows, for the error message if its worker dies."""
-    first, last = task.groups[0], task.groups[-1]
-    return f"rows {first.rows[0]}-{last.rows[-1]} (from {first.names[0]!r} on)"

@@ -139,7 +139,6 @@ def run(
     function: Callable[[Task], Result],
     tasks: Iterable[Task],
     in_flight: int,
-    describe: Callable[[Task], str],
     *,
     ordered: bool = False,
     resumable: bool = True,
@@ -149,7 +148,7 @@ def run(
     At most `in_flight` tasks are submitted and not yet yielded; an `ElasticExecutor` determines this number itself. A
     task is taken from the iterable only when it can be submitted, so memory does not grow with the number of tasks.
     `function` must be picklable. If a worker process dies, raises a WorkerError that names up to four unfinished tasks
-    by `describe`, and recommends ``resume=True`` if `resumable`.
+    by their ``str``, and recommends ``resume=True`` if `resumable`.
     """
     pending: dict[concurrent.futures.Future[Result], Task] = {}
     source = iter(tasks)
@@ -182,7 +181,7 @@ def run(
                 del pending[future]
                 yield result
     except BrokenProcessPool as error:
-        busy = "; ".join(describe(task) for task in list(pending.values())[:4])
+        busy = "; ".join(str(task) for task in list(pending.values())[:4])
         again = "continue with resume=True" if resumable else "try again"
         raise WorkerError(
             f"a worker process died near {busy}: out of memory, or a decoder crashed. See 'dmesg', lower num_workers, "

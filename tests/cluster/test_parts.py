@@ -347,7 +347,7 @@ def test_results_are_shared_and_tasks_of_a_killed_part_are_taken_over(
 ) -> None:
     def results(folder: Path, function: Any, inner: Executor | None = None) -> list[int]:
         executor = SharedResults(folder, inner or SerialExecutor(), 1, 2)
-        return list(run(executor, function, range(9), 1, str, ordered=True))
+        return list(run(executor, function, range(9), 1, ordered=True))
 
     expected = [number * number for number in range(9)]
     assert results(tmp_path, squared) == expected

@@ -233,7 +233,7 @@ def test_chunks_come_in_order_and_few_wait() -> None:
         return number
 
     with ThreadPoolExecutor(4) as pool:
-        given += run(pool, slow, tasks(), 5, str, ordered=True)
+        given += run(pool, slow, tasks(), 5, ordered=True)
     assert given == list(range(20))
 
 

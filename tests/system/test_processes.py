@@ -55,16 +55,17 @@ def unpicklable(number: int) -> object:
     return lambda: number
 
 
-def task_name(task: object) -> str:
-    return f"task {task}"
+class NamedTask(int):
+    def __str__(self) -> str:
+        return f"task {int(self)}"
 
 
 @pytest.mark.parametrize(("workers", "method"), [(1, None), (2, "fork"), (2, "forkserver"), (2, "spawn")])
 def test_every_task_runs_once_and_sees_the_shared_object(workers: int, method: str | None) -> None:
     with open_executor(workers, method, 10) as executor:
-        assert list(run(executor, times_shared, [], 4, task_name)) == []
-        results = list(run(executor, times_shared, range(50), 4, task_name))
-        processes = set(run(executor, process_of, range(8), 8, task_name))
+        assert list(run(executor, times_shared, [], 4)) == []
+        results = list(run(executor, times_shared, range(50), 4))
+        processes = set(run(executor, process_of, range(8), 8))
     assert sorted(results) == [number * 10 for number in range(50)]
     assert 1 <= len(processes) <= workers
     assert (os.getpid() in processes) == (workers == 1)
@@ -93,7 +94,7 @@ def test_tasks_are_made_only_when_there_is_room(workers: int) -> None:
             yield number
 
     with open_executor(workers, "fork", 1) as executor:
-        for number in run(executor, times_shared, tasks(), 6, task_name):
+        for number in run(executor, times_shared, tasks(), 6):
             received.append(number)
     assert len(received) == 200
     assert 4 <= max(under_way) <= 6 + 6, "six under way, and at most as many finished together"
@@ -102,26 +103,26 @@ def test_tasks_are_made_only_when_there_is_room(workers: int) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_worker_that_dies_is_named_by_its_task(method: str) -> None:
     with pytest.raises(WorkerError, match=r"near .*task \d"), open_executor(2, method, None) as executor:
-        list(run(executor, die_at_three, range(1_000), 4, task_name))
+        list(run(executor, die_at_three, map(NamedTask, range(1_000)), 4))
 
 
 def test_an_exception_stops_tasks_that_would_never_end(tmp_path: Path) -> None:
     paths = [str(tmp_path / f"{number}") for number in range(100)]
     with pytest.raises(ValueError, match="three"), open_executor(2, "fork", None) as executor:
-        list(run(executor, fail_at_three, paths, 50, task_name))
+        list(run(executor, fail_at_three, paths, 50))
     assert len(list(tmp_path.iterdir())) < 15
 
 
 def test_a_consumer_that_stops_leaves_no_process() -> None:
     before = children_of(os.getpid())
     with pytest.raises(KeyboardInterrupt), open_executor(2, "fork", None) as executor:
-        list(map(Mock(side_effect=KeyboardInterrupt), run(executor, process_of, range(1_000), 4, task_name)))
+        list(map(Mock(side_effect=KeyboardInterrupt), run(executor, process_of, range(1_000), 4)))
     assert set(children_of(os.getpid())) - set(before) == set()
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_not_a_wait() -> None:
     with pytest.raises((AttributeError, PicklingError)), open_executor(2, "fork", None) as executor:
-        list(run(executor, unpicklable, range(3), 2, task_name))
+        list(run(executor, unpicklable, range(3), 2))
 
 
 def test_the_serial_executor_keeps_an_exception_for_its_future() -> None:
@@ -163,7 +164,7 @@ def test_what_cannot_be_pickled_is_named_before_a_process_starts(kind: str) -> N
     assert str(caught.value).startswith("value['a'][1]['b'] " if kind == "nested" else "value ")
     assert caught.value.parameters == ("num_workers=1",)
     with open_executor(1, "spawn", held) as executor:
-        assert list(run(executor, process_of, range(2), 2, task_name)) == [os.getpid()] * 2
+        assert list(run(executor, process_of, range(2), 2)) == [os.getpid()] * 2
 
 
 def test_what_cannot_be_unpickled_is_an_error_with_the_reason() -> None:
@@ -194,7 +195,7 @@ def test_forked_workers_do_not_share_the_position_of_an_open_file(tmp_path: Path
         with (tmp_path / "log").open("w") as log:
             for allowed in (calls[-1], process_of, io.BytesIO(b"x"), log, sys.stderr, logging.getLogger(), pytest):
                 with open_executor(2, "fork", Held(allowed)) as executor:
-                    assert len(list(run(executor, process_of, [1], 1, task_name))) == 1
+                    assert len(list(run(executor, process_of, [1], 1))) == 1
     del globals()["_FILE"]
     with open_executor(2, "fork", Held(file)):
         pass
@@ -227,7 +228,7 @@ def work(number):
 
 if __name__ == "__main__":
     with open_executor(3, sys.argv[1], work) as executor:
-        for number in run(executor, work, [0, 2, 0, 3, 4, 6], 6, str):
+        for number in run(executor, work, [0, 2, 0, 3, 4, 6], 6):
             if number == 2:
                 print("ready", flush=True)
 """
@@ -282,7 +283,7 @@ def test_stopping_amid_large_results_does_not_hang(tmp_path: Path) -> None:
         "    for _ in range(4):\n"
         "        try:\n"
         "            with processes.open_executor(2, 'fork', None) as executor:\n"
-        "                for _ in processes.run(executor, large, [20_000_000] * 40, 4, str, ordered=True):\n"
+        "                for _ in processes.run(executor, large, [20_000_000] * 40, 4, ordered=True):\n"
         "                    raise KeyError('stop')\n"
         "        except KeyError:\n"
         "            pass\n"
@@ -364,7 +365,7 @@ def test_what_may_need_the_main_script() -> None:
     values = [None, {"a": (1, "b")}, Path("x"), functools.partial(len, "x"), np.zeros(3), threading.Lock()]
     assert not any(map(_may_need_main, values))
     assert not _may_need_main(values)
-    for users in (Held(1), Held, task_name, [{"a": functools.partial(task_name)}], np.array([Held(1)], object)):
+    for users in (Held(1), Held, process_of, [{"a": functools.partial(process_of)}], np.array([Held(1)], object)):
         assert _may_need_main(users)
 
 
@@ -380,7 +381,7 @@ def test_a_signal_that_does_not_wake_the_main_thread_is_handled_soon(tmp_path: P
     def work() -> None:
         with open_executor(2, "fork", None) as executor:
             threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
-            list(run(executor, wait_long, [str(tmp_path / name) for name in "ab"], 2, str))
+            list(run(executor, wait_long, [str(tmp_path / name) for name in "ab"], 2))
 
     try:
         with pytest.raises(KeyboardInterrupt):
