@@ -141,10 +141,7 @@ class Conversion:
                 journal = SurveyJournal(self.output.survey, identity, resume=options.resume)
                 self._stack.enter_context(journal)
             with self._stage("survey", len(catalog)) as advance:
-                surveyed = survey(
-                    catalog, self._sharing("survey"), 2 * self.num_workers, options.max_pixels, advance,
-                    keep=options.keep is not None, resize=options.size is not None, journal=journal,
-                )  # fmt: skip
+                surveyed = survey(catalog, self._sharing("survey"), 2 * self.num_workers, options, advance, journal)
             catalog = with_size_note(with_placed_fields(catalog, surveyed, options), surveyed, options)
             plan = make_plan if options.keep is None else make_kept_plan
             self._plan = plan(_source_name(self._source), catalog, surveyed, options)

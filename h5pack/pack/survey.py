@@ -118,19 +118,15 @@ def survey(
     catalog: Catalog,
     executor: Executor,
     max_in_flight: int,
-    max_pixels: int,
+    options: ConvertOptions,
     advance: Callable[[int], object],
-    *,
-    keep: bool = False,
-    resize: bool = False,
     journal: SurveyJournal | None = None,
 ) -> Survey:
     """Read the headers of all images of a catalog in the workers of `executor`, which share its reader.
 
-    At most `max_in_flight` tasks run or wait. Images of more than `max_pixels` are rejected. `advance` is called with
-    the number of images after each task. With `keep`, the sizes of JPEG files are surveyed, and truncated files are
-    rejected. With `resize`, the images of a sample may differ in size. Images whose results are in the `journal` are
-    not read again. The journal is not used if samples come with labels.
+    At most `max_in_flight` tasks run or wait. `advance` is called with the number of images after each task. With the
+    option `keep`, the sizes of JPEG files are surveyed, and truncated files are rejected. Images whose results are in
+    the `journal` are not read again. The journal is not used if samples come with labels.
 
     Raises SourceError if storage fails, or if labels differ in shape. Raises WorkerError if another machine cannot read
     an image that this one can read.
@@ -139,13 +135,13 @@ def survey(
     result = Survey.of(count)
     size = catalog.reader.uniform_size()
     if size is not None:
-        _survey_uniform(catalog.reader, size, result, max_pixels)
+        _survey_uniform(catalog.reader, size, result, options.max_pixels)
         result.mask_dtypes = catalog.reader.uniform_mask_dtypes()
         advance(count)
         return result
     labels: list[npt.NDArray[Any] | None] = [None] * count if catalog.reader.has_labels else []
     result.fields = [None] * count if catalog.reader.has_labels else []
-    columns = _COLUMNS + _KEPT_COLUMNS * keep
+    columns = _COLUMNS + _KEPT_COLUMNS * (options.keep is not None)
     done = set()
     for payload in () if journal is None else journal.payloads():
         start, part = Survey.decode(payload, columns)
@@ -153,7 +149,7 @@ def survey(
             result.add(start, part, columns)
             advance(len(part.heights))
         done.add(start)
-    tasks = _tasks(catalog, max_pixels, resize, keep, done)
+    tasks = _tasks(catalog, options, done)
     for start, part, found in run(executor, _survey, tasks, max_in_flight, resumable=journal is not None):
         result.add(start, part, columns)
         if labels:
@@ -165,7 +161,7 @@ def survey(
     if labels:
         result.labels = _joined_labels(catalog, labels, result.reasons)
     if isinstance(executor, ElasticExecutor):
-        _require_missing(catalog, result.reasons, max_pixels)
+        _require_missing(catalog, result.reasons, options.max_pixels)
     return result
 
 
@@ -283,7 +279,7 @@ def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey,
     result.fingerprints[:] = reader.fingerprints(np.arange(len(result.heights)))
 
 
-def _tasks(catalog: Catalog, max_pixels: int, resize: bool, keep: bool, done: set[int]) -> Iterator[_Task]:
+def _tasks(catalog: Catalog, options: ConvertOptions, done: set[int]) -> Iterator[_Task]:
     """Yield tasks of consecutive images, except those whose first image is in `done`."""
     step = max(min(_TASK_IMAGES, max(1, len(catalog) // 16)), len(catalog) // _MAX_TASKS)
     for start in range(0, len(catalog), step):
@@ -291,42 +287,38 @@ def _tasks(catalog: Catalog, max_pixels: int, resize: bool, keep: bool, done: se
             continue
         indices = range(start, min(start + step, len(catalog)))
         masks = [(one.kind, one.files.at(indices)) for one in catalog.pixel_fields]
-        yield _Task(start, catalog.names.at(indices), max_pixels, catalog.shown(start), masks, resize, keep)
+        yield _Task(
+            start, catalog.names.at(indices), options.max_pixels, catalog.shown(start), masks,
+            resize=options.size is not None, keep=options.keep is not None,
+        )  # fmt: skip
 
 
 def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
     """Return a task's first catalog index, the survey of its images, and their labels (empty without labels)."""
     reader: SourceReader = shared()
-    images: list[SurveyedImage] = []
-    reasons: dict[int, str] = {}
-    jpeg_bytes = np.zeros(len(task.names), np.int64)
-    widest: list[str] = []
+    found, labels = Survey.of(len(task.names)), []
     with strict_pillow():
-        for index, name in enumerate(task.names, task.start):
+        for position, name in enumerate(task.names):
+            index = task.start + position
             try:
                 image = reader.survey(index, name, task.max_pixels)
                 if task.masks:
                     image, dtypes = _with_masks(reader, image, index, task)
-                    widest = _widest(widest, dtypes)
+                    found.mask_dtypes = _widest(found.mask_dtypes, dtypes)
                 if task.keep:
-                    jpeg_bytes[index - task.start] = _jpeg_bytes(reader, index, name)
-                images.append(image)
+                    found.jpeg_bytes[position] = _jpeg_bytes(reader, index, name)
             except RejectedImageError as error:
-                reasons[index] = str(error)
-                images.append(_REJECTED)
-    # Return arrays, because sending one object per image would take as long as reading its header.
-    read = (image.header for image in images)
-    headers = [(header.height, header.width, header.decode_path, header.orientation) for header in read]
-    heights, widths, decode_paths, orientations = np.array(headers, np.int32).T
-    fingerprints = np.array([image.fingerprint for image in images], np.uint64)
-    labels = [image.label for image in images] if reader.has_labels else []
-    unused = {name for image in images for name in image.unused}
-    file_bytes = sum(image.file_bytes for image in images)
-    kinds = decode_paths.astype(np.uint8)
-    found = Survey(
-        heights, widths, kinds, fingerprints, reasons, None, unused, file_bytes, jpeg_bytes,
-        widest, orientations.astype(np.uint8), [image.fields for image in images] if reader.has_labels else [],
-    )  # fmt: skip
+                found.reasons[index], image = str(error), _REJECTED
+            # Fill arrays, because sending one object per image would take as long as reading its header.
+            header = image.header
+            found.heights[position], found.widths[position] = header.height, header.width
+            found.decode_paths[position], found.orientations[position] = header.decode_path, header.orientation
+            found.fingerprints[position] = image.fingerprint
+            found.unused.update(image.unused)
+            found.file_bytes += image.file_bytes
+            if reader.has_labels:
+                labels.append(image.label)
+                found.fields.append(image.fields)
     return task.start, found, labels
 
 

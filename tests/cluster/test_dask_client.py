@@ -263,11 +263,11 @@ def test_an_image_that_only_a_worker_does_not_find_is_no_rejected_image(tmp_path
             with using_shared(FileReader(self.root)):
                 return super().submit(fn, *arguments, **settings)
 
-    found = survey(catalog, Elsewhere(), 1, 10**6, lambda count: None)
+    found = survey(catalog, Elsewhere(), 1, ConvertOptions(max_pixels=10**6), lambda count: None)
     assert found.reasons == {9: "file not found"}
     Elsewhere.root = str(tmp_path / "not mounted")
     with pytest.raises(WorkerError, match=r"00000\.jpg"):
-        survey(catalog, Elsewhere(), 1, 10**6, lambda count: None)
+        survey(catalog, Elsewhere(), 1, ConvertOptions(max_pixels=10**6), lambda count: None)
 
 
 def full(task: object) -> None:

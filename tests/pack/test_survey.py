@@ -16,7 +16,7 @@ from PIL import Image
 
 from h5pack.errors import SourceError
 from h5pack.images.headers import DecodePath
-from h5pack.pack.options import MAX_PIXELS
+from h5pack.pack.options import MAX_PIXELS, ConvertOptions
 from h5pack.pack.survey import Survey, survey
 from h5pack.sources.catalog import Catalog, FileReader, NameTable, one_split
 from h5pack.sources.map_style import map_style_catalog
@@ -32,7 +32,7 @@ def catalog_of(folder: Path, names: list[str] | None = None, reader: FileReader 
 def surveyed(catalog: Catalog, workers: int = 1, max_pixels: int = MAX_PIXELS, method: str | None = "fork") -> Survey:
     done: list[int] = []
     with open_executor(workers, method, catalog.reader) as executor:
-        result = survey(catalog, executor, 4, max_pixels, done.append)
+        result = survey(catalog, executor, 4, ConvertOptions(max_pixels=max_pixels), done.append)
     assert sum(done) == len(catalog)
     return result
 
