@@ -120,7 +120,7 @@ def _decoded(plan: ConvertPlan, decoder: SampleDecoder, row: int) -> list[bytes]
     masks = [one.files[index] for one in plan.catalog.pixel_fields]
     with strict_pillow():
         decode_path = int(plan.decode_paths[index])
-        decoder.decode(plan.catalog.reader, index, plan.name(row), decode_path, pixels, masks, fields)
+        decoder.decode(plan.catalog.reader, index, plan.catalog.names[index], decode_path, pixels, masks, fields)
     return [part.tobytes() for part in (pixels, *fields)]
 
 
@@ -128,7 +128,7 @@ def _kept(pack: UnfinishedPack, row: int, size: int) -> bytes:
     """Read the kept file of a planned row again."""
     plan, index = pack.plan, int(pack.plan.row_order.origins[row])
     (encoded,) = plan.encoded_files(np.array([index]))
-    return kept_bytes(plan.catalog.reader, index, plan.name(row), size, encoded)
+    return kept_bytes(plan.catalog.reader, index, plan.catalog.names[index], size, encoded)
 
 
 def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> PackTables:

@@ -186,11 +186,6 @@ class KeptPlan(ConvertPlan):
         index = self.row_order.origins[row]
         return int(self.heights[index]) * int(self.widths[index])
 
-    @property
-    def group_bytes(self) -> int:
-        """See `ConvertPlan`."""
-        return DEFAULT_CHUNK_BYTES
-
     def stored_rows(self, rows: int) -> int:
         """See `ConvertPlan`; axis 0 of `/encoded/data` counts bytes."""
         return int(self.offsets[rows])
@@ -200,10 +195,6 @@ class KeptPlan(ConvertPlan):
         origins = self.row_order.origins
         sizes = np.stack([self.heights[origins], self.widths[origins]], axis=1).astype(np.int32)
         return {schema.ENCODED_OFFSETS: self.offsets, schema.ENCODED_SIZE: sizes}
-
-    def source_groups(self, rows: Rows) -> Rows | None:
-        """See `ConvertPlan`; each file is read by itself."""
-        return None
 
     @property
     def needed_bytes(self) -> int:

@@ -156,11 +156,6 @@ class ConvertPlan:
         """Return the number of pixels of the image in a row."""
         return self.height * self.width
 
-    @property
-    def group_bytes(self) -> int:
-        """Maximum size in bytes of the rows that are written and journaled together."""
-        return self.chunks.bytes
-
     def stored_rows(self, rows: int) -> int:
         """Return the length of axis 0 of the images dataset if it holds the first `rows` rows."""
         return rows
@@ -216,10 +211,6 @@ class ConvertPlan:
             raise invalid("shard_bytes", size, f" is too small for one chunk; give at least {needed}")
         return [*range(0, self.rows, chunks * self.chunks.rows), self.rows]
 
-    def source_groups(self, rows: Rows) -> Rows | None:
-        """Return the group number of each row's image, or None; see `SourceReader.groups`."""
-        return self.catalog.reader.groups(self.row_order.origins[rows])
-
     @property
     def structure(self) -> FileStructure:
         """The structure of the output."""
@@ -269,10 +260,6 @@ class ConvertPlan:
         field_bytes = sum(4 + values.nbytes // max(1, len(catalog)) for values in catalog.fields.values())
         field_bytes += 4 * len(catalog.pixel_fields)
         return self.rows * (4 + 4 + label_bytes + field_bytes) + catalog.names.nbytes + _METADATA_BYTES
-
-    def name(self, row: int) -> str:
-        """Return the name of the image in a row."""
-        return self.catalog.names[int(self.row_order.origins[row])]
 
     def reject(self, row: int, reason: str) -> Reject:
         """Return the image of a row as a reject."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from h5pack.errors import OutputBusyError, RejectedImageError, SourceError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
+from h5pack.format.plans import DEFAULT_CHUNK_BYTES
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import Decoder, PixelOptions, strict_pillow
 from h5pack.images.headers import DecodePath, parse_jpeg
@@ -102,13 +103,17 @@ def write_tasks(
     max_rows = min(max_rows, max(1, task_bytes // plan.row_bytes))
     # NFS may send whole pages. Keep the rows of a chunk together if two machines could otherwise write to one page.
     by_chunk = job.durable and not job.keep and any(one.row_bytes % schema.ALIGNMENT_BYTES for one in offsets)
-    row_groups = missing // row_offsets.chunk_rows if by_chunk else plan.source_groups(missing)
+    row_groups = None  # with `keep`, each file is read by itself
+    if by_chunk:
+        row_groups = missing // row_offsets.chunk_rows
+    elif not job.keep:
+        row_groups = plan.catalog.reader.groups(plan.row_order.origins[missing])
     scattered = row_groups is not None and not by_chunk
     shares = (missing,) if row_groups is None else join_groups(missing, row_groups, max_rows)
     for share in shares:
         groups: list[RowGroup] = []
         count = 0
-        max_bytes = min(plan.group_bytes, max_rows * plan.row_bytes)
+        max_bytes = min(DEFAULT_CHUNK_BYTES if job.keep else plan.chunks.bytes, max_rows * plan.row_bytes)
         for rows in _written_together(share, row_offsets, max_bytes, scattered=scattered):
             if row_groups is None and groups and count + len(rows) > max_rows:
                 yield WriteTask(job, groups)
