@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from h5pack.cluster.dask_client import count_threads, open_workers
 from h5pack.cluster.parts import PartsFolder
-from h5pack.errors import OptionsError
+from h5pack.errors import NoImagesError, OptionsError
 from h5pack.pack import finish, writer
 from h5pack.pack.compression import require_filter
 from h5pack.pack.encode import encode_images
@@ -187,9 +187,13 @@ class Conversion:
                         plan = encode_images(pack, self._sharing("encode"), self.num_workers, advance)
                 pack.allocate(plan)
                 return self._write_part(pack) if in_parts else self._write_and_finish(pack)
-        except BaseException:
+        except BaseException as error:
             # Stop the workers before the lock is released, so that none of them writes afterwards.
             self._stack.__exit__(*sys.exc_info())
+            if isinstance(error, NoImagesError):
+                # There is nothing to resume.
+                output.remove_leftovers()
+                output.partial.unlink(missing_ok=True)
             raise
         finally:
             lock.release()
@@ -246,7 +250,11 @@ class Conversion:
         """Write the rows that are missing in `results`, then record durably that every row is written or rejected."""
         self._write_rows(pack, np.flatnonzero(~results.settled), results)
         written = results.record()
-        finish.require_images(pack, written)
+        if not written.packed.any():
+            source, reason = pack.plan.source, next(iter(written.reasons.values()), "no reason known")
+            raise NoImagesError(
+                f"{source}: none of its images can be decoded (first reason: {reason}); check the images", path=source
+            )
         # Flush the rows before saving the record, so that a power cut cannot leave a record of rows that are missing.
         os.fsync(pack.lock.descriptor)
         pack.journal.save_written(written)

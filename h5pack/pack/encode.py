@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.cluster.parts import SharedResults
-from h5pack.errors import NoImagesError, RejectedImageError
+from h5pack.errors import RejectedImageError
 from h5pack.format.checksums import crc32
 from h5pack.images.decode import Upright, strict_pillow
 from h5pack.images.encode import JpegEncoder
@@ -214,13 +214,7 @@ def encode_images(
     finally:
         # With one worker, this process did the work, and its lock on its journal file would block a resumed run.
         release()
-    try:
-        return plan.with_encoded(places, reasons)
-    except NoImagesError:
-        # There is nothing to resume.
-        pack.output.remove_leftovers()
-        pack.output.partial.unlink(missing_ok=True)
-        raise
+    return plan.with_encoded(places, reasons)
 
 
 def _tasks(plan: KeptPlan, job: EncodeJob, indices: npt.NDArray[np.int64], num_workers: int) -> Iterator[EncodeTask]:

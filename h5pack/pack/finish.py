@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import H5PackError, NoImagesError, OutputExistsError
+from h5pack.errors import H5PackError, OutputExistsError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
@@ -42,18 +42,6 @@ from h5pack.system.files import read_all, sync_path, write_all, write_atomically
 from h5pack.system.processes import run
 
 _COPY_BYTES = 8 * 1024 * 1024
-
-
-def require_images(pack: UnfinishedPack, written: RowRecord) -> None:
-    """Raise NoImagesError, and remove the unfinished file and its journal, if no image could be decoded."""
-    if written.packed.any():
-        return
-    pack.output.remove_leftovers()
-    pack.output.partial.unlink(missing_ok=True)
-    source, reason = pack.plan.source, next(iter(written.reasons.values()), "no reason known")
-    raise NoImagesError(
-        f"{source}: none of its images can be decoded (first reason: {reason}); check the images", path=source
-    )
 
 
 def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
