@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -19,7 +20,6 @@ import numpy.typing as npt
 from h5pack.errors import H5PackError, OutputExistsError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
-from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import strict_pillow
 from h5pack.pack.compression import Compression, CompressTask, compress_rows, require_filter
 from h5pack.pack.file_structure import (
@@ -59,15 +59,9 @@ def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
     `origins`, int64 (n,), is the planned row that each final row comes from; see `close_holes`.
     """
     # Encoded rows never move, because images that cannot be packed are known before the first row is written.
-    runs = moved_runs(origins)
-    for row_offsets in pack.all_offsets:
-        _move_runs(pack.lock.descriptor, row_offsets, runs)
-
-
-def _move_runs(descriptor: int, row_offsets: RowOffsets, runs: list[tuple[int, int, int]]) -> None:
-    max_rows = max(1, _COPY_BYTES // row_offsets.row_bytes)
-    for target, origin, count in runs:
-        done = 0
+    descriptor = pack.lock.descriptor
+    for row_offsets, (target, origin, count) in itertools.product(pack.all_offsets, moved_runs(origins)):
+        max_rows, done = max(1, _COPY_BYTES // row_offsets.row_bytes), 0
         while done < count:
             rows = min(
                 max_rows,
@@ -154,7 +148,7 @@ def complete(pack: Unfinished, tables: PackTables) -> None:
         _clear(descriptor, last, int(some[-1]) + size)
     copy_structure(output.structure, descriptor, addresses, pack.structure)
     os.fsync(descriptor)
-    _require_sound(output.partial, is_sound(output.partial, _expected(pack, tables), addresses))
+    require_sound(output.partial, _expected(pack, tables), addresses)
 
 
 def compress(
@@ -196,8 +190,7 @@ def complete_compressed(pack: Unfinished, tables: PackTables, chunks: Iterable[b
     try:
         write_compressed(path, pack.structure, len(tables.checksums), tables, chunks)
         sync_path(path)
-        check = executor.submit(is_sound, path, _expected(pack, tables), None, pack.structure.compression)
-        _require_sound(path, check.result())
+        executor.submit(require_sound, path, _expected(pack, tables), None, pack.structure.compression).result()
     except BaseException:
         # An incomplete copy cannot be continued, and it may be what filled the disk.
         path.unlink(missing_ok=True)
@@ -230,32 +223,26 @@ def _expected(pack: Unfinished, tables: PackTables) -> list[Expected]:
     ]
 
 
-def _require_sound(path: Path, sound: bool) -> None:
-    if not sound:
-        raise H5PackError(
-            f"{path}: the file does not contain the written data; check the disk, then run again with "
-            "resume=True, or with finish=True if this run had it",
-            path=path,
-            parameters=("resume=True", "finish=True"),
-        )
-
-
-def is_sound(
-    path: Path,
-    expected: Sequence[Expected],
-    addresses: Addresses | None = None,
-    compression: Compression | None = None,
-) -> bool:
-    """Open a pack as a reader does; return whether it is complete and has the `expected` datasets.
+def require_sound(
+    path: Path, expected: Sequence[Expected], addresses: Addresses | None, compression: Compression | None = None
+) -> None:
+    """Open a pack as a reader does; raise H5PackError unless it is complete and has the `expected` datasets.
 
     `addresses` are the expected byte offsets of the chunks; None accepts any. `compression` is the filter to load.
     """
     if compression is not None:
         require_filter(compression)
     with h5py.File(path, "r", locking=False) as file:
-        return int(file.attrs[schema.COMPLETE]) == 1 and all(
+        sound = int(file.attrs[schema.COMPLETE]) == 1 and all(
             _is_sound_dataset(file, one, None if addresses is None else addresses[number])
             for number, one in enumerate(expected)
+        )
+    if not sound:
+        raise H5PackError(
+            f"{path}: the file does not contain the written data; check the disk, then run again with "
+            "resume=True, or with finish=True if this run had it",
+            path=path,
+            parameters=("resume=True", "finish=True"),
         )
 
 
