@@ -21,6 +21,7 @@ import numpy.typing as npt
 from h5pack.cluster.parts import SharedResults
 from h5pack.errors import RejectedImageError
 from h5pack.format.checksums import crc32
+from h5pack.format.row_offsets import CheckTask, check_rows
 from h5pack.images.decode import Upright, strict_pillow
 from h5pack.images.encode import JpegEncoder
 from h5pack.images.headers import DecodePath
@@ -31,7 +32,7 @@ from h5pack.pack.plan import refuse_reject
 from h5pack.pack.resume import UnfinishedPack
 from h5pack.pack.writer import join_groups, read_image, release, worker_for
 from h5pack.sources.catalog import SourceReader
-from h5pack.system.files import read_all, write_all
+from h5pack.system.files import write_all
 from h5pack.system.processes import run, shared
 from h5pack.system.text import one_of
 
@@ -184,15 +185,19 @@ def encode_images(
     assert isinstance(plan, KeptPlan)
     places, reasons = EncodedPlaces(len(plan.catalog), len(plan.catalog.pixel_fields)), {}
     in_parts, resumable = isinstance(executor, SharedResults), plan.options.resumable
-    for path, payload in () if in_parts else pack.journal.payloads(_PREFIX):
-        record = EncodedRecord.decode(payload)
-        places.add(_data_path(str(path)), record.images)
+    payloads = () if in_parts else pack.journal.payloads(_PREFIX)
+    records = [(_data_path(str(path)), EncodedRecord.decode(payload)) for path, payload in payloads]
+    intact = np.ones(sum(len(record.images) for _, record in records), np.bool_)
+    for damaged in run(executor, check_rows, _check_tasks(records), 2 * num_workers, resumable=resumable):
+        intact[damaged] = False
+    start = 0
+    for path, record in records:
+        stop = start + len(record.images)
+        places.add(path, record.images[intact[start:stop]])
         reasons.update(record.reasons)
+        start = stop
     missing = np.zeros(len(plan.catalog), np.bool_)
     for part, needed in ((places, plan.needs_encoding), *((one, plan.to_encode) for one in places.fields)):
-        checks = run(executor, _damaged, _checks(part), 2 * num_workers, resumable=resumable)
-        for damaged in checks:
-            part.owners[damaged] = -1
         missing |= needed & (part.owners < 0)
     todo = np.flatnonzero(missing)
     todo = np.setdiff1d(todo, np.array([*reasons], np.int64))
@@ -234,30 +239,14 @@ def _tasks(plan: KeptPlan, job: EncodeJob, indices: npt.NDArray[np.int64], num_w
         )
 
 
-@dataclass(frozen=True)
-class _CheckTask:
-    """The encoded images, (n,), dtype `ENCODED_IMAGE`, to check in the temporary file `path`."""
+def _check_tasks(records: list[tuple[str, EncodedRecord]]) -> Iterator[CheckTask]:
+    """Yield a task for each record, which checks its images; these follow each other in the temporary file `path`.
 
-    path: str
-    images: npt.NDArray[Any]
-
-    def __str__(self) -> str:
-        return self.path
-
-
-def _checks(places: EncodedPlaces) -> Iterator[_CheckTask]:
-    for owner, path in enumerate(places.paths):
-        images = places.images[places.owners == owner]
-        for first in range(0, len(images), _TASK_IMAGES):
-            yield _CheckTask(path, images[first : first + _TASK_IMAGES])
-
-
-def _damaged(task: _CheckTask) -> list[int]:
-    """Return the catalog indices of images whose bytes differ from their checksum."""
-    wrong = []
-    with open(task.path, "rb") as stream:
-        for index, _, offset, size, checksum, _, _ in task.images.tolist():
-            data = read_all(stream.fileno(), size, offset)
-            if len(data) != size or crc32(data) != checksum:
-                wrong.append(index)
-    return wrong
+    The images of all records are numbered from 0.
+    """
+    start = 0
+    for path, record in records:
+        if len(images := record.images):
+            edges = np.append(0, np.cumsum(images["bytes"]))
+            yield CheckTask(path, start, int(images["offset"][0]), edges, images["checksum"])
+            start += len(images)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -365,6 +366,22 @@ def test_lost_encoded_bytes_are_encoded_again(mixed: Path, whole_mixed: bytes, t
         h5pack.convert(mixed, out, **options(resume=True, **MIXED))
         assert out.read_bytes() == whole_mixed
         out.unlink()
+
+
+def test_a_damaged_copy_of_an_encoded_image_does_not_hide_an_intact_one(
+    mixed: Path, whole_mixed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, folder = tmp_path / "o.h5", tmp_path / "o.h5.partial.journal"
+    with monkeypatch.context() as patch:
+        patch.setattr("h5pack.pack.resume.UnfinishedPack.allocate", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            h5pack.convert(mixed, out, **options(**MIXED))
+    (log,), (data,) = folder.glob("encoded-*.log"), folder.glob("encoded-*.bin")
+    shutil.copy(log, folder / "encoded-~.log")
+    (folder / "encoded-~.bin").write_bytes(bytes(data.stat().st_size))
+    monkeypatch.setattr(JpegEncoder, "encode", lambda *_: 1 / 0)
+    h5pack.convert(mixed, out, **options(resume=True, **MIXED))
+    assert out.read_bytes() == whole_mixed
 
 
 def test_arrays_are_encoded(tmp_path: Path) -> None:
