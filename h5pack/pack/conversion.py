@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ import numpy.typing as npt
 from h5pack.cluster.dask_client import count_threads, open_workers
 from h5pack.cluster.parts import PartsFolder
 from h5pack.errors import NoImagesError, OptionsError
+from h5pack.format.row_offsets import check_rows_counted, check_tasks
 from h5pack.pack import finish, writer
 from h5pack.pack.compression import require_filter
 from h5pack.pack.encode import encode_images
@@ -40,6 +43,8 @@ from h5pack.system.files import reporting_full_disk
 from h5pack.system.machine import available_cpus, release_free_memory
 from h5pack.system.parameters import require_local
 from h5pack.system.processes import run
+
+_CHECK_BYTES = 8 * 1024 * 1024
 
 
 class Conversion:
@@ -203,9 +208,7 @@ class Conversion:
         written = pack.journal.written()
         rows_moved_before = written is not None
         if written is None:
-            results = pack.earlier_results(
-                self._executor, 2 * self.num_workers, self._stage, check=not self.options.finish
-            )
+            results = self._earlier_results(pack, check=not self.options.finish)
             if self.options.finish:
                 pack.require_all_parts(self._parts.count, results)
             resumed = int(results.settled.sum())
@@ -221,7 +224,7 @@ class Conversion:
             if rows_moved_before:
                 expected = [some[final.origins] for some in written.all_checksums]
                 rows = np.arange(len(final.origins))
-                wrong = pack.wrong_rows(self._executor, 2 * self.num_workers, self._stage, rows, expected)
+                wrong = self._wrong_rows(pack, rows, expected)
                 finish.repair_rows(pack, written, final.origins, wrong)
             else:
                 finish.move_rows(pack, final.origins)
@@ -245,6 +248,41 @@ class Conversion:
             moved_rows=int((final.origins != np.arange(len(final.origins))).sum()),
             seconds=self._seconds,
         )
+
+    def _earlier_results(
+        self, pack: UnfinishedPack, *, check: bool, rows: npt.NDArray[np.int64] | None = None
+    ) -> RowResults:
+        """Return the results of the rows that the journal records. All other rows must still be written.
+
+        With `check`, the results of rows whose bytes do not match their checksums are discarded. If `rows` are given,
+        only these are checked.
+        """
+        results = RowResults(pack.plan.rows, pack.plan.options.channels, len(pack.all_offsets) - 1)
+        for record in pack.journal.records():
+            results.add(record)
+        if check and results.settled.any():
+            packed = np.flatnonzero(results.packed) if rows is None else rows[results.packed[rows]]
+            results.discard(self._wrong_rows(pack, packed, results.record().all_checksums))
+        return results
+
+    def _wrong_rows(
+        self, pack: UnfinishedPack, rows: npt.NDArray[np.int64], checksums: Sequence[npt.NDArray[np.uint32]]
+    ) -> list[int]:
+        """Return, in ascending order, the `rows` whose bytes in any dataset do not match their checksums.
+
+        `checksums` has an array, indexed by row, for the images and for each field that is chunked like them.
+        """
+        wrong: set[int] = set()
+        tasks = itertools.chain.from_iterable(
+            check_tasks(str(pack.output.partial), offsets, rows, expected, _CHECK_BYTES)
+            for offsets, expected in zip(pack.all_offsets, checksums, strict=True)
+        )
+        with self._stage("check", len(rows) * len(checksums)) as advance:
+            in_flight, resumable = 2 * self.num_workers, self.options.resumable
+            for count, found in run(self._executor, check_rows_counted, tasks, in_flight, resumable=resumable):
+                wrong.update(found)
+                advance(count)
+        return sorted(wrong)
 
     def _write(self, pack: UnfinishedPack, results: RowResults) -> RowRecord:
         """Write the rows that are missing in `results`, then record durably that every row is written or rejected."""
@@ -277,7 +315,7 @@ class Conversion:
         assert isinstance(pack.lock, PartFile)
         number, count = self.options.part
         rows = pack.part_rows(number, count)
-        results = pack.earlier_results(self._executor, 2 * self.num_workers, self._stage, check=True, rows=rows)
+        results = self._earlier_results(pack, check=True, rows=rows)
         missing = rows[~results.settled[rows]]
         try:
             self._write_rows(pack, missing, results)

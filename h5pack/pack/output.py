@@ -361,11 +361,6 @@ class OutputLock:
         if self._owner is not None:
             self._owner.confirm()
 
-    @property
-    def inode(self) -> int:
-        """Inode number of the locked file."""
-        return os.fstat(self.descriptor).st_ino
-
     def share(self) -> None:
         """Downgrade to a shared lock: readers can open the complete file, but no other conversion can lock it."""
         self.confirm()
@@ -405,11 +400,6 @@ class PartFile:
             output.new.unlink()
             sync_path(output.partial.parent)
         self.descriptor = os.open(output.partial, os.O_RDWR | os.O_CLOEXEC)
-
-    @property
-    def inode(self) -> int:
-        """Inode number of the file."""
-        return os.fstat(self.descriptor).st_ino
 
     def require_current(self) -> None:
         """Raise IncompletePackError if the file was replaced or removed since it was opened."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
-from collections.abc import Sequence
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,22 +15,19 @@ from h5pack.errors import IncompletePackError, OutputExistsError, ResumeError
 from h5pack.format import schema
 from h5pack.format.checksums import row_checksums
 from h5pack.format.fields import FieldValues, RaggedRows
-from h5pack.format.row_offsets import RowOffsets, check_rows_counted, check_tasks
+from h5pack.format.row_offsets import RowOffsets
 from h5pack.pack.file_structure import Addresses, FileStructure, copy_structure, options_text, write_structure
 from h5pack.pack.journal import Journal, RowResults
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.output import Output, OutputLock, PartFile, Stages
+from h5pack.pack.output import Output, OutputLock, PartFile
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.writer import WriteJob
 from h5pack.read.hdf5 import open_file, require_complete, text
 from h5pack.read.ragged import index_ragged
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.validation import divided_names, training_split
-from h5pack.system.processes import run
 from h5pack.system.text import counted
 from h5pack.version import __version__
-
-_CHECK_BYTES = 8 * 1024 * 1024
 
 
 def identity(plan: ConvertPlan) -> dict[str, Any]:
@@ -163,7 +157,7 @@ class UnfinishedPack(Unfinished):
             journal=str(output.journal),
             pixels=plan.pixels,
             io=plan.options.io,
-            inode=self.lock.inode,
+            inode=os.fstat(self.lock.descriptor).st_ino,
             durable=self.distributed,
             keep=plan.options.keep is not None,
             fields=plan.pixel_rows,
@@ -198,54 +192,6 @@ class UnfinishedPack(Unfinished):
             path=self.output.partial,
             parameters=(again, "resume=True", "finish=True"),
         )
-
-    def earlier_results(
-        self,
-        executor: Executor,
-        max_in_flight: int,
-        stage: Stages,
-        *,
-        check: bool,
-        rows: npt.NDArray[np.int64] | None = None,
-    ) -> RowResults:
-        """Return the results of the rows that the journal records. All other rows must still be written.
-
-        With `check`, the results of rows whose bytes do not match their checksums are discarded. If `rows` are given,
-        only these are checked.
-        """
-        results = RowResults(self.plan.rows, self.plan.options.channels, len(self.all_offsets) - 1)
-        for record in self.journal.records():
-            results.add(record)
-        if check and results.settled.any():
-            packed = np.flatnonzero(results.packed) if rows is None else rows[results.packed[rows]]
-            expected = results.record().all_checksums
-            results.discard(self.wrong_rows(executor, max_in_flight, stage, packed, expected))
-        return results
-
-    def wrong_rows(
-        self,
-        executor: Executor,
-        max_in_flight: int,
-        stage: Stages,
-        rows: npt.NDArray[np.int64],
-        checksums: Sequence[npt.NDArray[np.uint32]],
-    ) -> list[int]:
-        """Return, in ascending order, the `rows` whose bytes in any dataset do not match their checksums.
-
-        `checksums` has an array, indexed by row, for the images and for each field that is chunked like them.
-        """
-        wrong: set[int] = set()
-        path = str(self.output.partial)
-        tasks = itertools.chain.from_iterable(
-            check_tasks(path, offsets, rows, expected, _CHECK_BYTES)
-            for offsets, expected in zip(self.all_offsets, checksums, strict=True)
-        )
-        resumable = self.plan.options.resumable
-        with stage("check", len(rows) * len(checksums)) as advance:
-            for count, found in run(executor, check_rows_counted, tasks, max_in_flight, resumable=resumable):
-                wrong.update(found)
-                advance(count)
-        return sorted(wrong)
 
 
 def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) -> None:

@@ -338,7 +338,7 @@ def test_no_other_conversion_can_lock_a_file_while_it_is_renewed(
     monkeypatch.setattr("h5pack.system.files._LOCK_WAIT_SECONDS", 0.0)
     output, others = Output(tmp_path / "o.h5"), []
     lock = OutputLock(output)
-    before = lock.inode
+    before = os.fstat(lock.descriptor).st_ino
 
     def then_try_to_lock(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **settings: Any) -> Any:
@@ -362,7 +362,7 @@ def test_no_other_conversion_can_lock_a_file_while_it_is_renewed(
     monkeypatch.undo()
     assert len(others) >= 4
     assert set(others) == {"busy"}
-    assert lock.inode != before
+    assert os.fstat(lock.descriptor).st_ino != before
     lock.release()
     assert os.listdir(tmp_path) == []
 

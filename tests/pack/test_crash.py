@@ -254,7 +254,7 @@ def test_the_killing_harness_can_fail(tmp_path: Path) -> None:
     for step in range(0, len(changes), 6):
         convert_in_child(source, out, quick(chunk_rows=4), kill_at=step)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("h5pack.pack.resume.UnfinishedPack.wrong_rows", lambda *_: [])
+            patch.setattr("h5pack.pack.conversion.Conversion._wrong_rows", lambda *_: [])
             patch.setattr("h5pack.pack.journal.Journal.records", lambda _: iter([forged]))
             try:
                 h5pack.convert(source, out, **quick(chunk_rows=4, resume=True))
