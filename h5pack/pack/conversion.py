@@ -29,7 +29,7 @@ from h5pack.pack import finish, writer
 from h5pack.pack.compression import require_filter
 from h5pack.pack.encode import encode_images
 from h5pack.pack.estimate import estimate_seconds, table_seconds
-from h5pack.pack.journal import RowRecord, RowResults, SurveyJournal
+from h5pack.pack.journal import Journal, RowRecord, RowResults, SurveyJournal
 from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
 from h5pack.pack.options import ConvertOptions, require_suitable
 from h5pack.pack.output import ConvertReport, Output, OutputLock, PartFile, Stages
@@ -107,7 +107,7 @@ class Conversion:
         output = self.output
         if not self.options.continues or not output.final.exists() or output.partial.exists():
             return None
-        if self.options.overwrite and output.journal_identity() is None:
+        if self.options.overwrite and (output.journal_identity() is None or Journal(output.journal).is_unfinished):
             return None
         rows, rejects = verify_existing(output.final, self.catalog, self.options)
         if not output.partial.exists():

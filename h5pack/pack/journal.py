@@ -290,6 +290,11 @@ class Journal:
                 late.append(path)
         return late
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether rows are missing. False for a journal without a plan, because the plan is removed first."""
+        return self.plan() is not None and self.written() is None
+
     def save_written(self, record: RowRecord) -> None:
         """Save durably that every row is written or rejected. From then on, rows may be moved."""
         payload = record.encode()

@@ -181,6 +181,9 @@ class Output:
         """Remove the temporary files beside the output except `partial`, `owner` and, with `keep_survey`, `survey`."""
         if not keep_survey:
             self.survey.unlink(missing_ok=True)
+        # Remove the plan first, so that a journal that is removed only in part cannot be taken for an unfinished one.
+        with contextlib.suppress(OSError):
+            (self.journal / "plan.json").unlink()
         shutil.rmtree(self.journal, ignore_errors=True)
         shutil.rmtree(self.shards, ignore_errors=True)
         if self.parts.exists():

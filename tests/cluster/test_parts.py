@@ -183,6 +183,26 @@ def test_parts_that_cannot_agree_name_the_fault(tmp_path: Path, monkeypatch: pyt
         h5pack.convert(source, tmp_path / "o.h5", part=(1, 2), num_workers=1)
 
 
+def test_parts_replace_an_output_while_others_encode_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal begins before OUT.partial exists. Then an earlier output of the same options is not the result."""
+    source, options = kept_files(tmp_path)
+    options |= {"num_workers": 1, "overwrite": True}
+    out = tmp_path / "o.h5"
+    h5pack.convert(source, out, **options)
+    expected, before = out.read_bytes(), out.stat().st_ino
+    with monkeypatch.context() as patched:
+        patched.setattr("h5pack.pack.conversion.encode_images", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            h5pack.convert(source, out, part="1/2", **options)
+    assert (tmp_path / "o.h5.partial.journal").exists()
+    assert not (tmp_path / "o.h5.partial").exists()
+    for part in ("2/2", "1/2"):
+        assert not h5pack.convert(source, out, part=part, **options).already_complete
+    h5pack.convert(source, out, finish=True, **options)
+    assert (out.read_bytes(), out.stat().st_ino == before) == (expected, False)
+    assert not list(tmp_path.glob("o.h5.partial*"))
+
+
 def test_a_strict_part_is_not_advised_to_resume(tmp_path: Path) -> None:
     source, options = folder(tmp_path)
     with pytest.raises(RejectedImageError) as caught:
