@@ -1,6 +1,14 @@
 """The whole conversion: survey (one pass over all image headers before writing), plan, encode, write and finish.
 
-An interrupted conversion can be continued where it stopped.
+An interrupted conversion can be continued where it stopped. What a run finds decides what it does:
+
+- the output, but no ``OUT.partial``: it compares the output with the source and the options, and changes nothing;
+- ``OUT.partial.survey``: it continues the survey;
+- a journal with a plan: it surveys the images again, and requires the same plan and the same images. With `keep`, it
+  encodes the images that are not encoded yet. It checks the rows that the journal lists, and writes all others;
+- a journal with ``written.bin``: every row was written, and rows may have moved. It repairs rows that are not whole
+  where they belong now, and finishes;
+- the same, and ``OUT.partial`` is complete (a compressed file is written at once): it only renames the file.
 """
 
 from __future__ import annotations
