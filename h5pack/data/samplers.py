@@ -194,27 +194,18 @@ class ChunkSampler(Resumable, Sampler[int]):
 
     def _items(self, iteration: IterationState) -> Iterator[int]:
         first, skip = divmod(iteration.start, self.plan.batch_size)
+        streams = self.plan.step_streams
         for indices in batch_indices(self.plan, iteration.epoch, first) if iteration.start < len(self) else ():
             # Take one row from each stream in turn, so that a step has the same rows for every number of ranks.
-            turns = indices.reshape(self.plan.step_streams, -1).T.reshape(-1)
-            found = turns[skip:].tolist()
+            found = indices.reshape(streams, -1).T.reshape(-1).tolist()
             if self._base.is_random:
-                turn = (first * self.plan.batch_size + skip) // self.plan.step_streams
-                yield from self._with_keys(found, iteration.epoch, turn)
+                # The rows of a turn have the same key. `skip` may be in the middle of a turn.
+                for begin in range(skip - skip % streams, len(found), streams):
+                    key = draw_key(self.plan, iteration.epoch, (first * self.plan.batch_size + begin) // streams)
+                    yield from DrawnIndex.of(found[max(begin, skip) : begin + streams], key)
             else:
-                yield from found
-            first += 1
-            skip = 0
-
-    def _with_keys(self, indices: list[int], epoch: int, first: int) -> Iterator[int]:
-        """Yield indices with the keys of their random crops.
-
-        A turn is one index of each stream; `first` is the number of the first turn.
-        """
-        streams = self.plan.step_streams
-        for start in range(0, len(indices), streams):
-            turn = first + start // streams
-            yield from DrawnIndex.of(indices[start : start + streams], draw_key(self.plan, epoch, turn))
+                yield from found[skip:]
+            first, skip = first + 1, 0
 
     def state_dict(self, rows_consumed: int | None = None) -> dict[str, Any]:
         """Return the state of the running iteration, for `load_state_dict`.

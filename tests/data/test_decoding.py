@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import subprocess
 import sys
@@ -202,6 +203,27 @@ def test_epochs_and_copies_of_a_row_differ(kept: Path) -> None:
         assert len({image.numpy().tobytes() for image in copies}) > 9
     again = [batch.images[0].clone() for batch in h5pack.H5Loader(dataset, 1, weights=weights, num_samples=12)]
     assert all(torch.equal(image, other) for image, other in zip(again, copies, strict=True))
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_a_state_saved_in_the_middle_of_a_turn_resumes_the_same_crops(kept: Path, streams: int) -> None:
+    dataset = h5pack.H5Dataset(kept, decode=CROP)
+
+    def sampler() -> h5pack.ChunkSampler:
+        weights = np.arange(len(dataset)) % 3 + 1
+        return h5pack.ChunkSampler(dataset, weights=weights, num_samples=40, streams=streams, seed=SEED, drop_last=True)
+
+    def drawn_keys(indices: Iterable[Any]) -> list[tuple[int, Any]]:
+        return [(int(index), index.key) for index in indices]
+
+    whole = drawn_keys(sampler())
+    # A turn is a row of each stream; its rows have the same key.
+    assert [key.repeat for _, key in whole] == [number // streams for number in range(40)]
+    for stop in range(1, 40):
+        first, second = sampler(), sampler()
+        head = drawn_keys(itertools.islice(iter(first), stop))
+        second.load_state_dict(first.state_dict())
+        assert head + drawn_keys(second) == whole
 
 
 def test_other_samplers_draw_from_torchs_generator(kept: Path) -> None:
