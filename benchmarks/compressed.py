@@ -101,7 +101,7 @@ class Decoding:
         def work() -> None:
             while (number := next(numbers)) < len(self.chunks):
                 block = MallocBuffer(len(self.chunks[number]))
-                block.array()[...] = self.chunks[number]
+                np.asarray(block)[...] = self.chunks[number]
                 self.codec.decode(block, self.filter_masks[number])
 
         workers = [threading.Thread(target=work) for _ in range(threads)]

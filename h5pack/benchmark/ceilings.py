@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from h5pack.benchmark.cases import BenchCase, Ceiling, FileVariant, ceiling_threads
 from h5pack.data.dataset import H5Dataset
+from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.files import drop_cache
 from h5pack.system.machine import available_memory, huge_page_memory
 
@@ -189,7 +190,7 @@ class PageState:
         all pages as cached to a process that may not write the file.
         """
         index = self._dataset.engine.indexes[self._dataset.names[0]]
-        if not index.in_own_file:
+        if isinstance(index, VirtualIndex):
             return False
         offsets = index.addresses.reshape(-1)
         offsets = offsets[offsets >= 0]

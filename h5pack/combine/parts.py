@@ -19,7 +19,6 @@ from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.fields import FieldValues, RaggedRows, field_kind
 from h5pack.read.chunk_index import ChunkIndex
-from h5pack.read.description import checksums_of
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import open_file, require_complete, text
@@ -81,12 +80,12 @@ class Part:
 
     def checksums(self, dataset: str) -> npt.NDArray[np.uint32]:
         """Return the checksums of all rows of a dataset."""
-        return self.engine.read(checksums_of(dataset), np.arange(len(self)))
+        return self.engine.read(schema.checksums_path(dataset), np.arange(len(self)))
 
     def read_pixels(self, dataset: str, rows: Rows) -> npt.NDArray[Any]:
         """Return rows of pixels in stored byte order; raise DamagedRowsError if they do not match their checksums."""
         values = self.engine.read(dataset, rows)
-        self.engine.check(dataset, checksums_of(dataset), rows, values)
+        self.engine.check(dataset, rows, values)
         return values.astype(self.engine.indexes[dataset].dtype, copy=False)
 
     @cached_property
@@ -115,7 +114,7 @@ def open_part(path: Path) -> Part:
     part = Part(path, catalog, layout, options, rejects, statistics)
     statistics["pixels"] = _measured_pixels(part)
     for name in part.pixel_datasets:
-        if checksums_of(name) not in part.engine.indexes:
+        if schema.checksums_path(name) not in part.engine.indexes:
             raise SourceError(
                 f"{path}: has no checksums of {name!r}, so its rows cannot be checked; pack it again with "
                 "'h5pack convert'",

@@ -17,7 +17,6 @@ from h5pack.combine.parts import Part, Rows
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
-from h5pack.read.description import checksums_of
 from h5pack.read.encoded import EncodedIndex
 from h5pack.system.arrays import consecutive_runs, equal_runs
 from h5pack.system.files import clone_range, read_all, write_all
@@ -146,5 +145,5 @@ class RowCopier:
             return part.read_pixels(dataset, rows).reshape(-1).view(np.uint8).data
         found = engine.read_bytes(dataset, rows)
         checksums = np.array([crc32(data) for data in found], np.uint32)
-        engine.require_checksums(dataset, checksums_of(dataset), rows, checksums)
+        engine.require_checksums(dataset, rows, checksums)
         return b"".join(found)

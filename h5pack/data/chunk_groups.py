@@ -24,7 +24,7 @@ from h5pack.data.decoding import DrawKey
 from h5pack.data.gather import CachedRows, DecodedRows, HeldRows, RowLocations
 from h5pack.order.window import ChunkGroup, Span
 from h5pack.read.engine import SCATTER_BYTES
-from h5pack.read.read_plan import ScatterPlan
+from h5pack.read.read_plan import ScatterPlan, plan_scatter
 from h5pack.read.storage import CHECK_SECONDS
 from h5pack.system.arrays import consecutive_runs, equal_runs
 
@@ -205,11 +205,12 @@ class GroupReader:
         """Make the kernel start reading rows; return a plan for each field that can be read directly into batches."""
         plans = {}
         for name in self._dataset.names:
-            if self._engine.can_scatter(self._engine.indexes[name]):
-                plans[name] = self._engine.plan(name, rows)
+            index = self._engine.indexes[name]
+            if self._engine.can_scatter(index):
+                plans[name] = plan_scatter(index, rows)
                 self._engine.prefetch(plans[name])
-            elif self._engine.can_decode(self._engine.indexes[name]):
-                self._engine.prefetch_chunks(name, rows)
+            elif self._engine.can_decode(index):
+                self._engine.files.prefetch(index, rows)
             else:
                 self._engine.prefetch_encoded(name, rows)
         return plans

@@ -22,7 +22,7 @@ from h5pack.format import schema
 from h5pack.format.fields import RaggedRows
 from h5pack.images.crops import DecodeCrop
 from h5pack.images.decode import image_of
-from h5pack.read.description import checksums_of, describe_file
+from h5pack.read.description import describe_file
 from h5pack.read.encoded import EncodedIndex, decoding_row
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.ragged import read_ragged, texts_of
@@ -168,7 +168,7 @@ class H5Dataset(BatchSource):
         places = {name: place for place, name in enumerate(given)}
         self._places = [places.pop(name) for name in self.names] + [len(given)] * bool(with_rows), [*places.values()]
         self._channels_first = pack.layout == "nchw"
-        if check and checksums_of(self.names[0]) not in pack.indexes:
+        if check and schema.checksums_path(self.names[0]) not in pack.indexes:
             message = f"{pack.path}: the file has no checksums of {self.names[0]!r}; omit check"
             raise OptionsError(message, path=pack.path, dataset=self.names[0], parameters=("check",))
         self._shared = SharedMemory()
@@ -427,8 +427,7 @@ class H5Dataset(BatchSource):
         DamagedRowsError
             If rows differ from their checksums.
         """
-        if checksums_of(name) in self.engine.indexes:
-            self.engine.check(name, checksums_of(name), rows, values)
+        self.engine.check(name, rows, values)
 
     def stats(self) -> ReadStats:
         """Return statistics of what this process has read: rows, visits to chunks, bytes, amplification.

@@ -17,11 +17,10 @@ from h5pack.data.concat import ConcatPack
 from h5pack.data.dataset import H5Dataset, is_class_label
 from h5pack.errors import OptionsError
 from h5pack.format.checksums import crc32
-from h5pack.format.schema import NO_LABEL
+from h5pack.format.schema import NO_LABEL, checksums_path
 from h5pack.order.row_ranges import RowRange, RowSampler, RowSet, RowSubset
 from h5pack.order.weights import MAX_SAMPLES, WeightedRows, balanced_weights
 from h5pack.order.window import OrderPlan
-from h5pack.read.description import checksums_of
 from h5pack.read.engine import Engine
 from h5pack.system.parameters import whole_number
 
@@ -160,7 +159,7 @@ def _pack_digest(dataset: H5Dataset) -> int | None:
 
     The result differs if the same images are packed again with another seed.
     """
-    name = checksums_of(dataset.names[0])
+    name = checksums_path(dataset.names[0])
     index = dataset.engine.indexes.get(name)
     if index is None:
         return None

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import zlib
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+# isal and zlib compute the same checksum. On one machine isal reached 86 GB/s and zlib 5.8 GB/s. On other machines zlib
+# reaches only 1 GB/s. There, the checksum of a row takes half as long as decoding a small JPEG.
+try:
+    fastest_zlib: Any = importlib.import_module("isal.isal_zlib")
+except ImportError:
+    fastest_zlib = zlib
 
-def _fastest_crc32() -> Callable[..., int]:
-    # isal and zlib compute the same checksum. On one machine isal reached 86 GB/s and zlib 5.8 GB/s. On other machines
-    # zlib reaches only 1 GB/s. There, the checksum of a row takes half as long as decoding a small JPEG.
-    try:
-        from isal import isal_zlib
-    except ImportError:
-        import zlib
-
-        return zlib.crc32
-    return cast("Callable[..., int]", isal_zlib.crc32)
-
-
-crc32: Callable[..., int] = _fastest_crc32()
+crc32: Callable[..., int] = fastest_zlib.crc32
 """Return the CRC-32 of a bytes-like object, as zlib defines it. Uses isal, which is faster, if isal is installed."""
 
 

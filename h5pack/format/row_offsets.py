@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.format.checksums import crc32
-from h5pack.system.arrays import consecutive_runs, run_edges
+from h5pack.system.arrays import consecutive_runs, limited_runs, run_edges
 from h5pack.system.files import read_all
 
 
@@ -76,13 +76,8 @@ class EncodedOffsets(RowOffsets):
 
     def runs(self, rows: npt.NDArray[np.int64], max_bytes: int) -> Iterator[tuple[int, int]]:
         """See `RowOffsets.runs`."""
-        ends = self.ends[rows]
-        for first, last in itertools.pairwise(consecutive_runs(rows).tolist()):
-            while first < last:
-                stop = int(self.addresses[rows[first]]) + max_bytes
-                count = int(np.searchsorted(ends[first:last], stop, "right")) or 1
-                yield int(rows[first]), count
-                first += count
+        for first, last in limited_runs(consecutive_runs(rows), self.addresses[rows], self.ends[rows], max_bytes):
+            yield int(rows[first]), last - first
 
 
 @dataclass(frozen=True)

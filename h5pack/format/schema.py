@@ -70,6 +70,11 @@ def field_path(name: str) -> str:
     return f"{FIELDS}/{name}"
 
 
+def checksums_path(name: str) -> str:
+    """Return the path of the dataset with the row checksums of dataset `name`."""
+    return f"{CHECKSUMS}/{name}"
+
+
 NO_LABEL = -1
 """The label that is stored for an unlabelled image, in a pack whose other images have labels."""
 

@@ -24,6 +24,7 @@ from h5pack.read.codecs import MallocBuffer
 from h5pack.read.hdf5_reader import H5Reader
 from h5pack.read.read_plan import plan_extents, plan_reads
 from h5pack.read.storage import CHECK_SECONDS, SourceFile, Storage
+from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import all_between, equal_runs
 
 DECODED_BYTES = 192 * 1024 * 1024
@@ -203,11 +204,10 @@ class ChunkDecoder:
         stop = min(index.rows, first + index.chunk_rows)
         where = f"{index.name!r} rows {first}-{stop - 1}"
         encoded = MallocBuffer(size)
-        buffer = np.array([[encoded.address, size]], np.uint64)
-        self.storage.scatter(buffer, (0, 1), (offset,), lambda _: where)
+        self.storage.read_into(np.asarray(encoded), offset, lambda _: where)
         try:
             # A decoder may write beyond its buffer if the data is damaged, so check the data before decoding it.
-            if index.stored_checksums is not None and crc32(encoded.array()) != index.stored_checksums[chunk]:
+            if index.stored_checksums is not None and crc32(np.asarray(encoded)) != index.stored_checksums[chunk]:
                 raise ValueError("its bytes differ from the stored checksum")
             return index.codec.decode(encoded, mask)
         except ValueError as error:
@@ -309,7 +309,8 @@ class SourceFiles:
 
     def storage(self, index: ChunkIndex, source_id: int | None) -> Storage:
         """Return the storage of a source's file; `source_id` is None for the dataset's own file."""
-        return self.decoder(index.source_file(source_id)).storage
+        file = index.sources[source_id].file if isinstance(index, VirtualIndex) and source_id is not None else None
+        return self.decoder(file).storage
 
     def check_unchanged(self, index: ChunkIndex) -> None:
         """Raise PackChangedError if a source file of a dataset was replaced since the dataset was indexed."""

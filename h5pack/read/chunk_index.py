@@ -112,11 +112,6 @@ class ChunkIndex:
         return -(-self.rows // self.chunk_rows) * chunk_bytes if self.decoding_bytes else 0
 
     @property
-    def in_own_file(self) -> bool:
-        """Whether `addresses` are byte offsets in the dataset's own file; false for a `VirtualIndex`."""
-        return True
-
-    @property
     def files(self) -> frozenset[SourceFile]:
         """The files that hold rows of this dataset, other than its own file."""
         return self.external_files
@@ -152,14 +147,6 @@ class ChunkIndex:
         start = int(self.addresses[chunk])
         return None if start < 0 else start + (row - chunk * self.chunk_rows) * self.row_bytes
 
-    def source_ids_of(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """Return the index of each chunk's source, int64 (n,); None if the dataset is not virtual."""
-        return None
-
-    def source_file(self, source_id: int | None) -> SourceFile | None:
-        """Return the file of source number `source_id`; None, as argument or result, is the dataset's own file."""
-        return None
-
     def split_by_source(
         self, rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[SourceFile | None, ChunkIndex, npt.NDArray[np.int64]]]:
@@ -168,10 +155,6 @@ class ChunkIndex:
         The file is None for the dataset's own file. The yielded rows are row numbers in the source.
         """
         yield None, self, rows
-
-    def sources_in(self, file: SourceFile) -> tuple[SourceDataset, ...]:
-        """Return the datasets that store the rows of this dataset. `file` is this dataset's own file."""
-        return (SourceDataset(file, self),)
 
     def ranges(self, start: int, stop: int) -> RowRanges:
         """Split rows `start` to `stop` - 1 by source and, if they have storage, by chunk group."""
@@ -261,6 +244,14 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
         stored_checksums=stored_checksums,
         chunk_shape=chunk_shape,
     )
+
+
+def index_checksums(file: h5py.File, name: str, rows: int) -> dict[str, ChunkIndex]:
+    """Return {path: index} of the checksums of dataset `name`; an empty dict unless each of its rows has one."""
+    path = schema.checksums_path(name)
+    found = find_item(file, path)
+    fits = isinstance(found, h5py.Dataset) and found.shape == (rows,) and found.dtype.kind == "u"
+    return {path: index_dataset(file, found, path)} if fits else {}
 
 
 def _stored_checksums(file: h5py.File, name: str, table: ChunkTable) -> npt.NDArray[np.uint32] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from h5pack.format.checksums import fastest_zlib
 from h5pack.format.schema import FilterId
 from h5pack.read.hdf5 import Filter
 from h5pack.system.libc import require_libc_function
@@ -31,8 +31,8 @@ _free = require_libc_function("free", None, ctypes.c_void_p)
 class MallocBuffer:
     """A buffer allocated by malloc, which filter plugins require because they may free or replace it.
 
-    The memory is freed with the last array that uses it. If `address` is None, new memory is allocated. Otherwise, the
-    buffer takes ownership of the malloc memory at this address.
+    ``np.asarray(buffer)`` is the memory, uint8 (size,), which is freed with the last array that uses it. If `address`
+    is None, new memory is allocated. Otherwise, the buffer takes ownership of the malloc memory at this address.
     """
 
     def __init__(self, size: int, address: int | None = None) -> None:
@@ -46,7 +46,7 @@ class MallocBuffer:
             _free(self.address)
 
     def release(self) -> int:
-        """Give up ownership of the memory and return its address. The caller must free the memory."""
+        """Give up ownership of the memory, which no array may use, and return its address. The caller must free it."""
         address, self.address = self.address, None
         assert address is not None
         return address
@@ -54,10 +54,6 @@ class MallocBuffer:
     @property
     def __array_interface__(self) -> dict[str, Any]:
         return {"version": 3, "shape": (self.size,), "typestr": "|u1", "data": (self.address, False)}
-
-    def array(self) -> Bytes:
-        """Return the memory as an array that keeps it alive. Do not call `release` while the array is in use."""
-        return np.asarray(self)
 
 
 class UnsupportedFilterError(ValueError):
@@ -82,11 +78,11 @@ class Codec:
                 continue
             step = self.steps[position]
             if step.number in _DECODERS:
-                data = _DECODERS[step.number](_to_array(data), step.parameters, self.size)
+                data = _DECODERS[step.number](np.asarray(data), step.parameters, self.size)
             else:
                 # The decoded size is known only for filter 0, because it was the first to encode the chunk.
                 data = decode_plugin(step.number, step.parameters, _to_malloc(data), None if position else self.size)
-        decoded = _to_array(data)
+        decoded: Bytes = np.asarray(data)
         if len(decoded) != self.size:
             raise ValueError(f"the chunk decodes to {len(decoded):,} bytes instead of {self.size:,}")
         return decoded
@@ -104,33 +100,20 @@ def find_codec(found: tuple[Filter, ...], size: int) -> Codec:
     return Codec(found, size)
 
 
-def _to_array(data: MallocBuffer | Bytes) -> Bytes:
-    return data.array() if isinstance(data, MallocBuffer) else data
-
-
 def _to_malloc(data: MallocBuffer | Bytes) -> MallocBuffer:
     if isinstance(data, MallocBuffer):
         return data
     copy = MallocBuffer(len(data))
-    copy.array()[...] = data
+    np.asarray(copy)[...] = data
     return copy
 
 
 def _decode_gzip(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
     try:
-        return np.frombuffer(_inflate()(data, bufsize=size), np.uint8)
+        return np.frombuffer(fastest_zlib.decompress(data, bufsize=size), np.uint8)
     except Exception as error:
         # The error classes of zlib and isal have no common base class.
         raise ValueError(f"gzip: {error}") from error
-
-
-@functools.cache
-def _inflate() -> Callable[..., bytes]:
-    try:
-        found: Callable[..., bytes] = importlib.import_module("isal.isal_zlib").decompress
-    except ImportError:
-        return zlib.decompress
-    return found
 
 
 def _unshuffle(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
@@ -303,7 +286,7 @@ def _require_header(number: int, parameters: tuple[int, ...], encoded: MallocBuf
     )
     if not has_header:
         return
-    header = encoded.array()[:_HEADER_BYTES].tobytes()
+    header = np.asarray(encoded)[:_HEADER_BYTES].tobytes()
     promised, block = int.from_bytes(header[:8], "big"), int.from_bytes(header[8:], "big")
     if len(header) < _HEADER_BYTES or promised != size or not 0 < block <= max(size, _MAX_BLOCK_BYTES):
         found = f"{promised:,} bytes in blocks of {block:,}"

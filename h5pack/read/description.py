@@ -14,7 +14,7 @@ import numpy.typing as npt
 from h5pack.errors import H5PackError, PackFormatError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
-from h5pack.read.chunk_index import ChunkIndex, index_dataset
+from h5pack.read.chunk_index import ChunkIndex, index_checksums
 from h5pack.read.encoded import EncodedIndex, has_kept_images, index_encoded, index_kept, is_encoded, is_mask_group
 from h5pack.read.hdf5 import (
     attribute_names,
@@ -91,7 +91,7 @@ def describe_file(
         identity = FileIdentity.of(file.id.get_vfd_handle() if file.driver == "sec2" else absolute)
         try:
             require_complete(file)
-            if labels == schema.LABELS and labels not in file and checksums_of(labels) not in file:
+            if labels == schema.LABELS and labels not in file and schema.checksums_path(labels) not in file:
                 labels = None
             images, labels = images.strip("/"), None if labels is None else labels.strip("/")
             if images == schema.IMAGES and find_item(file, images) is None and has_kept_images(file, schema.ENCODED):
@@ -120,7 +120,7 @@ def _describe(
     indexes: dict[str, ChunkIndex] = {}
     if has_kept_images(file, images):
         indexes[images] = index_kept(file, sized=sized)
-        _add_checksums(file, indexes, images)
+        indexes.update(index_checksums(file, images, indexes[images].rows))
     rows = indexes[images].rows if indexes else -1
     ragged: dict[str, RaggedIndex] = {}
     for name in (*(() if indexes else (images,)), *(() if labels is None else (labels,)), *fields):
@@ -129,7 +129,7 @@ def _describe(
                 raise dataset_error(file.filename, name, "holds masks; give it in fields, not as images or labels")
             indexes[name] = index_kept(file, name, sized=sized)
             _require_length(file, name, indexes[name].rows, images, rows)
-            _add_checksums(file, indexes, name)
+            indexes.update(index_checksums(file, name, rows))
             continue
         if name in fields and name not in (images, labels) and is_ragged(file, name):
             ragged[name] = index_ragged(file, name)
@@ -147,12 +147,10 @@ def _describe(
             continue
         index = index_rows(file, dataset, name)
         indexes[name] = _single_labels(dataset, index) if name == labels else index
-        _add_checksums(file, indexes, name)
+        indexes.update(index_checksums(file, name, rows))
     _require_same_sources(file, indexes, images)
-    for one in ragged.values():
-        indexes[one.data.name] = one.data
-        if one.checksums is not None:
-            indexes[one.checksums] = index_dataset(file, file[one.checksums], one.checksums)
+    for name, one in ragged.items():
+        indexes.update({one.data.name: one.data, **index_checksums(file, name, rows)})
     label = None if labels is None else file[labels]
     layout = "nhwc" if indexes[images].is_encoded else file[images].attrs.get(schema.LAYOUT)
     return FileDescription(
@@ -181,7 +179,7 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
     """
     index, name = indexes[images], images
     data = index.data if isinstance(index, EncodedIndex) else index
-    if not isinstance(data, VirtualIndex) or checksums_of(images) not in indexes:
+    if not isinstance(data, VirtualIndex) or schema.checksums_path(images) not in indexes:
         return
     stops = np.append(data.starts[1:], data.rows)
     for number, source in enumerate(data.sources):
@@ -191,7 +189,7 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
             if isinstance(index, EncodedIndex):
                 row, name = int(np.searchsorted(index.offsets, row, "right")) - 1, data.name
                 start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
-            if crc32(np.ascontiguousarray(file[name][start:stop])) != int(file[checksums_of(images)][row]):
+            if crc32(np.ascontiguousarray(file[name][start:stop])) != int(file[schema.checksums_path(images)][row]):
                 raise PackFormatError(
                     f"{file.filename}: row {row} differs from its checksum, because {source.file.path} was changed; "
                     "restore that file, or join the packs again",
@@ -212,18 +210,6 @@ def _require_length(file: h5py.File, name: str, length: int, images: str, rows: 
     if length != rows:
         problem = f"has {length:,} rows, but {images!r} has {rows:,}; name datasets of equal length"
         raise dataset_error(file.filename, name, problem)
-
-
-def _add_checksums(file: h5py.File, indexes: dict[str, ChunkIndex], name: str) -> None:
-    """If every row of dataset `name` has a checksum, add the index of the checksums to `indexes`."""
-    checksums = find_item(file, checksums_of(name))
-    if isinstance(checksums, h5py.Dataset) and checksums.shape == (indexes[name].rows,) and checksums.dtype.kind == "u":
-        indexes[checksums_of(name)] = index_dataset(file, checksums, checksums_of(name))
-
-
-def checksums_of(name: str) -> str:
-    """Return the path of the dataset with the row checksums of dataset `name`."""
-    return f"{schema.CHECKSUMS}/{name}"
 
 
 def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:

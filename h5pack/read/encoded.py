@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,7 +33,8 @@ from h5pack.read.hdf5 import dataset_error, find_item, read_rows, require_datase
 from h5pack.read.read_plan import MAX_GAP_BYTES
 from h5pack.read.storage import SourceFile, Storage
 from h5pack.read.virtual import index_rows
-from h5pack.system.arrays import run_edges
+from h5pack.read.virtual_index import VirtualIndex
+from h5pack.system.arrays import limited_runs, run_edges
 from h5pack.system.properties import cached_property
 
 _READ_BYTES = 8 * 1024 * 1024
@@ -226,7 +226,7 @@ class EncodedIndex(ChunkIndex):
     @cached_property
     def base(self) -> int | None:
         """Byte offset of `data` in its own file; None if other files store the bytes, or chunks are not adjacent."""
-        if not self.data.in_own_file:
+        if isinstance(self.data, VirtualIndex):
             return None
         starts = self.data.addresses
         return int(starts[0]) if len(starts) and (np.diff(starts) == self.data.chunk_rows).all() else None
@@ -239,12 +239,9 @@ class EncodedIndex(ChunkIndex):
         if not len(rows):
             return
         starts, ends = self.offsets[rows], self.offsets[rows + 1]
-        edges = run_edges(starts[1:] - ends[:-1] > MAX_GAP_BYTES).tolist()
-        for low, high in itertools.pairwise(edges):
-            while low < high:
-                count = int(np.searchsorted(ends[low:high], starts[low] + _READ_BYTES, "right")) or 1
-                yield slice(low, low + count), int(starts[low]), int(ends[low + count - 1])
-                low += count
+        edges = run_edges(starts[1:] - ends[:-1] > MAX_GAP_BYTES)
+        for low, high in limited_runs(edges, starts, ends, _READ_BYTES):
+            yield slice(low, high), int(starts[low]), int(ends[high - 1])
 
     def extents(self, start: int, stop: int) -> Iterator[tuple[int | None, int, int]]:
         """Yield the extents that store the bytes `start` to `stop` - 1 of the data.
@@ -256,7 +253,8 @@ class EncodedIndex(ChunkIndex):
             yield None, self.base + start, stop - start
             return
         ranges = self.data.ranges(start, stop)
-        sources = [None] * len(ranges.firsts) if self.data.in_own_file else ranges.source_ids.tolist()
+        virtual = isinstance(self.data, VirtualIndex)
+        sources = ranges.source_ids.tolist() if virtual else [None] * len(ranges.firsts)
         sizes = np.diff(np.append(ranges.firsts, stop)).tolist()
         yield from zip(sources, ranges.addresses.tolist(), sizes, strict=True)
 
@@ -268,12 +266,12 @@ class EncodedIndex(ChunkIndex):
 
         `rows` is used in messages only. Errors are those of `Storage.scatter`.
         """
-        address, calls = out.__array_interface__["data"][0], 0
+        done = calls = 0
         for source, offset, count in self.extents(start, start + len(out)):
             if count:
-                buffer = np.array([[address, count]], np.uint64)
-                calls += storage_of(source).scatter(buffer, (0, 1), (offset,), lambda _: self.describe(rows, 0))
-                address += count
+                part = out[done : done + count]
+                calls += storage_of(source).read_into(part, offset, lambda _: self.describe(rows, 0))
+                done += count
         return calls
 
 

@@ -70,6 +70,9 @@ _MAX_CHECKED_BYTES = 4 << 30
 """Maximum total size in bytes of mapped files from which `Engine.read_batch` copies rows. Random rows touch all parts
 of the files, and checking once a second that all parts are in the page cache takes 4 ms per GB."""
 
+_FETCHED_ROWS = 32
+"""Number of encoded rows that the HDF5 library fetches at once; few, so that their bytes take little memory."""
+
 _log = logging.getLogger("h5pack")
 
 
@@ -99,9 +102,6 @@ class Engine:
                     "%s: %r is read through the HDF5 library, which is slower: %s", path, index.name, index.library_text
                 )
 
-    def __repr__(self) -> str:
-        return f"Engine({self.path!r}, datasets={list(self.indexes)})"
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "_mapped": {}, "_decoded": {}, "stats": ReadStats()}
 
@@ -130,8 +130,9 @@ class Engine:
         if isinstance(index, VirtualIndex):
             return MappedDataset.of_sources(index, lambda file: self.files.decoder(file).storage)
         # All datasets that are not virtual share one mapping of the file.
-        others = [one for one in list(self._mapped.values()) if one is not None and one.index.in_own_file]
-        mapping = others[0].mapping if others else FileMapping.open([self.storage], [0])
+        others = [one for one in list(self._mapped.values()) if one is not None]
+        mappings = [one.mapping for one in others if not isinstance(one.index, VirtualIndex)]
+        mapping = mappings[0] if mappings else FileMapping.open([self.storage], [0])
         return None if mapping is None else MappedDataset(index, mapping, None)
 
     def decoded(self, name: str) -> DecodedDataset | None:
@@ -140,7 +141,7 @@ class Engine:
         Copy rows only after `DecodedDataset.ready` has returned True for them.
         """
         index, decoded = self.indexes[name], self._decoded
-        if index.codec is None or index.library_reason is not None or not index.in_own_file or not self.decoded_bytes():
+        if index.codec is None or index.library_reason is not None or not self.decoded_bytes():
             return None
         return decoded.get(name) or decoded.setdefault(name, DecodedDataset(index, self.chunks))
 
@@ -178,7 +179,7 @@ class Engine:
         if self.can_scatter(index):
             positions = np.arange(len(wanted)) if order is None else order
             start = out.__array_interface__["data"][0]
-            plan = self.plan(name, wanted)
+            plan = plan_scatter(index, wanted)
             plan.buffers[:, 0] = (positions * index.row_bytes + start).view(np.uint64)
             self.execute(plan)
             if not index.dtype.isnative:
@@ -241,7 +242,7 @@ class Engine:
     def read_range(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows `start` to `stop` - 1 (at least one), like `read`. Unfiltered rows of one chunk take one read."""
         index = self.indexes[name]
-        offset = index.offset_of(start) if index.raw and index.in_own_file and index.complete else None
+        offset = index.offset_of(start)
         if offset is None or start // index.chunk_rows != (stop - 1) // index.chunk_rows:
             return self.read(name, np.arange(start, stop))
         out = np.empty((stop - start, *index.row_shape), index.native_dtype)
@@ -253,7 +254,7 @@ class Engine:
 
     @staticmethod
     def can_scatter(index: ChunkIndex) -> bool:
-        """Return whether `plan` and `execute` can be used for a dataset: its rows are unfiltered and large enough."""
+        """Return whether a dataset can be read by `plan_scatter` and `execute`: its rows are unfiltered and large."""
         return index.raw and index.row_bytes >= SCATTER_BYTES
 
     @staticmethod
@@ -301,17 +302,10 @@ class Engine:
         self._count(index, len(rows), 1, found.size, found.calls)
         return found.values.view(index.dtype).reshape(-1, *index.row_shape), found.positions
 
-    def plan(self, name: str, rows: npt.NDArray[np.int64]) -> ScatterPlan:
-        """Plan the reads of rows, int64 (n,), of a dataset for which `can_scatter` is true.
-
-        The caller must fill the addresses in the plan's `buffers` before `execute`.
-        """
-        return plan_scatter(self.indexes[name], rows)
-
     def execute(self, plan: ScatterPlan, first: int = 0, last: int | None = None) -> None:
         """Read the extents `first` to `last` - 1 of a plan into the addresses in its `buffers`.
 
-        The caller must keep the memory at these addresses alive and in place during the call.
+        The caller must set these addresses before, and keep the memory there alive and in place during the call.
         """
         last = len(plan.offsets) if last is None else last
         absent = calls = 0
@@ -326,7 +320,8 @@ class Engine:
                 absent += edges[-1] - edges[0]
             else:
                 storage = self.files.storage(plan.index, extents.source_id)
-                calls += storage.scatter(plan.buffers, edges, plan.offsets[extents.first : extents.last], plan.describe)
+                offsets, describe = plan.offsets[extents.first : extents.last], partial(plan.index.describe, plan.rows)
+                calls += storage.scatter(plan.buffers, edges, offsets, describe)
         rows, visits = plan.edges[last] - plan.edges[first], sum(plan.chunk_visits[first:last])
         self._count(plan.index, rows, visits, (rows - absent) * plan.index.row_bytes, calls)
 
@@ -336,14 +331,12 @@ class Engine:
             self.storage.open()
             self.files.check_unchanged_throttled(index)
             size = len(rows) * index.row_bytes
-            if isinstance(index, EncodedIndex):
+            if index.is_encoded:
+                mask_dtype = index.native_dtype if isinstance(index, EncodedIndex) and index.is_mask else None
                 size = calls = 0
                 for part, encoded, count in self._encoded_rows(index, rows):
-                    mask_dtype = index.native_dtype if index.is_mask else None
                     decode_rows(self.path, index.name, rows[part], encoded, out[part], mask_dtype)
                     size, calls = size + sum(map(len, encoded)), calls + count
-            elif index.is_encoded:
-                size, calls = self.reader.read_images(index.name, rows, out)
             else:
                 calls = self.reader.read(index.name, rows, out)
             chunks = int(np.count_nonzero(np.diff(rows // index.chunk_rows))) + 1
@@ -364,10 +357,13 @@ class Engine:
         if not index.dtype.isnative:
             out.byteswap(inplace=True)
 
-    def _encoded_rows(
-        self, index: EncodedIndex, rows: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[slice, list[bytes], int]]:
+    def _encoded_rows(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> Iterator[tuple[slice, list[bytes], int]]:
         """Read the bytes of ascending rows; for each read, yield (slice of `rows`, bytes of each row, call count)."""
+        if not isinstance(index, EncodedIndex):
+            for first in range(0, len(rows), _FETCHED_ROWS):
+                part = slice(first, first + _FETCHED_ROWS)
+                yield part, *self.reader.read_bytes(index.name, rows[part])
+            return
         for part, start, stop in index.reads(rows):
             data = np.empty(stop - start, np.uint8)
             if index.library_reason is None:
@@ -379,8 +375,6 @@ class Engine:
     def read_bytes(self, name: str, rows: npt.NDArray[np.int64]) -> list[bytes]:
         """Return the bytes of encoded rows, int64 (n,), in the given order."""
         index = self.indexes[name]
-        if not isinstance(index, EncodedIndex):
-            return self.reader.read_bytes(name, rows)
         order = np.argsort(rows, kind="stable")
         found = [data for _, encoded, _ in self._encoded_rows(index, rows[order]) for data in encoded]
         return [found[position] for position in np.argsort(order).tolist()]
@@ -418,22 +412,22 @@ class Engine:
             stats.bytes_read += bytes_read
             stats.reads += calls
 
-    def check(self, name: str, checksums: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
-        """Raise DamagedRowsError if `values`, read from `rows`, do not match the CRC-32s in the dataset `checksums`.
+    def check(self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
+        """Raise DamagedRowsError if `values`, read from `rows`, do not match the file's checksums, if it has any.
 
         For encoded rows, `values` is not used. Instead, the encoded bytes are read again and checked.
         """
+        if schema.checksums_path(name) not in self.indexes:
+            return
         if self.indexes[name].is_encoded:
             found = np.array([crc32(data) for data in self.read_bytes(name, rows)], np.uint32)
         else:
             found = row_checksums(values.astype(self.indexes[name].dtype, copy=False))
-        self.require_checksums(name, checksums, rows, found)
+        self.require_checksums(name, rows, found)
 
-    def require_checksums(
-        self, name: str, checksums: str, rows: npt.NDArray[np.int64], found: npt.NDArray[np.uint32]
-    ) -> None:
-        """Raise DamagedRowsError if `found`, uint32 (n,), differs from the CRC-32s of `rows` in dataset `checksums`."""
-        wrong = np.flatnonzero(found != self.read(checksums, rows))
+    def require_checksums(self, name: str, rows: npt.NDArray[np.int64], found: npt.NDArray[np.uint32]) -> None:
+        """Raise DamagedRowsError if `found`, uint32 (n,), differs from the stored checksums of `rows`."""
+        wrong = np.flatnonzero(found != self.read(schema.checksums_path(name), rows))
         if len(wrong):
             damaged = sorted({int(rows[position]) for position in wrong})
             some = ", ".join(map(str, damaged[:8])) + (", ..." if len(damaged) > 8 else "")
@@ -471,10 +465,3 @@ class Engine:
             for source, extents in found.items():
                 offsets, counts = zip(*extents, strict=True)
                 self.files.storage(index.data, source).prefetch(offsets, counts)
-
-    def prefetch_chunks(self, name: str, rows: npt.NDArray[np.int64]) -> None:
-        """Start reading the chunks that hold `rows`, int64 (n,), into the page cache, unless they are cached already.
-
-        Do nothing for chunks that are read through the HDF5 library.
-        """
-        self.files.prefetch(self.indexes[name], rows)

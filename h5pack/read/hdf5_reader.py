@@ -10,12 +10,8 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.read.encoded import decode_rows
 from h5pack.read.hdf5 import open_file, read_rows, reopen_tuned, require_dataset, require_filters
 from h5pack.read.storage import FileIdentity
-
-_DECODE_ROWS = 32
-"""Number of encoded rows fetched at once. It is small, so that the encoded bytes take little memory."""
 
 
 class H5Reader:
@@ -31,9 +27,6 @@ class H5Reader:
         self.identity = identity
         self._handles: _Handles | None = None
 
-    def __repr__(self) -> str:
-        return f"H5Reader({self.path!r})"
-
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "identity": self.identity, "_handles": None}
 
@@ -44,27 +37,9 @@ class H5Reader:
         """
         return read_rows(self._open().dataset(name), rows, out)
 
-    def read_bytes(self, name: str, rows: npt.NDArray[np.int64]) -> list[bytes]:
-        """Return the bytes of encoded rows."""
-        return self._fetch(self._open().dataset(name), rows)[0]
-
-    def read_images(self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> tuple[int, int]:
-        """Read encoded rows and decode them into `out`; return the numbers of encoded bytes and library calls.
-
-        See `decode_rows` for the shape of `out` and for the errors that decoding raises.
-        """
+    def read_bytes(self, name: str, rows: npt.NDArray[np.int64]) -> tuple[list[bytes], int]:
+        """Return the bytes of encoded rows, and the number of HDF5 library calls."""
         dataset = self._open().dataset(name)
-        size = calls = 0
-        for first in range(0, len(rows), _DECODE_ROWS):
-            part = slice(first, first + _DECODE_ROWS)
-            encoded, count = self._fetch(dataset, rows[part])
-            decode_rows(self.path, name, rows[part], encoded, out[part])
-            size += sum(map(len, encoded))
-            calls += count
-        return size, calls
-
-    @staticmethod
-    def _fetch(dataset: h5py.Dataset, rows: npt.NDArray[np.int64]) -> tuple[list[bytes], int]:
         cells = np.empty(len(rows), dataset.dtype)
         calls = read_rows(dataset, rows, cells)
         return [cell.tobytes() for cell in cells], calls

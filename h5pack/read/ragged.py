@@ -6,7 +6,6 @@ offsets are held in memory. The entries of several rows are read together, if po
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +21,10 @@ from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import attribute_names, dataset_error, find_item, require_dataset, text
 from h5pack.read.read_plan import MAX_GAP_BYTES
-from h5pack.system.arrays import run_edges
+from h5pack.system.arrays import limited_runs, run_edges
 
 _READ_BYTES = 8 * 1024 * 1024
-"""Approximate maximum size in bytes of one read, unless a single row is larger."""
+"""Maximum size in bytes of one read, unless a single row is larger."""
 _ADVICE = "run 'h5pack verify' on it, then restore the file or convert again"
 
 
@@ -37,18 +36,12 @@ class RaggedIndex:
     kind: str  # one of `schema.RAGGED_KINDS`
     offsets: npt.NDArray[np.int64]  # (N + 1,), ascending
     data: ChunkIndex  # index of the dataset of entries; each of its rows is one entry
-    checksums: str | None = None  # path of the dataset of checksums, if there is one
     classes: tuple[str, ...] | None = None  # class names, if entries are class numbers and the file names them
 
     @property
     def rows(self) -> int:
         """Number of rows."""
         return len(self.offsets) - 1
-
-    @property
-    def mean_bytes(self) -> int:
-        """Mean size of a row in bytes."""
-        return int(self.offsets[-1] - self.offsets[0]) * self.data.row_bytes // max(1, self.rows)
 
 
 def is_ragged(file: h5py.File, name: str) -> bool:
@@ -84,14 +77,11 @@ def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
         row = int(outside.argmax()) if len(outside) else 0
         problem = f"row {row} is not a range of the {len(data):,} entries of {paths[0]!r}; {_ADVICE}"
         raise dataset_error(file.filename, paths[1], problem, (row,))
-    checksums = find_item(file, f"{schema.CHECKSUMS}/{name}")
-    known = isinstance(checksums, h5py.Dataset) and checksums.shape == (len(offsets) - 1,)
     return RaggedIndex(
         name=name,
         kind=kind,
         offsets=offsets,
         data=index_dataset(file, data, paths[0]),
-        checksums=f"{schema.CHECKSUMS}/{name}" if known and checksums.dtype.kind == "u" else None,
         classes=attribute_names(file[name], schema.CLASSES),
     )
 
@@ -120,32 +110,19 @@ def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64],
     order = order[lengths[order] > 0]
     first, last = starts[order], stops[order]
     if len(order):
-        edges = _read_edges(first, last, MAX_GAP_BYTES // entry, max(1, _READ_BYTES // entry))
-        for low, high in itertools.pairwise(edges):
+        edges = run_edges(first[1:] - last[:-1] > MAX_GAP_BYTES // entry)
+        for low, high in limited_runs(edges, first, last, max(1, _READ_BYTES // entry)):
             start = int(first[low])
-            read = engine.read_range(index.data.name, start, int(last[low:high].max()))
+            read = engine.read_range(index.data.name, start, int(last[high - 1]))
             extents = zip(order[low:high].tolist(), first[low:high].tolist(), last[low:high].tolist(), strict=True)
             for position, begin, end in extents:
                 parts[position] = read[begin - start : end - start]
     data, offsets = np.concatenate(parts), np.append(0, np.cumsum(lengths))
     found = RaggedRows(index.kind, data, offsets, index.classes)
-    if check and index.checksums is not None:
+    if check and schema.checksums_path(index.name) in engine.indexes:
         values = RaggedRows(index.kind, data.astype(index.data.dtype, copy=False), offsets)
-        engine.require_checksums(index.name, index.checksums, rows, values.checksums())
+        engine.require_checksums(index.name, rows, values.checksums())
     return found
-
-
-def _read_edges(
-    starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], max_gap: int, max_entries: int
-) -> list[int]:
-    """Divide rows, sorted by their start, into groups to read together; return the groups' edges (see `run_edges`)."""
-    edges = run_edges(starts[1:] - np.maximum.accumulate(stops)[:-1] > max_gap).tolist()
-    cuts = []
-    for low, high in itertools.pairwise(edges):
-        while low < high:
-            cuts.append(low)
-            low += int(np.searchsorted(starts[low:high], starts[low] + max_entries, "left")) or 1
-    return [*cuts, len(starts)]
 
 
 def texts_of(path: str, name: str, rows: npt.NDArray[np.int64], found: RaggedRows) -> list[Any]:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.storage import Storage
+from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import run_edges
 
 MAX_GAP_BYTES = 4_096
@@ -51,7 +52,8 @@ def plan_extents(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> RowExtents:
     if not len(rows):
         return RowExtents(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
     chunks = index.chunks_of(rows)
-    offsets, source_ids = index.offsets_of(rows, chunks), index.source_ids_of(chunks)
+    offsets = index.offsets_of(rows, chunks)
+    source_ids = index.source_ids[chunks] if isinstance(index, VirtualIndex) else None
     breaks = np.diff(offsets) != index.row_bytes
     if not index.complete:
         absent = offsets < 0
@@ -104,9 +106,8 @@ class ReadPlan:
             total += size
             direct = size == (last - first) * row_bytes
             staging = out[first:last].reshape(-1) if direct else np.empty(size, np.uint8)
-            buffer = np.array([[staging.__array_interface__["data"][0], size]], np.uint64)
             storage = storage_of(None if extents.source_ids is None else int(extents.source_ids[head]))
-            calls += storage.scatter(buffer, (0, 1), (start,), partial(self.index.describe, self.rows[first:last]))
+            calls += storage.read_into(staging, start, partial(self.index.describe, self.rows[first:last]))
             if not direct:
                 _copy_rows(row_bytes, extents.edges[head : tail + 1], extents.offsets[head:tail] - start, staging, out)
         return int(extents.chunk_visits.sum()), total, calls
@@ -177,10 +178,6 @@ class ScatterPlan:
     chunk_visits: list[int]
     source_ids: list[int] | None
     borders: list[int]  # indices of extents at which the source changes, or rows without storage begin or end
-
-    def describe(self, position: int) -> str:
-        """Return a name for the run of consecutive rows that starts at ``rows[position]``, for error messages."""
-        return self.index.describe(self.rows, position)
 
     def by_file(self, first: int = 0, last: int | None = None) -> Iterator[FileExtents]:
         """Divide the extents `first` to `last` - 1 at `borders` into groups, each in one file; yield the groups."""

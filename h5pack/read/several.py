@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +64,7 @@ def join_descriptions(packs: Sequence[FileDescription]) -> FileDescription:
     mean, std = _pooled(packs)
     return replace(
         first,
-        indexes={name: _join(packs, lambda pack, name=name: pack.indexes[name]) for name in first.indexes},  # type: ignore[misc]
+        indexes={name: _join(packs, [pack.indexes[name] for pack in packs]) for name in first.indexes},
         splits={name: joined_ranges(parts) for name, parts in splits.items()},
         mean=mean,
         std=std,
@@ -101,9 +101,8 @@ def _metadata(pack: FileDescription) -> tuple[Any, ...]:
     return datasets, pack.layout, pack.classes, pack.columns, pack.kinds, ragged
 
 
-def _join(packs: Sequence[FileDescription], index_of: Callable[[FileDescription], ChunkIndex]) -> ChunkIndex:
-    """Join the indexes of one dataset in all files. ``index_of(pack)`` must return the index in one file."""
-    parts = [index_of(pack) for pack in packs]
+def _join(packs: Sequence[FileDescription], parts: Sequence[ChunkIndex]) -> ChunkIndex:
+    """Join `parts`, the indexes of one dataset in all files."""
     first, rows = parts[0], sum(part.rows for part in parts)
     encoded = [part for part in parts if isinstance(part, EncodedIndex)]
     if encoded:
@@ -112,7 +111,7 @@ def _join(packs: Sequence[FileDescription], index_of: Callable[[FileDescription]
             shape=(rows, *first.row_shape),
             library_reason=next((part.library_reason for part in encoded if part.library_reason is not None), None),
             offsets=_joined_offsets(packs, encoded),
-            data=_join(packs, lambda pack: _data(index_of(pack))),
+            data=_join(packs, [part.data for part in encoded]),
             image_sizes=np.concatenate([part.image_sizes for part in encoded]),
         )
     if first.is_encoded:
@@ -128,30 +127,12 @@ def _join(packs: Sequence[FileDescription], index_of: Callable[[FileDescription]
             mapped.append(MappedRows(at, part.rows, SourceFile(pack.path, pack.identity), part, 0))
         at += part.rows
     own = SourceFile(packs[0].path, packs[0].identity)
-    whole = replace(_plain(first), shape=(rows, *first.row_shape))
-    return join_rows(whole, own, b"", mapped)
-
-
-def _plain(index: ChunkIndex) -> ChunkIndex:
-    """Return a `ChunkIndex` with the attributes that `join_rows` uses, copied from an index of any type."""
-    return ChunkIndex(
-        name=index.name,
-        dtype=index.dtype,
-        shape=index.shape,
-        chunk_rows=index.chunk_rows,
-        group_rows=index.group_rows,
-        addresses=np.empty(0, np.int64),
-    )
-
-
-def _data(index: ChunkIndex) -> ChunkIndex:
-    assert isinstance(index, EncodedIndex)
-    return index.data
+    return join_rows(replace(first, shape=(rows, *first.row_shape)), own, b"", mapped)
 
 
 def _join_ragged(packs: Sequence[FileDescription], name: str) -> RaggedIndex:
     parts = [pack.ragged[name] for pack in packs]
-    data = _join(packs, lambda pack: pack.ragged[name].data)
+    data = _join(packs, [part.data for part in parts])
     return replace(parts[0], offsets=_joined_offsets(packs, parts), data=data)
 
 

@@ -102,9 +102,6 @@ class Storage:
         self._opened: dict[str, Descriptor] = {}
         self.checked = 0.0  # monotonic time of the last check that the path leads to this file
 
-    def __repr__(self) -> str:
-        return f"Storage({self.path!r})"
-
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "identity": self.identity, "_opened": {}, "checked": 0.0}
 

@@ -62,10 +62,6 @@ class VirtualIndex(ChunkIndex):
         return all(source.index.raw for source in self.sources)
 
     @property
-    def in_own_file(self) -> bool:
-        return False
-
-    @property
     def library_text(self) -> str | None:
         for source in self.sources:
             if source.index.library_reason is not None:
@@ -109,21 +105,12 @@ class VirtualIndex(ChunkIndex):
     def offset_of(self, row: int) -> int | None:
         return None  # the rows are in other files
 
-    def source_ids_of(self, chunks: Integers) -> Integers:
-        return self.source_ids[chunks]
-
-    def source_file(self, source_id: int | None) -> SourceFile | None:
-        return None if source_id is None else self.sources[source_id].file
-
     def split_by_source(self, rows: Integers) -> Iterator[tuple[SourceFile | None, ChunkIndex, Integers]]:
         numbers = self.chunks_of(rows)
         source_ids, there = self.source_ids[numbers], rows + self.shifts[numbers]
         for first, last in itertools.pairwise(equal_runs(source_ids).tolist()):
             source = self.sources[source_ids[first]]
             yield source.file, source.index, there[first:last]
-
-    def sources_in(self, file: SourceFile) -> tuple[SourceDataset, ...]:
-        return self.sources
 
     def ranges(self, start: int, stop: int) -> RowRanges:
         low, high = np.searchsorted(self.starts, start, "right") - 1, np.searchsorted(self.starts, stop, "left")
@@ -194,7 +181,8 @@ class _Builder:
         """Split the rows of a mapping into ranges and append them."""
         stop, shift = part.start + part.rows, part.start - part.first
         ranges = part.index.ranges(part.start, stop)
-        numbers = np.array([self._number(source) for source in part.index.sources_in(part.file)])
+        sources = part.index.sources if isinstance(part.index, VirtualIndex) else [SourceDataset(part.file, part.index)]
+        numbers = np.array([self._number(source) for source in sources])
         source_ids = numbers[ranges.source_ids]
         counts = np.diff(np.append(ranges.firsts, stop))
         for number in np.unique(source_ids).tolist():

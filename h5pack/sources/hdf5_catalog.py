@@ -20,8 +20,8 @@ import numpy.typing as npt
 from h5pack.errors import DamagedRowsError, H5PackError, OptionsError, PackFormatError, SourceError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValueError, FieldValues, parse_texts
-from h5pack.read.chunk_index import index_dataset
-from h5pack.read.description import checksums_of, describe_file
+from h5pack.read.chunk_index import index_checksums
+from h5pack.read.description import describe_file
 from h5pack.read.encoded import has_kept_images, is_encoded, is_mask_group
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import attribute_names, dataset_names, datasets_text, open_file, require_dataset, text
@@ -372,9 +372,7 @@ def _read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
     if is_ragged(file, name):
         index = index_ragged(file, name)
         _require_memory(path, name, index.data.rows * index.data.row_bytes)
-        indexes = {index.data.name: index.data}
-        if index.checksums is not None:
-            indexes[index.checksums] = index_dataset(file, file[index.checksums], index.checksums)
+        indexes = {index.data.name: index.data, **index_checksums(file, name, index.rows)}
         engine = Engine(os.path.abspath(path), FileIdentity.of(os.fspath(path)), indexes, warn=False)
         with _reporting(path, name), contextlib.closing(engine):
             return read_ragged(engine, index, np.arange(index.rows), check=True)
@@ -414,8 +412,7 @@ def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
             pack, rows = describe_file(path, name, None), np.arange(len(dataset))
             with contextlib.closing(Engine(pack.path, pack.identity, pack.indexes, warn=False)) as engine:
                 values = engine.read(name, rows)
-                if checksums_of(name) in pack.indexes:
-                    engine.check(name, checksums_of(name), rows, values)
+                engine.check(name, rows, values)
             return values
         if dataset.is_virtual:
             require_sources(dataset)

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import DamagedRowsError, H5PackError, PackFormatError, RejectedImageError, SourceError
+from h5pack.format import schema
 from h5pack.images.decode import read_header
 from h5pack.images.masks import read_mask
-from h5pack.read.description import FileDescription, checksums_of
+from h5pack.read.description import FileDescription
 from h5pack.read.engine import Engine
 from h5pack.sources.catalog import SourceReader, SurveyedImage, fingerprint
 
@@ -100,7 +101,7 @@ class HDF5RowReader(SourceReader):
         self.pack, self.form = pack, form
         self.images = next(iter(pack.indexes))
         self.index = pack.indexes[self.images]
-        self.has_checksums = checksums_of(self.images) in pack.indexes
+        self.has_checksums = schema.checksums_path(self.images) in pack.indexes
         self.masks = masks
         # Do not warn that a dataset of encoded images is slow to read, because its conversion is the remedy.
         self.engine = Engine(pack.path, pack.identity, pack.indexes, warn=form is not None)
@@ -200,8 +201,7 @@ class HDF5RowReader(SourceReader):
         read = self.engine.read_bytes if self.engine.indexes[name].is_encoded else self.engine.read
         try:
             values: Any = read(name, rows)
-            if checksums_of(name) in self.engine.indexes:
-                self.engine.check(name, checksums_of(name), rows, values)
+            self.engine.check(name, rows, values)
         except DamagedRowsError as error:
             reason = "its row is damaged: it does not match its checksum or cannot be decoded"
             raise RejectedImageError(reason) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,21 @@ def consecutive_runs(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     for values in columns[1:]:
         breaks |= np.diff(values) != 1
     return run_edges(breaks)
+
+
+def limited_runs(
+    edges: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], max_length: int
+) -> Iterator[tuple[int, int]]:
+    """Divide runs of ranges into runs that span at most `max_length`, or consist of a single range.
+
+    Range i goes from ``starts[i]`` to ``stops[i] - 1``; both ascend within each run. `edges` are the edges of the runs
+    (see `run_edges`). For each new run, yield (first, last): it consists of the ranges `first` to `last` - 1.
+    """
+    for low, high in itertools.pairwise(edges.tolist()):
+        while low < high:
+            count = int(np.searchsorted(stops[low:high], starts[low] + max_length, "right")) or 1
+            yield low, low + count
+            low += count
 
 
 RowNumbers = range | npt.NDArray[np.int64]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import h5pack
+from h5pack.data import chunk_groups
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import ROWS
 from h5pack.data.decoding import NO_KEY
@@ -159,7 +160,7 @@ def raises_at(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("way", "where"),
     [
-        *(("read", where) for where in ("execute", "plan", "read", "prefetch", "finish", "allocate")),
+        *(("read", where) for where in ("execute", "plan_scatter", "read", "prefetch", "finish", "allocate")),
         *(("mapped", where) for where in ("ready", "count_copied", "gather", "finish", "allocate")),
     ],
     indirect=["way"],
@@ -169,6 +170,7 @@ def test_an_error_reaches_the_consumer_and_ends_all_threads(
 ) -> None:
     plan, settings = plan_of(dataset, window=1), {}
     owners: dict[str, Any] = {"allocate": BufferPool, "ready": MappedDataset, "gather": CachedRows}
+    owners["plan_scatter"] = chunk_groups
     if where == "finish":
         settings["finish"] = raises_at(count, contents)
     else:

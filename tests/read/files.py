@@ -23,6 +23,7 @@ from h5pack.read import read_plan as plan_module
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.description import describe_file
 from h5pack.read.engine import Engine
+from h5pack.read.read_plan import plan_scatter
 from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import index_rows
 
@@ -218,7 +219,7 @@ def to_addresses(engine: Engine, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any
     index = engine.indexes["x"]
     memory = np.full((len(rows), index.row_bytes + 3), 77, np.uint8)
     start = memory.__array_interface__["data"][0]
-    plan = engine.plan("x", rows)
+    plan = plan_scatter(index, rows)
     plan.buffers[:, 0] = start + np.arange(len(rows))[::-1] * memory.shape[1]
     runs = len(plan.offsets)
     engine.execute(plan, 0, runs // 2)

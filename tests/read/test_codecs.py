@@ -264,11 +264,8 @@ def test_a_chunk_of_another_size_is_refused() -> None:
 def test_gzip_without_isal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = smooth((12, 30, 40), "u1", 2)
     write(tmp_path / "f.h5", values, "gzip")
-    codecs._inflate.cache_clear()
-    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
-    assert codecs._inflate() is zlib.decompress
+    monkeypatch.setattr(codecs, "fastest_zlib", zlib)
     require_rows(engine_of(tmp_path / "f.h5"), values)
-    codecs._inflate.cache_clear()
 
 
 def test_a_missing_decoder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +288,7 @@ def test_a_missing_decoder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_malloc_buffer_lives_as_long_as_its_arrays() -> None:
     block = MallocBuffer(1_000)
-    array = block.array()
+    array = np.asarray(block)
     array[...] = 3
     view = array[10:20]
     del block, array

@@ -39,7 +39,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [*((layout, "u1") for layout in LAYOUTS), ("chunked", "i1")])
-def test_bytes_and_pixels_in_every_layout(tmp_path: Path, layout: str, dtype: str) -> None:
+def test_bytes_and_pixels_in_every_layout(
+    tmp_path: Path, layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("h5pack.read.engine._FETCHED_ROWS", 7)
     rows = jpegs(31)
     path = write_encoded(tmp_path / "f.h5", rows, dtype=dtype, **LAYOUTS[layout])
     engine = described(path)
@@ -49,7 +52,7 @@ def test_bytes_and_pixels_in_every_layout(tmp_path: Path, layout: str, dtype: st
     expected = np.stack([decoded(row) for row in rows])
     dice = np.random.default_rng(3)
     for wanted in (np.arange(31), dice.permutation(31), np.array([4, 4, 30, 0, 4]), np.empty(0, np.int64)):
-        assert engine.reader.read_bytes("images", wanted) == [rows[row] for row in wanted]
+        assert engine.read_bytes("images", wanted) == [rows[row] for row in wanted]
         assert np.array_equal(engine.read("images", wanted), expected[wanted])
         assert np.array_equal(engine.read("labels", wanted), wanted)
 
@@ -63,7 +66,7 @@ def test_virtual_over_encoded_rows(tmp_path: Path) -> None:
     write_virtual(tmp_path / "f.h5", (9,), *parts, dtype=h5py.vlen_dtype(np.uint8), name="images")
     engine = described(tmp_path / "f.h5")
     order = np.array([8, 0, 4, 3, 5])
-    assert engine.reader.read_bytes("images", order) == [rows[row] for row in order]
+    assert engine.read_bytes("images", order) == [rows[row] for row in order]
     assert np.array_equal(engine.read("images", order), np.stack([decoded(rows[row]) for row in order]))
     (tmp_path / "3.h5").unlink()
     with pytest.raises(PackFormatError, match=r"3\.h5 is missing"):
@@ -124,7 +127,7 @@ def test_a_pickled_reader_and_a_forked_child(tmp_path: Path) -> None:
     require_rows(engine, expected, "images")
     require_rows(pickle.loads(pickle.dumps(engine)), expected, "images")
     assert in_child(lambda: np.array_equal(engine.read("images", [4, 0]), expected[[4, 0]]))
-    assert in_child(lambda: engine.reader.read_bytes("images", np.array([3])) == [rows[3]])
+    assert in_child(lambda: engine.read_bytes("images", np.array([3])) == [rows[3]])
 
 
 def test_many_threads(tmp_path: Path) -> None:
@@ -180,7 +183,7 @@ def test_a_row_that_cannot_be_decoded_is_named(tmp_path: Path, kind: str) -> Non
         assert "\n" not in str(caught.value)
     # Other rows can be read, and so can the bytes of the bad row.
     assert np.array_equal(engine.read("images", [5, 7]), np.stack([decoded(rows[5]), decoded(rows[7])]))
-    assert engine.reader.read_bytes("images", np.array([6])) == [rows[6]]
+    assert engine.read_bytes("images", np.array([6])) == [rows[6]]
     with pytest.raises(PackFormatError) as refused:
         describe_file(write_encoded(tmp_path / "0.h5", rows[6:]))
     assert (refused.value.dataset, refused.value.rows) == ("images", (0,))
@@ -288,13 +291,13 @@ def test_unwritten_rows_and_datasets_are_empty(tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         file["images"].resize((7,))
     engine = described(path, labels=None)
-    assert engine.reader.read_bytes("images", np.array([2, 3, 6]))[1:] == [b"", b""]
+    assert engine.read_bytes("images", np.array([2, 3, 6]))[1:] == [b"", b""]
     with pytest.raises(DamagedRowsError, match="the image is empty") as caught:
         engine.read("images", [5])
     assert caught.value.rows == (5,)
     engine = described(write_encoded(tmp_path / "none.h5", []))
     assert engine.read("images", []).shape == engine.indexes["images"].shape == (0, 0, 0, 3)
-    assert engine.reader.read_bytes("images", np.empty(0, np.int64)) == []
+    assert engine.read_bytes("images", np.empty(0, np.int64)) == []
 
 
 def test_threads_decode_without_simplejpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from h5pack.format.checksums import row_checksums
 from h5pack.read import engine as engine_module
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.hdf5_reader import H5Reader
+from h5pack.read.read_plan import plan_scatter
 from h5pack.read.storage import FileIdentity
 from h5pack.system.files import drop_cache, make_hot
 from tests.makers import flat_folder, quick
@@ -202,7 +203,7 @@ def test_check_names_the_damaged_rows(pack: Path, tmp_path: Path) -> None:
 
     def check(rows: Sequence[int]) -> None:
         engine, wanted = described(path), np.array(rows, np.int64)
-        engine.check("images", "checksums/images", wanted, engine.read("images", wanted))
+        engine.check("images", wanted, engine.read("images", wanted))
 
     def damage(row: int) -> None:
         chunk, place = divmod(row, index.chunk_rows)
@@ -226,13 +227,14 @@ def test_checksums_are_of_the_bytes_as_stored(tmp_path: Path, dtype: str, storag
     path, values = tmp_path / "f.h5", numbers((8, 5), dtype)
     write(path, values, storage)
     with h5py.File(path, "r+") as file:
-        file["sums"] = row_checksums(values)
-    engine, rows = engine_of(path, "x", "sums"), np.array([6, 0, 1])
+        file["checksums/x"] = row_checksums(values)
+    engine, rows = engine_of(path, "x", "checksums/x"), np.array([6, 0, 1])
     found = engine.read("x", rows)
-    engine.check("x", "sums", rows, found)
+    engine.check("x", rows, found)
     found[1, 2] = not found[1, 2] if dtype == "?" else found[1, 2] + 1
     with pytest.raises(DamagedRowsError, match="row 0"):
-        engine.check("x", "sums", rows, found)
+        engine.check("x", rows, found)
+    engine_of(path, "x").check("x", rows, found)  # An engine without checksums has nothing to compare with.
 
 
 def test_concurrent_reads_return_the_right_rows(tmp_path: Path) -> None:
@@ -304,7 +306,7 @@ def test_only_uncached_bytes_are_prefetched(tmp_path: Path, monkeypatch: pytest.
     write(path, numbers((20, 600), "u1"), "holes")
     engine = engine_of(path)
     places = engine.indexes["x"].addresses
-    plan = engine.plan("x", np.array([0, 1, 4, 6, 8, 19]))
+    plan = plan_scatter(engine.indexes["x"], np.array([0, 1, 4, 6, 8, 19]))
     asked: list[tuple[int, int]] = []
     probed: list[int] = []
     monkeypatch.setattr(engine.storage, "will_need", lambda offset, count: asked.append((offset, count)))

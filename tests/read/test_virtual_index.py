@@ -249,8 +249,12 @@ def test_a_source_that_was_replaced_is_named(
 def test_unreadable_rows_are_named_by_their_source(tmp_path: Path) -> None:
     four_sources(tmp_path)
     engine = engine_of(tmp_path / "v.h5")
-    plan = engine.plan("x", np.array([9, 21, 22, 23, 30]))
-    assert [plan.describe(place) for place in (0, 1, 2)] == ["'x' row 9", "'x' rows 0-2", "'x' rows 1-2"]
+    rows = np.array([9, 21, 22, 23, 30])
+    assert [engine.indexes["x"].describe(rows, place) for place in (0, 1, 2)] == [
+        "'x' row 9",
+        "'x' rows 0-2",
+        "'x' rows 1-2",
+    ]
     kept = os.stat(tmp_path / "s2.h5")
     place = int(engine.indexes["x"].addresses[4 + 4])
     os.truncate(tmp_path / "s2.h5", place + 900)

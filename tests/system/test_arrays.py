@@ -19,6 +19,7 @@ from h5pack.system.arrays import (
     consecutive_runs,
     equal_runs,
     hash_sequence,
+    limited_runs,
     shuffled,
     shuffled_split,
     splitmix64,
@@ -49,6 +50,23 @@ def test_runs_of_consecutive_values(values: list[int]) -> None:
 def test_runs_in_which_both_columns_count_up(pairs: list[tuple[int, int]]) -> None:
     found = consecutive_runs(*np.array(pairs, np.int64).reshape(-1, 2).T).tolist()
     assert found == slow_edges(pairs, lambda one, other: other == (one[0] + 1, one[1] + 1))
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), min_size=1, max_size=9)), st.integers(1, 20))
+def test_limited_runs_are_as_long_as_they_may_be(runs: list[list[tuple[int, int]]], max_length: int) -> None:
+    """Each run consists of ranges, given by the gap before them and their length."""
+    starts, stops, expected = list[int](), list[int](), list[tuple[int, int]]()
+    for run in runs:
+        at, begin = 0, len(starts)
+        for gap, length in run:
+            starts.append(at + gap)
+            stops.append(at := at + gap + length)
+            if at - starts[begin] > max_length and begin < len(starts) - 1:
+                expected.append((begin, len(starts) - 1))
+                begin = len(starts) - 1
+        expected.append((begin, len(starts)))
+    edges = np.cumsum([0, *map(len, runs)])
+    assert list(limited_runs(edges, np.array(starts, np.int64), np.array(stops, np.int64), max_length)) == expected
 
 
 def test_the_hash_is_splitmix64_as_others_publish_it() -> None:
