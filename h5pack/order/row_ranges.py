@@ -24,7 +24,7 @@ class EpochRows(Protocol):
     chunk_rows: int  # rows per chunk of the file
     # Pairs (chunk, number of missing rows, possibly 0). If several pairs have the same chunk, their numbers add up. All
     # other chunks have `chunk_rows` rows. None: chunks may have any length; `chunk_lengths` returns the lengths.
-    short_chunks: list[tuple[int, int]] | None
+    short_chunks: list[tuple[int, int]] | None = None
 
     def chunk_lengths(self) -> Rows:
         """Return the number of rows in each chunk; int64, (chunk_count,)."""
@@ -62,15 +62,36 @@ class RowSampler(Protocol):
         """Return the values that must be equal to resume from a saved state; numbers and strings only."""
 
 
-class RowRange:
-    """Consecutive rows of the file: a split, or all rows. The object's size does not depend on their number.
+class RowSet(RowSampler, EpochRows):
+    """Rows of the file that are the same in every epoch: the base class of `RowRange` and `RowSubset`.
 
     `pack_digest` is a checksum that differs between files with the same number of rows; None if it is not known.
     """
 
+    def __init__(self, count: int, chunk_rows: int, pack_digest: int | None) -> None:
+        self.count, self.chunk_rows, self._pack_digest = count, chunk_rows, pack_digest
+
+    def epoch_rows(self, key: int) -> RowSet:
+        return self
+
+    def chunk_starts(self, chunks: Rows) -> Rows:
+        """Return the positions at which chunks start, int64 (n,); for chunk number `chunk_count`, the row count."""
+        raise NotImplementedError
+
+    def chunk_lengths(self) -> Rows:
+        return np.diff(self.chunk_starts(np.arange(self.chunk_count + 1)))
+
+    def identity(self) -> dict[str, Any]:
+        digests = {} if self._pack_digest is None else {"pack_digest": self._pack_digest}
+        return {"rows": self.count, "chunk_rows": self.chunk_rows, **digests}
+
+
+class RowRange(RowSet):
+    """Consecutive rows of the file: a split, or all rows. The object's size does not depend on their number."""
+
     def __init__(self, start: int, stop: int, chunk_rows: int, pack_digest: int | None = None) -> None:
-        self.start, self.stop, self.chunk_rows, self._pack_digest = start, stop, chunk_rows, pack_digest
-        self.count = self.unique_count = stop - start
+        super().__init__(stop - start, chunk_rows, pack_digest)
+        self.start, self.stop = start, stop
         self._chunk = start // chunk_rows
         self.chunk_count = (stop - 1) // chunk_rows - self._chunk + 1 if self.count else 0
         # In the first and the last chunk, some rows may belong to other splits or be past the end of the dataset.
@@ -82,104 +103,65 @@ class RowRange:
                 (last, (self._chunk + self.chunk_count) * chunk_rows - stop),
             ]
 
-    def epoch_rows(self, key: int) -> RowRange:
-        """Return this object, because every epoch has the same rows."""
-        return self
+    @property
+    def unique_count(self) -> int:
+        return self.count
 
     def max_rows(self, chunks: int) -> int:
-        """Return an upper bound on the number of rows in `chunks` consecutive chunks of an epoch's order."""
         return chunks * self.chunk_rows
 
     def chunk_starts(self, chunks: Rows) -> Rows:
-        """Return the positions at which chunks start, int64 (n,); for chunk number `chunk_count`, the row count."""
         return np.clip((self._chunk + chunks) * self.chunk_rows, self.start, self.stop) - self.start
 
-    def chunk_lengths(self) -> Rows:
-        """Return the number of rows in each chunk; int64, (chunk_count,)."""
-        return np.diff(self.chunk_starts(np.arange(self.chunk_count + 1)))
-
     def rows_in_chunks(self, chunks: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
-        """Return rows and dataset indices as `EpochRows.rows_in_chunks` does."""
         heads = np.maximum(self.start, (self._chunk + chunks) * self.chunk_rows)
         rows = range_indices(heads + starts, stops - starts)
         return rows, rows - self.start
 
     def rows_at(self, positions: Rows) -> tuple[Rows, Rows]:
-        """Return rows and dataset indices as `EpochRows.rows_at` does."""
         return positions + self.start, positions
 
     def unique_rows(self) -> range:
-        """Return all rows of the range, ascending."""
         return range(self.start, self.stop)
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that must be equal to resume from a saved state."""
-        return {
-            "start": self.start, "rows": self.count, "chunk_rows": self.chunk_rows, **_digests(self._pack_digest),
-        }  # fmt: skip
+        return {"start": self.start, **super().identity()}
 
 
-class RowSubset:
+class RowSubset(RowSet):
     """Any rows of the file, in any order and possibly repeated. They are sorted into the file's order.
 
-    `indices` are the dataset indices that a sampler yields for `rows`; both are int64, (n,). `pack_digest` is
-    explained in `RowRange`.
+    `indices` are the dataset indices that a sampler yields for `rows`; both are int64, (n,).
     """
 
-    short_chunks: list[tuple[int, int]] | None = None
-
     def __init__(self, rows: Rows, indices: Rows, chunk_rows: int, pack_digest: int | None = None) -> None:
+        super().__init__(len(rows), chunk_rows, pack_digest)
         order = np.argsort(rows, kind="stable")
-        self._pack_digest = pack_digest
-        self._rows, self._indices, self.chunk_rows = rows[order], indices[order], chunk_rows
-        self.count = len(rows)
+        self._rows, self._indices = rows[order], indices[order]
         self._edges = equal_runs(self._rows // chunk_rows)
         self.chunk_count = len(self._edges) - 1
         # Because rows may be repeated, a chunk here can have more rows than in the file.
         self._longest = int(self.chunk_lengths().max(initial=0))
 
-    def epoch_rows(self, key: int) -> RowSubset:
-        """Return this object, because every epoch has the same rows."""
-        return self
-
     def max_rows(self, chunks: int) -> int:
-        """Return an upper bound on the number of rows in `chunks` consecutive chunks of an epoch's order."""
         return chunks * self._longest
 
     def chunk_starts(self, chunks: Rows) -> Rows:
-        """Return the positions at which chunks start, int64 (n,); for chunk number `chunk_count`, the row count."""
         return self._edges[chunks]
 
-    def chunk_lengths(self) -> Rows:
-        """Return the number of rows in each chunk; int64, (chunk_count,)."""
-        return np.diff(self._edges)
-
     def rows_in_chunks(self, chunks: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
-        """Return rows and dataset indices as `EpochRows.rows_in_chunks` does."""
         return self.rows_at(range_indices(self._edges[chunks] + starts, stops - starts))
 
     def rows_at(self, positions: Rows) -> tuple[Rows, Rows]:
-        """Return rows and dataset indices as `EpochRows.rows_at` does."""
         return self._rows[positions], self._indices[positions]
 
     @property
     def unique_count(self) -> int:
-        """Number of distinct rows of the file."""
         return int(np.count_nonzero(np.diff(self._rows))) + 1 if self.count else 0
 
     def unique_rows(self) -> Rows:
-        """Return the distinct rows of the file, ascending; int64, (n,)."""
         return np.unique(self._rows)
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that must be equal to resume from a saved state."""
         digest = zlib.crc32(self._indices.astype("<i8").tobytes(), zlib.crc32(self._rows.astype("<i8").tobytes()))
-        found = {"rows": self.count, "chunk_rows": self.chunk_rows, "rows_digest": digest}
-        return {**found, **_digests(self._pack_digest)}
-
-
-def _digests(pack_digest: int | None) -> dict[str, int]:
-    return {} if pack_digest is None else {"pack_digest": pack_digest}
-
-
-RowSet = RowRange | RowSubset
+        return {**super().identity(), "rows_digest": digest}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.order.row_ranges import Rows, RowSet
+from h5pack.order.row_ranges import EpochRows, Rows, RowSampler, RowSet
 from h5pack.system.arrays import range_indices
 
 MAX_SAMPLES = 1 << 48
@@ -48,7 +48,7 @@ def balanced_weights(labels: Rows, unlabelled: int | None) -> npt.NDArray[np.flo
     return weights
 
 
-class WeightedRows:
+class WeightedRows(RowSampler):
     """A `RowSampler` that draws `num_samples` rows per epoch, at most `MAX_SAMPLES`, in proportion to their weights.
 
     `weights`, float64 (rows.count,), are in the file's order. All must be finite and at least 0, and at least one
@@ -57,9 +57,7 @@ class WeightedRows:
 
     def __init__(self, rows: RowSet, weights: npt.NDArray[np.float64], num_samples: int) -> None:
         self.rows, self.count, self.chunk_rows = rows, num_samples, rows.chunk_rows
-        self._digest = 0
-        for low in range(0, len(weights), _BLOCK_ROWS):
-            self._digest = zlib.crc32(weights[low : low + _BLOCK_ROWS].astype("<f8").tobytes(), self._digest)
+        self._digest = zlib.crc32(np.ascontiguousarray(weights, "<f8").data)
         self._units = _in_units(weights)
         sums = np.add.reduceat(self._units, rows.chunk_starts(np.arange(rows.chunk_count)))
         self._sums: Rows = np.concatenate(([0], np.cumsum(sums)))
@@ -92,7 +90,6 @@ class WeightedRows:
         return np.unique(self.rows.rows_at(np.flatnonzero(self._units))[0])
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that must be equal to resume from a saved state."""
         return {**self.rows.identity(), "samples": self.count, "weights_digest": self._digest}
 
     def chunk_edges(self, offset: int) -> Rows:
@@ -127,10 +124,8 @@ class WeightedRows:
         return near
 
 
-class EpochDraws:
-    """The rows that one epoch draws; implements `EpochRows`. Chunks without draws are left out and have no number."""
-
-    short_chunks: list[tuple[int, int]] | None = None
+class EpochDraws(EpochRows):
+    """The rows that one epoch draws. Chunks without draws are left out and have no number."""
 
     def __init__(self, rows: WeightedRows, offset: int) -> None:
         self._weighted, self._offset = rows, offset
@@ -141,11 +136,9 @@ class EpochDraws:
         self.chunk_count = len(self._drawn)
 
     def chunk_lengths(self) -> Rows:
-        """Return the number of draws from each chunk, at least 1; int64, (chunk_count,)."""
         return np.diff(self._edges)
 
     def rows_in_chunks(self, chunks: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
-        """Return rows and dataset indices as `EpochRows.rows_in_chunks` does."""
         positions, edges, counts = self._weighted.row_edges(self._drawn[chunks], self._offset)
         lows = self._edges[chunks] + starts
         edges = np.clip(edges, np.repeat(lows, counts), np.repeat(self._edges[chunks] + stops, counts))
@@ -155,7 +148,6 @@ class EpochDraws:
         return self._weighted.rows.rows_at(np.repeat(positions, copies))
 
     def rows_at(self, positions: Rows) -> tuple[Rows, Rows]:
-        """Return rows and dataset indices as `EpochRows.rows_at` does."""
         order = np.argsort(positions, kind="stable")
         draws = positions[order]
         found = np.empty(len(draws), np.int64)

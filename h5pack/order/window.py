@@ -215,39 +215,18 @@ class OrderPlan:
         The groups come in ascending order of their first batch. So when a group is yielded whose first batch is b, all
         rows of the batches before b have been yielded.
         """
-        if not self.rows.count:
-            return
-        sequence = _ChunkSequence(self, epoch)
-        waiting = []
-        for number, (stream, lane, place) in enumerate(self._own_streams()):
-            start = max(0, -(-(first - lane) // self.lanes)) * self.stream_share
-            groups = self._in_batches(sequence.groups(stream, start), lane, place, start)
-            head = next(groups, None)
-            if head is not None:
-                waiting.append((head.first, number, head, groups))
-        heapq.heapify(waiting)
-        while waiting:
-            _, number, head, groups = waiting[0]
-            yield head
-            following = next(groups, None)
-            if following is None:
-                heapq.heappop(waiting)
-            else:
-                heapq.heapreplace(waiting, (following.first, number, following, groups))
+        if self.rows.count:
+            sequence, places = _ChunkSequence(self, epoch), range(self.step_streams)
+            streams = [self._in_batches(sequence, lane, place, first) for place in places for lane in range(self.lanes)]
+            yield from heapq.merge(*streams, key=lambda group: group.first)
 
-    def _own_streams(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (stream, its lane, its index among this rank's streams of that lane) for each stream of this rank."""
-        for place in range(self.step_streams):
-            for lane in range(self.lanes):
-                yield (self.rank * self.step_streams + place) * self.lanes + lane, lane, place
-
-    def _in_batches(
-        self, groups: Iterator[tuple[Rows, Rows, Rows, int]], lane: int, place: int, start: int
-    ) -> Iterator[ChunkGroup]:
-        """Turn the tuples that `_ChunkSequence.groups` yields for a stream into chunk groups with batches and slots."""
+    def _in_batches(self, sequence: _ChunkSequence, lane: int, place: int, first: int) -> Iterator[ChunkGroup]:
+        """Yield the chunk groups of stream number `place` of this rank's streams of a lane, from batch `first` on."""
         share = self.stream_share
+        stream = (self.rank * self.step_streams + place) * self.lanes + lane
+        start = max(0, -(-(first - lane) // self.lanes)) * share
         end = min(self.stream_rows, self.num_batches // self.lanes * share)
-        for rows, indices, positions, low in groups:
+        for rows, indices, positions, low in sequence.groups(stream, start):
             high = low + len(rows)
             if low < start or high > end:
                 # Leave out rows of batches that were delivered before the state was saved, and of a dropped last batch.
