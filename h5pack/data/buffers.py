@@ -3,7 +3,7 @@
 Copying rows to new memory is slow, because the kernel zeroes each page at its first access (measured: 15,700 images/s
 instead of 70,000). So the memory of a batch returns to the `BufferPool` when the batch's last tensor is freed. The pool
 has a weak reference to the array that the tensors share. The callback of this reference may run in the garbage
-collector, in any thread, while any lock is held. So the callback only appends to deques, which is atomic. The most
+collector, in any thread, while any lock is held. So the callback takes no lock: changes of a deque are atomic. The most
 recently used memory is reused first, because it is most likely in the CPU's caches. Pinned memory is managed by torch's
 host allocator, which reuses it after pending copies to the device have finished.
 
@@ -19,7 +19,6 @@ ordinary tensors, which torch copies.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import mmap
 import os
@@ -160,30 +159,28 @@ class BufferPool:
         self.pinned = pinned
         self._pinned_buffers = 0  # Number of buffers allocated in advance.
         self._free: deque[mmap.mmap] = deque()
-        self._numbers = itertools.count()
-        self._watched: dict[int, weakref.ref[Any]] = {}
-        self._dead: deque[int] = deque()
+        self._used: deque[None] = deque()  # One element per buffer in use.
 
     def allocate(self, rows: int) -> BatchMemory:
         """Return memory for a batch of `rows` rows."""
         if self.pinned:
             pinned = self._new_pinned()
             return BatchMemory(pinned.numpy(), pinned, self.fields, rows)
-        self._forget_dead()
         try:
             memory = self._free.pop()
         except IndexError:
             memory = huge_page_memory(self.bytes)
         base = np.frombuffer(memory, np.uint8)
-        number, free, dead, keep, watched = next(self._numbers), self._free, self._dead, self.keep, self._watched
+        free, used, keep = self._free, self._used, self.keep
 
-        def give_back(_: object) -> None:
-            dead.append(number)
-            if len(free) + len(watched) - len(dead) < keep:
+        def give_back() -> None:
+            used.pop()
+            if len(free) + len(used) < keep:
                 free.append(memory)
 
         # All tensors of the batch reference the array `base`, so `give_back` is called when the last of them is freed.
-        self._watched[number] = weakref.ref(base, give_back)
+        used.append(None)
+        weakref.finalize(base, give_back).atexit = False
         return BatchMemory(base, None, self.fields, rows)
 
     def prepare(self, buffers: int | None = None) -> None:
@@ -199,8 +196,7 @@ class BufferPool:
                 held = [self._new_pinned() for _ in range(wanted)]
                 del held
             return
-        self._forget_dead()
-        for _ in range(self.keep - len(self._free) - len(self._watched)):
+        for _ in range(self.keep - len(self._free) - len(self._used)):
             memory = huge_page_memory(self.bytes)
             np.frombuffer(memory, np.uint8)[::_PAGE] = 0
             self._free.append(memory)
@@ -209,22 +205,11 @@ class BufferPool:
         with unfilled_memory():
             return torch.empty(self.bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def _forget_dead(self) -> None:
-        """Drop the weak references to freed arrays. Several threads may call this at the same time."""
-        while self._dead:
-            try:
-                self._watched.pop(self._dead.popleft(), None)
-            except IndexError:
-                break
-
 
 _HEADER = mmap.PAGESIZE
 _FREE, _BUSY = 0, 1
 _SPARE = 3
 """Number of free segments that a worker keeps besides the one it fills, because it usually prefetches batches."""
-
-_watched: dict[int, weakref.ref[Any]] = {}
-_numbers = itertools.count()
 
 
 class SharedSegment:
@@ -280,7 +265,8 @@ class SharedMemory:
 
     def batch(self, shapes: Sequence[Shape], *, share: bool = True) -> list[torch.Tensor]:
         """Return new tensors to fill. In a worker, `share` puts them in shared memory if the system supports it."""
-        if share and get_worker_info() is not None and can_share():
+        # Segments are anonymous memory files, which the main process opens through /proc.
+        if share and get_worker_info() is not None and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
             return self.shared_batch(shapes)
         with unfilled_memory():
             return [torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype) for shape, dtype in shapes]
@@ -326,11 +312,6 @@ def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def can_share() -> bool:
-    """Return whether the system supports segments: anonymous memory files, opened through /proc."""
-    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
-
-
 def _tensors(base: npt.NDArray[np.uint8], shapes: Sequence[Shape]) -> list[torch.Tensor]:
     offsets, _ = lay_out(shapes)
     return [
@@ -355,14 +336,13 @@ def _receive(process: int, descriptor: int, shapes: Sequence[Shape]) -> list[tor
     finally:
         os.close(opened)
     base = np.frombuffer(memory, np.uint8, len(memory) - _HEADER, _HEADER)
-    number, owner = next(_numbers), os.getpid()
+    owner = os.getpid()
 
-    def release(_: object) -> None:
+    def release() -> None:
         # The garbage collector may call this, so take no lock. In a forked child, do not mark the segment as free,
         # because the parent still uses it.
         if os.getpid() == owner:
             memory[0] = _FREE
-        _watched.pop(number, None)
 
-    _watched[number] = weakref.ref(base, release)
+    weakref.finalize(base, release).atexit = False
     return _tensors(base, shapes)

@@ -25,10 +25,12 @@ from h5pack.errors import SizesDifferError
 class BatchSource(Closeable, Dataset[Any]):
     """Base class of datasets that can read whole batches.
 
-    `field_names` are the names of a batch's fields.
+    `field_names` are the names of a batch's fields; `is_random` is whether crops of images are random.
     """
 
     field_names: tuple[str, ...]
+    is_random: bool
+    _lists: tuple[str, ...]  # names of the fields that are lists in a batch
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Collate samples as torch's ``default_collate`` does, but read the rows directly into the batch.
@@ -46,14 +48,9 @@ class BatchSource(Closeable, Dataset[Any]):
             `images`, (n, ...), of the samples' shape and dtype; `labels`, int64 (n,) if integers, else of the stored
             dtype; the fields, by their names; `rows`, the row numbers in the files, int64 (n,).
         """
-        if isinstance(samples, SampleBatch) and samples.comes_from(self):
+        if isinstance(samples, SampleBatch) and samples._source is self:
             return samples.collate()
         return default_collate(list(samples))
-
-    @property
-    def is_random(self) -> bool:
-        """Whether crops of images are random."""
-        raise NotImplementedError
 
     def draw_key(self, indices: Sequence[Any]) -> DrawKey:
         """Return the key from which the crops of samples are drawn; `indices` come from a sampler or from a user."""
@@ -76,7 +73,10 @@ class BatchSource(Closeable, Dataset[Any]):
         For a batch, `values` is the result of `read_batch`, and `lists` the result of `read_lists`. For a sample, each
         element is the value of one row instead.
         """
-        raise NotImplementedError
+        if not lists:
+            return values
+        tensors, others = iter(values), iter(lists)
+        return [next(others if name in self._lists else tensors) for name in self.field_names]
 
     def split_batch(
         self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64], lists: Sequence[list[Any]] = ()
@@ -130,15 +130,6 @@ class SampleBatch(Sequence[Any]):
         self._first: Any = None
         self._samples: list[Any] | None = None
 
-    def comes_from(self, source: BatchSource) -> bool:
-        """Return whether this batch reads from `source`. Only then may `source` collate the batch."""
-        return self._source is source
-
-    @property
-    def untouched(self) -> bool:
-        """Whether no sample other than the first has been accessed."""
-        return self._samples is None
-
     def collate(self) -> Any:
         """Return the batch. The caller owns its tensors, so a second call reads again."""
         batch, self._batch = self._batch, None
@@ -186,7 +177,7 @@ class SampleBatch(Sequence[Any]):
 def _collate(batch: Sequence[Any], *, collate_fn_map: dict[Any, Any] | None = None) -> Any:
     """Collate a `SampleBatch` or a list of samples."""
     usual = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) is torch_collate.collate_tensor_fn
-    if usual and isinstance(batch, SampleBatch) and batch.untouched:
+    if usual and isinstance(batch, SampleBatch) and batch._samples is None:
         return batch.collate()
     fields, lists = batch[0]._batch_fields, batch[0]._lists
     collated = [

@@ -31,6 +31,8 @@ class ConcatPack(BatchSource):
     datasets : tuple of H5Dataset
     offsets : ndarray
         int64, (n + 1,): the index of each dataset's first sample, followed by the total number of samples.
+    is_random : bool
+        Whether crops of images are random.
 
     Raises
     ------
@@ -49,7 +51,8 @@ class ConcatPack(BatchSource):
                 )
             _check_same_fields(self.datasets[0], dataset)
         self.offsets: Rows = np.cumsum([0, *map(len, self.datasets)])
-        self.field_names = self.datasets[0].field_names
+        self.field_names, self._lists = self.datasets[0].field_names, self.datasets[0]._lists
+        self.is_random = any(one.is_random for one in self.datasets)
         self._shared = SharedMemory()
         self._plain = all(one.transform is None and one.target_transform is None for one in self.datasets)
 
@@ -107,16 +110,7 @@ class ConcatPack(BatchSource):
                 samples[position] = sample
         return samples
 
-    @property
-    def is_random(self) -> bool:
-        """Whether crops of images are random."""
-        return any(dataset.is_random for dataset in self.datasets)
-
     def read_batch(self, indices: Rows, key: DrawKey = NO_KEY) -> list[torch.Tensor]:
-        """Return the tensors of a batch of samples, each (n, ...). In a worker they are in shared memory.
-
-        Random crops are drawn from `key`.
-        """
         batch: list[torch.Tensor] = []
         for dataset, positions, inner in self._by_dataset(indices):
             # Only the whole batch needs shared memory. These rows are a part of it, and are copied into it below.
@@ -129,7 +123,6 @@ class ConcatPack(BatchSource):
         return batch or self.datasets[0].read_batch(indices)
 
     def read_lists(self, indices: Rows, key: DrawKey = NO_KEY) -> list[list[Any]]:
-        """Return, for each field that is a list in a batch, its values at `indices`. `key` determines random crops."""
         lists: list[list[Any]] = [[None] * len(indices) for _ in self.datasets[0].ragged]
         if lists:
             for dataset, positions, inner in self._by_dataset(indices):
@@ -139,12 +132,7 @@ class ConcatPack(BatchSource):
                         whole[position] = value
         return lists
 
-    def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:
-        """Return the values of a batch or a sample in the order of `field_names`, as `H5Dataset.arranged` does."""
-        return self.datasets[0].arranged(values, lists)
-
     def split_batch(self, batch: list[torch.Tensor], indices: Rows, lists: Sequence[list[Any]] = ()) -> list[Any]:
-        """Return the first ``len(indices)`` samples of a batch, as `H5Dataset.split_batch` does."""
         # Any of the datasets can split the batch, because all have the same dtypes. With `with_rows`, the row
         # numbers are in the last tensor.
         rows = batch[-1].numpy()[: len(indices)] if self.datasets[0].with_rows else indices

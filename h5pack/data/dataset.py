@@ -15,12 +15,12 @@ import torch
 
 from h5pack.data.buffers import SharedMemory
 from h5pack.data.collate import BatchSource, SampleBatch, out_of_range, positions_of
-from h5pack.data.decoding import NO_KEY, DrawKey, crop_decoder, moves
+from h5pack.data.decoding import NO_KEY, CropDecoder, DrawKey, moves
 from h5pack.data.samples import name_fields, sample_type, split_list
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
 from h5pack.format.fields import RaggedRows
-from h5pack.images.crops import DecodeCrop
+from h5pack.images.crops import DecodeCrop, RandomResizedCrop
 from h5pack.images.decode import image_of
 from h5pack.read.description import describe_file
 from h5pack.read.encoded import EncodedIndex, decoding_row
@@ -101,6 +101,8 @@ class H5Dataset(BatchSource):
         Kind of each field by its name in `field_names`: array, boxes, image, keypoints, mask, ragged, text or texts.
     field_classes : dict of str to tuple of str
         Class names of the fields that hold class numbers, such as the labels of boxes, by their names in `field_names`.
+    is_random : bool
+        Whether crops of images are random.
     rows : range or ndarray
         Row number in the file of each sample: a range, or an int64 array (n,) if they are not consecutive.
     group_rows : int
@@ -164,10 +166,6 @@ class H5Dataset(BatchSource):
         self.kinds, self._path_kinds = {paths[name]: kind for name, kind in kinds.items()}, kinds
         self.field_classes = {paths[name]: one.classes for name, one in self.ragged.items() if one.classes is not None}
         self._lists = tuple(paths[name] for name in self.ragged)
-        # Positions in `field_names`: one list for `names` and the row number, another for `ragged`.
-        places = {name: place for place, name in enumerate(given)}
-        self._places = [places.pop(name) for name in self.names] + [len(given)] * bool(with_rows), [*places.values()]
-        self._channels_first = pack.layout == "nchw"
         if check and schema.checksums_path(self.names[0]) not in pack.indexes:
             message = f"{pack.path}: the file has no checksums of {self.names[0]!r}; omit check"
             raise OptionsError(message, path=pack.path, dataset=self.names[0], parameters=("check",))
@@ -179,13 +177,12 @@ class H5Dataset(BatchSource):
                 raise PackFormatError(message, path=pack.path, parameters=("split",))
         index = pack.indexes[self.names[0]]
         self.rows = joined_ranges([self.splits[name] for name in chosen] if chosen else [range(index.rows)])
-        self._length = len(self.rows)
         self._encoded = tuple(name for name in self.names if pack.indexes[name].is_encoded)
         self.group_rows = index.group_rows
         self._set_decoder(decode, exact)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self.rows)
 
     def __repr__(self) -> str:
         shape = " x ".join(str(size) for size in self.row_shape(self.names[0]))
@@ -193,11 +190,6 @@ class H5Dataset(BatchSource):
         names = self.field_names[1 + (self.label_name is not None) : len(self.field_names) - self.with_rows]
         fields = f", fields {', '.join(names)}" if names else ""
         return f"H5Dataset({self.path!r}, split={self.split!r}): {len(self):,} rows of {shape}{labels}{fields}"
-
-    @property
-    def is_random(self) -> bool:
-        """Whether crops of images are random."""
-        return self.decoder is not None and self.decoder.is_random
 
     def row_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a row of one of the datasets in `names`, before any transform."""
@@ -242,8 +234,8 @@ class H5Dataset(BatchSource):
         if self.check or self._encoded:
             return self._load(self._rows([index]), self.draw_key([index]))[0]
         number = operator.index(index)
-        if not -self._length <= number < self._length:
-            raise out_of_range(index, self._length, f"{self.path}: ")
+        if not -len(self.rows) <= number < len(self.rows):
+            raise out_of_range(index, len(self.rows), f"{self.path}: ")
         row = int(self.rows[number])
         values = [self._convert(name, self.engine.read_one(name, row)) for name in self.names]
         if self.with_rows:
@@ -302,7 +294,7 @@ class H5Dataset(BatchSource):
         made._pack = join_descriptions([one._pack for one in datasets])
         starts = np.cumsum([0, *(one.engine.indexes[one.names[0]].rows for one in datasets)])
         made.rows = np.concatenate([np.asarray(one.rows) + start for one, start in zip(datasets, starts, strict=False)])
-        made._length, made.splits, made.ragged = len(made.rows), made._pack.splits, made._pack.ragged
+        made.splits, made.ragged = made._pack.splits, made._pack.ragged
         made.split, made.mean, made.std = None, made._pack.mean, made._pack.std
         made.engine = Engine(made._pack.path, made._pack.identity, made._pack.indexes)
         made.group_rows = made.engine.indexes[made.names[0]].group_rows
@@ -316,11 +308,11 @@ class H5Dataset(BatchSource):
 
     def _set_decoder(self, decode: DecodeCrop | None, exact: bool) -> None:
         images = self.engine.indexes[self.names[0]]
-        self.decoder = None
+        self.decoder, self.is_random = None, isinstance(decode, RandomResizedCrop)
         if decode is not None:
             kinds = self._path_kinds.items()
             unmoved = [name for name, kind in kinds if not moves(kind, images, name in self._encoded)]
-            self.decoder = crop_decoder(self.path, images, decode, exact, unmoved)
+            self.decoder = CropDecoder(self.path, images, decode, exact, unmoved)
 
     def read_ragged(self, name: str, rows: npt.NDArray[np.int64]) -> RaggedRows:
         """Return rows, int64 (n,), of a field in `ragged`, after comparing their checksums if ``check=True``."""
@@ -356,26 +348,9 @@ class H5Dataset(BatchSource):
                 found.append(split_list(values.data, np.diff(values.offsets).tolist()))
         return found
 
-    def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:
-        """Return the values of a batch or a sample in the order of `field_names`.
-
-        `values` has an element per dataset in `names`, then any row numbers; `lists` has an element per `ragged` field.
-        """
-        if not lists:
-            return values
-        found: list[Any] = [None] * (len(values) + len(lists))
-        for places, some in zip(self._places, (values, lists), strict=True):
-            for place, value in zip(places, some, strict=True):
-                found[place] = value
-        return found
-
     def split_batch(
         self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64], lists: Sequence[list[Any]] = ()
     ) -> list[Any]:
-        """Return the first ``len(rows)`` samples of a batch; their tensors share the batch's memory.
-
-        `lists` is what `read_lists` returned for these rows.
-        """
         return self._samples([list(tensor.numpy()[: len(rows)]) for tensor in batch[: len(self.names)]], rows, lists)
 
     def _samples(self, columns: list[list[Any]], rows: npt.NDArray[np.int64], lists: Sequence[list[Any]]) -> list[Any]:
@@ -442,7 +417,7 @@ class H5Dataset(BatchSource):
 
     def _rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Convert indices into this dataset to row numbers in the file; int64, (n,)."""
-        return self.file_rows(positions_of(indices, self._length, f"{self.path}: "))
+        return self.file_rows(positions_of(indices, len(self.rows), f"{self.path}: "))
 
     def _load(self, rows: npt.NDArray[np.int64], key: DrawKey) -> list[Any]:
         if not self._encoded or self.decoder is not None:
@@ -468,7 +443,7 @@ class H5Dataset(BatchSource):
     def _transformable(self, value: npt.NDArray[Any]) -> Any:
         """Return an image in a form that all of torchvision's transforms take."""
         pixels = value[..., None] if value.ndim == 2 else value
-        if self._channels_first and pixels.ndim == 3:
+        if self._pack.layout == "nchw" and pixels.ndim == 3:
             pixels = pixels.transpose(1, 2, 0)
         is_picture = value.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] in (1, 3)
         return image_of(pixels) if is_picture else torch.from_numpy(np.asarray(value))

@@ -51,11 +51,6 @@ class DrawKey:
         """Return the key of the samples at these positions, int64 (n,)."""
         return replace(self, repeat=self.repeat[positions]) if isinstance(self.repeat, torch.Tensor) else self
 
-    @staticmethod
-    def random() -> DrawKey:
-        """Return a key drawn from torch's random generator, which torchvision's transforms use, too."""
-        return DrawKey(int(torch.empty((), dtype=torch.int64).random_()), 0)
-
 
 NO_KEY = DrawKey(0, 0)
 """The key of crops that are not random."""
@@ -84,7 +79,8 @@ def key_of(indices: Sequence[Any]) -> DrawKey:
     """Return the key of indices that come from one iteration of a sampler; for other indices, a random key."""
     keys = [index.key for index in indices if isinstance(index, DrawnIndex)]
     if not keys or len(keys) < len(indices):
-        return DrawKey.random()
+        # torchvision's transforms use torch's random generator, too.
+        return DrawKey(int(torch.empty((), dtype=torch.int64).random_()), 0)
     repeats = [key.repeat for key in keys]
     return replace(keys[0], repeat=torch.tensor(repeats) if any(repeats) else 0)
 
@@ -122,30 +118,23 @@ def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
     return kind not in schema.MOVED_KINDS or isinstance(images, EncodedIndex)
 
 
-def crop_decoder(
-    path: str, images: ChunkIndex, crop: DecodeCrop, exact: bool, unmoved: Sequence[str] = ()
-) -> CropDecoder:
-    """Return a decoder of crops of the dataset `images` of the file `path`.
-
-    Raise OptionsError if the images are stored as pixels, if there are `unmoved` fields (masks, boxes or keypoints that
-    cannot be cropped with the images), or if `crop` is not a `DecodeCrop`.
-    """
-    problem, parameters = "", ["decode"]
-    if not images.is_encoded:
-        problem = "the images are stored as pixels, so decode has no effect; give Normalize(crop=...) the crop, or "
-        problem, parameters = problem + "convert with keep='jpeg'", ["decode", "keep='jpeg'"]
-    elif unmoved:
-        problem = f"{', '.join(map(repr, unmoved))} cannot be cropped with the images; leave them out of fields"
-        parameters = ["decode", "fields"]
-    if problem:
-        raise OptionsError(f"{path}: {problem}", path=path, dataset=images.name, parameters=parameters)
-    return CropDecoder(crop, exact)
-
-
 class CropDecoder:
-    """Decodes crops of encoded images. If `exact` is false, images may be decoded at a fraction of their size."""
+    """Decodes crops of `images`, a dataset of the file `path`.
 
-    def __init__(self, crop: DecodeCrop, exact: bool) -> None:
+    If `exact` is false, images may be decoded at a fraction of their size. `unmoved` are the masks, boxes and keypoints
+    that cannot be cropped with the images; it is an error if there are any.
+    """
+
+    def __init__(self, path: str, images: ChunkIndex, crop: DecodeCrop, exact: bool, unmoved: Sequence[str]) -> None:
+        problem, parameters = "", ["decode"]
+        if not images.is_encoded:
+            problem = "the images are stored as pixels, so decode has no effect; give Normalize(crop=...) the crop, or "
+            problem, parameters = problem + "convert with keep='jpeg'", ["decode", "keep='jpeg'"]
+        elif unmoved:
+            problem = f"{', '.join(map(repr, unmoved))} cannot be cropped with the images; leave them out of fields"
+            parameters = ["decode", "fields"]
+        if problem:
+            raise OptionsError(f"{path}: {problem}", path=path, dataset=images.name, parameters=parameters)
         if not isinstance(crop, DecodeCrop):
             raise OptionsError(
                 f"decode is {crop!r}; give RandomResizedCrop(size), CenterCrop(size, resize=size) or Resize((height, "
@@ -153,12 +142,6 @@ class CropDecoder:
                 parameters=("decode",),
             )
         self.crop, self.exact = crop, exact
-        self.is_random = isinstance(crop, RandomResizedCrop)
-
-    @property
-    def row_shape(self) -> tuple[int, int, int]:
-        """Shape of the results: height, width, 3."""
-        return (*self.crop.output_size, 3)
 
     def decode(
         self,

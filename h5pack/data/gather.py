@@ -11,9 +11,7 @@ import numpy.typing as npt
 import torch
 
 from h5pack.data.dataset import H5Dataset
-from h5pack.data.decoding import DrawKey
 from h5pack.data.iteration import serial_torch
-from h5pack.format.fields import RaggedRows
 from h5pack.read.chunk_decoder import DecodedDataset
 from h5pack.read.mapping import MappedDataset
 
@@ -45,43 +43,20 @@ class HeldRows:
             out[...] = self._values[positions]
 
 
-class HeldLists:
-    """Fields whose rows differ in length. `load` reads the rows from the first to the last of `rows` into memory.
+def list_sizes(dataset: H5Dataset, rows: range, max_bytes: int) -> dict[str, int]:
+    """Return the sizes in bytes of the fields with rows of different lengths that fit into `max_bytes`, smallest first.
 
-    `sizes` has the size in bytes of each field that is held, smallest first, in total at most `max_bytes`. The other
-    fields are read from the file.
+    A size is that of the field's values in `rows`.
     """
-
-    def __init__(self, dataset: H5Dataset, rows: range | npt.NDArray[np.int64], max_bytes: int) -> None:
-        self._dataset, self._held = dataset, dict[str, RaggedRows]()
-        ends = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
-        self._start, self._stop = ends
-        sizes = {
-            name: int(index.offsets[ends[1]] - index.offsets[ends[0]]) * index.data.row_bytes + index.offsets.nbytes
-            for name, index in dataset.ragged.items()
-        }
-        self.sizes: dict[str, int] = {}
-        for name in sorted(sizes, key=lambda name: sizes[name]):
-            if sum(self.sizes.values()) + sizes[name] <= max_bytes:
-                self.sizes[name] = sizes[name]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": {}}
-
-    def clear(self) -> None:
-        """Free the memory, until `load` is called again."""
-        self._held = {}
-
-    def load(self) -> None:
-        """Read the fields that fit, unless this was done before."""
-        for name in self.sizes:
-            if name not in self._held:
-                self._held[name] = self._dataset.read_ragged(name, np.arange(self._start, self._stop))
-
-    def read(self, rows: npt.NDArray[np.int64], key: DrawKey) -> list[list[Any]]:
-        """Return, for each field in `H5Dataset.ragged`, its values in `rows`, as `H5Dataset.read_lists` does."""
-        held = {name: values[rows - self._start] for name, values in self._held.items()}
-        return self._dataset.read_lists(rows, key, held)
+    sizes = {
+        name: int(index.offsets[rows.stop] - index.offsets[rows.start]) * index.data.row_bytes + index.offsets.nbytes
+        for name, index in dataset.ragged.items()
+    }
+    found: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: sizes[name]):
+        if sum(found.values()) + sizes[name] <= max_bytes:
+            found[name] = sizes[name]
+    return found
 
 
 @dataclass(frozen=True)

@@ -180,16 +180,13 @@ class BackgroundThreads:
         """Make the threads end after their current task. The garbage collector may call this, so it takes no lock."""
         raise NotImplementedError
 
-    def join(self, seconds: float | None = None) -> None:
-        """Wait until the functions in the threads have ended, at most `seconds` for each; None: without limit.
-
-        Do nothing if called in one of the threads or in another process.
-        """
+    def join(self) -> None:
+        """Wait until the functions in the threads have ended. In one of the threads or another process, do nothing."""
         # The garbage collector may run this in one of the threads. Joining the others there could deadlock, because
         # they may wait for a lock that this thread holds.
         if self.process == os.getpid() and threading.current_thread() not in self.threads:
             for ended in self._ended:
-                ended.wait(seconds)
+                ended.wait()
 
     def stop_with(self, owner: object) -> weakref.finalize[..., object]:
         """Stop the threads when `owner` is garbage-collected, which requires that they do not reference `owner`."""

@@ -17,7 +17,7 @@ import torch
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import ROWS
 from h5pack.data.dataset import H5Dataset, batch_fields
-from h5pack.data.gather import HeldLists, HeldRows
+from h5pack.data.gather import HeldRows, list_sizes
 from h5pack.data.iteration import BatchIterator, Closeable, IdleThreads
 from h5pack.data.mixture import MixtureSampler
 from h5pack.data.pipeline import EpochGroups, Pipeline
@@ -25,6 +25,7 @@ from h5pack.data.samplers import draw_key, order_text
 from h5pack.data.samples import new_batch
 from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
+from h5pack.format.fields import RaggedRows
 from h5pack.images.crops import DecodeCrop
 from h5pack.order.cursor import EpochCursor, IterationState, Resumable
 from h5pack.order.permutation import derive_key
@@ -268,9 +269,11 @@ class H5Loader(Closeable, Resumable):
         self.decodes_once = decoded > 0 and (again or decoded <= budget - needed - small_bytes)
         self._keeps_decoded = again or self.decodes_once
         held += decoded if self.decodes_once and not again else 0
-        rows_of_lists = self.plan.rows.unique_rows() if self._base.ragged else range(0)
-        self._lists = HeldLists(self._base, rows_of_lists, min(_MAX_LIST_BYTES, budget - needed - held))
-        held += sum(self._lists.sizes.values())
+        listed = self.plan.rows.unique_rows() if self._base.ragged else range(0)
+        # Hold the rows from the first to the last, so that the position of a row is its number minus the first one.
+        self._list_rows = range(int(listed[0]), int(listed[-1]) + 1) if len(listed) else range(0)
+        self._list_sizes = list_sizes(self._base, self._list_rows, min(_MAX_LIST_BYTES, budget - needed - held))
+        held += sum(self._list_sizes.values())
         self.prefetch_factor = max(minimum, min(wanted, (budget - held) // max(1, batch_bytes) - 1))
         self.memory_bytes = (self.prefetch_factor + 1) * batch_bytes + held
         self._plan_blocks(batch_bytes, prefetch_factor)
@@ -302,7 +305,7 @@ class H5Loader(Closeable, Resumable):
         return BufferPool(fields, rows, self.pin_memory, keep)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_pool", "_iterators", "_groups", "_held", "_idle", "_end_idle_threads")
+        own = ("_pool", "_iterators", "_groups", "_held", "_held_lists", "_idle", "_end_idle_threads")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -317,7 +320,7 @@ class H5Loader(Closeable, Resumable):
             self._pool.blocks = self._new_pool(self.num_threads + 2, self._block_rows)
         self._groups = EpochGroups(self.plan, sum(field.row_bytes for field in self._pool.fields))
         self._held: dict[str, HeldRows] | None = None
-        self._lists.clear()
+        self._held_lists: dict[str, RaggedRows] = {}
         self._iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
         self._idle = IdleThreads()
         self._end_idle_threads = weakref.finalize(self, self._idle.close)
@@ -345,8 +348,9 @@ class H5Loader(Closeable, Resumable):
             self._reset()
         _require_no_transform(self._base)
         self._base.engine.check_unchanged()
-        self._lists.load()
         if self._held is None:
+            numbers = np.asarray(self._list_rows, np.int64)
+            self._held_lists = {name: self._base.read_ragged(name, numbers) for name in self._list_sizes}
             rows = self.plan.rows.unique_rows() if self._held_names else range(0)
             self._held = {name: HeldRows(self._base, name, rows) for name in self._held_names}
             if self.pin_memory:
@@ -374,13 +378,7 @@ class H5Loader(Closeable, Resumable):
         return self._base.stats()
 
     def use_memory_of(self, other: H5Loader) -> bool:
-        """Share another loader's buffers if its batches have the same layout, for loaders that are used in turn.
-
-        Returns
-        -------
-        bool
-            True if the buffers are now shared, because fields, shapes, dtypes, sizes and pinning are the same.
-        """
+        """Share another loader's buffers, for loaders used in turn; return False if their batches differ in layout."""
         mine, theirs = self._pool, other._pool
         same = mine.fields == theirs.fields and mine.bytes == theirs.bytes and self.pin_memory == other.pin_memory
         if same:
@@ -438,7 +436,9 @@ class H5Loader(Closeable, Resumable):
             tensors.append(memory.tensor(ROWS))
         lists: Sequence[Any] = ()
         if self._base.ragged:
-            lists = self._lists.read(memory.arrays[ROWS], draw_key(self.plan, epoch, batch))
+            rows = memory.arrays[ROWS]
+            held = {name: values[rows - self._list_rows.start] for name, values in self._held_lists.items()}
+            lists = self._base.read_lists(rows, draw_key(self.plan, epoch, batch), held)
         return new_batch(self._base.field_names, self._base.arranged(tensors, lists))
 
     def _transformed(self, name: str, tensor: torch.Tensor, epoch: int, batch: int) -> Any:

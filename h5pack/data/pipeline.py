@@ -80,8 +80,9 @@ class Pipeline(BackgroundThreads):
     `idle`, as in `BackgroundThreads.start`.
 
     For groups in the page cache, a task copies up to `block_rows` rows. With a single stream and lane, at most
-    `max_gathered` batches have memory but are not delivered yet while such groups are copied. In this case, if
-    `can_help` is true, the consumer's thread also copies while it waits, and at most `cpus` threads copy.
+    `max_gathered` batches, which must not exceed `credits`, have memory but are not delivered yet while such groups are
+    copied. In this case, if `can_help` is true, the consumer's thread also copies while it waits, and at most `cpus`
+    threads copy.
     """
 
     def __init__(
@@ -109,7 +110,8 @@ class Pipeline(BackgroundThreads):
         self._groups = groups
         self._planned: deque[PlannedGroup] = deque()
         self._planning = True
-        self._granted, self._opened, self._delivered = 0, first, first
+        # Numbers of the next batch to open and of the next batch to deliver.
+        self._opened, self._delivered, self._max_open = first, first, credits
         self._batches = OpenBatches()
         self._reader = GroupReader(dataset, pool.fields, self._batches, held, draw_key, keep=keep_decoded)
         # Batches of cached rows are filled one after the other, which uses few buffers, so that they stay in the CPU's
@@ -124,12 +126,9 @@ class Pipeline(BackgroundThreads):
         self._tasks: deque[Task] = deque()
         self._stopping = False
         self._lock = threading.Lock()
-        self._credits: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[int, Any] | BaseException] = queue.SimpleQueue()
         self._plan_slots: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(credits):
-            self._credits.put(None)
         for _ in range(_PLANNED):
             self._plan_slots.put(None)
         self._readers = num_threads
@@ -205,7 +204,6 @@ class Pipeline(BackgroundThreads):
     def return_credit(self) -> None:
         """Permit the threads to allocate one more batch, because a batch was delivered to the consumer."""
         self._delivered += 1
-        self._credits.put(None)
         with self._lock:
             self._wake_one()
 
@@ -277,7 +275,8 @@ class Pipeline(BackgroundThreads):
             task = None if helping else self._tasks.popleft()
         elif self._blocks and (helping or self._awake <= self._useful):
             block = self._blocks[0]
-            if block.last - self._delivered < self._max_gathered and self._open_block(block):
+            if block.last - self._delivered < self._max_gathered:
+                self._open_block(block)
                 task = partial(self._fill, self._blocks.popleft())
         if (task is not None or helping) and (self._tasks or self._blocks or self._planned):
             self._wake_one()
@@ -304,8 +303,10 @@ class Pipeline(BackgroundThreads):
         """Queue the next group's tasks or blocks, unless its batches need memory now and there are too few credits."""
         planned = self._planned[0]
         batchwise = self._is_batchwise(planned)
-        if not batchwise and not self._open(planned.group.last):
-            return
+        if not batchwise:
+            if planned.group.last - self._delivered >= self._max_open:
+                return
+            self._open(planned.group.last)
         self._planned.popleft()
         self._plan_slots.put(None)
         if planned.runs is None:
@@ -321,39 +322,21 @@ class Pipeline(BackgroundThreads):
     def _is_batchwise(self, planned: PlannedGroup) -> bool:
         return planned.runs is not None and self._batchwise
 
-    def _take_credits(self, last: int) -> range | None:
-        """Take a credit for each batch up to number `last` that was not opened yet, and return these batches.
-
-        Return None if there are too few credits. A credit is the permission to open one batch.
-        """
-        batches = range(self._opened, last + 1)
-        while self._granted < len(batches):
-            try:
-                self._credits.get_nowait()
-            except queue.Empty:
-                return None
-            self._granted += 1
-        self._granted -= len(batches)
-        self._opened += len(batches)
-        return batches
-
-    def _open_block(self, block: Block) -> bool:
-        """Open the batches of a block, as `_open` does."""
+    def _open_block(self, block: Block) -> None:
+        """Open the batches of a block. Several batches get adjacent memory."""
         if len(block.spans) == 1:
-            return self._open(block.last)
-        if self._take_credits(block.last) is None:
-            return False
-        assert self._pool.blocks is not None
-        self._batches.open_block(block, self._pool.blocks.allocate(len(block.rows)))
-        return True
+            self._open(block.last)
+        else:
+            assert self._pool.blocks is not None
+            self._batches.open_block(block, self._pool.blocks.allocate(len(block.rows)))
+            self._opened = block.last + 1
 
-    def _open(self, last: int) -> bool:
-        """Open all batches up to number `last` and return True, or return False if there are not enough credits."""
-        batches = self._take_credits(last)
-        for batch in batches or ():
+    def _open(self, last: int) -> None:
+        """Open all batches up to number `last` that were not opened yet."""
+        for batch in range(self._opened, last + 1):
             rows = self._plan.batch_rows(batch)
             self._batches.open(batch, self._pool.allocate(rows), rows)
-        return batches is not None
+        self._opened = max(self._opened, last + 1)
 
     def _arrive(self, spans: list[Span]) -> None:
         """Record that the rows of `spans` are written, and queue the batches that are now complete for the consumer."""

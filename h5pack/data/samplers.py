@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -50,17 +52,13 @@ def _received_by_loop(iteration: IterationState) -> Callable[[], int | None] | N
     loop received, so find that iterator on the stack. torchdata's StatefulDataLoader has other iterators, and counts by
     itself.
     """
-    frame, loader = sys._getframe(2), None
-    for _ in range(_MAX_FRAMES):
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), _MAX_FRAMES):
         # Use `f_locals` only of torch's frames. Before Python 3.13, it keeps a frame's variables alive until the frame
         # returns.
         found = frame.f_locals.get("self") if frame.f_globals.get("__name__") == _LOADER_MODULE else None
         if any(one.__name__ == "_MultiProcessingDataLoaderIter" for one in type(found).__mro__):
-            loader = weakref.ref(found)
-        if loader is not None or frame.f_back is None:
-            break
-        frame = frame.f_back
-    return None if loader is None else partial(_received, loader, iteration)
+            return partial(_received, weakref.ref(found), iteration)
+    return None
 
 
 def _received(loader: weakref.ref[Any], iteration: IterationState) -> int | None:
