@@ -293,7 +293,8 @@ class H5Dataset(BatchSource):
         made, datasets = copy.copy(self), (self, *others)
         made._pack = join_descriptions([one._pack for one in datasets])
         starts = np.cumsum([0, *(one.engine.indexes[one.names[0]].rows for one in datasets)])
-        made.rows = np.concatenate([np.asarray(one.rows) + start for one, start in zip(datasets, starts, strict=False)])
+        rows = [np.asarray(one.rows, np.int64) + start for one, start in zip(datasets, starts, strict=False)]
+        made.rows = np.concatenate(rows)
         made.splits, made.ragged = made._pack.splits, made._pack.ragged
         made.split, made.mean, made.std = None, made._pack.mean, made._pack.std
         made.engine = Engine(made._pack.path, made._pack.identity, made._pack.indexes)

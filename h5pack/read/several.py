@@ -121,13 +121,16 @@ def _join(packs: Sequence[FileDescription], parts: Sequence[ChunkIndex]) -> Chun
             path=packs[0].path,
             dataset=first.name,
         )
+    whole = replace(first, shape=(rows, *first.row_shape))
+    if not rows or not whole.row_bytes:
+        return whole  # None of the files stores anything of this dataset.
     mapped, at = [], 0
     for pack, part in zip(packs, parts, strict=True):
         if part.rows:
             mapped.append(MappedRows(at, part.rows, SourceFile(pack.path, pack.identity), part, 0))
         at += part.rows
     own = SourceFile(packs[0].path, packs[0].identity)
-    return join_rows(replace(first, shape=(rows, *first.row_shape)), own, b"", mapped)
+    return join_rows(whole, own, b"", mapped)
 
 
 def _join_ragged(packs: Sequence[FileDescription], name: str) -> RaggedIndex:

@@ -110,6 +110,40 @@ def test_any_hdf5_files(tmp_path: Path) -> None:
         assert np.array_equal(batch.images, images[batch.labels])
 
 
+@pytest.mark.parametrize(
+    ("counts", "width"), [((0, 0), 3), ((0, 5), 3), ((5, 4), 0)], ids=["no rows", "some", "no numbers"]
+)
+def test_files_without_rows_or_numbers(tmp_path: Path, counts: tuple[int, ...], width: int) -> None:
+    images = np.arange(sum(counts) * 12, dtype=np.uint8).reshape(-1, 2, 2, 3)
+    paths = []
+    for number, part in enumerate(np.split(images, np.cumsum(counts)[:-1])):
+        paths.append(tmp_path / f"{number}.h5")
+        hdf5_file(paths[-1], images=part, labels=np.arange(len(part)), table=np.zeros((len(part), width), np.float32))
+    dataset = h5pack.H5Dataset(paths, fields=["table"])
+    again = pickle.loads(pickle.dumps(dataset))
+    joined = h5pack.ConcatPack([h5pack.H5Dataset(path, fields=["table"]) for path in paths])
+    for found in (list(dataset), dataset[:], [again[row] for row in range(len(images))]):
+        assert [one.image.tolist() for one in found] == images.tolist()
+        assert [one.table.tolist() for one in found] == [[0.0] * width] * len(images)
+    for source in (dataset, joined):
+        batches = list(h5pack.H5Loader(source, 2, shuffle=False))
+        assert [image.tolist() for batch in batches for image in batch.images] == images.tolist()
+        assert all(batch.table.shape == (len(batch.images), width) for batch in batches)
+
+
+def test_fields_without_entries_in_any_file(tmp_path: Path) -> None:
+    paths = [pack(tmp_path, name, 1, ["cat"]) for name in "ab"]
+    for path in paths:
+        assert h5pack.H5Dataset(path, fields=["boxes"]).ragged["fields/boxes"].data.rows == 0
+    dataset = h5pack.H5Dataset(paths, fields=FIELD_NAMES, check=True)
+    copy = pickle.loads(pickle.dumps(dataset))
+    for found in (*dataset, *copy[:]):
+        assert (found.boxes.shape, found.points.shape, found.captions) == ((0, 4), (0, 2), [])
+    (batch,) = h5pack.H5Loader(dataset, 2)
+    assert [boxes.shape for boxes in batch.boxes] == [(0, 4)] * 2
+    assert (batch.captions, len(set(batch.caption))) == ([[], []], 1)
+
+
 def test_files_that_do_not_fit(tmp_path: Path) -> None:
     packs = three(tmp_path)
     other = pack(tmp_path, "d", 4, ["cat", "emu"])
