@@ -16,8 +16,18 @@ n + 1 credits are enough to avoid a deadlock.
 
 A planning thread computes the order a few groups ahead, and makes the kernel start reading data that is not in the page
 cache. A reading thread runs the next task. If there is none, it issues the next group. If that is not possible, it
-sleeps until a token in `_wake` signals a change. The rows of a group that is in the page cache are copied block by
-block. A block is a part of a large batch, or several small batches. The consumer, while it waits, copies blocks, too.
+sleeps until a token in `_wake` signals a change.
+
+The rows of a group that is in the page cache are copied block by block. A block is a part of a large batch, or several
+small batches. So there are three kinds of groups:
+
+- Rows that are read or decoded: all batches are opened when the group is issued; reading threads run its tasks.
+- Cached rows, with several streams or lanes: likewise, and each task copies a block.
+- Cached rows, with a single stream and lane (`_is_batchwise`): the batches of a block are opened when a thread takes
+  the block. While the consumer waits, it copies blocks, too (`can_help`).
+
+Waking a thread takes longer than copying a small batch. So a token is put into `_wake` only if there is work and fewer
+than `_useful` reading threads are awake; each thread that takes work checks this again.
 
 `stop` sets a flag and puts tokens into queues. The garbage collector may call it in any thread while any lock is held,
 so neither `stop` nor anything that it calls may take a lock.

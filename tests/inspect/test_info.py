@@ -358,8 +358,8 @@ def test_the_fix_keeps_labels_and_fields_and_statistics_find_the_images(tmp_path
         *("--layout", "nchw"),
     )
     # That of `bench` is the same.
-    assert convert_command(str(path), find_input(path, {}, tmp_path, BenchSettings()).options) == fix
-    given = find_input(path, {"labels": "run/stage"}, tmp_path, BenchSettings()).options
+    assert convert_command(str(path), find_input(path, tmp_path, BenchSettings()).options) == fix
+    given = find_input(path, tmp_path, BenchSettings(labels="run/stage")).options
     assert (given["labels"], given["fields"]) == ("run/stage", "names,run/category,run/temperature")
     assert report.stats is not None
     assert sum(report.stats["labels"].values()) == 40
