@@ -421,7 +421,7 @@ def _require_time(left: float, needed: float, packing: float, settings: BenchSet
 
 
 def _command_source(report: BenchReport, source: BenchInput) -> str:
-    """Return the path of the judged dataset, or a placeholder if that is not the source of the benchmark."""
+    """Return the source in the recommended command: a placeholder if images were generated, or their number given."""
     if source.kind == "generated":
         return "IMAGES"
     return source.source if report.num_images == source.num_images else "ALL_IMAGES"

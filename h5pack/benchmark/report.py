@@ -294,8 +294,8 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
         reasons = [f"Fault of the file: {printable(text)}" for text in report.faults]
         if report.fix is not None and not chosen.convert:
             reasons.append(f"A copy without faults speeds up first epochs and other readers: {printable(report.fix)}")
-        load, used = load_text(report.load), "The machine was in use when this began, or by a run just before"
-        busy = f"{used} ({load}): speeds may vary." if load else ""
+        load, who = load_text(report.load), "other programs or an earlier run"
+        busy = f"When this began, the machine was busy with {who} ({load}): speeds may vary." if load else ""
         hint = report._hint()[0]
         hints = (*chosen.reasons, hint) if chosen.hardly_matters else (hint, *chosen.reasons)
         sentences = (chosen.label_note, busy, *hints)

@@ -151,7 +151,8 @@ class Pipeline(BackgroundThreads):
             self._done.put(error)
             self.stop()
         if pool.pinned and self._planned and not self._is_batchwise(self._planned[0]):
-            # Pin memory now, because it takes long, and all batches of such a group get memory while the lock is held.
+            # Pin memory now, because pinning takes long, and a group that is not batchwise opens all its batches while
+            # the lock is held.
             pool.prepare()
         readers = {f"read_{number}": partial(self._guarded, self._work) for number in range(num_threads)}
         self.start(idle, **readers, plan=partial(self._guarded, self._plan_ahead))
