@@ -1,6 +1,7 @@
 """Division of the training images: a fraction of them, chosen by a hash, becomes a split for validation.
 
-The fraction is one of each class or, so that related images stay together, consists of whole groups.
+The same fraction is taken from each class. Alternatively, whole groups are chosen, so that related images stay
+together.
 """
 
 from __future__ import annotations
