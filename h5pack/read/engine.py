@@ -412,15 +412,16 @@ class Engine:
             stats.bytes_read += bytes_read
             stats.reads += calls
 
-    def check(self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
+    def check(self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any] | list[bytes]) -> None:
         """Raise DamagedRowsError if `values`, read from `rows`, do not match the file's checksums, if it has any.
 
-        For encoded rows, `values` is not used. Instead, the encoded bytes are read again and checked.
+        Of encoded rows, the bytes are checked. If `values` are decoded images, the bytes are read again.
         """
         if schema.checksums_path(name) not in self.indexes:
             return
-        if self.indexes[name].is_encoded:
-            found = np.array([crc32(data) for data in self.read_bytes(name, rows)], np.uint32)
+        if isinstance(values, list) or self.indexes[name].is_encoded:
+            encoded = values if isinstance(values, list) else self.read_bytes(name, rows)
+            found = np.array([crc32(data) for data in encoded], np.uint32)
         else:
             found = row_checksums(values.astype(self.indexes[name].dtype, copy=False))
         self.require_checksums(name, rows, found)

@@ -44,7 +44,11 @@ def test_bytes_and_pixels_in_every_layout(
         assert engine.read_bytes("encoded", wanted) == [rows[row] for row in wanted]
         assert np.array_equal(engine.read("encoded", wanted), expected[wanted])
         assert np.array_equal(engine.read("labels", wanted), wanted)
-        engine.check("encoded", wanted, wanted)
+        engine.check("encoded", wanted, expected[wanted])
+        engine.check("encoded", wanted, [rows[row] for row in wanted])
+    with pytest.raises(DamagedRowsError) as caught:
+        engine.check("encoded", np.array([7, 5]), [rows[7], rows[4]])
+    assert caught.value.rows == (5,)
     assert pickle.loads(pickle.dumps(engine)).read_bytes("encoded", np.array([3])) == [rows[3]]
     assert in_child(lambda: engine.read_bytes("encoded", np.array([30, 2])) == [rows[30], rows[2]])
 
