@@ -97,17 +97,22 @@ class Findings:
     workload: Workload
     cache: str  # The page-cache state whose speeds decide.
 
+    @property
+    def cases(self) -> dict[BenchCase, FileVariant]:
+        """The cases that compare the variants. Skip the contiguous variant, because h5pack cannot write it."""
+        given = [one for one in self.variants if one.is_input or one.chunk_rows is not None]
+        return {self.workload.case(one.label, self.cache): one for one in given}
+
     def comparable(self) -> list[Measurement]:
-        """Return measurements that differ only in the variant. Skip the contiguous variant; h5pack cannot write it."""
-        given = [one.label for one in self.variants if one.is_input or one.chunk_rows is not None]
-        cases = {self.workload.case(label, self.cache) for label in given}
+        """Return the measurements of `cases`, which differ only in the variant."""
+        cases = self.cases
         return [one for one in self.measurements if one.speeds and one.case in cases]
 
     def compared(self) -> list[_Compared]:
         """Return the variants with the measurements that compare them."""
-        again, by_label = {one.case: one for one in self.run_off}, {one.label: one for one in self.variants}
+        cases, again = self.cases, {one.case: one for one in self.run_off}
         found = [(one, CaseRepeats.of(one, again.get(one.case))) for one in self.comparable()]
-        return [_Compared(repeats.stated, repeats.every, by_label[one.case.variant]) for one, repeats in found]
+        return [_Compared(repeats.stated, repeats.every, cases[one.case]) for one, repeats in found]
 
 
 def missing(findings: Findings, not_packed: Sequence[str] = ()) -> list[str]:
@@ -116,24 +121,21 @@ def missing(findings: Findings, not_packed: Sequence[str] = ()) -> list[str]:
     The input file and each chunked variant need `MIN_REPEATS` repeats, unless they failed or are much slower than the
     fastest.
     """
-    measured, workload, cache = (*findings.measurements, *findings.run_off), findings.workload, findings.cache
-    planned = [one for one in findings.variants if one.is_input or one.chunk_rows is not None]
-    deciding = {workload.case(one.label, cache) for one in planned}
-    if deciding.isdisjoint(one.case for one in measured):
+    measured, cases = (*findings.measurements, *findings.run_off), findings.cases
+    if cases.keys().isdisjoint(one.case for one in measured):
         return ["H5Loader in window shuffle (orders='window', engines='direct'), by which variants are compared"]
     found = {one.stated.case: one.stated for one in findings.compared()}
     failed = {one.case for one in measured if one.reason not in (None, NO_TIME)}
     best = max((one.median for one in found.values()), default=0.0)
     phrases = []
-    for variant in planned:
-        case = workload.case(variant.label, cache)
+    for case, variant in cases.items():
         repeats = len(found[case].speeds) if case in found else 0
         slow = case in found and max(found[case].speeds) < HOPELESS * best
         if repeats < MIN_REPEATS and not slow and case not in failed:
             phrases.append(f"{variant.label}: {repeats} of {MIN_REPEATS} repeats")
     if not found and not phrases:
         phrases.append("H5Loader in window shuffle, which failed; the whole report, with full=True, lists the errors")
-    if len(planned) < 2 and not_packed:
+    if len(cases) < 2 and not_packed:
         phrases.append(f"not packed: {', '.join(not_packed)}")
     return phrases
 
