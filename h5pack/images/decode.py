@@ -45,10 +45,10 @@ SIDEWAYS = (5, 6, 7, 8)
 """The Exif orientations that exchange height and width."""
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-# libtiff begins a message with the name that Pillow gives the file, or with the name of a function, such as LZWDecode.
-# The last line of a Python traceback looks like the latter, but ends its first word with one of the excluded words.
 _LIBTIFF = re.compile(rb"(?:tempfile\.tif: |(?=_?[A-Z]\w*(?<!Error)(?<!Exception)(?<!Warning): ))(.+)")
-"""The beginning of libtiff's messages: the name that Pillow gives to every TIFF file."""
+"""A message of libtiff: it begins with the name that Pillow gives to every TIFF file, or with the name of a function,
+such as LZWDecode. The last line of a Python traceback looks like the latter, but its first word ends with one of the
+excluded words."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 An interrupted conversion can be continued where it stopped. What a run finds decides what it does:
 
-- the output, but no ``OUT.partial``: it compares the output with the source and the options, and changes nothing;
+- the output, but no ``OUT.partial``: it compares the output with the source and the options, and changes nothing. With
+  `overwrite`, it does so only if a journal shows that the interrupted run had replaced the output already;
 - ``OUT.partial.survey``: it continues the survey;
 - a journal with a plan: it surveys the images again, and requires the same plan and the same images. With `keep`, it
   encodes the images that are not encoded yet. It checks the rows that the journal lists, and writes all others;

@@ -181,7 +181,7 @@ def run(
                 del pending[future]
                 yield result
     except BrokenProcessPool as error:
-        busy = "; ".join(str(task) for task in list(pending.values())[:4])
+        busy = "; ".join(map(str, list(pending.values())[:4]))
         again = "continue with resume=True" if resumable else "try again"
         raise WorkerError(
             f"a worker process died near {busy}: out of memory, or a decoder crashed. See 'dmesg', lower num_workers, "
