@@ -95,6 +95,8 @@ class PeerProcess:
             "PYTHONPATH": str(ROOT),
             "PYTHONWARNINGS": "ignore",
         }
+        # Installed packages are compiled. Have this checkout compiled, too, or its first batch would wait for that.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [self.python, "-m", "benchmarks.peer_worker", str(job_path), str(report_path)]
         with log_path.open("wb") as log:
             # A session of its own: all its processes can be found, and ended, whatever their parents are.
