@@ -145,7 +145,7 @@ def find_input(path: str | os.PathLike[str] | None, scratch: Path, settings: Ben
 
 
 def _repeated(folder: Path, count: int) -> str:
-    """Write a manifest of `count` images that repeats the files of a class folder; return its path."""
+    """Write a manifest of `count` images that repeats the files in the class folders of `folder`; return its path."""
     files = itertools.islice(itertools.cycle(sorted(folder.glob("*/*"))), count)
     manifest = folder / "images.csv"
     with manifest.open("w") as stream:
