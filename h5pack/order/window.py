@@ -131,8 +131,8 @@ class OrderPlan:
             )
         if self.batch_size % self.step_streams:
             raise OptionsError(
-                f"a batch of {self.batch_size} rows cannot be divided among the {self.step_streams} streams that it takes"
-                f" rows from; give a batch_size that is a multiple of {self.step_streams}, or fewer streams",
+                f"a batch of {self.batch_size} rows cannot be divided among the {self.step_streams} streams that it "
+                f"takes rows from; give a batch_size that is a multiple of {self.step_streams}, or fewer streams",
                 parameters=("batch_size", "streams"),
             )
 

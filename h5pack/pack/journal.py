@@ -48,7 +48,9 @@ import numpy.typing as npt
 from h5pack.errors import DamagedRowsError, OutputBusyError, ResumeError
 from h5pack.system.files import is_locked, lock, open_locked, read_all, sync_path, write_atomically
 
-_MAGIC = 0x4B503548
+# Magic number of a record. Give it another value if the layout of payloads changes: records of the earlier layout are
+# then ignored.
+_MAGIC = 0x4B503552
 # Magic number of a record that marks the beginning or the end of a task; its payload is one of the following.
 _MARK = 0x4B50354D
 _BEGUN, _ENDED = b"begun", b"ended"
@@ -297,20 +299,15 @@ class Journal:
 
     def save_written(self, record: RowRecord) -> None:
         """Save durably that every row is written or rejected. From then on, rows may be moved."""
-        payload = record.encode()
-        write_atomically(self.folder / "written.bin", struct.pack("<I", zlib.crc32(payload)) + payload)
+        write_atomically(self.folder / "written.bin", _framed(_MAGIC, record.encode()))
         sync_path(self.folder)
 
     def written(self) -> RowRecord | None:
         """Return the record that `save_written` saved, None if it was not saved or is damaged."""
         try:
-            data = (self.folder / "written.bin").read_bytes()
+            return next((RowRecord.decode(payload) for _, payload in _intact(self.folder / "written.bin")), None)
         except FileNotFoundError:
             return None
-        payload = data[4:]
-        if len(data) < 4 or struct.unpack_from("<I", data)[0] != zlib.crc32(payload):
-            return None
-        return RowRecord.decode(payload)
 
 
 class SurveyJournal:
