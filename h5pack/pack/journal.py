@@ -55,6 +55,7 @@ _MAGIC = 0x4B503552
 _MARK = 0x4B50354D
 _BEGUN, _ENDED = b"begun", b"ended"
 _PREFIX = struct.Struct("<III")
+_WRITTEN = struct.Struct("<II")
 _HEAD = struct.Struct("<IIIIII")
 _WAIT_SECONDS = 10.0
 _SURVEY_SECONDS = 10.0
@@ -299,15 +300,18 @@ class Journal:
 
     def save_written(self, record: RowRecord) -> None:
         """Save durably that every row is written or rejected. From then on, rows may be moved."""
-        write_atomically(self.folder / "written.bin", _framed(_MAGIC, record.encode()))
+        payload = record.encode()
+        write_atomically(self.folder / "written.bin", _written_head(payload) + payload)
         sync_path(self.folder)
 
     def written(self) -> RowRecord | None:
         """Return the record that `save_written` saved, None if it was not saved or is damaged."""
         try:
-            return next((RowRecord.decode(payload) for _, payload in _intact(self.folder / "written.bin")), None)
+            data = (self.folder / "written.bin").read_bytes()
         except FileNotFoundError:
             return None
+        payload = data[_WRITTEN.size :]
+        return RowRecord.decode(payload) if data.startswith(_written_head(payload)) else None
 
 
 class SurveyJournal:
@@ -389,6 +393,11 @@ class SurveyJournal:
             return False
         self._descriptor = descriptor
         return True
+
+
+def _written_head(payload: bytes) -> bytes:
+    # Without the length, which may exceed 32 bits for hundreds of millions of rows.
+    return _WRITTEN.pack(_MAGIC, zlib.crc32(payload))
 
 
 def _framed(magic: int, payload: bytes) -> bytes:
