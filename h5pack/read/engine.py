@@ -419,9 +419,10 @@ class Engine:
         """
         if schema.checksums_path(name) not in self.indexes:
             return
-        if isinstance(values, list) or self.indexes[name].is_encoded:
-            encoded = values if isinstance(values, list) else self.read_bytes(name, rows)
-            found = np.array([crc32(data) for data in encoded], np.uint32)
+        if self.indexes[name].is_encoded and not isinstance(values, list):
+            values = self.read_bytes(name, rows)
+        if isinstance(values, list):
+            found = np.array([crc32(data) for data in values], np.uint32)
         else:
             found = row_checksums(values.astype(self.indexes[name].dtype, copy=False))
         self.require_checksums(name, rows, found)
