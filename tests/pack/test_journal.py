@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h5pack.errors import OutputBusyError, ResumeError
+from h5pack.pack import journal as journal_module
+from h5pack.pack.encode import ENCODED_IMAGE, EncodedRecord
 from h5pack.pack.journal import Journal, JournalWriter, RowRecord
+from h5pack.pack.survey import Survey
 from tests.crashing import interrupt
 
 
@@ -153,6 +157,30 @@ def test_junk_behind_the_last_record_is_left_out(journal: Journal, tail: bytes) 
     path = write(journal, record(0))
     path.write_bytes(path.read_bytes() + tail)
     assert starts(journal) == [0]
+
+
+def test_records_of_an_earlier_layout_are_left_out(journal: Journal) -> None:
+    path = write(journal, record(0))
+    journal.save_written(record(0))
+    earlier = struct.pack("<I", 0x4B503548)
+    for one in (path, journal.folder / "written.bin"):
+        one.write_bytes(earlier + one.read_bytes()[4:])
+    assert starts(journal) == []
+    assert journal.written() is None
+
+
+def test_another_layout_of_payloads_needs_another_magic_number() -> None:
+    """If this fails because a layout changed, change the magic number, too, and then the numbers here."""
+    survey = Survey.of(2)
+    survey.heights[:], survey.reasons = 7, {9: "truncated"}
+    columns = ("heights", "widths", "decode_paths", "fingerprints", "orientations", "jpeg_bytes")
+    encoded = EncodedRecord(np.ones(3, ENCODED_IMAGE), {4: "truncated"})
+    sums, checksums = np.arange(6, dtype=np.uint64).reshape(1, 2, 3), np.arange(3, dtype=np.uint32)
+    rows = RowRecord(
+        np.array([5, 6, 9]), checksums > 0, checksums, np.array([6]), sums, {5: "truncated"}, checksums.reshape(1, 3)
+    )
+    payloads = [rows.encode(), survey.encode(8, columns), encoded.encode()]
+    assert (journal_module._MAGIC, *map(zlib.crc32, payloads)) == (0x4B503552, 0x6DCF18A1, 0xF0EAC933, 0xB39A19B2)
 
 
 def test_a_full_disk_ends_the_writer(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
