@@ -202,7 +202,7 @@ def test_every_name_of_the_format_is_described() -> None:
     assert f"**{schema.NO_LABEL}:" in text
     rules: dict[str, object] = {}
     exec(next(block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "statistics_step" in block), rules)
-    for rows in (0, 1, schema.STATISTICS_SMALL_ROWS, schema.STATISTICS_SMALL_ROWS + 1, 10**9):
+    for rows in (0, 1, 2 * schema.STATISTICS_ROWS - 1, 2 * schema.STATISTICS_ROWS, 10**9):
         for encoded in (False, True):
             step = schema.statistics_step(rows, encoded)
             assert rules["statistics_step"](rows, encoded) == step  # type: ignore[operator]

@@ -97,21 +97,20 @@ class FilterId(IntEnum):
     ZSTD = 32015
 
 
-STATISTICS_STEP = 8
-"""Step between the rows that statistics use, in a split of pixels with more than `STATISTICS_SMALL_ROWS` rows."""
-STATISTICS_SMALL_ROWS = 4_096
-"""If a split has at most this many rows, its statistics use all of them, unless the rows are encoded images."""
+STATISTICS_ROWS = 2_048
+"""Statistics use at least this many rows of pixels, unless a split has fewer."""
 
 
-def statistics_step(train_rows: int, encoded: bool = False) -> int:
-    """Return the step between the rows of a split that `/statistics` uses: 1 for a small split of pixels, else 8.
+def statistics_step(split_rows: int, encoded: bool = False) -> int:
+    """Return the step between the rows of a split that `/statistics` uses.
 
-    With `encoded`, fewer rows are used, because decoding a row takes far longer than reading its pixels: at most 128
-    rows of a split with up to 8,192 rows, and about one row in 64 of a larger split, but at most 1,024.
+    All rows of a split with less than 4,096 rows are used, and at least 2,048 of a larger one. With `encoded`, fewer
+    rows are used, because decoding a row takes far longer than reading its pixels: at most 128 rows of a split with up
+    to 8,192 rows, and about one row in 64 of a larger split, but at most 1,024.
     """
     if encoded:
-        return max(1, -(-train_rows // max(128, min(1024, train_rows // 64))))
-    return 1 if train_rows <= STATISTICS_SMALL_ROWS else STATISTICS_STEP
+        return max(1, -(-split_rows // max(128, min(1024, split_rows // 64))))
+    return max(1, split_rows // STATISTICS_ROWS)
 
 
 def statistics_split(names: tuple[str, ...]) -> int:
