@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import re
@@ -176,11 +177,7 @@ class Decoder:
 
     def __init__(self, options: PixelOptions, quiet: bool = False) -> None:
         self._options, self._quiet = options, quiet
-        self._fast = _proven_paths(options.channels) if not options.draft else frozenset()
-        if self._fast:
-            import simplejpeg
-
-            self._decode_jpeg = simplejpeg.decode_jpeg
+        self._decode_jpeg = None if options.draft else _simplejpeg()
         self._colorspace = "GRAY" if options.channels == 1 else "RGB"
         self._resample = Image.Resampling[options.resample.upper()]
         self._decoded: Image.Image | None = None
@@ -219,14 +216,17 @@ class Decoder:
         Return False if this fails or simplejpeg warns. The caller then decodes with ``Image.open``, which also gives
         the reason if the image must be rejected.
         """
+        decode_jpeg = self._decode_jpeg
+        if decode_jpeg is not None and not _is_exact(decode_jpeg, decode_path, self._options.channels):
+            decode_jpeg = None
         try:
-            if decode_path not in self._fast:
+            if decode_jpeg is None:
                 image = self._decode_with_pillow(data)
                 if image is None:
                     return False
             else:
                 buffer = None if self._options.resize else out
-                pixels = self._decode_jpeg(data, self._colorspace, fastdct=False, fastupsample=False, buffer=buffer)
+                pixels = decode_jpeg(data, self._colorspace, fastdct=False, fastupsample=False, buffer=buffer)
                 if buffer is not None:
                     self.upright = Upright(*pixels.shape[:2])
                     return bool(pixels.shape == out.shape)
@@ -454,30 +454,33 @@ def _rejected(error: Exception) -> RejectedImageError:
     return RejectedImageError(f"cannot be decoded: {type(error).__name__}: {text}")
 
 
-def _proven_paths(channels: int) -> frozenset[DecodePath]:
-    """Return the kinds of JPEG that simplejpeg decodes to exactly Pillow's pixels; none if it is not installed.
-
-    simplejpeg and Pillow each bundle their own version of libjpeg-turbo, so their pixels may differ. Every kind of
-    JPEG is tested on small images of an odd size, baseline and progressive. The test takes about 2 ms.
-    """
+def _simplejpeg() -> Callable[..., npt.NDArray[np.uint8]] | None:
+    """Return the function of simplejpeg that decodes JPEGs, or None if the package is not installed."""
     try:
-        import simplejpeg
+        from simplejpeg import decode_jpeg
     except ImportError:
-        return frozenset()
-    mode, colorspace = ("L", "GRAY") if channels == 1 else ("RGB", "RGB")
-    proven = set(DecodePath) - {DecodePath.PILLOW}
-    if channels == 1:
+        return None
+    return cast("Callable[..., npt.NDArray[np.uint8]]", decode_jpeg)
+
+
+@functools.cache
+def _is_exact(decode_jpeg: Callable[..., npt.NDArray[np.uint8]], decode_path: int, channels: int) -> bool:
+    """Return whether simplejpeg's `decode_jpeg` decodes a kind of JPEG to exactly Pillow's pixels.
+
+    simplejpeg and Pillow each bundle their own version of libjpeg-turbo, so their pixels may differ. Small images of an
+    odd size are compared, baseline and progressive. This takes about 1 ms, and happens once per process.
+    """
+    if channels == 1 and decode_path != DecodePath.JPEG_GRAY:
         # To convert colour to gray, libjpeg drops the chroma, but Pillow's convert("L") computes a weighted sum of RGB.
-        # So only gray JPEGs can give the same pixels.
-        proven = {DecodePath.JPEG_GRAY}
-    for decode_path in tuple(proven):
-        for sample in sample_jpegs(decode_path):
-            with Image.open(io.BytesIO(sample)) as image:
-                expected = np.asarray(image.convert(mode))
-            found = simplejpeg.decode_jpeg(sample, colorspace, fastdct=False, fastupsample=False)
-            if not np.array_equal(np.squeeze(found), expected):
-                proven.discard(decode_path)
-    return frozenset(proven)
+        return False
+    mode, colorspace = ("L", "GRAY") if channels == 1 else ("RGB", "RGB")
+    for sample in sample_jpegs(DecodePath(decode_path)):
+        with Image.open(io.BytesIO(sample)) as image:
+            expected = np.asarray(image.convert(mode))
+        found = decode_jpeg(sample, colorspace, fastdct=False, fastupsample=False)
+        if not np.array_equal(np.squeeze(found), expected):
+            return False
+    return True
 
 
 def sample_jpegs(decode_path: DecodePath) -> Iterator[bytes]:

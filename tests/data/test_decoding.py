@@ -53,7 +53,7 @@ def decoders(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     if request.param not in ("all", "no regions"):
         monkeypatch.setattr(decoding, "decode_top", lambda *_: None)
     if request.param == "Pillow only":
-        monkeypatch.setattr(decode, "_proven_paths", lambda _: frozenset())
+        monkeypatch.setattr(decode, "_simplejpeg", lambda: None)
     monkeypatch.setattr(encoded_rows, "_decoders", encoded_rows._RowDecoders())
     return request.param
 

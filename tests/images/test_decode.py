@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import random
 import re
@@ -17,20 +16,17 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from h5pack.errors import RejectedImageError
 from h5pack.images import decode
-from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, _proven_paths, image_of, read_header, strict_pillow
+from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, image_of, read_header, strict_pillow
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.pack.options import RESAMPLES
 from tests.images.test_headers import encoded, oriented
 from tests.makers import pixels
 
-proven_kinds = functools.cache(_proven_paths)
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @pytest.fixture(autouse=True)
-def _strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a conversion's workers, each of which proves the fast decoder only once."""
-    monkeypatch.setattr(decode, "_proven_paths", proven_kinds)
+def _strict() -> Iterator[None]:
     with strict_pillow():
         yield
 
@@ -186,20 +182,45 @@ def drawn_jpeg(drawn: random.Random, number: int) -> bytes:
     return encoded(Image.fromarray(pixels(number, size)), "JPEG", **settings, **colour)
 
 
-simplejpeg_only = pytest.mark.skipif(not proven_kinds(3), reason="simplejpeg is not installed")
+simplejpeg_only = pytest.mark.skipif(decode._simplejpeg() is None, reason="simplejpeg is not installed")
 
 
 @simplejpeg_only
 def test_the_fast_decoder_is_proven_for_every_kind() -> None:
-    assert _proven_paths(3) == set(DecodePath) - {DecodePath.PILLOW}
-    assert _proven_paths(1) == {DecodePath.JPEG_GRAY}
+    decode_jpeg = decode._simplejpeg()
+    assert decode_jpeg is not None
+    for kind in set(DecodePath) - {DecodePath.PILLOW}:
+        assert decode._is_exact(decode_jpeg, kind, 3)
+        assert decode._is_exact(decode_jpeg, kind, 1) == (kind == DecodePath.JPEG_GRAY)
+
+
+@simplejpeg_only
+def test_a_decoder_with_other_pixels_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if simplejpeg had another version of libjpeg-turbo: for one kind, a single value of a sample differs."""
+    exact = decode._simplejpeg()
+    assert exact is not None
+    used = []
+
+    def inexact(data: bytes, *arguments: Any, **keywords: Any) -> Pixels:
+        found = exact(data, *arguments, **keywords)
+        kind = header_of(data).decode_path
+        used.append(kind)
+        found[0, 0, 0] ^= kind == DecodePath.JPEG_422
+        return found
+
+    monkeypatch.setattr(decode, "_simplejpeg", lambda: inexact)
+    for subsampling, kind in enumerate((DecodePath.JPEG_444, DecodePath.JPEG_422, DecodePath.JPEG_420)):
+        data = encoded(Image.fromarray(pixels(1, (20, 30))), "JPEG", subsampling=subsampling)
+        for _ in range(2):
+            assert np.array_equal(decoded(data), slow(data))
+        assert used.count(kind) == (1 if kind == DecodePath.JPEG_422 else 4 + 2)
 
 
 @pytest.fixture(params=[pytest.param("simplejpeg", marks=simplejpeg_only), "pillow"])
 def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What decodes plain JPEGs: simplejpeg, or Pillow's decoder without its parser of headers."""
     if request.param == "pillow":
-        monkeypatch.setattr(decode, "_proven_paths", lambda channels: frozenset())
+        monkeypatch.setattr(decode, "_simplejpeg", lambda: None)
     return request.param
 
 
@@ -208,7 +229,7 @@ def test_pillows_decoder_is_called_directly(monkeypatch: pytest.MonkeyPatch) -> 
     files = [encoded(Image.fromarray(pixels(seed, (23, 17 + seed % 2))), "JPEG") for seed in range(6)]
     files.insert(3, FILES["gray jpeg"])
     expected = [fitted(data, (12, 9)) for data in files]
-    monkeypatch.setattr(decode, "_proven_paths", lambda channels: frozenset())
+    monkeypatch.setattr(decode, "_simplejpeg", lambda: None)
     monkeypatch.setattr(Image, "open", None)
     decoder = Decoder(options(12, 9, resize=True))
     for data, pixels_of_file in zip(files, expected, strict=True):
