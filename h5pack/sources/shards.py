@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from h5pack.errors import SourceError
 from h5pack.sources.catalog import NameFilter, one_split
-from h5pack.sources.folders import is_split_name, is_visible, numbered_splits, walk
+from h5pack.sources.folders import is_folder, is_split_name, is_visible, numbered_splits, walk
 
 TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 TABLE_SUFFIXES = (".parquet", ".arrow")
@@ -75,17 +76,22 @@ def shards_kind(path: Path, wanted: NameFilter) -> str:
     if not os.path.isdir(path):
         return _kind_of(itertools.islice(expand_braces(str(path)), _MAX_FILES))
     found: list[str] = []
-    for folder, below, files in os.walk(path):
-        below[:] = filter(is_visible, below)
-        if any(os.path.islink(os.path.join(folder, name)) for name in below):
-            # os.walk does not follow links, so there may be images below them.
-            return ""
-        relative = os.path.relpath(folder, path)
-        for name in files:
-            is_shard = _kind_of([name]) != ""
-            if wanted.refusal(os.path.normpath(f"{relative}/{name}")) is None and not is_shard:
-                return ""
-            found += [name] * is_shard
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        # os.walk would list a whole folder before the first image shows that this is not a folder of shards.
+        with contextlib.suppress(OSError), os.scandir(path / folder) as entries:
+            for entry in entries:
+                relative = f"{folder}/{entry.name}" if folder else entry.name
+                if is_folder(entry):
+                    if is_visible(entry.name) and entry.is_symlink():
+                        # There may be images below it, but the link may also lead back.
+                        return ""
+                    folders += [relative] * is_visible(entry.name)
+                elif _kind_of([entry.name]):
+                    found.append(entry.name)
+                elif wanted.refusal(relative) is None:
+                    return ""
     return _kind_of([name for name in found if wanted.include and wanted.allows(name)] or found)
 
 
