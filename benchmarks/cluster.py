@@ -41,7 +41,7 @@ from h5pack.pack import survey as surveys
 from h5pack.pack.journal import RowRecord, RowResults
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import make_plan
-from h5pack.pack.writer import DISTRIBUTED_TASK_BYTES, RowGroup, WriteJob, WriteTask
+from h5pack.pack.writer import TASK_BYTES, RowGroup, WriteJob, WriteTask
 from h5pack.sources.catalog import Catalog, FileReader, NameTable, one_split
 from h5pack.system.machine import machine_facts
 from h5pack.system.processes import run
@@ -155,7 +155,7 @@ def measure_tasks(scratch: Path, tasks: int) -> dict[str, Any]:
     # Workers import the function from here, where this module is the main program, too.
     from benchmarks.cluster import write_nothing
 
-    rows = DISTRIBUTED_TASK_BYTES // (HEIGHT * WIDTH * 3)
+    rows = TASK_BYTES // (HEIGHT * WIDTH * 3)
     results = RowResults(tasks * rows, 3)
 
     def used() -> tuple[float, float, float]:

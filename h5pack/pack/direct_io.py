@@ -26,6 +26,8 @@ from h5pack.system.machine import huge_page_memory
 
 _PAGE = schema.ALIGNMENT_BYTES
 _MIN_WRITE_BYTES = 2 * 1024 * 1024
+# Before a task ends, its worker waits for the last write, so the writes of its last rows become smaller and smaller.
+_MIN_LAST_WRITE_BYTES = 256 * 1024
 # A scattered row smaller than this has too few whole pages for direct writes to pay off.
 _MIN_DIRECT_ROW_BYTES = 16 * _PAGE
 # Local file systems whose direct writes were measured, or are known, to run at the device's speed. On network file
@@ -70,13 +72,13 @@ class RowFile:
         self.thread = ThreadPoolExecutor(1, "h5pack-write") if self.direct is not None else None
         self._memory = [huge_page_memory(_PAGE), huge_page_memory(_PAGE)]
 
-    def begin_rows(self, offsets: npt.NDArray[np.int64], row_bytes: int) -> RowBuffer:
-        """Return a buffer for rows at ascending byte `offsets`, int64 (n,).
+    def begin_rows(self, offsets: npt.NDArray[np.int64], row_bytes: int, *, last: bool = False) -> RowBuffer:
+        """Return a buffer for rows at ascending byte `offsets`, int64 (n,); `last` if no buffer follows it directly.
 
         There is memory for two buffers, so first call `wait` on all earlier buffers except the most recent one.
         """
         if int(offsets[-1] - offsets[0]) == (len(offsets) - 1) * row_bytes:
-            return ContiguousRows(self, int(offsets[0]), len(offsets), row_bytes)
+            return ContiguousRows(self, int(offsets[0]), len(offsets), row_bytes, last=last)
         return ScatteredRows(self, offsets, row_bytes)
 
     def begin_bytes(self, offset: int, size: int) -> RowBuffer:
@@ -112,8 +114,8 @@ class RowFile:
 class ContiguousRows(RowBuffer):
     """Rows that are contiguous in the file; with direct I/O, they are written while the buffer is filled."""
 
-    def __init__(self, file: RowFile, start: int, rows: int, row_bytes: int) -> None:
-        self._start, self._size = start, rows * row_bytes
+    def __init__(self, file: RowFile, start: int, rows: int, row_bytes: int, *, last: bool = False) -> None:
+        self._start, self._size, self._last = start, rows * row_bytes, last
         # Give the rows the same offset within a page in memory as in the file, because direct writes need both aligned.
         skew = start % _PAGE if file.direct is not None else 0
         buffer = np.frombuffer(file.next_memory(skew + self._size), np.uint8, self._size, skew)
@@ -124,7 +126,10 @@ class ContiguousRows(RowBuffer):
         """See `RowBuffer`."""
         size, file = rows * self._row_bytes, self._file
         last = size == self._size
-        if not last and size < self._written + _MIN_WRITE_BYTES:
+        enough = _MIN_WRITE_BYTES
+        if self._last:
+            enough = min(enough, max(_MIN_LAST_WRITE_BYTES, (self._size - self._written) // 2))
+        if not last and size < self._written + enough:
             return
         if file.direct is None:
             if last:

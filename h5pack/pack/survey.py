@@ -27,7 +27,7 @@ from h5pack.sources.map_style import with_fields
 from h5pack.system.processes import ElasticExecutor, run, shared
 from h5pack.system.text import counted, one_of
 
-_TASK_IMAGES = 512
+_TASK_IMAGES = 1_024
 # If there would be more tasks than this, each gets more images, because distributing a task takes time.
 _MAX_TASKS = 16_384
 # A box that is clipped by at most this much is not reported, because coordinates are often rounded.

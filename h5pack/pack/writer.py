@@ -34,10 +34,10 @@ from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, sta
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.processes import shared
 
+# Limits of a task's rows, and of the image files they come from. Tasks are large, because after each of them a worker
+# waits for its last write. Several machines also need large tasks, because each costs the scheduler 2 ms.
+TASK_BYTES, _TASK_SOURCE_BYTES = 128 * 1024 * 1024, 64 * 1024 * 1024
 _TASKS_PER_WORKER = 16
-_TASK_BYTES = 32 * 1024 * 1024
-# Larger with several machines, because each task costs the coordinator and the scheduler 2 ms.
-DISTRIBUTED_TASK_BYTES = 128 * 1024 * 1024
 # Rows that are not contiguous in the file are written in groups of this size while the next group is decoded.
 _SCATTERED_BYTES = 1024 * 1024
 
@@ -90,17 +90,22 @@ class WriteTask:
 def write_tasks(
     plan: ConvertPlan, job: WriteJob, offsets: Sequence[RowOffsets], missing: npt.NDArray[np.int64], num_workers: int
 ) -> Iterator[WriteTask]:
-    """Yield tasks that write the `missing` rows, int64 (n,), ascending: enough tasks to keep all workers busy.
+    """Yield tasks that write the `missing` rows, int64 (n,), ascending.
 
-    `offsets` are the row offsets of the images, and of each field that is chunked like them.
+    The last tasks are small, so that all workers finish at about the same time. `offsets` are the row offsets of the
+    images, and of each field that is chunked like them.
     """
     row_offsets, *field_offsets = offsets
     sampled = np.zeros(plan.rows, np.bool_)
     sampled[sampled_rows(*statistics_range(plan, plan.row_order), job.keep)] = True
-    # Tasks only need to be large enough for their overhead to be negligible.
-    max_rows = max(1, -(-len(missing) // (num_workers * _TASKS_PER_WORKER)))
-    task_bytes = DISTRIBUTED_TASK_BYTES if job.durable else _TASK_BYTES
-    max_rows = min(max_rows, max(1, task_bytes // plan.row_bytes))
+    most = max(1, TASK_BYTES // plan.row_bytes)
+    equal_share = min(most, max(1, -(-len(missing) // (num_workers * _TASKS_PER_WORKER))))
+    if plan.source_bytes:
+        most = max(1, min(most, _TASK_SOURCE_BYTES * len(plan.catalog) // plan.source_bytes))
+    else:
+        # Images that are not files may take any time, so divide them further.
+        most = equal_share
+    least = max(1, equal_share // 8)
     # NFS may send whole pages. Keep the rows of a chunk together if two machines could otherwise write to one page.
     by_chunk = job.durable and not job.keep and any(one.row_bytes % schema.ALIGNMENT_BYTES for one in offsets)
     row_groups = None  # with `keep`, each file is read by itself
@@ -109,15 +114,17 @@ def write_tasks(
     elif not job.keep:
         row_groups = plan.catalog.reader.groups(plan.row_order.origins[missing])
     scattered = row_groups is not None and not by_chunk
-    shares = (missing,) if row_groups is None else join_groups(missing, row_groups, max_rows)
+    shares = (missing,) if row_groups is None else join_groups(missing, row_groups, equal_share)
+    left = len(missing)
     for share in shares:
         groups: list[RowGroup] = []
         count = 0
-        max_bytes = min(DEFAULT_CHUNK_BYTES if job.keep else plan.chunks.bytes, max_rows * plan.row_bytes)
+        max_bytes = min(DEFAULT_CHUNK_BYTES if job.keep else plan.chunks.bytes, equal_share * plan.row_bytes)
         for rows in _written_together(share, row_offsets, max_bytes, scattered=scattered):
+            max_rows = max(least, min(most, left // (2 * num_workers)))
             if row_groups is None and groups and count + len(rows) > max_rows:
                 yield WriteTask(job, groups)
-                groups, count = [], 0
+                groups, left, count = [], left - count, 0
             indices = plan.row_order.origins[rows]
             names = plan.catalog.names.at(indices)
             decode_paths, some = plan.decode_paths[indices].tolist(), np.flatnonzero(sampled[rows]).tolist()
@@ -258,9 +265,10 @@ def _write_groups(worker: _Worker, task: WriteTask) -> list[RowRecord]:
                 current = [worker.file.begin_bytes(int(group.offsets[0]), group.ends[-1])]
                 record = _copy(group, current[0])
             else:
-                current = [worker.file.begin_rows(group.offsets, row_bytes)]
+                last = group is task.groups[-1]
+                current = [worker.file.begin_rows(group.offsets, row_bytes, last=last)]
                 for field, file, offsets in zip(task.job.fields, worker.field_files, group.field_offsets, strict=True):
-                    current.append(file.begin_rows(offsets, field.row_bytes))
+                    current.append(file.begin_rows(offsets, field.row_bytes, last=last))
                 record = _fill(worker, group, current)
             # Journal the previous group only now, because it was being written while this one was decoded.
             if previous:
@@ -318,7 +326,9 @@ class SampleDecoder:
 
 def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowRecord:
     """Decode a group's images into its buffers, allowing each row to be written as soon as it is decoded."""
+    reader: SourceReader = shared()
     pixels, count, decoder = worker.job.pixels, len(group.indices), worker.decoder
+    row_shape = pixels.row_shape
     images, *others = buffers
     packed = np.ones(count, np.bool_)
     checksums = [0] * count
@@ -331,12 +341,12 @@ def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowReco
     for position, (index, name, decode_path) in enumerate(
         zip(group.indices, group.names, group.decode_paths, strict=True)
     ):
-        row = images.row(position).reshape(pixels.row_shape)
+        row = images.row(position).reshape(row_shape)
         if others:
             masks = [names[position] for names in group.field_names]
             field_rows = decoder.field_rows(buffer.row(position) for buffer in others)
         try:
-            decoder.decode(shared(), index, name, decode_path, row, masks, field_rows)
+            decoder.decode(reader, index, name, decode_path, row, masks, field_rows)
         except RejectedImageError as error:
             packed[position] = False
             reasons[int(group.rows[position])] = str(error)
