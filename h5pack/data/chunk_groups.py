@@ -190,16 +190,28 @@ class GroupReader:
         return None if mapped is None else CachedRows(mapped)
 
     def plan(self, group: ChunkGroup) -> PlannedGroup:
-        """Plan the reads of a group's rows, and make the kernel start reading rows that are not in the page cache."""
+        """Plan the reads of a group's rows; load rows that are not in the page cache, or make the kernel start reading.
+
+        Rows are loaded if they can then be copied from a mapping (see `FileMapping.load`). This waits for the disk.
+        """
         for rows in group.upcoming:
-            self._prefetch(rows)
-        if self._can_gather:
-            edges = consecutive_runs(group.rows)
-            first, last = group.rows[edges[:-1]], group.rows[edges[1:] - 1]
-            checked = time.monotonic()
-            if self._ready(first, last):
-                return PlannedGroup(group, {}, self._locate(group), (first, last), checked)
-        return PlannedGroup(group, self._prefetch(group.rows), {})
+            runs = _runs_of(rows)
+            if not self._can_gather or not (self._ready(*runs) or self._load(*runs)):
+                self._prefetch(rows)
+        planned = self.plan_cached(group)
+        if planned is None and self._can_gather and self._load(*_runs_of(group.rows)):
+            planned = self.plan_cached(group)
+        return PlannedGroup(group, self._prefetch(group.rows), {}) if planned is None else planned
+
+    def plan_cached(self, group: ChunkGroup) -> PlannedGroup | None:
+        """Plan a group whose rows can all be copied from memory; return None for other groups. Nothing is read."""
+        if not self._can_gather:
+            return None
+        first, last = _runs_of(group.rows)
+        checked = time.monotonic()
+        if not self._ready(first, last):
+            return None
+        return PlannedGroup(group, {}, self._locate(group), (first, last), checked)
 
     def _prefetch(self, rows: npt.NDArray[np.int64]) -> dict[str, ScatterPlan]:
         """Make the kernel start reading rows; return a plan for each field that can be read directly into batches."""
@@ -306,6 +318,9 @@ class GroupReader:
     def _ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
         return all(rows.ready(first, last) for rows in self._cached.values())
 
+    def _load(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
+        return all(rows.load(first, last) for rows in self._cached.values())
+
     def _addresses(self, group: ChunkGroup, field: BatchField) -> npt.NDArray[np.uint64]:
         """Return the memory address to which each row of a group is to be written; uint64, (n,)."""
         size = field.row_bytes
@@ -370,6 +385,12 @@ class GroupReader:
         """Return the array that receives each of the group's rows `low` to `high` - 1, in the memory of its batch."""
         arrays, (owners, slots) = self._arrays(field, group), (part[low:high].tolist() for part in group.slots)
         return [arrays[owner][slot] for owner, slot in zip(owners, slots, strict=True)]
+
+
+def _runs_of(rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the first and the last row of each run of consecutive rows, int64 (runs,)."""
+    edges = consecutive_runs(rows)
+    return rows[edges[:-1]], rows[edges[1:] - 1]
 
 
 def _cut_rows(rows: npt.NDArray[np.int64], max_rows: int) -> list[int]:

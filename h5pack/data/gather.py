@@ -85,6 +85,10 @@ class CachedRows:
         """Make sure that rows can be copied; see `MappedDataset.ready`."""
         return self.mapped.ready(first, last)
 
+    def load(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
+        """Load rows from the disk, so that they can be copied; see `MappedDataset.load`."""
+        return self.mapped.load(first, last)
+
     def locate(self, rows: npt.NDArray[np.int64]) -> RowLocations:
         """Return the locations of rows, int64 (n,). This is fastest for many, mostly ascending rows at once."""
         if self.mapped.array is not None:
@@ -113,6 +117,10 @@ class DecodedRows:
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
         """Make sure that rows can be copied; see `DecodedDataset.ready`."""
         return self._decoded.ready(first, last)
+
+    def load(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
+        """Return False, because chunks are decoded when they are read."""
+        return False
 
     def locate(self, rows: npt.NDArray[np.int64]) -> RowLocations:
         """Return the locations of rows, int64 (n,)."""

@@ -142,15 +142,22 @@ class Pipeline(BackgroundThreads):
         for _ in range(_PLANNED):
             self._plan_slots.put(None)
         self._readers = num_threads
+        batchwise = True
         try:
-            # After an epoch, the first group of the next one is computed already. Plan it here to begin at once.
-            for group in itertools.islice(self._groups, 1):
-                self._plan_slots.get()
-                self._planned.append(self._reader.plan(group))
+            # After an epoch, the first group of the next one is computed already. Plan it here to begin at once, unless
+            # that would wait for the disk.
+            for group in itertools.islice(groups, 1):
+                planned = self._reader.plan_cached(group)
+                if planned is None:
+                    self._groups, batchwise = itertools.chain([group], groups), False
+                else:
+                    self._plan_slots.get()
+                    self._planned.append(planned)
+                    batchwise = self._is_batchwise(planned)
         except Exception as error:
             self._done.put(error)
             self.stop()
-        if pool.pinned and self._planned and not self._is_batchwise(self._planned[0]):
+        if pool.pinned and not batchwise:
             # Pin memory now, because pinning takes long, and a group that is not batchwise opens all its batches while
             # the lock is held.
             pool.prepare()

@@ -36,6 +36,7 @@ from h5pack.errors import NoImagesError, OptionsError
 from h5pack.format.row_offsets import check_rows_counted, check_tasks
 from h5pack.pack import finish, writer
 from h5pack.pack.compression import require_filter
+from h5pack.pack.direct_io import drop_partial_pages
 from h5pack.pack.encode import encode_images
 from h5pack.pack.estimate import estimate_seconds, table_seconds
 from h5pack.pack.journal import Journal, RowRecord, RowResults, SurveyJournal
@@ -240,6 +241,8 @@ class Conversion:
             tables = finish.make_tables(pack, written, final)
             if self.options.filter is None:
                 finish.complete(pack, tables)
+                start = pack.structure.metadata_block_bytes
+                drop_partial_pages(pack.job.path, pack.job.io, pack.lock.descriptor, start)
             else:
                 with self._stage("compress", len(final.origins) * len(pack.all_offsets)) as advance:
                     finish.compress(pack, tables, self._executor, 2 * self.num_workers, advance)

@@ -68,7 +68,7 @@ class RowFile:
         # Open for writing only. Otherwise, an NFS client could fetch a page before it changes a part of the page, and
         # later send the whole page, which would overwrite neighbouring rows that another machine has written meanwhile.
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self.direct = _open_direct(path) if io == "direct" or (io == "auto" and suits_direct(path)) else None
+        self.direct = _open_direct(path) if writes_directly(path, io) else None
         self.thread = ThreadPoolExecutor(1, "h5pack-write") if self.direct is not None else None
         self._memory = [huge_page_memory(_PAGE), huge_page_memory(_PAGE)]
 
@@ -185,6 +185,21 @@ class ScatteredRows(RowBuffer):
             for begin, end in ((0, head), (head + whole, size)):
                 if begin < end:
                     file.write(file.descriptor, data[start + begin : start + end], offset + begin)
+
+
+def writes_directly(path: str, io: str) -> bool:
+    """Return whether rows are written to the file at `path` with direct I/O, given the option `io`."""
+    return io == "direct" or (io == "auto" and suits_direct(path))
+
+
+def drop_partial_pages(path: str, io: str, descriptor: int, start: int) -> None:
+    """Drop the pages from byte `start` on that direct writes left in the page cache; they must have been flushed.
+
+    The kernel would not load 2 MiB around a page that is in the page cache already into one large folio, from which
+    rows can be copied faster (see `h5pack.read.mapping`).
+    """
+    if writes_directly(path, io) and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, start, 0, os.POSIX_FADV_DONTNEED)
 
 
 def suits_direct(path: str) -> bool:

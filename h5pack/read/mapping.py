@@ -4,6 +4,11 @@ A mapping takes no private memory, and reading a row from it is a single copy. O
 page cache and the process's page table are read from a mapping. Touching any other page waits for the disk, and ends
 the process with SIGBUS if the disk fails or the file was cut short. `FileMapping.ready` makes sure that whole blocks of
 pages can be touched, and checks each block again after a second.
+
+If a file fits into memory, `FileMapping.load` reads missing blocks from the disk into the page cache. The mapping has
+the advice MADV_HUGEPAGE, so on file systems with large folios, a block becomes one folio (a unit of the page cache) of
+2 MiB. Measured with rows of 3 KB on ext4: loading a block takes a tenth of the CPU time of reading it with preadv, and
+later copies of random rows are 1.3 to 1.5 times as fast, because one entry of the page table covers the block.
 """
 
 from __future__ import annotations
@@ -24,7 +29,9 @@ from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.storage import CHECK_SECONDS, SourceFile, Storage
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import all_between, consecutive_runs, range_indices
-from h5pack.system.libc import libc_function, raise_errno
+from h5pack.system.files import file_system_type
+from h5pack.system.libc import MADV_HUGEPAGE, MADV_POPULATE_READ, libc_function, raise_errno
+from h5pack.system.machine import available_memory
 
 _BLOCK = 2 << 20
 """Size in bytes of the parts of the mapping that are checked as a whole; a multiple of the page size."""
@@ -33,15 +40,23 @@ _MAX_CALL_BLOCKS = 64
 """Maximum number of blocks that one system call checks, which bounds the time for which the call holds kernel locks."""
 
 _MAX_ABSENT = 1 / 16
-"""Maximum share of pages that a check loads into the page cache. If a larger share is absent, prefetching and then
-reading with preadv is faster."""
+"""Maximum share of pages that `FileMapping.ready` loads into the page cache."""
 
 _MAX_FILES = 1_024
 """Maximum number of files that are mapped together; a process may have 65,530 mappings by default."""
 _MAX_STEP = 1 << 36
 """Maximum gap in bytes that `_grid_bases` may leave between two mapped files."""
 
-_MADV_POPULATE_READ = 22
+_SMALL_BYTES = 1 << 30
+"""Files with at most this many bytes of rows are loaded in whole blocks, whatever rows are wanted. Of larger files, a
+block is loaded only with others of which at least half is wanted, to read little that is not."""
+
+_BLOCK_FILE_SYSTEMS = ("ext4", "xfs")
+"""Local file systems with large folios. On network file systems, one thread that waits for each block would be slow."""
+
+_MAX_LOAD_BYTES = 8 * _BLOCK
+"""Maximum number of bytes that one system call loads from the disk, so that the thread can be stopped in between."""
+
 _MAP_FIXED = 16
 _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _mmap = libc_function("mmap", _ADDRESS, _ADDRESS, _SIZE, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
@@ -80,6 +95,10 @@ class FileMapping:
         for storage, base, count in zip(storages, bases, sizes, strict=True):
             if len(storages) > 1:
                 _map_at(self._address + base, count, storage.open())
+        if _madvise is not None:
+            # This fails on kernels without huge pages, where it is not needed.
+            _madvise(self._address, len(self.bytes), MADV_HUGEPAGE)
+        self._suits_blocks = all(file_system_type(one.path) in _BLOCK_FILE_SYSTEMS for one in storages)
         # For each block, the number of its file; -1 in gaps.
         numbers = np.arange(-(-size // _BLOCK)) * _BLOCK
         owners = np.searchsorted(self.bases, numbers, "right") - 1
@@ -116,7 +135,26 @@ class FileMapping:
 
         Extent i is ``bytes[starts[i]:stops[i]]``; both arrays are int64 (n,). The result holds for about a second.
         """
-        wanted = all_between(starts // _BLOCK, (np.minimum(stops, self._ends[-1]) - 1) // _BLOCK)
+        return self._check(self._blocks_of(starts, stops), _MAX_ABSENT)
+
+    def load(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
+        """Like `ready`, but first load all blocks with bytes of the extents into the page cache, waiting for the disk.
+
+        Return False if these blocks should be read with preadv instead: if the files do not fit into half of the
+        available memory, if most bytes of the blocks are not wanted, or if the file system is not known to suit.
+        """
+        blocks, size = self._blocks_of(starts, stops), int((self._stops - self._begins).sum())
+        if not self._suits_blocks or size > available_memory() // 2:
+            return False
+        if size > _SMALL_BYTES and 2 * int((stops - starts).sum()) < len(blocks) * _BLOCK:
+            return False
+        return self._check(blocks, 1.0)
+
+    def _blocks_of(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return all_between(starts // _BLOCK, (np.minimum(stops, self._ends[-1]) - 1) // _BLOCK)
+
+    def _check(self, wanted: npt.NDArray[np.int64], max_absent: float) -> bool:
+        """Load the blocks `wanted` into the page table; return False if of some, too large a share is not cached."""
         process, checked = self._checked
         if process != os.getpid():
             process, checked = self._checked = (os.getpid(), np.full(len(checked), -np.inf))
@@ -130,7 +168,8 @@ class FileMapping:
                 loaded = bool(np.isfinite(checked[first : last + 1]).all())
                 number = int(owners[start])
                 begin = max(int(self._begins[number]), first * _BLOCK)
-                if not self._load(number, begin, min(int(self._stops[number]), (last + 1) * _BLOCK), loaded):
+                end = min(int(self._stops[number]), (last + 1) * _BLOCK)
+                if not self._load(number, begin, end, loaded=loaded, max_absent=max_absent):
                     return False
                 checked[first : last + 1] = now
         return True
@@ -169,20 +208,23 @@ class FileMapping:
             self._opened = (min(storage.checked for storage in self._storages), files)
         return files
 
-    def _load(self, number: int, start: int, stop: int, loaded: bool) -> bool:
+    def _load(self, number: int, start: int, stop: int, *, loaded: bool, max_absent: float) -> bool:
         """Load ``bytes[start:stop]`` into the page table; return False on an error or if too few are in the page cache.
 
         `number` is the file's number. If the bytes were `loaded` before and are all still in the page cache, they are
         not loaded again, because the check alone is seven times as fast.
         """
         share = self._cached_share(number, start, stop)
-        if share < 1 - _MAX_ABSENT:
+        if share < 1 - max_absent:
             return False
         if loaded and share == 1 and self._sees_cache:
             return True
         assert _madvise is not None
         # If a read fails or the file was cut short, madvise returns an error, whereas touching a page causes a SIGBUS.
-        return not _madvise(self._address + start, stop - start, _MADV_POPULATE_READ)
+        return not any(
+            _madvise(self._address + begin, min(_MAX_LOAD_BYTES, stop - begin), MADV_POPULATE_READ)
+            for begin in range(start, stop, _MAX_LOAD_BYTES)
+        )
 
     def _cached_share(self, number: int, start: int, stop: int) -> float:
         """Return the share, 0 to 1, of the pages of ``bytes[start:stop]`` that are in the page cache."""
@@ -270,12 +312,22 @@ class MappedDataset:
         Run i consists of the rows ``first[i]`` to ``last[i]``; both arrays are int64 (n,). The result holds for about a
         second.
         """
+        return self.mapping.ready(*self._extents(first, last))
+
+    def load(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
+        """Like `ready`, but first load the rows from the disk if that is suitable; see `FileMapping.load`."""
+        return self.mapping.load(*self._extents(first, last))
+
+    def _extents(
+        self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return where in the mapping's `bytes` each extent with some of the rows starts and stops, int64 (n,)."""
         index = self.index
         if self.array is not None and self._files is None:
-            return self.mapping.ready(self.offsets(first), self.offsets(last) + index.row_bytes)
-        # A run may continue in a chunk that is stored elsewhere, so check whole chunks.
+            return self.offsets(first), self.offsets(last) + index.row_bytes
+        # A run may continue in a chunk that is stored elsewhere, so take whole chunks.
         chunks = all_between(index.chunks_of(first), index.chunks_of(last))
-        return self.mapping.ready(self.starts[chunks], self.starts[chunks] + self._counts[chunks] * index.row_bytes)
+        return self.starts[chunks], self.starts[chunks] + self._counts[chunks] * index.row_bytes
 
     def offsets(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the index in the mapping's `bytes` at which each row starts; int64 (n,)."""

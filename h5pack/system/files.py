@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from h5pack.errors import NoSpaceError, OutputBusyError, SourceError
-from h5pack.system.libc import libc_function, raise_errno
+from h5pack.system.libc import MADV_HUGEPAGE, MADV_POPULATE_READ, libc_function, raise_errno
 
 # The workers of a killed process keep its lock for milliseconds. A lock held longer belongs to a running conversion.
 _LOCK_WAIT_SECONDS = 3.0
@@ -248,9 +249,13 @@ def drop_cache(path: Path) -> int:
 
 
 def make_hot(path: Path) -> None:
-    """Load all pages of a file into the page cache."""
+    """Load all pages of a file into the page cache, into large folios where an `H5Loader` would do that, too."""
     if cached_pages(path) < -(-path.stat().st_size // mmap.PAGESIZE):
         with path.open("rb", buffering=0) as file:
+            if sys.platform == "linux":
+                with contextlib.suppress(OSError), mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+                    mapped.madvise(MADV_HUGEPAGE)
+                    mapped.madvise(MADV_POPULATE_READ)
             block = bytearray(1 << 22)
             while file.readinto(block):
                 pass

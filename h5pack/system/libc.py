@@ -7,6 +7,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+MADV_HUGEPAGE, MADV_POPULATE_READ = 14, 22
+"""Values of madvise(2) on Linux: use huge pages; load pages into the page table, reading them from the disk."""
+
 
 def libc_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any] | None:
     """Return a function of the C library with these ctypes types, or None if the C library does not have it.

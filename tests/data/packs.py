@@ -38,7 +38,8 @@ def rows_by(way: str, *paths: Path) -> Iterator[None]:
     """Let rows be copied from mappings of these files, where that is possible; or let all rows be read."""
     with pytest.MonkeyPatch.context() as patch:
         if way == "read":
-            patch.setattr(MappedDataset, "ready", lambda *_: False)
+            for method in ("ready", "load"):
+                patch.setattr(MappedDataset, method, lambda *_: False)
         for path in paths:
             make_hot(path)
         yield

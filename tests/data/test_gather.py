@@ -17,7 +17,8 @@ from h5pack.data import gather
 from h5pack.data.gather import CachedRows, HeldRows
 from h5pack.data.iteration import serial_torch
 from h5pack.errors import DamagedRowsError, PackChangedError
-from h5pack.system.files import make_hot
+from h5pack.read.mapping import MappedDataset
+from h5pack.system.files import drop_cache, file_system_type, make_hot
 from tests.data import packs
 
 ROW_SETS: dict[str, npt.NDArray[np.int64]] = {
@@ -204,6 +205,30 @@ def test_rows_that_left_the_page_cache_before_they_are_copied_are_read(
         assert packs.all_same(list(loader), expected)
     # The other batches have rows of two windows.
     assert asked.count(8) >= 8
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("suits", [True, False])
+def test_rows_on_the_disk_are_loaded_or_read(
+    tmp_path: Path, suits: bool, streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first epoch of a file that is not in the page cache, and the second, in which it is."""
+    monkeypatch.setattr("h5pack.read.mapping._BLOCK_FILE_SYSTEMS", [file_system_type(tmp_path)] * suits)
+    path = packs.labelled(tmp_path / "f.h5")
+    order: dict[str, Any] = {"window": 2, "seed": 3, "streams": streams}
+    expected = packs.reference(h5pack.H5Dataset(path), 2, 8, **order)
+    loaded: list[bool] = []
+    load = MappedDataset.load
+    monkeypatch.setattr(MappedDataset, "load", lambda *runs: loaded.append(load(*runs)) or loaded[-1])
+    dataset = h5pack.H5Dataset(path)
+    with h5pack.H5Loader(dataset, 8, num_threads=2, **order) as loader:
+        # Now, because the kernel reads ahead when the metadata is read.
+        if drop_cache(path):
+            pytest.skip("this file system keeps files in the page cache")
+        assert all(packs.all_same(list(loader), epoch) for epoch in expected)
+    assert loaded
+    assert set(loaded) == {suits}
+    assert dataset.stats().amplification == 1.0
 
 
 def test_rows_in_the_page_cache_take_no_private_memory(tmp_path: Path) -> None:

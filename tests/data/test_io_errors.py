@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from h5pack.system.files import drop_cache
+from h5pack.system.files import drop_cache, file_system_type
 from tests.data import packs
 
 SHIM = r"""
@@ -55,8 +55,10 @@ import h5pack
 import h5pack.read.mapping
 from h5pack.errors import ReadError
 
-def read(path, checked_for, fail_at=5):
+def read(path, checked_for, file_systems, fail_at=5):
     h5pack.read.mapping.CHECK_SECONDS = checked_for
+    h5pack.read.mapping._BLOCK_FILE_SYSTEMS = file_systems
+    h5pack.read.mapping._SMALL_BYTES = 0
     found = {"batches": 0, "error": None}
     dataset = h5pack.H5Dataset(path)
     try:
@@ -88,13 +90,16 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_failing_disk_is_an_error_with_the_rows(tmp_path: Path, shim: Path) -> None:
-    # More than the kernel and the loader read ahead.
+    # More than the kernel and the loader read ahead. With chunks of 3 MiB, most of a block's rows are wanted.
     rows = 960
     values = (np.arange(rows) % 251).astype(np.uint8)
-    images = np.broadcast_to(values[:, None, None, None], (rows, 64, 64, 3))
-    cached, cold = (packs.write(tmp_path / name, 4, images=images, labels=np.arange(rows)) for name in ("a", "b"))
-    drop_cache(cold)
-    cases = [(str(cached), 60.0), (str(cached), 0.0), (str(cold), 0.0)]
+    images = np.broadcast_to(values[:, None, None, None], (rows, 256, 256, 3))
+    paths = [tmp_path / name for name in "abc"]
+    cached, cold, loaded = (packs.write(path, 16, images=images, labels=np.arange(rows)) for path in paths)
+    for path in (cold, loaded):
+        drop_cache(path)
+    suited = [file_system_type(tmp_path)]
+    cases = [(str(cached), 60.0, suited), (str(cached), 0.0, suited), (str(cold), 0.0, []), (str(loaded), 0.0, suited)]
     environment = {**os.environ, "LD_PRELOAD": str(shim), "DISK_FAILS": str(tmp_path / "mark")}
     # One process for all cases, because it imports torch.
     ended = subprocess.run(
@@ -102,9 +107,10 @@ def test_a_failing_disk_is_an_error_with_the_rows(tmp_path: Path, shim: Path) ->
         check=False, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    *hot, found = json.loads(ended.stdout)
+    found = json.loads(ended.stdout)
     # Pages in memory need no disk.
-    assert hot == 2 * [{"batches": rows // 4, "error": None}]
-    assert 5 <= found["batches"] < rows // 8
-    assert str(cold) in found["error"]
-    assert "'images' row" in found["error"]
+    assert found[:2] == 2 * [{"batches": rows // 4, "error": None}]
+    for path, one in zip((cold, loaded), found[2:], strict=True):
+        assert 5 <= one["batches"] < rows // 8
+        assert str(path) in one["error"]
+        assert "'images' row" in one["error"]

@@ -7,13 +7,17 @@ import os
 import tempfile
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import h5pack
 from h5pack.pack import direct_io
 from h5pack.pack.direct_io import ContiguousRows, RowFile, suits_direct
+from h5pack.system.files import cached_pages, file_system_type
+from tests.makers import flat_folder, quick
 
 
 @settings(max_examples=20)
@@ -24,6 +28,7 @@ from h5pack.pack.direct_io import ContiguousRows, RowFile, suits_direct
 def test_direct_buffered_and_plain_writes_agree(runs: list[tuple[int, int, int]], min_write_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct_io, "_MIN_WRITE_BYTES", min_write_bytes)
+        patch.setattr(direct_io, "_MIN_LAST_WRITE_BYTES", min_write_bytes // 8 + 1)
         expected = bytearray()
         files = {io: RowFile(str(new(Path(folder) / io)), io) for io in ("direct", "buffered")}
         random = np.random.default_rng(min_write_bytes)
@@ -32,7 +37,7 @@ def test_direct_buffered_and_plain_writes_agree(runs: list[tuple[int, int, int]]
             position += gap
             data = random.integers(0, 256, count, np.uint8)
             for file in files.values():
-                rows = ContiguousRows(file, position, count, row_bytes=1)
+                rows = ContiguousRows(file, position, count, row_bytes=1, last=gap % 2 == 1)
                 for step in range(1, steps + 1):
                     stop = count * step // steps
                     rows.buffer[count * (step - 1) // steps : stop] = data[count * (step - 1) // steps : stop]
@@ -112,3 +117,18 @@ def test_which_file_systems_are_written_directly(tmp_path: Path) -> None:
         if kind in ("ext4", "xfs", "tmpfs", "proc") and os.path.isdir(mount):
             assert suits_direct(mount) == (kind in ("ext4", "xfs"))
     assert not suits_direct(str(tmp_path / "nowhere"))
+
+
+def test_direct_writes_leave_no_pages_of_rows_in_the_cache(tmp_path: Path) -> None:
+    """Rows of 8,400 bytes, whose chunks end with a partial page."""
+    source = flat_folder(tmp_path / "in", 60, (40, 70))
+    pages = {}
+    for io in ("direct", "buffered"):
+        h5pack.convert(source, tmp_path / f"{io}.h5", **quick(io=io, chunk_rows=10))
+        pages[io] = cached_pages(tmp_path / f"{io}.h5")
+    with h5py.File(tmp_path / "direct.h5") as file:
+        first = file["images"].id.get_chunk_info(0).byte_offset
+    if file_system_type(tmp_path) == "tmpfs":
+        pytest.skip("tmpfs keeps all pages")
+    assert pages["direct"] <= -(-first // 4096)
+    assert pages["buffered"] >= 60 * 40 * 70 * 3 // 4096

@@ -302,7 +302,7 @@ def test_unwritten_rows_and_datasets_are_empty(tmp_path: Path) -> None:
 
 def test_threads_decode_without_simplejpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of one size: Pillow's decoder writes to memory that it uses again for the next image of this size."""
-    monkeypatch.setattr(decode, "_proven_paths", lambda _: frozenset())
+    monkeypatch.setattr(decode, "_simplejpeg", lambda: None)
     monkeypatch.setattr(row_decoder_module, "_decoders", row_decoder_module._RowDecoders())
     rows = [encode(pixels(number, (200, 200))) for number in range(8)]
     engine = described(write_encoded(tmp_path / "f.h5", rows))

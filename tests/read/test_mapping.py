@@ -15,7 +15,7 @@ import pytest
 from h5pack.errors import PackChangedError
 from h5pack.read import mapping
 from h5pack.read.mapping import MappedDataset
-from h5pack.system.files import cached_pages, drop_cache, make_hot
+from h5pack.system.files import cached_pages, drop_cache, file_system_type, make_hot
 from tests.read.files import STORAGES, engine_of, in_child, numbers, write
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can load the page table without a SIGBUS")
@@ -123,13 +123,75 @@ def test_blocks_between_wanted_ones_are_not_checked(tmp_path: Path, monkeypatch:
     path = tmp_path / "f.h5"
     _, found = mapped_file(path)
     spans: list[tuple[int, int]] = []
-    monkeypatch.setattr(found.mapping, "_load", lambda *span: spans.append(span[1:3]) or True)
+    monkeypatch.setattr(found.mapping, "_load", lambda *span, **_: spans.append(span[1:3]) or True)
     rows = np.array([3, 150, 4])
     assert found.ready(rows, rows)
     ends = found.offsets(rows) + found.index.row_bytes
     for start, stop in zip(found.offsets(rows), ends, strict=True):
         assert any(low <= start and stop <= high for low, high in spans)
     assert sum(high - low for low, high in spans) <= 6 * 65_536
+
+
+@pytest.fixture
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, MappedDataset]:
+    """Values, and their rows in a mapping of a file that is not in the page cache, in blocks of 64 KiB."""
+    monkeypatch.setattr(mapping, "_BLOCK", 65_536)
+    monkeypatch.setattr(mapping, "_BLOCK_FILE_SYSTEMS", (file_system_type(tmp_path),))
+    path = tmp_path / "f.h5"
+    values = write(path, numbers((ROWS, *SHAPE), "u1"), "rows")
+    if drop_cache(path):
+        pytest.skip("this file system keeps files in the page cache")
+    found = engine_of(path).mapped("x")
+    assert found is not None
+    return values, found
+
+
+def test_missing_blocks_are_loaded(cold: tuple[Any, MappedDataset]) -> None:
+    values, found = cold
+    rows = np.random.default_rng(0).permutation(ROWS)
+    assert not found.ready(rows, rows)
+    assert found.load(rows, rows)
+    assert found.ready(rows, rows)
+    assert np.array_equal(copied(found, rows).reshape(ROWS, *SHAPE), values[rows])
+    # All pages with rows; metadata may be elsewhere.
+    path = Path(found.mapping._storages[0].path)
+    assert cached_pages(path) >= ROWS * found.index.row_bytes // 4_096
+
+
+def test_blocks_are_not_loaded_where_that_does_not_suit(
+    cold: tuple[Any, MappedDataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, found = cold
+    few, most = np.arange(0, ROWS, 20), np.arange(0, ROWS, 2)
+    size = ROWS * found.index.row_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(mapping, "available_memory", lambda: 2 * size - 8_192)
+        assert not found.load(most, most)
+    with monkeypatch.context() as patch:
+        patch.setattr(mapping, "_SMALL_BYTES", size - 8_192)
+        assert not found.load(few, few)
+        found.mapping._suits_blocks = False
+        assert not found.load(most, most)
+    assert not found.ready(few, few)
+    # These are enough of each block, or the file is small.
+    found.mapping._suits_blocks = True
+    with monkeypatch.context() as patch:
+        patch.setattr(mapping, "_SMALL_BYTES", 0)
+        assert found.load(most, most)
+    drop_cache(Path(found.mapping._storages[0].path))
+
+
+def test_few_rows_of_a_small_file_are_loaded(cold: tuple[Any, MappedDataset]) -> None:
+    _, found = cold
+    few = np.arange(0, ROWS, 20)
+    assert found.load(few, few)
+
+
+def test_a_file_that_became_shorter_is_not_loaded(cold: tuple[Any, MappedDataset]) -> None:
+    _, found = cold
+    os.truncate(found.mapping._storages[0].path, 100_000)
+    rows = np.arange(ROWS)
+    assert not found.load(rows, rows)
 
 
 def test_a_file_system_without_mappings_is_read_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
