@@ -18,6 +18,7 @@ import itertools
 import math
 import mmap
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -95,10 +96,10 @@ class FileMapping:
         for storage, base, count in zip(storages, bases, sizes, strict=True):
             if len(storages) > 1:
                 _map_at(self._address + base, count, storage.open())
-        if _madvise is not None:
-            # This fails on kernels without huge pages, where it is not needed.
-            _madvise(self._address, len(self.bytes), MADV_HUGEPAGE)
-        self._suits_blocks = all(file_system_type(one.path) in _BLOCK_FILE_SYSTEMS for one in storages)
+        assert _madvise is not None
+        # The advice fails on kernels without huge pages.
+        self._suits_blocks = _kernel_reads_blocks() and not _madvise(self._address, len(self.bytes), MADV_HUGEPAGE)
+        self._suits_blocks &= all(file_system_type(one.path) in _BLOCK_FILE_SYSTEMS for one in storages)
         # For each block, the number of its file; -1 in gaps.
         numbers = np.arange(-(-size // _BLOCK)) * _BLOCK
         owners = np.searchsorted(self.bases, numbers, "right") - 1
@@ -237,6 +238,15 @@ class FileMapping:
         if _mincore(self._address + start, stop - start, flags.ctypes.data):
             return 0.0
         return float(np.count_nonzero(flags & 1) / len(flags))
+
+
+def _kernel_reads_blocks() -> bool:
+    """Return whether the kernel reads 2 MiB at once where it loads a missing page of a mapping with MADV_HUGEPAGE.
+
+    Linux does so since version 5.18. Earlier versions wait for as little as one page at a time.
+    """
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return release is not None and (int(release[1]), int(release[2])) >= (5, 18)
 
 
 def _map_at(address: int, size: int, descriptor: int) -> None:

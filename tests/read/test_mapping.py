@@ -137,6 +137,8 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, MappedDa
     """Values, and their rows in a mapping of a file that is not in the page cache, in blocks of 64 KiB."""
     monkeypatch.setattr(mapping, "_BLOCK", 65_536)
     monkeypatch.setattr(mapping, "_BLOCK_FILE_SYSTEMS", (file_system_type(tmp_path),))
+    if not mapping._kernel_reads_blocks():
+        pytest.skip("needs Linux 5.18")
     path = tmp_path / "f.h5"
     values = write(path, numbers((ROWS, *SHAPE), "u1"), "rows")
     if drop_cache(path):
@@ -185,6 +187,15 @@ def test_few_rows_of_a_small_file_are_loaded(cold: tuple[Any, MappedDataset]) ->
     _, found = cold
     few = np.arange(0, ROWS, 20)
     assert found.load(few, few)
+
+
+@pytest.mark.parametrize(
+    ("release", "loads"), [("5.15.0-91-generic", False), ("5.18.0", True), ("6.1.0-rc1", True), ("unknown", False)]
+)
+def test_old_kernels_would_load_page_by_page(release: str, loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = type("Names", (), {"release": release})
+    monkeypatch.setattr(mapping.os, "uname", names)
+    assert mapping._kernel_reads_blocks() == loads
 
 
 def test_a_file_that_became_shorter_is_not_loaded(cold: tuple[Any, MappedDataset]) -> None:
