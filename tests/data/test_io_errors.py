@@ -91,7 +91,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_failing_disk_is_an_error_with_the_rows(tmp_path: Path, shim: Path) -> None:
     # More than the kernel and the loader read ahead. With chunks of 3 MiB, most of a block's rows are wanted.
-    rows = 960
+    rows = 480
     values = (np.arange(rows) % 251).astype(np.uint8)
     images = np.broadcast_to(values[:, None, None, None], (rows, 256, 256, 3))
     paths = [tmp_path / name for name in "abc"]
