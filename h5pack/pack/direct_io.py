@@ -125,19 +125,19 @@ class ContiguousRows(RowBuffer):
     def ready(self, rows: int) -> None:
         """See `RowBuffer`."""
         size, file = rows * self._row_bytes, self._file
-        last = size == self._size
+        complete = size == self._size
         enough = _MIN_WRITE_BYTES
         if self._last:
             enough = min(enough, max(_MIN_LAST_WRITE_BYTES, (self._size - self._written) // 2))
-        if not last and size < self._written + enough:
+        if not complete and size < self._written + enough:
             return
         if file.direct is None:
-            if last:
+            if complete:
                 file.write(file.descriptor, self.buffer.data, self._start)
             return
         self._submit(file.descriptor, min(-self._start % _PAGE, size))
         self._submit(file.direct, (self._start + size) // _PAGE * _PAGE - self._start)
-        if last:
+        if complete:
             self._submit(file.descriptor, size)
 
     def _submit(self, descriptor: int, stop: int) -> None:

@@ -92,8 +92,8 @@ def write_tasks(
 ) -> Iterator[WriteTask]:
     """Yield tasks that write the `missing` rows, int64 (n,), ascending.
 
-    The last tasks are small, so that all workers finish at about the same time. `offsets` are the row offsets of the
-    images, and of each field that is chunked like them.
+    The last tasks are small, so that all workers finish at about the same time; but rows that are read in groups are
+    divided into equal tasks. `offsets` are the row offsets of the images, and of each field that is chunked like them.
     """
     row_offsets, *field_offsets = offsets
     sampled = np.zeros(plan.rows, np.bool_)

@@ -18,16 +18,7 @@ import numpy.typing as npt
 
 from h5pack.errors import NoImagesError, SourceError
 from h5pack.format import schema
-from h5pack.sources.catalog import (
-    IMAGE_SUFFIXES,
-    Catalog,
-    FileReader,
-    NameFilter,
-    NameTable,
-    PixelField,
-    Reject,
-    one_split,
-)
+from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, PixelField, Reject, one_split
 
 
 @dataclass
@@ -148,23 +139,19 @@ def _hidden_part(folder: str, known: dict[str, str | None]) -> str | None:
 def _list_folder(path: str, folder: str, names: NameFilter, ignored: Counter[str]) -> tuple[list[str], list[str]]:
     """Return the names of a folder's selected files, and the paths of its visible subfolders relative to the root."""
     wanted, below = [], []
-    has_patterns = bool(names.include or names.exclude)
     with os.scandir(path) as entries:
         for entry in entries:
             name = entry.name
+            relative = f"{folder}/{name}" if folder else name
             if is_folder(entry):
                 if is_visible(name):
-                    below.append(f"{folder}/{name}" if folder else name)
+                    below.append(relative)
                 else:
                     ignored["hidden folders"] += 1
-            elif not has_patterns and name[name.rfind(".") :] in IMAGE_SUFFIXES and name[0] != ".":
-                wanted.append(name)  # `refusal` would also return None, but take several times as long
+            elif (refusal := names.refusal(relative)) is None:
+                wanted.append(name)
             else:
-                refusal = names.refusal(f"{folder}/{name}" if folder else name)
-                if refusal is None:
-                    wanted.append(name)
-                else:
-                    ignored[refusal] += 1
+                ignored[refusal] += 1
     return wanted, below
 
 
