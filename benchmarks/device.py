@@ -2,17 +2,18 @@
 
 Run ``python -m benchmarks.device``; it makes its own files. It prints one line for each figure:
 
-- `Normalize`, plain and with flip and crop: microseconds a batch, apart those of the random draws and of the pass over
-  the pixels; the host's time to launch it, on CUDA; and its speed as a fraction of a copy that reads and writes as many
-  bytes on the device;
+- `Normalize`, plain, with flip and crop, and with resized crops: microseconds a batch, apart those of the random draws
+  and of the pass over the pixels; the host's time to launch it, on CUDA; and its speed as a fraction of a copy that
+  reads and writes as many bytes on the device;
 - what DeviceFeed costs where it only passes batches on.
 
 On a CUDA device also:
 
 - copies from pinned host memory, and a feed of pinned batches that no step uses, as a fraction of these copies;
-- a ResNet-50 trained in bfloat16, fed by H5Loader and DeviceFeed from a pack; beside it by a DataLoader with workers
-  that decode the same pictures from a folder of JPEG files; and with one batch that is there already, which is as
-  fast as the step can be. The stall fraction is the part of the time by which a loop is slower than that;
+- a ResNet-50 and a ResNet-18 trained in bfloat16, fed by H5Loader and DeviceFeed from a pack; beside it by a DataLoader
+  with workers that decode the same pictures from a folder of JPEG files; and with one batch that is there already,
+  which is as fast as the step can be. The stall fraction is the part of the time by which a loop is slower than that.
+  With the CPU seconds of all processes;
 - the memory that torch reserves while a captured step is replayed on the batches of a feed, and over many validations;
 - whether the losses of steps fed by DeviceFeed equal those of steps that copy and transform their batches themselves.
 
@@ -41,14 +42,23 @@ from benchmarks.device_timing import (
     timer_of,
     turns,
 )
-from benchmarks.device_training import CLASSES, resnet50, training_figures, wait_for_device
+from benchmarks.device_training import NETWORKS, training_figures, wait_for_device
 from h5pack.data.draws import BatchKey
 from h5pack.device.feed import DeviceFeed
 from h5pack.device.normalize import Normalize
+from h5pack.images.crops import RandomResizedCrop
 from h5pack.system.machine import machine_facts
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-AUGMENTATIONS: dict[str, dict[str, Any]] = {"plain": {}, "flip and crop": {"flip": 0.5, "crop": 8}}
+
+
+def augmentations(size: int) -> dict[str, dict[str, Any]]:
+    """Arguments of `Normalize`, whose results are as large as the images."""
+    return {
+        "plain": {},
+        "flip and crop": {"flip": 0.5, "crop": 8},
+        "flip and resized crop": {"flip": 0.5, "crop": RandomResizedCrop(size)},
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -67,14 +77,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "device.json")
     options = parser.parse_args(arguments)
     device = DeviceFeed([], options.device).device
+    settings = {name: getattr(options, name) for name in ("batch", "size", "repeats")}
+    if device.type == "cuda":
+        settings |= {name: getattr(options, name) for name in ("images", "steps", "workers")}
     with scratch_folder(options.scratch) as scratch:
         result = {
             "benchmark": "device",
-            "command": f"python -m benchmarks.device --batch {options.batch} --size {options.size} "
-            f"--repeats {options.repeats}",
+            "command": " ".join(
+                ["python -m benchmarks.device", *(f"--{name} {one}" for name, one in settings.items())]
+            ),
             "machine": machine_facts(scratch),
             "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
-            "settings": {name: getattr(options, name) for name in ("batch", "size", "repeats")},
+            "settings": settings,
             "normalize": normalize_figures(device, timer_of(device), options.batch, options.size, options.repeats),
             "pass_through": pass_through_figures(options.repeats),
         }
@@ -82,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
             result["pinned_copy_gb_per_s"] = pinned_copy(device, options.repeats)
             result["feed"] = feed_figures(device, options.batch, options.size, options.repeats)
             pictures = (options.images, options.size, options.batch, options.steps, options.workers)
-            result["training"] = training_figures(device, scratch, *pictures, partial(resnet50, CLASSES))
+            result["training"] = training_figures(device, scratch, *pictures, NETWORKS)
         write_result(options.json, result)
 
 
@@ -103,7 +117,7 @@ def normalize_figures(device: torch.device, timer: Timer, batch: int, size: int,
     """What `Normalize` reaches, for each precision and augmentation, beside copies on the device."""
     figures: dict[str, Any] = {"copy_gb_per_s": copy_bandwidth(device, timer, repeats), "cases": []}
     for precision, dtype in PRECISIONS.items():
-        for name, augmentation in AUGMENTATIONS.items():
+        for name, augmentation in augmentations(size).items():
             normalize = Normalize.imagenet(dtype=dtype, **augmentation)
             case = normalize_case(device, timer, normalize, (batch, size, size, 3), repeats)
             figures["cases"].append({"precision": precision, "augmentation": name, **case})
@@ -120,7 +134,7 @@ def normalize_case(
     device: torch.device, timer: Timer, normalize: Normalize, shape: tuple[int, ...], repeats: int
 ) -> dict[str, Any]:
     """The figures of one `Normalize`: whole calls between copies of as many bytes; draws and passes apart."""
-    # Each value is read once, as a byte, and written once.
+    # Each value is read once, as a byte, and written once; a resized crop reads fewer of them.
     moved = torch.Size(shape).numel() * (1 + normalize.dtype.itemsize)
     copies = copies_beyond_cache(moved, cache_bytes_of(device))
     images = [torch.randint(0, 256, shape, dtype=torch.uint8, device=device) for _ in range(copies)]

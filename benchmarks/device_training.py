@@ -1,4 +1,4 @@
-"""Training loops of the benchmark of the device: a ResNet-50, fed in several ways.
+"""Training loops of the benchmark of the device: ResNets, fed in several ways.
 
 All but the figures of the GPU itself runs on the CPU, too, which is how it is tested.
 """
@@ -20,59 +20,21 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import h5pack
+from examples.networks import Network
 from h5pack.data.draws import BatchKey
 from h5pack.device.feed import DeviceFeed
 from h5pack.device.normalize import Normalize
-from h5pack.monitor.probes import GpuProbe
+from h5pack.monitor.probes import CpuTime, GpuProbe
 from h5pack.system.machine import available_cpus
 
 CLASSES = 10
+MakeNetwork = Callable[[], nn.Module]
+NETWORKS: dict[str, MakeNetwork] = {
+    name: partial(Network, name, 3, CLASSES, small=False) for name in ("resnet50", "resnet18")
+}
 _PERIOD_SECONDS = 0.2
 _WARM_UP = 3
 _VALIDATION_BATCHES = 4
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, beside a shortcut."""
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = 4 * width
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, outputs, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
-        self.shortcut = nn.Sequential()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.body(images) + self.shortcut(images))
-
-
-def resnet50(classes: int, width: int = 64, blocks: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Module:
-    """ResNet-50 (He et al. 2016, arXiv:1512.03385), strides as in torchvision; float (N, 3, H, W) to (N, classes).
-
-    A smaller `width` and fewer `blocks` make a smaller one.
-    """
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, width, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(width),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, 2, 1),
-    ]
-    inputs = width
-    for level, count in enumerate(blocks):
-        for block in range(count):
-            layers.append(Bottleneck(inputs, width << level, 2 if level and not block else 1))
-            inputs = 4 * (width << level)
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 
 class JpegFolder(Dataset[Any]):
@@ -149,16 +111,16 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def train(network: nn.Module, batches: Iterator[Any], device: torch.device, steps: int) -> dict[str, Any]:
-    """Seconds of some steps, after a few to warm up, and how busy the GPU was."""
+    """Seconds and CPU seconds of some steps, after a few to warm up, and how busy the GPU was."""
     network = network.to(device, memory_format=torch.channels_last).train()
     optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum=0.9)
-    begin, images_done = 0.0, 0
+    begin, images_done, cpu = 0.0, 0, CpuTime.now()
     with Utilisation(device) as utilisation:
         for step, (images, labels) in zip(range(steps + _WARM_UP), batches, strict=False):
             if step == _WARM_UP:
                 wait_for_device(device)
                 utilisation.percents.clear()
-                begin, images_done = time.perf_counter(), 0
+                begin, images_done, cpu = time.perf_counter(), 0, CpuTime.now()
             with torch.autocast(device.type, torch.bfloat16):
                 loss = nn.functional.cross_entropy(network(images), labels)
             optimizer.zero_grad(set_to_none=True)
@@ -167,10 +129,12 @@ def train(network: nn.Module, batches: Iterator[Any], device: torch.device, step
             images_done += len(images)
         wait_for_device(device)
         seconds = time.perf_counter() - begin
+        cpu_seconds = CpuTime.now().since(cpu).total
     return {
         "steps": steps,
         "seconds": round(seconds, 3),
         "images_per_s": round(images_done / seconds, 1),
+        "cpu_seconds": None if cpu_seconds is None else round(cpu_seconds, 3),
         "gpu": utilisation.report(),
     }
 
@@ -189,9 +153,9 @@ def training_figures(
     batch: int,
     steps: int,
     workers: int,
-    make_network: Callable[[], nn.Module],
+    networks: dict[str, MakeNetwork],
 ) -> dict[str, Any]:
-    """Train with a batch that is there already, from a pack, and from JPEG files; then memory and losses."""
+    """Train with a batch that is there already, from a pack, and from JPEG files; memory and losses of the first."""
     folder = make_pictures(scratch / "jpeg", images, size)
     h5pack.convert(folder, scratch / "pack.h5")
     dataset = h5pack.H5Dataset(scratch / "pack.h5")
@@ -210,20 +174,26 @@ def training_figures(
     decoded = DeviceFeed(files, device, transform=normalize)
     ready = next(iter(pack))
     cases = {"one batch": [ready], "pack": pack, "jpeg folder": decoded}
-    figures: dict[str, Any] = {"images": images, "size": size, "batch": batch, "workers": workers, "cases": {}}
-    for name, loader in cases.items():
-        torch.manual_seed(0)
-        figures["cases"][name] = train(make_network(), endless(loader), device, steps)
-    least = figures["cases"]["one batch"]["seconds"]
-    for name, case in figures["cases"].items():
-        case["stall_fraction"] = round(max(0.0, 1 - least / case["seconds"]), 3)
-        print(f"training, {name}: {case['images_per_s']:,.0f} images/s, stall {case['stall_fraction']:.1%}")
+    figures: dict[str, Any] = {"images": images, "size": size, "batch": batch, "workers": workers, "networks": {}}
+    for network, make_network in networks.items():
+        found: dict[str, Any] = {}
+        for name, loader in cases.items():
+            torch.manual_seed(0)
+            found[name] = train(make_network(), endless(loader), device, steps)
+            case, least = found[name], found["one batch"]["seconds"]
+            case["stall_fraction"] = round(max(0.0, 1 - least / case["seconds"]), 3)
+            print(
+                f"training {network}, {name}: {case['images_per_s']:,.0f} images/s, "
+                f"stall {case['stall_fraction']:.1%}, {case['cpu_seconds']} s of CPU"
+            )
+        figures["networks"][network] = found
+    make_first = next(iter(networks.values()))
     reserved = partial(torch.cuda.memory_reserved, device) if device.type == "cuda" else lambda: 0
-    figures["replayed_steps"] = replay_figures(pack, make_step(make_network(), ready, device), 10 * steps, reserved)
+    figures["replayed_steps"] = replay_figures(pack, make_step(make_first(), ready, device), 10 * steps, reserved)
     figures["validations"] = validation_figures(
         lambda: DeviceFeed(pack.loader, device, transform=normalize), max(2, steps // 5), reserved
     )
-    figures["losses"] = loss_figures(dataset, device, batch, min(20, steps), make_network)
+    figures["losses"] = loss_figures(dataset, device, batch, min(20, steps), make_first)
     return figures
 
 
@@ -304,7 +274,7 @@ def _memory_figures(name: str, count: int, reserved: list[int]) -> dict[str, Any
 
 
 def loss_figures(
-    dataset: h5pack.H5Dataset, device: torch.device, batch: int, steps: int, make_network: Callable[[], nn.Module]
+    dataset: h5pack.H5Dataset, device: torch.device, batch: int, steps: int, make_network: MakeNetwork
 ) -> dict[str, Any]:
     """Whether the losses of steps fed by DeviceFeed equal those of steps that copy and transform their own batches."""
     rows = h5pack.H5Dataset(dataset.path, with_rows=True)

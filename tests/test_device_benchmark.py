@@ -15,12 +15,13 @@ import torch
 import h5pack
 from benchmarks import device, device_timing, device_training, tables
 from benchmarks.device_timing import HostTimer, Turn, copies_beyond_cache, enough_calls, settle, turns
-from benchmarks.device_training import resnet50
+from examples.networks import Network
 from h5pack.device.normalize import Normalize
 from tests.device.feeds import needs_gpu
 from tests.test_benchmarks import run
 
 CPU = torch.device("cpu")
+SMALL = partial(Network, "cnn", 3, device_training.CLASSES, small=True)
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_it_runs_without_a_gpu(tmp_path: Path) -> None:
     assert not {"training", "feed", "pinned_copy_gb_per_s"} & result.keys()
     cases = result["normalize"]["cases"]
     found = [(case["precision"], case["augmentation"]) for case in cases]
-    assert found == list(itertools.product(("float32", "bfloat16"), ("plain", "flip and crop")))
+    assert found == list(itertools.product(("float32", "bfloat16"), device.augmentations(16)))
     for case in cases:
         # A float32 image is 16 x 16 x 3 values of 1 + 4 bytes; rates are rounded to 4 digits behind the point.
         value_bytes = 5 if case["precision"] == "float32" else 3
@@ -55,7 +56,7 @@ def test_it_runs_without_a_gpu(tmp_path: Path) -> None:
 @needs_gpu
 @pytest.mark.usefixtures("quick")
 def test_it_runs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "resnet50", partial(resnet50, width=8, blocks=(1, 1)))
+    monkeypatch.setattr(device, "NETWORKS", {"cnn": SMALL})
     result = run(tmp_path, device, "--batch 8 --size 32 --repeats 2 --images 40 --steps 10 --workers 0")
     assert result["device"] == torch.cuda.get_device_name()
     for case in result["normalize"]["cases"]:
@@ -162,15 +163,17 @@ def test_a_feed_without_a_step_is_compared_with_copies() -> None:
 def test_training_from_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_training, "ProcessPoolExecutor", ThreadPoolExecutor)
     monkeypatch.setattr(h5pack, "convert", partial(h5pack.convert, num_workers=1))
-    small = partial(resnet50, device_training.CLASSES, width=4, blocks=(1, 1))
-    figures = device_training.training_figures(CPU, tmp_path, 40, 16, 4, 2, 0, small)
-    assert sorted(figures["cases"]) == ["jpeg folder", "one batch", "pack"]
+    figures = device_training.training_figures(CPU, tmp_path, 40, 16, 4, 2, 0, {"a": SMALL, "b": SMALL})
+    assert list(figures["networks"]) == ["a", "b"]
+    cases = figures["networks"]["b"]
+    assert list(cases) == ["one batch", "pack", "jpeg folder"]
     assert len(list((tmp_path / "jpeg").glob("*/*.jpg"))) == 40
-    assert figures["cases"]["one batch"]["stall_fraction"] == 0
-    for case in figures["cases"].values():
+    assert cases["one batch"]["stall_fraction"] == 0
+    for case in cases.values():
         # The seconds are rounded.
         assert case["seconds"] == pytest.approx(2 * 4 / case["images_per_s"], abs=0.001)
         assert 0 <= case["stall_fraction"] < 1
+        assert case["cpu_seconds"] > 0
         assert case["gpu"] == {"period_seconds": 0.2, "percent": [], "mean_percent": None}
     assert (figures["replayed_steps"]["count"], figures["validations"]["count"]) == (20, 2)
     assert figures["losses"]["steps"] == 2
@@ -195,10 +198,3 @@ def test_growing_memory_is_reported() -> None:
 
     flat = device_training.validation_figures(make_feed, 5, lambda: 7_000_000)
     assert (len(feeds), flat["growth_mb"], flat["reserved_mb"]) == (5, 0.0, [7.0] * 5)
-
-
-def test_the_network_is_a_resnet_50() -> None:
-    network = resnet50(1000).eval()
-    # As torchvision's: https://pytorch.org/vision/stable/models/generated/torchvision.models.resnet50.html
-    assert sum(parameter.numel() for parameter in network.parameters()) == 25_557_032
-    assert network(torch.zeros(1, 3, 32, 32)).shape == (1, 1000)

@@ -21,9 +21,10 @@ class Loop:
     """What the main loop of a kernel consists of."""
 
     instructions_per_value: float
+    before: int  # How many instructions stand before the loop.
     store_bytes: int  # How many bytes the widest store writes.
     load_bytes: int
-    exchanges: bool  # Whether threads exchange values through shared memory.
+    exchanges: bool  # Whether threads exchange values through shared memory in the loop.
     spills: bool  # Whether registers are kept in memory.
 
 
@@ -42,9 +43,10 @@ def main_loop(function: Any, capability: int, dtype: str, constants: dict[str, A
         widths = {kind: [_bytes(text) for text in loop if kind in text] for kind in ("STG", "LDG")}
         if widths["STG"]:
             values = sum(widths["STG"]) / (4 if dtype == "fp32" else 2)
-            exchanges = any(re.search(r"\b(BAR|LDS|STS|SHFL)\b", text) for text in code.values())
+            exchanges = any(re.search(r"\b(BAR|LDS|STS|SHFL)\b", text) for text in loop)
             spills = any(re.search(r"\b(LDL|STL)\b", text) for text in code.values())
-            return Loop(len(loop) / values, max(widths["STG"]), max(widths["LDG"]), exchanges, spills)
+            before = sum(at < int(jump[1], 16) for at in code)
+            return Loop(len(loop) / values, before, max(widths["STG"]), max(widths["LDG"]), exchanges, spills)
     raise AssertionError("no loop stores values")
 
 

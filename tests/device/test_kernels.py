@@ -162,14 +162,19 @@ class LastPrograms:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         from triton.runtime.interpreter import interpreter_builder as builder
 
-        count = min(grid[0], 24)
+        width, height, depth = (*grid, 1, 1)[:3]
+        count = min(width * height * depth, 48)
 
         def run(*args: Any, **options: Any) -> None:
-            # Triton's interpreter calls this with the number of each program.
-            def shifted(x: int, y: int, z: int) -> None:
-                builder.grid_idx = (grid[0] - count + x, y, z)
+            # Triton's interpreter calls these with the size of the grid, and with the number of each program.
+            def full_size(*_: int) -> None:
+                builder.grid_dim = (width, height, depth)
 
-            with patch.object(builder, "set_grid_idx", shifted):
+            def shifted(x: int, y: int, z: int) -> None:
+                number = width * height * depth - count + x
+                builder.grid_idx = (number % width, number // width % height, number // width // height)
+
+            with patch.object(builder, "set_grid_idx", shifted), patch.object(builder, "set_grid_dim", full_size):
                 self.kernel[(count,)](*args, **options)
 
         return run
@@ -294,23 +299,23 @@ COLORS = {**ALL, "COLORS": True}
     [
         # Interleaved channels (0), three planes together (3), planes alone (1).
         (75, "fp16", 0, CROP, 10),
-        (75, "bf16", 3, CROP, 12),  # GPUs before sm_80 convert to bfloat16 by five instructions.
-        (80, "bf16", 0, CROP, 9),
-        (80, "fp32", 0, CROP, 11),
+        (75, "bf16", 3, CROP, 12.5),  # GPUs before sm_80 convert to bfloat16 by five instructions.
+        (80, "bf16", 0, CROP, 9.2),
+        (80, "fp32", 0, CROP, 11.5),
         (80, "bf16", 0, ALL, 10.5),
-        (80, "fp32", 0, ALL, 12.2),
-        (80, "fp32", 3, ALL, 10.5),
-        (80, "fp16", 1, ALL | {"WHOLE": False}, 10),
-        (80, "fp32", 1, ALL | {"WHOLE": False}, 12),
+        (80, "fp32", 0, ALL, 14),
+        (80, "fp32", 3, ALL, 11.5),
+        (80, "fp16", 1, ALL | {"WHOLE": False}, 10.2),
+        (80, "fp32", 1, ALL | {"WHOLE": False}, 13.2),
         (90, "bf16", 0, CROP | {"WHOLE": False}, 9),
         (90, "fp16", 3, CROP, 7.5),
-        (90, "fp32", 0, {"MOVES": True}, 9.5),
-        (90, "fp32", 0, ALL, 12),
-        (90, "bf16", 0, COLORS, 23),
+        (90, "fp32", 0, {"MOVES": True}, 11.2),
+        (90, "fp32", 0, ALL, 13.5),
+        (90, "bf16", 0, COLORS, 24),
         (90, "fp16", 0, CROP | {"unaligned": True}, 17),
-        (100, "bf16", 0, ALL, 9),
-        (100, "fp32", 1, {"WHOLE": False}, 9.5),
-        (100, "fp32", 0, ALL | {"WHOLE": False}, 12),
+        (100, "bf16", 0, ALL, 9.5),
+        (100, "fp32", 1, {"WHOLE": False}, 11),
+        (100, "fp32", 0, ALL | {"WHOLE": False}, 13.2),
         (100, "bf16", 3, COLORS, 17.5),
     ],
 )
@@ -323,7 +328,7 @@ def test_the_machine_code_of_the_image_kernel_stays_short(
     changes: dict[str, bool],
     budget: float,
 ) -> None:
-    """Compile for GPUs that are not here: instructions for each value in the loop over lines, 16 bytes in a store."""
+    """Compile for GPUs that are not here: instructions before the loop over lines, and in it for each value."""
     from h5pack.device.kernels import image
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -331,11 +336,12 @@ def test_the_machine_code_of_the_image_kernel_stays_short(
     is_unaligned = changes.get("unaligned", False)  # The memory that was given begins at another address.
     changes = {name: value for name, value in changes.items() if name != "unaligned"}
     constants = dict.fromkeys(("MOVES", "PADDED", "ERASES", "COLORS", "WIDE"), False) | {"WHOLE": True, **changes}
-    constants |= {"CHANNELS": 3, "PLANES": planes, "FINE": dtype == "fp32", "VECTORS": 512 // values, "VALUES": values}
+    constants |= {"CHANNELS": 3, "PLANES": planes, "FINE": dtype == "fp32", "VECTORS": 64, "VALUES": values}
     aligned = ("constants",) if is_unaligned else ("constants", "result")
     kernel = image.image_kernel
     loop = main_loop(kernel, capability, dtype, constants, aligned=aligned, ones=("stride_channel",))
     assert loop.instructions_per_value <= budget
+    assert loop.before <= (700 if is_unaligned else 350)
     assert (loop.store_bytes, loop.exchanges, loop.spills) == (2 if is_unaligned else 16, False, False)
 
 
@@ -414,13 +420,13 @@ def test_the_plan_of_lines_covers_an_image() -> None:
     from h5pack.device.kernels.normalize import plan_lines
 
     for lines, length, values in itertools.product((1, 5, 32, 224, 1000), (1, 7, 93, 96, 534, 672), (4, 8)):
-        period, blocks = plan_lines(lines, length, values, 64)
+        period, blocks = plan_lines(lines, length, values, 64, 4)
         # In lines that are a period apart, columns are at the same distance from multiples of 16 bytes.
         assert period * length % values == 0
         assert blocks * 64 >= period * (length // values)
-        assert lines / period <= 16
-    # Of 224 x 224 x 3 values, no thread is idle.
-    assert plan_lines(224, 672, 8, 64) == (16, 21)
+        assert lines / period <= 4
+    # Of 224 x 224 x 3 values, hardly a thread is idle.
+    assert plan_lines(224, 672, 8, 64, 4) == (56, 74)
 
 
 # Which backend is used.

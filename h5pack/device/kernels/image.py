@@ -28,6 +28,26 @@ def _load_constants(constants, CHANNELS: tl.constexpr, FINE: tl.constexpr):  # t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _constants_of_vector(  # type: ignore[no-untyped-def]
+    constants, first, spot, CHANNELS: tl.constexpr, FINE: tl.constexpr
+):
+    """Return centre, coarse, fine and bias of each value of a vector whose first value is of the channel `first`.
+
+    The compiler knows each `spot` (the index of a value in the vector), so the constants of each channel are loaded
+    once, and nothing has to be selected.
+    """
+    centre, coarse, fine, bias = _load_constants(constants + first, CHANNELS, FINE)
+    for later in tl.static_range(1, CHANNELS):
+        channel = first + later
+        channel = tl.where(channel < CHANNELS, channel, channel - CHANNELS)
+        next_centre, next_coarse, next_fine, next_bias = _load_constants(constants + channel, CHANNELS, FINE)
+        is_later = spot % CHANNELS == later
+        centre, coarse = tl.where(is_later, next_centre, centre), tl.where(is_later, next_coarse, coarse)
+        fine, bias = tl.where(is_later, next_fine, fine), tl.where(is_later, next_bias, bias)
+    return centre, coarse, fine, bias
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _scaled(raw, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return (raw / 255 - mean) / std in float32; `raw` is int32. See `h5pack.device.normalize`."""
     # 0x4B000000 is the float 2^23; combined with the bits of raw, it is the float 2^23 + raw. This avoids converting an
@@ -105,7 +125,7 @@ def _place(  # type: ignore[no-untyped-def]
 def _copy_rows(  # type: ignore[no-untyped-def]
     y,
     column,
-    places,
+    place,
     known,
     advance,
     part,
@@ -133,26 +153,36 @@ def _copy_rows(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Compute the values of the lines y, y + advance, ... of a part (see `image_kernel`) in the given columns.
+    """Compute vectors of the lines y, y + advance, ... of a part (see `image_kernel`).
 
-    `y` is (A, 1); `column` is (A, B). `places`, also (A, B), says where each value of line y is stored in the
-    result, as an offset from the last multiple of VALUES at or before the start of the part.
+    `y`, `column` and `place` are (A, 1). The first value of a vector is in this column, which is negative if the vector
+    begins before the line. In line y it is stored at this place, an offset from the last multiple of VALUES at or
+    before the start of the part. `known` says which values are computed: (A, 1) or (A, VALUES).
     """
     image = part
     plane = 0
     if PLANES == 1:
         image = part // CHANNELS
         plane = (part - image * CHANNELS).to(tl.int32)
-    x, channel = column, plane
+    spot = tl.arange(0, VALUES)[None, :]
+    places = place + spot
+    x, channel = column + spot, plane
     if PLANES == 0:
-        x = column // CHANNELS
-        channel = column - x * CHANNELS
+        # One division for each vector: the other values' channels and pixels follow from those of the first value.
+        pixel = (column + CHANNELS * VALUES) // CHANNELS - VALUES
+        first = column - pixel * CHANNELS
+        channel = first + spot % CHANNELS
+        x = pixel + spot // CHANNELS + tl.where(channel < CHANNELS, 0, 1)
+        channel = tl.where(channel < CHANNELS, channel, channel - CHANNELS)
     offset, row, step, pixel_bits, box_row, box_height, box_bits = _place(
         x, y, advance, draws + image, samples, width, lines, length // CHANNELS if PLANES == 0 else length, stride_x,
         MOVES, PADDED, ERASES, WIDE,
     )  # fmt: skip
     size = (lines.to(tl.int64) if WIDE else lines) * length
-    centre, coarse, fine, bias = _load_constants(constants + channel, CHANNELS, FINE)
+    if PLANES == 0:
+        centre, coarse, fine, bias = _constants_of_vector(constants, first, spot, CHANNELS, FINE)
+    else:
+        centre, coarse, fine, bias = _load_constants(constants + channel, CHANNELS, FINE)
     if PADDED and PLANES <= 1 and not COLORS:
         coarse, fine, bias = _blackened(pixel_bits == 0, centre, coarse, fine, bias, FINE)
         pixel_bits = 255
@@ -161,8 +191,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
         of_red, of_green, of_blue, added = _load_row(of_image + 4 * channel * samples, samples)
     else:
         offset += channel * stride_channel
-    # Add these terms before the loop, which then needs only one 64-bit addition for each address.
-    of_columns = pixels + image * stride_image + offset
+    of_pixels = pixels + image * stride_image
     left = tl.where(known, lines - y, 0)
     start = part * size * (PLANES if PLANES > 1 else 1) // VALUES
     turn = advance.to(tl.int64) * length // VALUES
@@ -171,7 +200,8 @@ def _copy_rows(  # type: ignore[no-untyped-def]
         bits = pixel_bits
         if PADDED:
             bits = pixel_bits & tl.where(row.to(tl.uint32, bitcast=True) == there, 255, 0)
-        source = of_columns + (there.to(tl.int64) if WIDE else there) * stride_y
+        # Added in this order, the address of the line is computed once, and a column takes one register instead of two.
+        source = (of_pixels + (there.to(tl.int64) if WIDE else there) * stride_y) + offset
         if COLORS:
             red = tl.load(source).to(tl.int32) & bits
             green = tl.load(source + stride_channel).to(tl.int32) & bits
@@ -214,6 +244,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
         "length",
         "blocks",
         "period",
+        "parts",
     ]
 )
 def image_kernel(  # type: ignore[no-untyped-def]
@@ -233,6 +264,7 @@ def image_kernel(  # type: ignore[no-untyped-def]
     stride_channel,
     blocks,
     period,
+    parts,
     CHANNELS: tl.constexpr,
     PLANES: tl.constexpr,
     MOVES: tl.constexpr,
@@ -251,10 +283,10 @@ def image_kernel(  # type: ignore[no-untyped-def]
     - 1: A part is a single plane (a channel of an image), and a line is a row of this plane.
     - More: A part is an image with this many planes. A program computes the same lines in all planes.
     """
-    program = tl.program_id(0)
-    programs = blocks if WHOLE else blocks + 1
-    block = program % programs
-    part = (program // programs).to(tl.int64)
+    block = tl.program_id(0)
+    part = tl.program_id(1).to(tl.int64) + tl.program_id(2).to(tl.int64) * tl.num_programs(1)
+    if part >= parts:
+        return
     # Number of values from the last multiple of 16 bytes in the result to the start of the part.
     shift = 0
     if not WHOLE:
@@ -265,26 +297,26 @@ def image_kernel(  # type: ignore[no-untyped-def]
         vector = block * VECTORS + tl.arange(0, VECTORS)
         per_line = tl.maximum(length // VALUES, 1)
         y = vector // per_line
-        first = (y * length + shift + VALUES - 1) // VALUES + (vector - y * per_line)
-        places = first[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
-        column = places - (y * length + shift)[:, None]
-        known = (y < period) & ((first + 1) * VALUES - y * length - shift <= length)
+        place = ((y * length + shift + VALUES - 1) // VALUES + (vector - y * per_line)) * VALUES
+        column = place - y * length - shift
+        known = (y < period) & (column + VALUES <= length)
         _copy_rows(
-            y[:, None], column, places, known[:, None], period, part, pixels, result, constants, draws, colors,
-            samples, height, width, lines, length, stride_image, stride_y, stride_x, stride_channel, CHANNELS, PLANES,
-            MOVES, PADDED, ERASES, COLORS, FINE, WIDE, VALUES,
+            y[:, None], column[:, None], place[:, None], known[:, None], period, part, pixels, result, constants, draws,
+            colors, samples, height, width, lines, length, stride_image, stride_y, stride_x, stride_channel, CHANNELS,
+            PLANES, MOVES, PADDED, ERASES, COLORS, FINE, WIDE, VALUES,
         )  # fmt: skip
     else:
-        # The rest of each line: fewer than VALUES values at its beginning and at its end.
-        ROWS: tl.constexpr = VECTORS // 2
-        rows = tl.arange(0, ROWS)[:, None]
-        spot = tl.arange(0, 2 * VALUES)[None, :]
-        head = tl.minimum((VALUES - (rows * length + shift) % VALUES) % VALUES, length)
-        edge = tl.where(spot < VALUES, spot, length - 1 - (spot - VALUES))
-        is_edge = tl.where(spot < VALUES, spot < head, spot - VALUES < (length - head) % VALUES)
-        edge = tl.where(is_edge, edge, 0)
+        # The rest of each line: fewer than VALUES values at its beginning and at its end, in a vector each.
+        y = tl.arange(0, VECTORS) // 2
+        is_end = tl.arange(0, VECTORS) % 2 == 1
+        head = tl.minimum((VALUES - (y * length + shift) % VALUES) % VALUES, length)
+        tail = (length - head) % VALUES
+        column = tl.where(is_end, length - tail, head - VALUES)
+        spot = tl.arange(0, VALUES)[None, :]
+        is_rest = tl.where(is_end[:, None], spot < tail[:, None], spot >= VALUES - head[:, None])
         _copy_rows(
-            rows, edge, rows * length + shift + edge, is_edge, tl.full((), ROWS, tl.int32), part, pixels, result,
-            constants, draws, colors, samples, height, width, lines, length, stride_image, stride_y, stride_x,
-            stride_channel, CHANNELS, PLANES, MOVES, PADDED, ERASES, COLORS, FINE, WIDE, VALUES,
+            y[:, None], column[:, None], (y * length + shift + column)[:, None], is_rest,
+            tl.full((), VECTORS // 2, tl.int32), part, pixels, result, constants, draws, colors, samples, height, width,
+            lines, length, stride_image, stride_y, stride_x, stride_channel, CHANNELS, PLANES, MOVES, PADDED, ERASES,
+            COLORS, FINE, WIDE, VALUES,
         )  # fmt: skip

@@ -26,16 +26,17 @@ from h5pack.device.kernels.launch import FUSION
 _WARPS = 4
 _STORE_BYTES = 16
 """How many bytes a thread stores with one instruction."""
-_FLAT_PROGRAMS = 32
-"""Programs of the flat kernel per multiprocessor: several times the number that run at once, to balance the load."""
+_FLAT_PROGRAMS = 128
+"""Programs of the flat kernel per multiprocessor: many times the number that run at once, to balance the load."""
 _IMAGE_WARPS = 2
-"""Warps per program of the image kernel: few, so that there are many programs. Each program computes what depends on
-its columns once, and reuses it in many lines of an image."""
-_IMAGE_VALUES = 512
-"""Values that a program of the image kernel computes at a time: 8 for each thread."""
-_MAX_TURNS = 16
-"""Maximum number of turns of a program's loop; each turn computes `_IMAGE_VALUES` values. With this many turns, the
-program's preparation, which takes about as long as three turns, hardly matters."""
+"""Warps per program of the image kernel; each thread computes one vector at a time."""
+_TURNS, _TURNS_OF_PLANES = 4, 2
+"""How often a program of the image kernel computes its vectors at most, each time in other lines. What depends on the
+columns is computed once for all turns, but with more turns there are too few programs to hide the latency of memory. A
+program that computes all planes of an image does so in each turn. Found by measuring on an H100.
+"""
+_MOST_PARTS = 65535
+"""CUDA's limit for the second dimension of a grid."""
 
 
 def normalize(
@@ -95,19 +96,20 @@ def _launch_image(
 ) -> None:
     count, channels, lines, width = result.shape
     values = _STORE_BYTES // result.element_size()
-    vectors = _IMAGE_VALUES // values
+    vectors = 32 * _IMAGE_WARPS
     planes, length = 0, width * channels
     if not result.permute(0, 2, 3, 1).is_contiguous():
         # Planes whose first values are at different distances from multiples of 16 bytes are computed one by one.
         planes, length = (channels if lines * width % values == 0 else 1), width
     parts = count * channels if planes == 1 else count
-    period, blocks = plan_lines(lines, length, values, vectors)
+    period, blocks = plan_lines(lines, length, values, vectors, _TURNS_OF_PLANES if planes > 1 else _TURNS)
     is_whole = length % values == 0
     sizes = [abs(size * stride) for size, stride in zip(pixels.shape[1:], pixels.stride()[1:], strict=True)]
     # Without draws, the kernel does not read these arguments, so any tensor can be passed.
     drawn = constants if draws is None else draws.block()
     color = constants if draws is None or draws.color is None else draws.color.contiguous()
-    image_kernel[(parts * (blocks if is_whole else blocks + 1),)](
+    depth = triton.cdiv(parts, _MOST_PARTS)
+    image_kernel[(blocks if is_whole else blocks + 1, triton.cdiv(parts, depth), depth)](
         pixels,
         result,
         constants,
@@ -120,6 +122,7 @@ def _launch_image(
         *pixels.stride(),
         blocks,
         period,
+        parts,
         CHANNELS=channels,
         PLANES=planes,
         MOVES=changes.moves,
@@ -139,13 +142,13 @@ def _launch_image(
 
 
 @functools.lru_cache(256)
-def plan_lines(lines: int, length: int, values: int, vectors: int) -> tuple[int, int]:
+def plan_lines(lines: int, length: int, values: int, vectors: int, turns: int) -> tuple[int, int]:
     """Return the period (the distance between the lines of a thread) and the number of programs for a part.
 
     A line has `length` values. A program computes `vectors` vectors of `values` values at a time. In lines that are a
     period apart, the same columns are at multiples of 16 bytes. Among the periods with which a program's loop has at
-    most 16 turns, choose the one with the smallest product of programs and turns. The preparation of a program counts
-    as three turns.
+    most this many turns, choose the one with the smallest product of programs and turns. The preparation of a program
+    counts as three turns.
     """
     least = values // math.gcd(length, values)
     per_line = max(1, length // values)
@@ -153,7 +156,7 @@ def plan_lines(lines: int, length: int, values: int, vectors: int) -> tuple[int,
     def programs(period: int) -> int:
         return -(-period * per_line // vectors)
 
-    first = triton.cdiv(triton.cdiv(lines, _MAX_TURNS), least) * least
+    first = triton.cdiv(triton.cdiv(lines, turns), least) * least
     periods = range(first, max(first, lines) + 1, least)
     period = min(periods, key=lambda each: programs(each) * (3 + triton.cdiv(lines, each)))
     return period, programs(period)
