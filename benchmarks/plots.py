@@ -251,6 +251,8 @@ def all_tables(found: dict[str, Any]) -> dict[str, str]:
         "foreign": tables.foreign_table(found["foreign"]),
         "peers": tables.peers_table(found["peers"]),
         "normalize": tables.normalize_table(found["device"]),
+        "normalize cpu": tables.normalize_table(found["device_cpu"]),
+        "training": tables.training_table(found["device"]),
         "echoing": tables.echoing_table(found["echoing"]),
         "chunks hot": tables.hot_chunk_table(found["chunk_size"]),
         "chunks cold": tables.cold_chunk_table(found["chunk_size"]),

@@ -220,6 +220,27 @@ def normalize_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def training_table(result: dict[str, Any]) -> str:
+    """The figures of training on a GPU, fed in several ways, as a Markdown table."""
+    training = result["training"]
+    batch, size, workers = (training[name] for name in ("batch", "size", "workers"))
+    machine = f"{result['device']} and {result['machine']['cpus']} CPUs"
+    lines = [
+        f"{machine}, batches of {batch} images of {size}x{size}, bfloat16, {workers} workers decode the JPEG files:",
+        "",
+        "| network | batches | images/s | waiting for data | GPU busy | CPU seconds for 1,000 images |",
+        "|---|---|---|---|---|---|",
+    ]
+    for network, cases in training["networks"].items():
+        for name, case in cases.items():
+            cpu_seconds = case["cpu_seconds"] / (case["steps"] * batch) * 1000
+            lines.append(
+                f"| {network} | {name} | {case['images_per_s']:,.0f} | {case['stall_fraction']:.1%} | "
+                f"{case['gpu']['mean_percent']:.0f} % | {cpu_seconds:.2f} |"
+            )
+    return "\n".join(lines)
+
+
 def hot_chunk_table(result: dict[str, Any]) -> str:
     """Images/s of every form of chunks with a warm page cache, as a Markdown table."""
     report = BenchReport.from_json(result)

@@ -1,4 +1,4 @@
-"""Images and folders that the tests make for themselves."""
+"""Images and folders that the tests make for themselves, and the runs of benchmarks."""
 
 from __future__ import annotations
 
@@ -174,3 +174,10 @@ def pair_folders(
             mask.putpalette([7 * value % 256 for value in range(768)])
         mask.save(path)
     return root
+
+
+def run_benchmark(tmp_path: Path, benchmark: Any, options: str) -> Any:
+    """The result of a run of a benchmark, which leaves only its JSON file."""
+    benchmark.main([*options.split(), "--scratch", str(tmp_path), "--json", str(tmp_path / "r.json")])
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"], "scratch is cleaned up"
+    return json.loads((tmp_path / "r.json").read_text())

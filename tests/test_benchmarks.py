@@ -15,14 +15,7 @@ from benchmarks.common import RESULTS, spread
 from h5pack.benchmark.bench import BenchRun
 from h5pack.benchmark.ceilings import interleaved
 from tests.benchmark.files import StepClock
-from tests.makers import class_folders
-
-
-def run(tmp_path: Path, benchmark: Any, options: str) -> Any:
-    """The result of a run of a benchmark, which leaves only its JSON file."""
-    benchmark.main([*options.split(), "--scratch", str(tmp_path), "--json", str(tmp_path / "r.json")])
-    assert [path.name for path in tmp_path.iterdir()] == ["r.json"], "scratch is cleaned up"
-    return json.loads((tmp_path / "r.json").read_text())
+from tests.makers import class_folders, run_benchmark
 
 
 def test_convert_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +26,7 @@ def test_convert_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return measured(folder, out, limit, workers) if limit == 5 else {"images": limit, "parent_mb": 1.0}
 
     monkeypatch.setattr(convert, "peak_memory", peak_memory)
-    result = run(tmp_path, convert, "--count 20 --repeats 1 --workers 1")
+    result = run_benchmark(tmp_path, convert, "--count 20 --repeats 1 --workers 1")
     assert result["images"] == 20
     assert set(result["cases"]) == {"pillow auto", "pillow buffered", "simplejpeg auto", "simplejpeg buffered"}
     assert [part["images"] for part in result["memory"]] == [5, 20]
@@ -44,7 +37,7 @@ def test_convert_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_read_benchmark(tmp_path: Path) -> None:
-    result = run(tmp_path, read, "--large 40 --small 90 --repeats 2")
+    result = run_benchmark(tmp_path, read, "--large 40 --small 90 --repeats 2")
     assert list(result["sizes"]) == ["116 KB", "3 KB"]
     for found, rows, batches in zip(result["sizes"].values(), (40, 90), ((20, 13), (45, 30)), strict=True):
         assert (found["epoch"]["rows"], found["epoch"]["amplification"]) == (rows, 1.0)
@@ -67,19 +60,21 @@ def test_chunk_size_benchmark_and_its_settings_again(tmp_path: Path, monkeypatch
     images = class_folders(tmp_path / "images", {"a": 50, "b": 50}, (64, 48))
     (tmp_path / "scratch").mkdir()
     sizes = f"--images {images} --chunk-rows 4,16 --batch-size 16 --seconds 10"
-    found = run(tmp_path / "scratch", chunk_size, sizes)
+    found = run_benchmark(tmp_path / "scratch", chunk_size, sizes)
     assert found["recommendation"]["variant"] in ("4 rows", "16 rows")
     assert str(tmp_path) not in json.dumps(found)
     assert {case["cache"] for case in found["cold"]["measurements"]} == {"cold"}
     assert tables.cold_chunk_table(found).count(" rows") == 2
     (tmp_path / "scratch" / "r.json").rename(tmp_path / "first.json")
-    again = run(tmp_path / "scratch", chunk_size, f"--again {tmp_path}/first.json --images {images} --repeats 2")
+    again = run_benchmark(
+        tmp_path / "scratch", chunk_size, f"--again {tmp_path}/first.json --images {images} --repeats 2"
+    )
     assert set(again["images_per_s"]) == {"4 rows", "16 rows"}
     assert 0 < again["of_best"] <= 1
 
 
 def test_compressed_benchmark(tmp_path: Path) -> None:
-    result = run(tmp_path, compressed, "--rows 80 --batch 16 --repeats 2")
+    result = run_benchmark(tmp_path, compressed, "--rows 80 --batch 16 --repeats 2")
     assert list(result["compressions"]) == ["bitshuffle-lz4", "gzip", "zstd"]
     for found in result["compressions"].values():
         assert found["bytes_stored"] < found["bytes_raw"]
@@ -90,7 +85,7 @@ def test_compressed_benchmark(tmp_path: Path) -> None:
 
 
 def test_foreign_benchmark(tmp_path: Path) -> None:
-    result = run(tmp_path, foreign, "--rows 90 --batch 16 --slow-rows 32 --repeats 2")
+    result = run_benchmark(tmp_path, foreign, "--rows 90 --batch 16 --slow-rows 32 --repeats 2")
     assert list(result["files"]) == list(foreign.FILES)
     for found in result["files"].values():
         assert found["rows_compared"] == 90
@@ -111,7 +106,7 @@ def test_compare_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(compare, "run", once)
     sizes = "--large 20 --small 40 --images 12 --workers 1 --seconds 0 --repeats 1"
-    result = run(tmp_path, compare, f"{sizes} --against {compare.ROOT}")
+    result = run_benchmark(tmp_path, compare, f"{sizes} --against {compare.ROOT}")
     assert (len(codes), len(result["measurements"])) == (2, 5)
     for found in result["measurements"].values():
         speeds = found["this_per_s"]["median"], found["other_per_s"]["median"]
@@ -121,7 +116,7 @@ def test_compare_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_cluster_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "WORKERS", (1,))
-    result = run(tmp_path, cluster, "--count 20 --repeats 1 --tasks 8 --rows 2000 --simulated 4")
+    result = run_benchmark(tmp_path, cluster, "--count 20 --repeats 1 --tasks 8 --rows 2000 --simulated 4")
     assert result["identical"]
     assert set(result["images_per_s"]) == {"local, 1 workers", "Dask, 1 workers"}
     assert [one["machines"] for one in result["simulation"]] == list(cluster.MACHINES)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import crops
-from tests.test_benchmarks import run
+from tests.makers import run_benchmark
 
 
 def test_crops_benchmark(tmp_path: Path) -> None:
     pytest.importorskip("simplejpeg", reason="pip install simplejpeg")
-    result = run(tmp_path, crops, "--count 6 --repeats 1")
+    result = run_benchmark(tmp_path, crops, "--count 6 --repeats 1")
     assert result["images"] == 6
     assert result["checked"]["crops"] == result["checked"]["equal"] == 6
     for cases in result["threads"].values():

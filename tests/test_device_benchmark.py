@@ -18,7 +18,7 @@ from benchmarks.device_timing import HostTimer, Turn, copies_beyond_cache, enoug
 from examples.networks import Network
 from h5pack.device.normalize import Normalize
 from tests.device.feeds import needs_gpu
-from tests.test_benchmarks import run
+from tests.makers import run_benchmark
 
 CPU = torch.device("cpu")
 SMALL = partial(Network, "cnn", 3, device_training.CLASSES, small=True)
@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_it_runs_without_a_gpu(tmp_path: Path) -> None:
-    result = run(tmp_path, device, "--device cpu --batch 4 --size 16 --repeats 2")
+    result = run_benchmark(tmp_path, device, "--device cpu --batch 4 --size 16 --repeats 2")
     assert result["device"] == "cpu"
     # Nothing is said about a GPU where there is none.
     assert not {"training", "feed", "pinned_copy_gb_per_s"} & result.keys()
@@ -57,7 +57,7 @@ def test_it_runs_without_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick")
 def test_it_runs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "NETWORKS", {"cnn": SMALL})
-    result = run(tmp_path, device, "--batch 8 --size 32 --repeats 2 --images 40 --steps 10 --workers 0")
+    result = run_benchmark(tmp_path, device, "--batch 8 --size 32 --repeats 2 --images 40 --steps 10 --workers 0")
     assert result["device"] == torch.cuda.get_device_name()
     for case in result["normalize"]["cases"]:
         assert case["of_copy"]["median"] > 0
@@ -66,6 +66,7 @@ def test_it_runs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert result["training"]["validations"]["growth_mb"] == 0
     assert result["training"]["replayed_steps"]["growth_mb"] == 0
     assert result["training"]["losses"]["largest_difference"] == 0
+    assert tables.training_table(result).count("| cnn |") == 3
 
 
 class Clock:

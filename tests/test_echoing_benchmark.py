@@ -12,13 +12,13 @@ import h5pack
 from benchmarks import echoing, tables
 from h5pack.device.echo import EchoLoader
 from tests.data import packs
-from tests.test_benchmarks import run
+from tests.makers import run_benchmark
 
 
 def test_echoing_benchmark(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     few = "--count 80 --batch 8 --target 0.5 --seeds 2 --max-epochs 2 --slowdown 2"
-    result = run(tmp_path, echoing, few)
+    result = run_benchmark(tmp_path, echoing, few)
     assert torch.get_num_threads() == threads
     assert (result["train_images"], result["test_images"], result["classes"], result["batches"]) == (80, 40, 4, 10)
     arms = [(arm["factor"], arm["slowed"]) for arm in result["arms"]]

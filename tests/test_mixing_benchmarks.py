@@ -18,7 +18,7 @@ from benchmarks import accuracy, mixing, plots, tables
 from benchmarks.common import RESULTS
 from h5pack.benchmark.mixing import mixing_report
 from h5pack.order.window import DEFAULT_WINDOW
-from tests.test_benchmarks import run
+from tests.makers import run_benchmark
 
 PAGE = plots.ROOT / "docs" / "mixing.md"
 
@@ -31,7 +31,7 @@ def size_of(picture: Path) -> tuple[int, int]:
 
 
 def test_mixing_benchmark(tmp_path: Path) -> None:
-    result = run(tmp_path, mixing, "--rows 600 --chunk-rows 20 --batch 50 --epochs 4")
+    result = run_benchmark(tmp_path, mixing, "--rows 600 --chunk-rows 20 --batch 50 --epochs 4")
     shuffled, by_class = result["packs"]["shuffled"], result["packs"]["sorted"]
     for report in (shuffled, by_class):
         assert (report["rows"], report["chunks"], report["batch_size"], report["epochs"]) == (600, 30, 50, 4)
@@ -54,7 +54,7 @@ def test_packs_of_the_mixing_benchmark_differ_in_order_alone() -> None:
 
 
 def test_accuracy_benchmark(tmp_path: Path) -> None:
-    result = run(tmp_path, accuracy, "--count 128 --seeds 2 --epochs 1 --batch 16 --chunk-rows 4")
+    result = run_benchmark(tmp_path, accuracy, "--count 128 --seeds 2 --epochs 1 --batch 16 --chunk-rows 4")
     assert (result["train_images"], result["test_images"], result["classes"], result["steps"]) == (128, 64, 4, 8)
     assert (result["chunks"], result["chunk_rows"], result["training"]["window"]) == (32, 4, DEFAULT_WINDOW)
     arms = {(arm["pack"], arm["shuffle"]): arm for arm in result["arms"]}

@@ -17,7 +17,7 @@ from benchmarks import peer_worker, peers, plots, tables
 from benchmarks.peer_cases.base import ImageFolder, Reading, chosen, decode
 from benchmarks.peers import PeerProcess
 from h5pack.benchmark.synthetic import make_folder
-from tests.test_benchmarks import run
+from tests.makers import run_benchmark
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         return alone(self, job, watch) if watch else peer_worker.report_of(job)
 
     monkeypatch.setattr(PeerProcess, "run", reported)
-    result = run(tmp_path, peers, "--count 0 --small 24 --repeats 1 --seconds 0.1 --only h5loader,ffcv")
+    result = run_benchmark(tmp_path, peers, "--count 0 --small 24 --repeats 1 --seconds 0.1 --only h5loader,ffcv")
     torch.set_num_threads(threads)
     found = result["sizes"]["3 KB"]
     assert found["rows"] == 24

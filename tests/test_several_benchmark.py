@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import several
-from tests.test_benchmarks import run
+from tests.makers import run_benchmark
 
 
 def test_several_benchmark(tmp_path: Path) -> None:
-    result = run(tmp_path, several, "--large 16 --small 64 --repeats 1")
+    result = run_benchmark(tmp_path, several, "--large 16 --small 64 --repeats 1")
     for sizes in result["sizes"].values():
         for cases in sizes["loading"].values():
             assert cases[several.ONE]["of_one"]["median"] == 1

@@ -163,7 +163,7 @@ class LastPrograms:
         from triton.runtime.interpreter import interpreter_builder as builder
 
         width, height, depth = (*grid, 1, 1)[:3]
-        count = min(width * height * depth, 48)
+        count = min(width * height * depth, 64)
 
         def run(*args: Any, **options: Any) -> None:
             # Triton's interpreter calls these with the size of the grid, and with the number of each program.

@@ -28,16 +28,30 @@ def _load_constants(constants, CHANNELS: tl.constexpr, FINE: tl.constexpr):  # t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _constants_of_vector(  # type: ignore[no-untyped-def]
-    constants, first, spot, CHANNELS: tl.constexpr, FINE: tl.constexpr
-):
-    """Return centre, coarse, fine and bias of each value of a vector whose first value is of the channel `first`.
+def _interleaved(column, spot, CHANNELS: tl.constexpr, VALUES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the pixel and the channel of each value of a vector, and the channel of its first value, in `column`.
 
-    The compiler knows each `spot` (the index of a value in the vector), so the constants of each channel are loaded
-    once, and nothing has to be selected.
+    That takes one division for the vector, because the compiler knows each `spot` (the index of a value in the vector).
+    """
+    pixel = (column + CHANNELS * VALUES) // CHANNELS - VALUES
+    first = column - pixel * CHANNELS
+    channel = first + spot % CHANNELS
+    is_later = channel >= CHANNELS
+    pixel = pixel + spot // CHANNELS + tl.where(is_later, 1, 0)
+    return pixel, tl.where(is_later, channel - CHANNELS, channel), first
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _constants_of(  # type: ignore[no-untyped-def]
+    constants, first, spot, CHANNELS: tl.constexpr, PLANAR: tl.constexpr, FINE: tl.constexpr
+):
+    """Return centre, coarse, fine and bias of the values of a vector whose first value is of the channel `first`.
+
+    PLANAR: all values are of this channel. Otherwise, the constants of each channel are loaded once. The compiler knows
+    each `spot`, so nothing has to be selected.
     """
     centre, coarse, fine, bias = _load_constants(constants + first, CHANNELS, FINE)
-    for later in tl.static_range(1, CHANNELS):
+    for later in tl.static_range(1, 1 if PLANAR else CHANNELS):
         channel = first + later
         channel = tl.where(channel < CHANNELS, channel, channel - CHANNELS)
         next_centre, next_coarse, next_fine, next_bias = _load_constants(constants + channel, CHANNELS, FINE)
@@ -166,29 +180,20 @@ def _copy_rows(  # type: ignore[no-untyped-def]
         plane = (part - image * CHANNELS).to(tl.int32)
     spot = tl.arange(0, VALUES)[None, :]
     places = place + spot
-    x, channel = column + spot, plane
+    x, channel, first = column + spot, plane, plane
     if PLANES == 0:
-        # One division for each vector: the other values' channels and pixels follow from those of the first value.
-        pixel = (column + CHANNELS * VALUES) // CHANNELS - VALUES
-        first = column - pixel * CHANNELS
-        channel = first + spot % CHANNELS
-        x = pixel + spot // CHANNELS + tl.where(channel < CHANNELS, 0, 1)
-        channel = tl.where(channel < CHANNELS, channel, channel - CHANNELS)
+        x, channel, first = _interleaved(column, spot, CHANNELS, VALUES)
     offset, row, step, pixel_bits, box_row, box_height, box_bits = _place(
         x, y, advance, draws + image, samples, width, lines, length // CHANNELS if PLANES == 0 else length, stride_x,
         MOVES, PADDED, ERASES, WIDE,
     )  # fmt: skip
     size = (lines.to(tl.int64) if WIDE else lines) * length
-    if PLANES == 0:
-        centre, coarse, fine, bias = _constants_of_vector(constants, first, spot, CHANNELS, FINE)
-    else:
-        centre, coarse, fine, bias = _load_constants(constants + channel, CHANNELS, FINE)
+    centre, coarse, fine, bias = _constants_of(constants, first, spot, CHANNELS, PLANES > 0, FINE)
     if PADDED and PLANES <= 1 and not COLORS:
         coarse, fine, bias = _blackened(pixel_bits == 0, centre, coarse, fine, bias, FINE)
         pixel_bits = 255
-    of_image = colors + image
     if COLORS:
-        of_red, of_green, of_blue, added = _load_row(of_image + 4 * channel * samples, samples)
+        of_red, of_green, of_blue, added = _load_row(colors + image + 4 * channel * samples, samples)
     else:
         offset += channel * stride_channel
     of_pixels = pixels + image * stride_image
@@ -215,7 +220,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
                 centre, coarse, fine, bias = _load_constants(constants + other, CHANNELS, FINE)
             if COLORS:
                 if PLANES > 1:
-                    of_red, of_green, of_blue, added = _load_row(of_image + 4 * other * samples, samples)
+                    of_red, of_green, of_blue, added = _load_row(colors + image + 4 * other * samples, samples)
                 mixed = (of_red * red + of_green * green + of_blue * blue + added) >> 16
                 raw = tl.minimum(tl.maximum(mixed, 0), 255)
             else:
