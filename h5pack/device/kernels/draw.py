@@ -63,7 +63,7 @@ def draw(key: BatchKey, seed: int, augmentation: Augmentation, height: int, widt
     repeats, repeat = rows, key.repeats
     if isinstance(repeat, torch.Tensor):
         repeats, repeat = repeat.to(device, torch.int64).contiguous(), 0
-    _draw_kernel[(triton.cdiv(count, _SAMPLES),)](
+    _draw_kernel[(-(-count // _SAMPLES),)](
         block,
         rows,
         repeats,

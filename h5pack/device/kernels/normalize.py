@@ -70,9 +70,9 @@ def _launch_flat(result: torch.Tensor, pixels: torch.Tensor, constants: torch.Te
     processors = 1
     if result.is_cuda:
         processors = torch.cuda.get_device_properties(result.device).multi_processor_count
-    programs = min(triton.cdiv(result.numel(), values), processors * _FLAT_PROGRAMS)
+    programs = min(-(-result.numel() // values), processors * _FLAT_PROGRAMS)
     # The step by which a program moves through the array must be a multiple of C.
-    programs = triton.cdiv(programs, channels) * channels
+    programs = -(-programs // channels) * channels
     _flat_kernel[(programs,)](
         pixels,
         result,
@@ -108,8 +108,8 @@ def _launch_image(
     # Without draws, the kernel does not read these arguments, so any tensor can be passed.
     drawn = constants if draws is None else draws.block()
     color = constants if draws is None or draws.color is None else draws.color.contiguous()
-    depth = triton.cdiv(parts, _MOST_PARTS)
-    image_kernel[(blocks if is_whole else blocks + 1, triton.cdiv(parts, depth), depth)](
+    depth = -(-parts // _MOST_PARTS)
+    image_kernel[(blocks if is_whole else blocks + 1, -(-parts // depth), depth)](
         pixels,
         result,
         constants,
@@ -156,9 +156,9 @@ def plan_lines(lines: int, length: int, values: int, vectors: int, turns: int) -
     def programs(period: int) -> int:
         return -(-period * per_line // vectors)
 
-    first = triton.cdiv(triton.cdiv(lines, turns), least) * least
+    first = -(-lines // (turns * least)) * least
     periods = range(first, max(first, lines) + 1, least)
-    period = min(periods, key=lambda each: programs(each) * (3 + triton.cdiv(lines, each)))
+    period = min(periods, key=lambda each: programs(each) * (3 + -(-lines // each)))
     return period, programs(period)
 
 

@@ -68,9 +68,9 @@ def resize(
     block = rows if draws is None else draws.block()
     colors = rows if draws is None or draws.color is None else draws.color.contiguous()
     planar = not result.permute(0, 2, 3, 1).is_contiguous()
-    across, down = triton.cdiv(out_width * (1 if planar else channels), _COLUMNS), triton.cdiv(out_height, _ROWS)
+    across, down = -(-out_width * (1 if planar else channels) // _COLUMNS), -(-out_height // _ROWS)
     extents = [abs(size * stride) for size, stride in zip(pixels.shape[1:], pixels.stride()[1:], strict=True)]
-    _tap_kernel[(tables, triton.cdiv(max(crop.output_size), _TAP_BLOCK), 2)](
+    _tap_kernel[(tables, -(-max(crop.output_size) // _TAP_BLOCK), 2)](
         *(rows, columns, block, count, height, width),
         *(*crop.resized_size(height, width), *crop.window(height, width), out_height, out_width, *taps),
         RANDOM=is_random,
