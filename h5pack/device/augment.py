@@ -7,7 +7,7 @@ batch size and number of ranks, and after a resume.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -187,70 +187,67 @@ class Augmentation:
         return Changes(moves, pads, self.erase > 0, self.color is not None, self.resize)
 
 
+GEOMETRY = (
+    *("flip", "vertical_flip", "top", "left", "box_top", "box_left", "box_height", "box_width"),
+    *("crop_height", "crop_width"),
+)
+"""What each row of `AugmentationDraws.geometry` says."""
+
+
+class _Row:
+    """A read-only attribute: a row of `AugmentationDraws.geometry`."""
+
+    def __init__(self, name: str) -> None:
+        self._number = GEOMETRY.index(name)
+
+    def __get__(self, draws: AugmentationDraws | None, owner: type) -> torch.Tensor:
+        if draws is None:
+            raise AttributeError("this attribute is one of an object, not of the class")
+        return draws.geometry[self._number]
+
+
 @dataclass(frozen=True)
 class AugmentationDraws:
-    """The random augmentation of each sample of a batch: int32 tensors on the images' device, (N,) except `color`."""
+    """The random augmentation of each sample of a batch: int32 tensors on the images' device."""
 
-    flip: torch.Tensor  #: 1 for an image to flip horizontally, else 0. Flips are applied after the crop.
-    vertical_flip: torch.Tensor  #: 1 for an image to flip vertically, else 0.
-    top: torch.Tensor  #: First row of the crop window, in pixels of the image; negative if it is in the padding.
-    left: torch.Tensor  #: First column of the crop window.
-    box_top: torch.Tensor  #: First row of the box to erase, in pixels of the result; 0 if nothing is erased.
-    box_left: torch.Tensor  #: First column of the box.
-    box_height: torch.Tensor  #: Height of the box; 0 if nothing is erased.
-    box_width: torch.Tensor  #: Width of the box.
-    #: Height of the crop window, in pixels of the image; equal to the result's height unless the window is resized. The
-    #: window of ``CenterCrop(resize=...)`` is the whole image; the middle is cut out after resizing.
-    crop_height: torch.Tensor
-    crop_width: torch.Tensor  #: Width of the crop window.
-    #: The 3 x 4 color matrix of each sample, row by row, in units of 2^-16: int32, (12, N). The last column of the
-    #: matrix holds the offsets that are added to red, green and blue.
+    geometry: torch.Tensor  #: (10, N): `flip` to `crop_width`, which are rows of it, (N,) each.
+    #: (12, N): the 3 x 4 color matrix of each sample, row by row, in units of 2^-16. The last column of the matrix
+    #: holds the offsets that are added to red, green and blue.
     color: torch.Tensor | None = None
 
-    def block(self) -> torch.Tensor:
-        """Store the tensors of `GEOMETRY` back to back in memory; return a tensor that begins at the first of them.
-
-        They are copied only if they are not stored like this already.
-        """
-        parts = [getattr(self, name) for name in GEOMETRY]
-        first, size = parts[0].data_ptr(), parts[0].nbytes
-        if all(part.is_contiguous() and part.data_ptr() == first + number * size for number, part in enumerate(parts)):
-            return self.flip
-        return torch.stack(parts)
+    flip = _Row("flip")  #: 1 for an image to flip horizontally, else 0. Flips are applied after the crop.
+    vertical_flip = _Row("vertical_flip")  #: 1 for an image to flip vertically, else 0.
+    top = _Row("top")  #: First row of the crop window, in pixels of the image; negative if it is in the padding.
+    left = _Row("left")  #: First column of the crop window.
+    box_top = _Row("box_top")  #: First row of the box to erase, in pixels of the result; 0 if nothing is erased.
+    box_left = _Row("box_left")  #: First column of the box.
+    box_height = _Row("box_height")  #: Height of the box; 0 if nothing is erased.
+    box_width = _Row("box_width")  #: Width of the box.
+    #: Height of the crop window, in pixels of the image; equal to the result's height unless the window is resized. The
+    #: window of ``CenterCrop(resize=...)`` is the whole image; the middle is cut out after resizing.
+    crop_height = _Row("crop_height")
+    crop_width = _Row("crop_width")  #: Width of the crop window.
 
     def check(self, pixels: torch.Tensor) -> None:
         """Raise OptionsError if these draws cannot be applied to the images `pixels`, (N, H, W, C)."""
-        color = [] if self.color is None else [self.color]
-        kinds = {(part.shape, part.dtype, part.device) for part in (getattr(self, name) for name in GEOMETRY)}
-        kinds_of_color = {(part.shape, part.dtype, part.device) for part in color}
         count, channels = len(pixels), pixels.shape[3]
-        if kinds != {((count,), torch.int32, pixels.device)} or kinds_of_color - {
-            ((12, count), torch.int32, pixels.device)
-        }:
-            raise OptionsError(
-                f"the draws do not fit {count} images on {pixels.device}; give what Normalize.draw returned for them",
-                parameters=("draws",),
-            )
-        if color and channels != 3:
+        for part, rows in ((self.geometry, len(GEOMETRY)), (self.color, 12)):
+            fitting = (rows, count), torch.int32, pixels.device
+            if part is not None and (part.shape, part.dtype, part.device) != fitting:
+                raise OptionsError(
+                    f"the draws do not fit {count} images on {pixels.device}; give those of Normalize.draw for them",
+                    parameters=("draws",),
+                )
+        if self.color is not None and channels != 3:
             raise OptionsError(
                 f"the draws have colors, but the images have {channels} channels; give images with 3",
                 parameters=("draws",),
             )
 
-    @staticmethod
-    def of_block(block: torch.Tensor) -> AugmentationDraws:
-        """Return draws that share the memory of `block`, int32: (10, N), or (22, N) with colors."""
-        color = block[len(GEOMETRY) :] if len(block) > len(GEOMETRY) else None
-        return AugmentationDraws(**dict(zip(GEOMETRY, block[: len(GEOMETRY)].unbind(), strict=True)), color=color)
-
-
-GEOMETRY = tuple(field.name for field in fields(AugmentationDraws) if field.name != "color")
-
 
 def fixed_draws(images: torch.Tensor, top: int, left: int, size: tuple[int, int]) -> AugmentationDraws:
     """Return draws that crop all images to the same window, without other changes."""
-    block = torch.zeros((len(GEOMETRY), len(images)), dtype=torch.int32, device=images.device)
-    draws = AugmentationDraws.of_block(block)
+    draws = AugmentationDraws(torch.zeros((len(GEOMETRY), len(images)), dtype=torch.int32, device=images.device))
     draws.top.fill_(top)
     draws.left.fill_(left)
     draws.crop_height.fill_(size[0])
@@ -287,8 +284,7 @@ def draw_augmentation(
     color = None
     if augmentation.color is not None:
         color = _color_matrices(random_words(key, seed, 5, COLOR_STREAM), augmentation)
-    geometry = torch.stack([*flips, *window[:2], *boxes, *window[2:]]).to(torch.int32).unbind()
-    return AugmentationDraws(**dict(zip(GEOMETRY, geometry, strict=True)), color=color)
+    return AugmentationDraws(torch.stack([*flips, *window[:2], *boxes, *window[2:]]).to(torch.int32), color)
 
 
 def _boxes(words: torch.Tensor, augmentation: Augmentation, height: int, width: int) -> list[torch.Tensor]:

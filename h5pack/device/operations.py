@@ -107,8 +107,9 @@ def apply_color_on_cpu(pixels: torch.Tensor, color: torch.Tensor) -> torch.Tenso
 
 def erase_mask(draws: AugmentationDraws, height: int, width: int) -> torch.Tensor:
     """Return a mask that is True inside the erased boxes: bool, (N, H, W)."""
-    rows = torch.arange(height, device=draws.box_top.device) - draws.box_top[:, None]
-    columns = torch.arange(width, device=draws.box_top.device) - draws.box_left[:, None]
+    device = draws.geometry.device
+    rows = torch.arange(height, device=device) - draws.box_top[:, None]
+    columns = torch.arange(width, device=device) - draws.box_left[:, None]
     inside_rows = (rows >= 0) & (rows < draws.box_height[:, None])
     inside_columns = (columns >= 0) & (columns < draws.box_width[:, None])
     return inside_rows[:, :, None] & inside_columns[:, None, :]

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,7 +108,8 @@ def check_kernels() -> None:
     norm = Normalize.imagenet(backend="triton", layout="contiguous")
     draws = Normalize.imagenet(**AUGMENTATIONS[3]).draw(images, key_of(2))
     assert draws is not None
-    draws = replace(draws, top=draws.top + 50, left=draws.left - 3)
+    draws.top.add_(50)
+    draws.left.sub_(3)
     out = torch.full((2, 3, 13, 11), 7.0)
     assert norm(images, draws=draws, out=out) is out
     assert torch.equal(out, Normalize.imagenet(layout="contiguous", backend="torch")(images, draws=draws))
@@ -134,7 +134,7 @@ def check_draws(device: str = "cpu") -> None:
             for name, part in vars(expected).items():
                 other = getattr(found, name)
                 assert torch.equal(other.cpu(), part) if part is not None else other is None, name
-        assert found.block() is found.flip, "the images' kernel needs no copy of these draws"
+        assert found.geometry.is_contiguous(), "the images' kernel needs no copy of these draws"
     none = draw.draw(BatchKey(rows[:0], 0), 0, options, 13, 11).color
     assert none is not None
     assert none.shape == (12, 0)

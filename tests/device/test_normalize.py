@@ -252,7 +252,8 @@ def test_given_draws_are_applied() -> None:
         assert torch.equal(norm(images, draws=draws), norm(images, key))
     assert Normalize.imagenet().draw(images) is None
     # A window outside the image is black.
-    far = AugmentationDraws(**{**vars(draws), "top": draws.top + 100, "color": None})
+    far = AugmentationDraws(draws.geometry.clone())
+    far.top.add_(100)
     norm = Normalize(crop=RandomCrop(8))
     assert not norm(images, draws=far).any()
     with pytest.raises(OptionsError):

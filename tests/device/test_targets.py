@@ -72,12 +72,8 @@ def axes_and_lines(name: str, seed: int) -> tuple[Axes, list[tuple[Line, Line]]]
             ]
         )
     nothing = torch.zeros(COUNT, dtype=torch.int32)
-    draws = AugmentationDraws(
-        **dict(zip(("vertical_flip", "flip"), flips, strict=True)),
-        **dict(zip(("top", "left"), begins, strict=True)),
-        **dict(zip(("crop_height", "crop_width"), extents, strict=True)),
-        **{f"box_{part}": nothing for part in ("top", "left", "height", "width")},
-    )
+    boxes = [nothing] * 4
+    draws = AugmentationDraws(torch.stack([*reversed(flips), *begins, *boxes, *extents]).to(torch.int32))
     return axes_of(nothing, draws, crop, INPUT, output), list(zip(*lines, strict=True))
 
 

@@ -56,7 +56,7 @@ def draw(key: BatchKey, seed: int, augmentation: Augmentation, height: int, widt
     count, device, is_colored = len(rows), rows.device, augmentation.color is not None
     with unfilled_memory():
         block = torch.empty((len(GEOMETRY) + 12 * is_colored, count), dtype=torch.int32, device=device)
-    draws = AugmentationDraws.of_block(block)
+    draws = AugmentationDraws(block[: len(GEOMETRY)], block[len(GEOMETRY) :] if is_colored else None)
     if not count:
         return draws
     crop = augmentation.crop if isinstance(augmentation.crop, RandomResizedCrop) else None

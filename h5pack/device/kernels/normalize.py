@@ -106,7 +106,7 @@ def _launch_image(
     is_whole = length % values == 0
     sizes = [abs(size * stride) for size, stride in zip(pixels.shape[1:], pixels.stride()[1:], strict=True)]
     # Without draws, the kernel does not read these arguments, so any tensor can be passed.
-    drawn = constants if draws is None else draws.block()
+    drawn = constants if draws is None else draws.geometry.contiguous()
     color = constants if draws is None or draws.color is None else draws.color.contiguous()
     depth = -(-parts // _MOST_PARTS)
     image_kernel[(blocks if is_whole else blocks + 1, -(-parts // depth), depth)](

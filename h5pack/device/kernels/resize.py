@@ -32,7 +32,7 @@ them hide the latency of memory. Found by measuring on an H100.
 _SHIFT, _LAST_SHIFT = tl.constexpr(WEIGHT_BITS - KEPT_BITS), tl.constexpr(WEIGHT_BITS + KEPT_BITS)
 _HALF, _LAST_HALF = tl.constexpr(1 << (_SHIFT.value - 1)), tl.constexpr(1 << (_LAST_SHIFT.value - 1))
 _UNIT_BITS = tl.constexpr(WEIGHT_BITS)
-# The row of each of these draws in the result of `AugmentationDraws.block`.
+# The row of each of these draws in `AugmentationDraws.geometry`.
 _FLIP, _VERTICAL_FLIP, _TOP, _LEFT, _BOX_TOP, _BOX_LEFT, _BOX_HEIGHT, _BOX_WIDTH, _HEIGHT, _WIDTH = (
     tl.constexpr(GEOMETRY.index(name))
     for name in (
@@ -65,7 +65,7 @@ def resize(
     with unfilled_memory():
         rows, columns = (torch.empty(size, dtype=torch.int32, device=pixels.device) for size in sizes)
     # Without draws, the kernels do not read these arguments, so any tensor can be passed.
-    block = rows if draws is None else draws.block()
+    block = rows if draws is None else draws.geometry.contiguous()
     colors = rows if draws is None or draws.color is None else draws.color.contiguous()
     planar = not result.permute(0, 2, 3, 1).is_contiguous()
     across, down = -(-out_width * (1 if planar else channels) // _COLUMNS), -(-out_height // _ROWS)
