@@ -235,7 +235,7 @@ def training_table(result: dict[str, Any]) -> str:
         for name, case in cases.items():
             cpu_seconds = case["cpu_seconds"] / (case["steps"] * batch) * 1000
             lines.append(
-                f"| {network} | {name} | {case['images_per_s']:,.0f} | {case['stall_fraction']:.1%} | "
+                f"| {network} | {name} | {case['images_per_s']:,.0f} | {100 * case['stall_fraction']:.1f} % | "
                 f"{case['gpu']['mean_percent']:.0f} % | {cpu_seconds:.2f} |"
             )
     return "\n".join(lines)
