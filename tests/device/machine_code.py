@@ -24,7 +24,8 @@ class Loop:
     before: int  # How many instructions stand before the loop.
     store_bytes: int  # How many bytes the widest store writes.
     load_bytes: int
-    exchanges: bool  # Whether threads exchange values through shared memory in the loop.
+    exchanges: bool  # Whether threads exchange values through shared memory anywhere in the kernel.
+    exchanges_again: bool  # Whether they do so in the loop.
     spills: bool  # Whether registers are kept in memory.
 
 
@@ -43,10 +44,13 @@ def main_loop(function: Any, capability: int, dtype: str, constants: dict[str, A
         widths = {kind: [_bytes(text) for text in loop if kind in text] for kind in ("STG", "LDG")}
         if widths["STG"]:
             values = sum(widths["STG"]) / (4 if dtype == "fp32" else 2)
-            exchanges = any(re.search(r"\b(BAR|LDS|STS|SHFL)\b", text) for text in loop)
+            exchanges, exchanges_again = (
+                any(re.search(r"\b(BAR|LDS|STS|SHFL)\b", text) for text in part) for part in (code.values(), loop)
+            )
             spills = any(re.search(r"\b(LDL|STL)\b", text) for text in code.values())
             before = sum(at < int(jump[1], 16) for at in code)
-            return Loop(len(loop) / values, before, max(widths["STG"]), max(widths["LDG"]), exchanges, spills)
+            stored, loaded = max(widths["STG"]), max(widths["LDG"])
+            return Loop(len(loop) / values, before, stored, loaded, exchanges, exchanges_again, spills)
     raise AssertionError("no loop stores values")
 
 
