@@ -74,9 +74,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--scratch", type=Path, default=None, help="where files are made; the system's folder for those"
     )
-    parser.add_argument("--json", type=Path, default=RESULTS / "device.json")
+    parser.add_argument("--json", type=Path, default=None, help="device.json of the results; device_cpu.json on a CPU")
     options = parser.parse_args(arguments)
     device = DeviceFeed([], options.device).device
+    json = options.json or RESULTS / ("device.json" if device.type == "cuda" else "device_cpu.json")
     settings = {name: getattr(options, name) for name in ("batch", "size", "repeats")}
     if device.type == "cuda":
         settings |= {name: getattr(options, name) for name in ("images", "steps", "workers")}
@@ -97,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
             result["feed"] = feed_figures(device, options.batch, options.size, options.repeats)
             pictures = (options.images, options.size, options.batch, options.steps, options.workers)
             result["training"] = training_figures(device, scratch, *pictures, NETWORKS)
-        write_result(options.json, result)
+        write_result(json, result)
 
 
 def copy_run(device: torch.device, timer: Timer, size: int, copies: int) -> Callable[[], float]:
