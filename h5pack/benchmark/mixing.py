@@ -220,7 +220,7 @@ def _windows(rows: EpochRows, asked: int, windows: Sequence[int] | None) -> list
     elif not hasattr(windows, "__len__") or not len(windows):
         raise OptionsError(f"windows is {windows!r}; give a list of whole numbers, or None for powers of two")
     else:
-        numbers = [whole_number("a window", number, 1) for number in windows]
+        numbers = [whole_number("windows", number, 1) for number in windows]
     return sorted({min(number, rows.chunk_count) for number in (*numbers, asked)})
 
 

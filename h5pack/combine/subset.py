@@ -13,9 +13,9 @@ from h5pack.combine.combination import Combination, CombineReport, write_combina
 from h5pack.combine.parts import Part, Rows, merge, open_part, require_other_output
 from h5pack.combine.statistics import measured_statistics
 from h5pack.errors import NoImagesError, OptionsError
-from h5pack.pack.options import check_integer
 from h5pack.sources.catalog import Catalog
 from h5pack.system.arrays import shuffled
+from h5pack.system.parameters import whole_number
 from h5pack.system.text import listed
 
 
@@ -87,8 +87,7 @@ def subset(
         chosen &= _of_rows(part, rows)
     order = np.flatnonzero(chosen)
     if sample is not None:
-        check_integer("sample", sample, 1)
-        check_integer("seed", seed, 0, 2**63 - 1)
+        sample, seed = whole_number("sample", sample, 1), whole_number("seed", seed, 0, 2**63 - 1)
         order = np.sort(order[shuffled(len(order), seed)[:sample]])
     if not len(order):
         raise NoImagesError(f"{path}: no row matches the given splits, classes and rows; choose others", path=path)

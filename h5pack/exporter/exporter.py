@@ -29,12 +29,13 @@ from h5pack.exporter.image_files import (
 )
 from h5pack.exporter.manifest import Manifest, plan_manifest
 from h5pack.exporter.names import MANIFEST, ExportNames, NameRules, name_files
-from h5pack.pack.options import check_choice, check_integer, parse_range
+from h5pack.pack.options import check_choice, parse_range
 from h5pack.pack.output import Stages
 from h5pack.read.encoded import EncodedIndex
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.system.files import open_locked, reporting_full_disk, require_writable, sync_file_system, sync_path
 from h5pack.system.machine import available_cpus
+from h5pack.system.parameters import whole_number
 from h5pack.system.processes import open_executor, run
 from h5pack.system.text import counted, format_bytes
 
@@ -188,7 +189,7 @@ def export(
     check_choice("start_method", start_method, (None, "fork", "forkserver", "spawn"))
     for name, value, maximum in (("quality", quality, 100), ("limit", limit, None), ("num_workers", num_workers, None)):
         if value is not None:
-            check_integer(name, value, 1, maximum)
+            whole_number(name, value, 1, maximum)
     fields = (fields,) if isinstance(fields, str) else tuple(fields)
     bounds = None if value_range is None else parse_range(value_range)
     target = ExportFolder(folder)

@@ -17,11 +17,12 @@ from h5pack.errors import DamagedRowsError, OptionsError, OutputExistsError, Rej
 from h5pack.exporter.image_files import MissingRow, SourceRows, open_rows
 from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS, image_of, strict_pillow
-from h5pack.pack.options import check_integer, parse_range
+from h5pack.pack.options import parse_range
 from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.system.files import reporting_full_disk, require_writable, write_atomically
+from h5pack.system.parameters import whole_number
 from h5pack.system.text import counted, printable
 
 ROWS_PER_CLASS = 8
@@ -153,10 +154,10 @@ def preview(
     # `own_fields=False` leaves out a pack's fields that are not masks or images, because they would be read completely.
     bounds = None if value_range is None else parse_range(value_range)
     datasets = HDF5Datasets(images, labels, (), channel_axis, bounds, own_fields=False)
-    check_integer("tile", tile, 16, 4_096)
+    tile = whole_number("tile", tile, 16, 4_096)
     for name, value, minimum in (("per_class", per_class, 1), ("max_classes", max_classes, 1), ("seed", seed, 0)):
         if value is not None:
-            check_integer(name, value, minimum)
+            whole_number(name, value, minimum)
     target = None if out is None else Path(os.path.abspath(out))
     file_format = "PNG" if target is None else _require_output(target, path)
     source = open_rows(path, datasets, splits)

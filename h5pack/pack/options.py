@@ -23,7 +23,7 @@ from h5pack.sources.detect import COLUMN_PARAMETERS, KINDS, SourceOptions
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.validation import require_field, training_split
-from h5pack.system.parameters import invalid
+from h5pack.system.parameters import invalid, whole_number
 
 LAYOUTS = ("nhwc", "nchw")
 MODES = ("rgb", "gray")
@@ -142,15 +142,15 @@ class ConvertOptions:
             check_choice(name, getattr(self, name), allowed)
         for name in ("limit", "num_workers", "max_pixels", "max_side", "chunk_rows", "chunk_bytes", "shard_bytes"):
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 1)
-        check_integer("seed", self.seed, 0, 2**63 - 1)
+                self._make_int(name, 1)
+        self._make_int("seed", 0, 2**63 - 1)
         ways = [name for name in ("resume", "part", "finish") if getattr(self, name)]
         if self.shard_bytes is not None:
             self._check_shards()
         if len(ways) > 1:
             given = tuple("part" if name == "part" else f"{name}=True" for name in ways)
             raise OptionsError(f"{' and '.join(given)} cannot be combined; give only one of them", parameters=given)
-        check_integer("quality", self.quality, 1, 100)
+        self._make_int("quality", 1, 100)
         self._check_keep()
         if self.val is not None:
             check_fraction("val", self.val)
@@ -171,6 +171,10 @@ class ConvertOptions:
         if self.size is None and unused:
             names = ", ".join(unused)
             raise OptionsError(f"{names} cannot be used without size; give size, too", parameters=(*unused, "size"))
+
+    def _make_int(self, name: str, minimum: int, maximum: int | None = None) -> None:
+        # The options are written to the pack as JSON, which NumPy's integers cannot be.
+        object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum, maximum))
 
     def _check_shards(self) -> None:
         """Raise OptionsError for options that cannot be combined with `shard_bytes`."""
@@ -307,15 +311,6 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
-    """Raise OptionsError unless `value` is an integer from `minimum` to `maximum`."""
-    if not is_integer(value):
-        raise invalid(name, value, " is not an integer")
-    if value < minimum or (maximum is not None and value > maximum):
-        allowed = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
-        raise invalid(name, value, f"; it must be {allowed}")
-
-
 def check_fraction(name: str, value: object) -> None:
     """Raise OptionsError unless `value` is a float above 0 and below 1."""
     if not (isinstance(value, float) and 0 < value < 1):
@@ -347,7 +342,7 @@ def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:
 def parse_range(value_range: str | Sequence[float]) -> tuple[float, float]:
     """Return (low, high) from a pair of numbers, or from text such as "0:1"."""
     try:
-        low, high = (float(part) for part in value_range.split(":")) if isinstance(value_range, str) else value_range
+        low, high = map(float, value_range.split(":") if isinstance(value_range, str) else value_range)
         return low, high
     except (TypeError, ValueError):
         raise invalid("value_range", value_range, " is neither two numbers nor LOW:HIGH, such as 0:1") from None

@@ -473,7 +473,7 @@ def test_hostile_names_stay_inside_the_folder(tmp_path: Path) -> None:
 def test_an_invalid_value_is_refused_with_its_parameter(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(OptionsError) as caught:
         export(tmp_path / "no.h5", tmp_path / "out", **{"format": "jpeg", name: value})
-    assert caught.value.parameters == (f"{name}={value!r}",)
+    assert [one.partition("=")[0] for one in caught.value.parameters] == [name]
 
 
 def test_nothing_is_written_without_images(tmp_path: Path) -> None:
