@@ -32,18 +32,15 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
 from PIL.TiffImagePlugin import TiffImageFile
 
 from h5pack.errors import RejectedImageError
-from h5pack.images.headers import DecodePath, ImageHeader, parse_jpeg, parse_png
+from h5pack.images.headers import SIDEWAYS, TURNS, DecodePath, ImageHeader, orientation_of, parse_jpeg, parse_png
 from h5pack.version import __version__
 
 MAX_PIXELS = 178_956_970
 """Default of `max_pixels`: images with more pixels are rejected as decompression bombs. Pillow has the same limit."""
 
-_ORIENTATION = 0x0112
 _TIFF_WIDTH, _TIFF_HEIGHT = 0x0100, 0x0101
 _LONG_HEAD_BYTES = 65_536
 _ENCODER_SLACK_BYTES = 1_024
-SIDEWAYS = (5, 6, 7, 8)
-"""The Exif orientations that exchange height and width."""
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _LIBTIFF = re.compile(rb"(?:tempfile\.tif: |(?=_?[A-Z]\w*(?<!Error)(?<!Exception)(?<!Warning): ))(.+)")
@@ -343,24 +340,6 @@ def _copy_pixels(image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
         out.data.cast("B")[:] = data
     else:
         out[...] = np.asarray(image).reshape(out.shape)
-
-
-def orientation_of(image: Image.Image) -> int:
-    """Return the Exif orientation of an image, 1 if it has none."""
-    value = image.getexif().get(_ORIENTATION, 1)
-    return value if isinstance(value, int) else 1
-
-
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""The operation that turns an image upright, by Exif orientation."""
 
 
 def _refuse_programs(head: bytes) -> None:

@@ -7,10 +7,13 @@ same results. "Upright" means that the Exif orientation has been applied, or tha
 
 from __future__ import annotations
 
+import struct
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import BinaryIO
+
+from PIL import Image
 
 _SOF = (0xC0, 0xC1, 0xC2)
 _APP0, _APP1, _APP14, _SOS = 0xE0, 0xE1, 0xEE, 0xDA
@@ -19,6 +22,21 @@ _ACCEPTED = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)} - {_APP1})
 # Leave images with these APPn segments to Pillow, which parses the segments and rejects malformed ones.
 _PILLOW_SEGMENTS = (b"MPF\0", b"Photoshop 3.0\0")
 _JFIF_BYTES, _ICC_BYTES, _ADOBE_BYTES = 14, 14, 12
+_ORIENTATION = 0x0112
+
+SIDEWAYS = (5, 6, 7, 8)
+"""The Exif orientations that exchange height and width."""
+
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""The operation that turns an image upright, by Exif orientation."""
 
 
 class DecodePath(IntEnum):
@@ -50,7 +68,16 @@ class ImageHeader:
     height: int
     width: int
     decode_path: DecodePath
-    orientation: int = 1  # the Exif orientation, 1 to 8 if the file is correct
+    orientation: int = 1  # the Exif orientation, 1 to 8
+
+
+def orientation_of(image: Image.Image) -> int:
+    """Return the Exif orientation of an image, 1 to 8; 1 if it has none or an invalid one."""
+    try:
+        value = image.getexif().get(_ORIENTATION, 1)
+    except (SyntaxError, ValueError, struct.error):  # Pillow raises these for damaged Exif data.
+        return 1
+    return value if isinstance(value, int) and value in TURNS else 1
 
 
 _last_prefix: tuple[bytes, ImageHeader] | None = None

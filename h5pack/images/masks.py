@@ -20,15 +20,13 @@ from PIL import Image, ImageOps
 from h5pack.errors import RejectedImageError
 from h5pack.images.decode import (
     MAX_PIXELS,
-    SIDEWAYS,
-    TURNS,
     PixelOptions,
     Upright,
-    orientation_of,
     pad_image,
     refuse_bomb,
     rejecting,
 )
+from h5pack.images.headers import SIDEWAYS, TURNS, orientation_of
 
 _MODES = {"1": "|u1", "L": "|u1", "P": "|u1", "I;16": "<i4", "I;16L": "<i4", "I;16B": "<i4", "I;16N": "<i4", "I": "<i4"}
 """Pillow's modes of masks, and the dtypes of their pixels."""

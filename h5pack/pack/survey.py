@@ -15,9 +15,9 @@ import numpy.typing as npt
 from h5pack.errors import RejectedImageError, SourceError, WorkerError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValues, RaggedRows
-from h5pack.images.decode import SIDEWAYS, decoder_versions, refuse_bomb, strict_pillow
+from h5pack.images.decode import decoder_versions, refuse_bomb, strict_pillow
 from h5pack.images.geometry import Placement, turned_upright
-from h5pack.images.headers import DecodePath, ImageHeader
+from h5pack.images.headers import SIDEWAYS, DecodePath, ImageHeader
 from h5pack.images.masks import naming_mask, require_size
 from h5pack.pack.journal import SurveyJournal
 from h5pack.pack.options import ConvertOptions

@@ -19,7 +19,7 @@ from h5pack.images import decode
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, image_of, read_header, strict_pillow
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.pack.options import RESAMPLES
-from tests.images.test_headers import encoded, oriented
+from tests.images.test_headers import chunk, encoded, oriented
 from tests.makers import pixels
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
@@ -119,7 +119,7 @@ def test_sixteen_bits_keep_their_high_byte(form: str, channels: int) -> None:
     assert np.array_equal(decoded(data, channels), want)
 
 
-@pytest.mark.parametrize("value", range(10))
+@pytest.mark.parametrize("value", [*range(10), 1536])
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF", "MPO", "palette"])
 def test_every_orientation_is_turned_upright_once(form: str, value: int) -> None:
     if form == "AVIF" and not features.check("avif"):
@@ -131,8 +131,22 @@ def test_every_orientation_is_turned_upright_once(form: str, value: int) -> None
         data = encoded(RGB, form, exif=oriented(value), **(FRAMES if form == "MPO" else {}))
     want = slow(data, channels)
     assert (header_of(data).height, header_of(data).width) == want.shape[:2]
+    assert header_of(data).orientation in range(1, 9)
     assert np.array_equal(decoded(data, channels), want)
     assert np.array_equal(decoded(data, channels, resize=True, size=(8, 9)), fitted(data, (8, 9), channels=channels))
+
+
+@pytest.mark.parametrize("form", ["PNG", "PNG text", "WEBP"])
+def test_damaged_exif_data_is_no_orientation(form: str) -> None:
+    if form == "PNG text":
+        png = encoded(RGB, "PNG")
+        data = png[:33] + chunk(b"tEXt", b"Raw profile type exif\0\nexif\n    9\nnot hex\n") + png[33:]
+    else:
+        data = encoded(RGB, form, exif=b"Exif\0\0garbage, not TIFF")
+    header, (height, width) = header_of(data), RGB.size[::-1]
+    assert (header.height, header.width, header.orientation) == (height, width, 1)
+    with Image.open(io.BytesIO(data)) as image:
+        assert np.array_equal(decoded(data), np.asarray(image.convert("RGB")))
 
 
 def fitted(

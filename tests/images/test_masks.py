@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from h5pack.errors import RejectedImageError
-from h5pack.images.decode import MAX_PIXELS, TURNS, Decoder, PixelOptions, Upright
-from h5pack.images.headers import DecodePath
+from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, Upright
+from h5pack.images.headers import TURNS, DecodePath
 from h5pack.images.masks import MaskDecoder, read_mask_header
 
 
