@@ -10,7 +10,8 @@
 - If there are masks or further images, all images are in the folder ``images``. Beside it, each field of masks or
   further images has a folder with the field's name. A file has the same path there as the row's image has in
   ``images``, except for the suffix.
-- A name that is already used by an earlier row or by a folder gets ``~2``, ``~3``, ... before its suffix.
+- A name gets ``~2``, ``~3``, ... before its suffix if an earlier row or a folder already has that name, for its image
+  or for a file beside it.
 """
 
 from __future__ import annotations
@@ -97,15 +98,17 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
             path = "/".join((*front, f"{int(source.rows[index]):0{digits}d}{rules.suffixes[0]}"))
             renamed[index] = source.has_names
         paths.append(path)
-    folders = {folder for path in paths for folder in _parents(path)}
-    for index in _make_distinct(paths, folders, rules.fold):
+    suffixes = [".png" if one.kind == schema.MASK else rules.suffixes[0] for one in catalog.pixel_fields]
+
+    def files_of(path: str) -> list[str]:
+        stem = path[len(_IMAGES) + 1 :].rpartition(".")[0]
+        beside = zip(mask_folders, suffixes, strict=True)
+        return [path, *(f"{folder}/{stem}{suffix}" for folder, suffix in beside)]
+
+    folders = {folder for path in paths for file in files_of(path) for folder in _parents(file)}
+    for index in _make_distinct(paths, files_of, folders, rules.fold):
         renamed[index] = source.has_names
-    masks = []
-    for one, folder in zip(catalog.pixel_fields, mask_folders, strict=True):
-        suffix = ".png" if one.kind == schema.MASK else rules.suffixes[0]
-        stems = (path[len(_IMAGES) + 1 :].rpartition(".")[0] for path in paths)
-        masks.append(NameTable.of(f"{folder}/{stem}{suffix}" for stem in stems))
-    folders |= {folder for one in masks for path in one for folder in _parents(path)}
+    masks = [NameTable.of(files_of(path)[number] for path in paths) for number in range(1, 1 + len(suffixes))]
     parents = [name for split, name in enumerate(split_folders) if split not in bare_splits]
     if class_folders and (parents or not split_folders):
         # Classes without rows get their folders in the first split that has class folders.
@@ -119,19 +122,26 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
     return ExportNames(NameTable.of(paths), tuple(sorted(folders)), int(renamed.sum()), exact and not top, tuple(masks))
 
 
-def _make_distinct(paths: list[str], folders: Iterable[str], fold: Callable[[str], str]) -> Iterator[int]:
-    """Rename, in place, paths that are equal to an earlier path or to a folder, and yield their indices."""
+def _make_distinct(
+    paths: list[str], files_of: Callable[[str], list[str]], folders: Iterable[str], fold: Callable[[str], str]
+) -> Iterator[int]:
+    """Rename, in place, the paths of which a file equals an earlier file or a folder, and yield their indices.
+
+    ``files_of(path)`` returns the paths of a row's files: that of the image, which is `path`, and those beside it.
+    """
     used = set(map(fold, folders))
-    unchanged = set(map(fold, paths))
+    unchanged = {fold(file) for path in paths for file in files_of(path)}
     for index, path in enumerate(paths):
-        if fold(path) in used:
+        files = set(map(fold, files_of(path)))
+        if files & used:
             stem, dot, suffix = path.rpartition(".")
             number = 2
-            while fold(path) in used or fold(path) in unchanged:
+            while files & used or files & unchanged:
                 path, number = f"{stem}~{number}{dot}{suffix}", number + 1
+                files = set(map(fold, files_of(path)))
             paths[index] = path
             yield index
-        used.add(fold(path))
+        used |= files
 
 
 def has_splits(catalog: Catalog) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from h5pack.exporter.image_files import SourceRows
 from h5pack.exporter.names import ExportNames, NameRules, name_files
-from h5pack.sources.catalog import Catalog, NameFilter, NameTable, SourceReader
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable, PixelField, SourceReader
 
 PNG = NameRules((".png",))
 
@@ -124,6 +124,22 @@ def test_names_that_collide() -> None:
     stems = ["a", "a~3", "a~2", "a~4", "b~2", "b.png/c", "b~3", "b/d", "a~5"]
     assert list(found.paths) == [f"{stem}.png" for stem in stems]
     assert found.renamed == 5
+
+
+def test_files_beside_the_images_are_distinct_too() -> None:
+    names = ["IMG_1.png", "IMG_1.PNG", "a.jpg/b.png", "a.png", "c.png", "c.png/d.png", "c~2.png"]
+    fields = tuple(PixelField(name, kind, NameTable.of(names)) for name, kind in (("m", "mask"), ("right", "image")))
+    for rules, suffix in ((PNG, ".png"), (NameRules((".jpg", ".jpeg")), ".jpg")):
+        found = named(catalog(names, pixel_fields=fields), rules)
+        tables = [found.paths, *found.masks]
+        everything = [path for table in tables for path in table]
+        assert len({*everything, *found.folders}) == len(everything) + len(found.folders)
+        assert {path.rpartition("/")[0] for path in everything} <= set(found.folders)
+        stems = [[path.partition("/")[2].rpartition(".")[0] for path in table] for table in tables]
+        assert stems[0] == stems[1] == stems[2], "a row's files have the same path in each folder"
+        assert stems[0][:2] == ["IMG_1", "IMG_1~2"]
+        assert {path[-4:] for path in found.masks[0]} == {".png"}
+        assert {path[-4:] for path in found.masks[1]} == {suffix}
 
 
 def test_names_that_collide_where_case_does_not_count() -> None:
