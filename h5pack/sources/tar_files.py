@@ -126,7 +126,7 @@ def _plain_header(block: bytes) -> tuple[str, int] | None:
 
 
 def _add(members: Members, member: tarfile.TarInfo) -> str | None:
-    """Add a member. If it is a symbolic link, return the path of its target, which may come later in the archive."""
+    """Add a member. If it is a link to resolve later, return the path of its target."""
     if member.issparse():
         members.add(member.name, 0, 0, 0, 0, Storing.SPARSE)
     elif member.isreg():
@@ -138,6 +138,8 @@ def _add(members: Members, member: tarfile.TarInfo) -> str | None:
         else:
             size = members.sizes[number]
             members.add(member.name, members.offsets[number], size, size, 0, members.storings[number])
+            if members.storings[number] == Storing.LINK:
+                return members.names[number]
     elif member.issym():
         members.add(member.name, 0, 0, 0, 0, Storing.LINK)
         return posixpath.normpath(posixpath.join(posixpath.dirname(member.name), member.linkname))
