@@ -104,7 +104,8 @@ def _add_shard(
     for key, parts in _grouped(file, members, samples, prefix):
         found = {ending: n for ending, n in parts.items() if f".{ending}" in IMAGE_SUFFIXES}
         allowed = {ending: n for ending, n in found.items() if shards.wanted.allows(f"{prefix}{members.names[n]}")}
-        read = (_CLASS, *wanted) if _JSON in wanted or _CLASS in parts else (_CLASS, _JSON, *wanted)
+        # The .cls comes last, because its label replaces a value of the same name in the .json.
+        read = (*wanted, _CLASS) if _JSON in wanted or _CLASS in parts else (_JSON, *wanted, _CLASS)
         samples.others.update(ending for ending in parts if ending not in found and ending not in read)
         if not allowed:
             samples.ignored["excluded samples" if found else "samples without an image"] += 1

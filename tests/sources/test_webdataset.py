@@ -127,6 +127,10 @@ def test_labels_are_numbers_or_words_or_a_key_of_json(tmp_path: Path) -> None:
         ("a", "b"),
     )
     assert labels({"text": "b"}, {"text": ["a"]}, "json") == (None, None)
+    beside = {"1.png": picture(), "1.cls": "1", "1.json": {"cls": "tench", "caption": "a fish"}}
+    catalog = opened(shard(tmp_path / "x.tar", beside), columns=ManifestColumns(texts=("caption",)))
+    assert catalog.labels is not None
+    assert (catalog.labels.tolist(), catalog.label_names) == ([1], None)
     for first, second in (("1", "cat"), ("1.5", "2"), (b"\xff", "1"), ("1" * 2_000_000, "1")):
         with pytest.raises(SourceError):
             labels(first, second)
