@@ -105,13 +105,14 @@ def resize_on_cpu(
     if draws is not None and isinstance(crop, RandomResizedCrop):
         parts = (draws.top, draws.left, draws.crop_height, draws.crop_width)
         windows = list(zip(*(part.tolist() for part in parts), strict=True))
-        if any(
-            min(top, left, rows - 1, columns - 1, height - top - rows, width - left - columns) < 0
-            for top, left, rows, columns in windows
-        ):
-            # Windows drawn by another Normalize may exceed the image. Only `resize` handles them.
-            result = resize(pixels, *find_taps(draws, crop, pixels))
-            return result.permute(0, 3, 1, 2).contiguous() if planar else result
+    # Windows drawn by another Normalize may exceed the image, and torch's `interpolate` fails for results of one pixel
+    # if the channels come first. `resize` handles both.
+    if resized == (1, 1) or any(
+        min(top, left, rows - 1, columns - 1, height - top - rows, width - left - columns) < 0
+        for top, left, rows, columns in windows
+    ):
+        result = resize(pixels, *find_taps(draws, crop, pixels))
+        return result.permute(0, 3, 1, 2).contiguous() if planar else result
     flips = torch.zeros(2, count) if draws is None else torch.stack((draws.vertical_flip, draws.flip))
     for number, ((top, left, rows, columns), flip) in enumerate(zip(windows, flips.T.tolist(), strict=True)):
         window = sources[number : number + 1, :, top : top + rows, left : left + columns]

@@ -103,6 +103,17 @@ def test_pixels_are_those_of_the_matrices(crop: ResizedCrop, size: tuple[int, in
                 assert np.abs(host.double().numpy() - expected).max() <= 1.01
 
 
+@pytest.mark.parametrize("size", [1, (1, 2), (2, 1)])
+def test_tiny_results_of_images_with_channels_first(size: int | tuple[int, int]) -> None:
+    images = batch(8, 11, 13, 3)
+    first = images.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+    for crop in (RandomResizedCrop(size), CenterCrop(size, resize=1)):
+        draws = draws_of(crop, 8, 11, 13)
+        expected = reference(images, draws, crop)
+        for source in (images, first):
+            assert np.abs(resize_on_cpu(source, draws, crop, False).double().numpy() - expected).max() <= 1.01
+
+
 def test_pixels_are_within_one_level_of_interpolate() -> None:
     for length, size, scale in ((256, 224, (0.08, 1.0)), (300, 64, (0.5, 1.0)), (40, 224, (0.3, 1.0))):
         crop = RandomResizedCrop(size, scale)
