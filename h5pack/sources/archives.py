@@ -426,7 +426,7 @@ def _strip_only_folder(members: Members, kind: str) -> None:
     members.folders = {path.removeprefix(base) for path in members.folders} - {base[:-1]}
 
 
-_ZIP_ENCRYPTED_FLAG = 0x1
+_ZIP_ENCRYPTED_FLAG, _ZIP_DOS = 0x1, 0
 _MAX_SIZE = 2**63 - 1
 _ZIP_STORINGS = {zipfile.ZIP_STORED: Storing.ZIP_STORED, zipfile.ZIP_DEFLATED: Storing.ZIP_DEFLATED}
 
@@ -440,6 +440,9 @@ def open_zip(path: Path) -> tuple[ArchiveFile, Members]:
     for entry in entries:
         # Use the stored name, because zipfile cuts off `entry.filename` at a NUL.
         name = entry.orig_filename
+        if entry.create_system == _ZIP_DOS and "/" not in name:
+            # Some tools for Windows separate folders by backslashes, against the format's specification.
+            name = name.replace("\\", "/")
         if name.endswith("/"):
             members.add_folder(name)
         else:

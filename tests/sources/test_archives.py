@@ -372,6 +372,17 @@ def test_other_methods_of_zip_files_are_rejects(tmp_path: Path) -> None:
         h5pack.convert(tmp_path / "x.zip", tmp_path / "o.h5", **quick())
 
 
+def test_backslashes_separate_folders_in_zip_files_of_windows_only(tmp_path: Path) -> None:
+    for system, kind, names in ((0, "classes", ["cat/1.jpg", "dog/2.jpg"]), (3, "flat", ["cat\\1.jpg", "dog\\2.jpg"])):
+        with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+            for name in ("cat\\1.jpg", "dog\\2.jpg"):
+                entry = zipfile.ZipInfo(name)
+                entry.create_system = system
+                archive.writestr(entry, jpeg())
+        catalog = opened(tmp_path / "x.zip")
+        assert (catalog.kind, sorted(catalog.names)) == (kind, names)
+
+
 def test_a_zip_file_without_its_directory_is_an_error(tmp_path: Path) -> None:
     data = zipped(tmp_path / "x.zip", jpeg(), jpeg(1))
     directory = data.index(b"PK\1\2")
