@@ -124,35 +124,30 @@ class Meter:
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._step, self._loader = step, loader
         # Totals of earlier iterations, because a monitor restarts at 0 in each iteration.
-        self._stalled = self._starved = self._normalized = 0.0
+        self._earlier = np.zeros(3)
 
     def begin(self) -> None:
         """Add the waits of the finished iteration to the totals. Call this before the monitors begin a new one."""
-        self._stalled, self._starved, self._normalized = self.stalled(), self.starved() or 0.0, self.normalized()
+        self._earlier = self.waits()
 
     def synchronize(self) -> None:
         """Wait until the device has finished all queued work."""
         if self._cuda is not None:
             torch.cuda.synchronize(self._cuda)
 
-    def stalled(self) -> float:
-        """Return for how many seconds the step has waited for its batches, in all iterations together."""
+    def waits(self) -> npt.NDArray[np.float64]:
+        """Return three durations in seconds, each of all iterations together, float64 (3,).
+
+        They are how long the step has waited for its batches, how long its thread has normalized (0 on a GPU), and how
+        long the loader's consumer has waited.
+        """
         if self._step is None or self._loader is None:
-            return self._stalled
-        on_gpu = self._cuda is not None
-        return self._stalled + (self._step.report().stall_seconds if on_gpu else self._loader.report().wait_seconds)
-
-    def normalized(self) -> float:
-        """Return for how many seconds the step's thread has normalized, in all iterations together; 0 on a GPU."""
-        if self._step is None or self._loader is None or self._cuda is not None:
-            return self._normalized
+            return np.array([0.0, 0.0, time.perf_counter()])
         # Read the loader's wait first. The step's wait, which includes it, may grow until it is read, but not shrink.
-        loader, step = self._loader.report().wait_seconds, self._step.report().wait_seconds
-        return self._normalized + max(0.0, step - loader)
-
-    def starved(self) -> float | None:
-        """Return for how many seconds the loader's consumer has waited, in all iterations; None without monitors."""
-        return None if self._loader is None else self._starved + self._loader.report().wait_seconds
+        loader, step = self._loader.report().wait_seconds, self._step.report()
+        if self._cuda is not None:
+            return self._earlier + np.array([step.stall_seconds, 0.0, loader])
+        return self._earlier + np.array([loader, max(0.0, step.wait_seconds - loader), loader])
 
 
 @dataclass(frozen=True)
@@ -163,9 +158,7 @@ class _Mark:
     images: int
     ready: int
     cpu: CpuTime
-    stalled: float
-    normalized: float
-    starved: float | None
+    waits: npt.NDArray[np.float64]  # see `Meter.waits`
 
     @classmethod
     def begin(cls, images: int, meter: Meter, ready: int = 0) -> _Mark:
@@ -176,15 +169,11 @@ class _Mark:
     def end(cls, images: int, meter: Meter, ready: int = 0) -> _Mark:
         """Mark the end of a measurement. Read the clock first, so that reading the counters is not measured."""
         meter.synchronize()
-        return cls(
-            time.perf_counter(), images, ready, CpuTime.now(), meter.stalled(), meter.normalized(), meter.starved()
-        )
+        return cls(time.perf_counter(), images, ready, CpuTime.now(), meter.waits())
 
     def starves(self, end: _Mark) -> bool:
         """Return whether the consumer waited for the loader most of the time from this mark to `end`."""
-        if self.starved is None or end.starved is None:
-            return True
-        return end.starved - self.starved > _STARVED * (end.time - self.time)
+        return bool((end.waits - self.waits)[2] >= _STARVED * (end.time - self.time))
 
     def until(self, end: _Mark) -> Repeat:
         """Return the repeat from this mark to `end`."""
@@ -193,8 +182,8 @@ class _Mark:
             # Batches become ready many at a time and out of order, so images that are ready in the loader count as
             # loaded. If the consumer is slower than the loader, they do not count, because they were only prefetched.
             images += end.ready - self.ready
+        stalled, normalized, _ = (end.waits - self.waits).tolist()
         cpu = end.cpu.since(self.cpu).total
-        stalled, normalized = end.stalled - self.stalled, end.normalized - self.normalized
         return Repeat(images, end.time - self.time, cpu, stalled, normalized, end.images)
 
 

@@ -173,8 +173,8 @@ class Starved(Meter):
         super().__init__()
         self.clock, self.fraction = clock, fraction
 
-    def starved(self) -> float | None:
-        return None if self.fraction is None else self.fraction * self.clock.now
+    def waits(self) -> Any:
+        return np.array([0.0, 0.0, self.clock.now if self.fraction is None else self.fraction * self.clock.now])
 
 
 @pytest.mark.parametrize(("starving", "images"), [(None, 190), (0.9, 190), (0.2, 150)])
@@ -209,9 +209,9 @@ class Counting(Meter):
         super().__init__()
         self.readings = self.synchronized = 0
 
-    def stalled(self) -> float:
+    def waits(self) -> Any:
         self.readings += 1
-        return float(self.readings)
+        return super().waits() + np.array([self.readings, 0.0, 0.0])
 
     def synchronize(self) -> None:
         self.synchronized += 1
@@ -251,11 +251,11 @@ def test_normalizing_on_the_cpu_is_no_waiting(cuda: bool) -> None:
             return self.found
 
     meter = Meter(torch.device("cuda" if cuda else "cpu"), Monitor(5.0, 1.0), Monitor(3.0, 3.0))
-    assert (meter.stalled(), meter.normalized()) == ((1.0, 0.0) if cuda else (3.0, 2.0))
+    assert meter.waits().tolist() == ([1.0, 0.0, 3.0] if cuda else [3.0, 2.0, 3.0])
     meter.begin()
     # The totals of two iterations.
-    assert (meter.stalled(), meter.normalized()) == ((2.0, 0.0) if cuda else (6.0, 4.0))
-    assert (Meter().stalled(), Meter().normalized()) == (0.0, 0.0)
+    assert meter.waits().tolist() == ([2.0, 0.0, 6.0] if cuda else [6.0, 4.0, 6.0])
+    assert Meter().waits()[:2].tolist() == [0.0, 0.0]
 
 
 def test_the_first_third_of_the_time_warms_a_device_up(clock: FakeClock) -> None:
