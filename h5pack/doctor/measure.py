@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -277,11 +278,7 @@ def measure_calls(
 
 
 class ChunkReader:
-    """A reader of a dataset's images. Each thread reads blocks of at most `block_rows` rows of one chunk group.
-
-    `busy_fraction` is the fraction (0 to 1) of the most recent `run` in which the threads did not wait for storage, but
-    ran or waited for a CPU. It is None before the first `run`.
-    """
+    """A reader of a dataset's images. Each thread reads blocks of at most `block_rows` rows of one chunk group."""
 
     def __init__(self, dataset: H5Dataset) -> None:
         self._dataset = dataset
@@ -290,7 +287,6 @@ class ChunkReader:
         whole = index.codec is not None
         max_rows = index.group_rows if whole else max(1, _MAX_BLOCK_BYTES // max(1, index.row_bytes))
         self.block_rows = max(1, min(index.group_rows, max_rows))
-        self.busy_fraction: float | None = None
 
     def warm(self, seconds: float, min_rows: int) -> int:
         """Read rows in order until `seconds` have passed and `min_rows` rows are read; return how many were read."""
@@ -310,23 +306,25 @@ class ChunkReader:
         blocks = list(self._blocks(0, rows))
         deadline, first_block = time.perf_counter() + seconds, int(begin * len(blocks))
 
-        def work(thread: int) -> tuple[int, float, float]:
+        def work(thread: int) -> int:
             out, read, number = self._buffer(), 0, first_block + thread
-            ran, wall = _ready_seconds(), time.perf_counter()
             while True:
                 first, last = blocks[number % len(blocks)]
                 self._read(first, last, out)
                 read, number = read + last - first, number + num_threads
                 if time.perf_counter() >= deadline or (once and number >= first_block + len(blocks)):
-                    return read, _ready_seconds() - ran, time.perf_counter() - wall
+                    return read
 
-        cpu, begun = CpuTime.now(), time.perf_counter()
+        meter = Meter()
+        start = _Mark.begin(0, meter)
         with ThreadPoolExecutor(num_threads) as pool:
-            done = list(pool.map(work, range(num_threads)))
-        images, ran, wall = map(sum, zip(*done, strict=True))
-        self.busy_fraction = min(1.0, ran / max(1e-9, wall))
-        seconds = time.perf_counter() - begun
-        return Repeat(int(images), seconds, CpuTime.now().since(cpu).total, total_images=int(images))
+            images = sum(pool.map(work, range(num_threads)))
+        return start.until(_Mark.end(images, meter))
+
+    def busy_fraction(self, seconds: float, rows: int) -> float:
+        """Read the first `rows` rows in this thread for `seconds`; return the fraction of time as `busy_fraction`."""
+        blocks, out = itertools.cycle(self._blocks(0, rows)), self._buffer()
+        return busy_fraction(lambda: self._read(*next(blocks), out), seconds)
 
     def _buffer(self) -> npt.NDArray[Any]:
         return np.empty((self.block_rows, *self._index.row_shape), self._index.native_dtype)

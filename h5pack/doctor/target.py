@@ -406,10 +406,9 @@ class Target:
         if reason is not None:
             raise NotMeasured(reason)
 
-    def read_busy_fraction(self, seconds: float) -> float | None:
+    def read_busy_fraction(self, seconds: float) -> float:
         """Read rows from the page cache in one thread; return the fraction of time in which it does not wait."""
-        self._reader.run(seconds, 1, self.hot_rows)
-        return self._reader.busy_fraction
+        return self._reader.busy_fraction(seconds, self.hot_rows)
 
     def transform_busy_fraction(self, seconds: float) -> float | None:
         """Call the transform in one thread; return the fraction of time in which the thread does not wait, if known."""

@@ -375,7 +375,7 @@ def test_the_busy_fraction_is_0_of_reads_that_wait_and_1_of_reads_that_compute(
     monkeypatch.setattr(dataset.engine, "read", slow)
     # A chunk of 10 rows every 50 ms.
     assert reader.run(1.0, 1, ROWS).rate == pytest.approx(10 / 0.05, rel=0.1)
-    assert reader.busy_fraction == pytest.approx(fraction, abs=0.1)
+    assert reader.busy_fraction(0.5, ROWS) == pytest.approx(fraction, abs=0.1)
     assert busy_fraction(lambda: spend(0.2), 0.5) == pytest.approx(fraction, abs=0.1)
 
 
