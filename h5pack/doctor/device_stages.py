@@ -168,11 +168,7 @@ class DeviceStages:
             step(images, labels_of(batch))
             return len(images)
 
-        def begin() -> Any:
-            meter.begin()
-            return iter(outer)
-
-        return partial(measure_epochs, begin, consume, prefetched=prefetched, meter=meter, ready_images=ready_images)
+        return partial(measure_epochs, outer, consume, prefetched=prefetched, meter=meter, ready_images=ready_images)
 
 
 def cache_bytes_of(device: torch.device) -> int:

@@ -146,9 +146,10 @@ class Meter:
             return np.array([0.0, 0.0, time.perf_counter()])
         # Read the loader's wait first. The step's wait, which includes it, may grow until it is read, but not shrink.
         loader, step = self._loader.report().wait_seconds, self._step.report()
-        if self._cuda is not None:
-            return self._earlier + np.array([step.stall_seconds, 0.0, loader])
-        return self._earlier + np.array([loader, max(0.0, step.wait_seconds - loader), loader])
+        on_cpu = [loader, max(0.0, step.wait_seconds - loader), loader]
+        waits = on_cpu if self._cuda is None else [step.stall_seconds, 0.0, loader]
+        total: npt.NDArray[np.float64] = self._earlier + np.array(waits)
+        return total
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class _Mark:
 
 
 def measure_epochs(
-    begin: Callable[[], Iterator[Any]],
+    loader: Iterable[Any],
     consume: Callable[[Any], int],
     seconds: float,
     *,
@@ -200,13 +201,12 @@ def measure_epochs(
 ) -> Repeat:
     """Measure a loader for about `seconds`, but for at least two batches or one epoch, whichever is shorter.
 
-    `begin` starts an epoch and returns its iterator. `consume` processes a batch and returns its number of images. If
-    an epoch is shorter than `seconds`, run as many whole epochs as fit (only one if `once`), and include the time to
-    start each, except the first call of `begin`. If the first epoch is longer, stop it when the time is up, and leave
-    out the first `prefetched` batches, which the loader read before they were requested. If these batches took more
-    than half of the time, or if the loader had meanwhile read most of the later batches, count all batches instead.
-    Then leave out only the time until the first batch, and not even this time if the loader is slower than its
-    consumer.
+    `consume` processes a batch and returns its number of images. If an epoch is shorter than `seconds`, run as many
+    whole epochs as fit (only one if `once`), and include the time to start each iterator, except the first. If the
+    first epoch is longer, stop it when the time is up, and leave out the first `prefetched` batches, which the loader
+    read before they were requested. If these batches took more than half of the time, or if the loader had meanwhile
+    read most of the later batches, count all batches instead. Then leave out only the time until the first batch, and
+    not even this time if the loader is slower than its consumer.
 
     `ready_images` returns how many images are ready in the loader. They count as loaded if the consumer mostly waits.
     """
@@ -215,9 +215,10 @@ def measure_epochs(
     images, longest = 0, 0.0
     while True:
         begun, before, batches = time.perf_counter(), images, 0
-        iterator = begin()
+        meter.begin()
+        iterator = iter(loader)
         if start is None:
-            # Start the clock after begin(), in which persistent workers finish an epoch that was stopped earlier.
+            # Start the clock after iter(), in which persistent workers finish an epoch that was stopped earlier.
             start = at_first = settled = _Mark.begin(0, meter)
             deadline = start.time + seconds
         try:

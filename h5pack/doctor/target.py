@@ -369,9 +369,7 @@ class Target:
         cold = stage is Stage.COLD
         loader = self.loaders.make(None if cold else self.hot_rows, transform=stage is Stage.TRANSFORM)
         prefetched, ready = self.loaders.prefetch_of(loader)
-        run = partial(
-            measure_epochs, lambda: iter(loader), touch_batch, prefetched=prefetched, ready_images=ready, once=cold
-        )
+        run = partial(measure_epochs, loader, touch_batch, prefetched=prefetched, ready_images=ready, once=cold)
         return StageRun(stage, run, self._drop if cold else None, note)
 
     def _device_runs(self) -> list[StageRun]:

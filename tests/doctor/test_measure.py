@@ -111,7 +111,7 @@ class Loader:
         self.clock, self.batches, self.seconds, self.begin = clock, batches, seconds, begin
         self.closed = 0
 
-    def __call__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[int]:
         self.clock.now += self.begin
         return self.epoch()
 
@@ -196,9 +196,9 @@ def test_the_start_of_a_loader_counts_only_if_it_is_waited_for(
 
     def epoch() -> Iterator[int]:
         clock.now += 1
-        yield from Loader(clock, 1_000, 0.0)()
+        yield from Loader(clock, 1_000, 0.0)
 
-    found = measure_epochs(epoch, consume_slowly, 3.0, prefetched=50, meter=Starved(clock, starving))
+    found = measure_epochs(epoch(), consume_slowly, 3.0, prefetched=50, meter=Starved(clock, starving))
     assert (found.images, found.seconds) == (40, seconds)
 
 
@@ -208,6 +208,9 @@ class Counting(Meter):
     def __init__(self) -> None:
         super().__init__()
         self.readings = self.synchronized = 0
+
+    def begin(self) -> None:
+        pass
 
     def waits(self) -> Any:
         self.readings += 1
