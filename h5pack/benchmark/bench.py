@@ -193,17 +193,15 @@ class _Comparison:
 
         Return whether any repeats were added. Further calls may add more repeats.
         """
-        workload, left = self.workload, self.end - self.clock()
-        if self.missing(cache) or self.is_small(cache):
+        workload, left, before = self.workload, self.end - self.clock(), self._repeats()
+        chosen = choose(self.findings(cache))
+        if chosen is None or not chosen.compared or missing(self.findings(cache)):
             return False
-        before = self._repeats()
-        cases = finalists(self._findings(cache))
+        cases = finalists(self.findings(cache))
         self._measure_again(cases, _FINALISTS_SHARE * left, reload_each_repeat=True)
-        interim = self.choose(cache)
-        if interim is None:
-            return False
+        chosen = choose(self.findings(cache)) or chosen
         counts = sorted({count for count in (*_TRIED, workload.cpus) if count <= min(workload.cpus, max(_TRIED))})
-        usual = workload.case(interim.variant, cache)
+        usual = workload.case(chosen.variant, cache)
         threads = [replace(usual, num_threads=count) for count in self.settings.num_threads or counts]
         windows = [replace(usual, window=window) for window in self.settings.window]
         alone = replace(usual, num_threads=1)
@@ -228,28 +226,13 @@ class _Comparison:
     def _repeats(self) -> int:
         return sum(len(one.speeds) for one in self.report.run_off)
 
-    def with_first_epoch(self, cache: str) -> _Comparison:
+    def with_first_epoch(self, chosen: Recommendation) -> _Comparison:
         """Return this comparison, with the speeds of first epochs added to its workload if only these decode chunks."""
-        interim = self.choose(cache)
-        if interim is None:
-            return self
-        speeds = self.sweep.first_epoch(self.workload.case(interim.variant, cache), self.end)
+        speeds = self.sweep.first_epoch(self.workload.case(chosen.variant, chosen.judged_by), self.end)
         return replace(self, workload=replace(self.workload, first_epoch=speeds))
 
-    def missing(self, cache: str, not_packed: Sequence[str] = ()) -> list[str]:
-        """Return what is missing for a recommendation."""
-        return missing(self._findings(cache), not_packed)
-
-    def is_small(self, cache: str) -> bool:
-        """Return whether the sample is too small to compare variants."""
-        chosen = self.choose(cache)
-        return chosen is not None and not chosen.compared
-
-    def choose(self, cache: str) -> Recommendation | None:
-        """Return the recommendation."""
-        return choose(self._findings(cache))
-
-    def _findings(self, cache: str) -> Findings:
+    def findings(self, cache: str) -> Findings:
+        """Return the measurements so far, to be judged by a page-cache state."""
         report = self.report
         return Findings(report.variants, report.measurements, report.run_off, self.workload, cache)
 
@@ -357,23 +340,24 @@ class BenchRun:
                     more = comparison.run_off(cache)
         finally:
             report.ceilings += ceilings.results()
-        report.missing = comparison.missing(cache, sample.not_packed)
+        chosen = choose(comparison.findings(cache))
+        report.missing = missing(comparison.findings(cache), sample.not_packed)
         failed = {one.case for one in report.measurements if one.reason not in (None, NO_TIME)}
-        if not report.missing:
-            comparison = comparison.with_first_epoch(cache)
-            report.recommendation = comparison.choose(cache)
+        if chosen is not None and not report.missing:
+            comparison = comparison.with_first_epoch(chosen)
+            report.recommendation = choose(comparison.findings(cache))
         # More time would not help if all deciding cases failed, or none of them was asked for.
         elif not failed.issuperset(case for case in every if case == workload.case(case.variant, cache)):
             needed = report.seconds["packing"] + report.seconds["warming up"] + (MIN_REPEATS + 1) * turn
             report.enough_seconds = math.ceil(LEEWAY * max(needed, settings.seconds))
         ceilings.copy = None  # Free the memory of its arrays.
         _note_slow(report, sample, batch_size)
-        if comparison.is_small(cache):
+        if chosen is not None and not chosen.compared:
             end = min(end, self._clock() + _SMALL_SECONDS)
         self._measure_others(report, every, sweep, end)
         if not report.missing:
             # Choose again: the reasons include h5py's speed on the input file, which was measured only now.
-            report.recommendation = comparison.choose(cache)
+            report.recommendation = choose(comparison.findings(cache))
 
     def _measure_others(self, report: BenchReport, every: Sequence[BenchCase], sweep: Sweep, end: float) -> None:
         """Measure the cases that do not decide the recommendation, as far as time allows."""
