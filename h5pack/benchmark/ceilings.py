@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -98,11 +97,8 @@ class MemoryCopy:
                 touch(out)
 
         begin = time.perf_counter()
-        threads = [threading.Thread(target=copy, args=(thread,)) for thread in range(num_threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(copy, range(num_threads)))
         return batches * self.batch_size / (time.perf_counter() - begin)
 
 
