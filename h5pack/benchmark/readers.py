@@ -57,8 +57,11 @@ class CaseReader:
         return self._rows
 
     def _bytes_read(self) -> int | None:
-        """Return how many bytes this process has read so far; None if unknown."""
-        return requested_bytes()
+        """Return how many bytes this process has requested by read calls, cached or not; None if unknown."""
+        try:
+            return int(_IO.read_text().split()[1])
+        except (OSError, ValueError, IndexError):
+            return None
 
     def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
         """Read epochs for about `seconds`; if `once` is true, read at most one epoch."""
@@ -274,14 +277,6 @@ class WorkerReader(CaseReader):
         """Drop the DataLoader, which ends its workers, and close the file."""
         self._loader = None
         self._dataset.close()
-
-
-def requested_bytes() -> int | None:
-    """Return how many bytes this process has requested by read calls, cached or not; None if unknown."""
-    try:
-        return int(_IO.read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def _first_rows(dataset: H5Dataset, variant: FileVariant) -> npt.NDArray[np.int64] | None:
