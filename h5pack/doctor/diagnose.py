@@ -302,7 +302,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         if self.target.on_gpu or threads < 2 or Stage.STEP not in self._runs or Stage.STEP in reasons:
             return []
         # A loop that is cold in every epoch runs later.
-        together = self._runs.get(Stage.EVERYTHING) or next(iter(self.target.warm_loop()), None)
+        together = self._runs.get(Stage.EVERYTHING) or next(iter(self.target.loop(self.target.hot_rows)), None)
         if together is None or Stage.EVERYTHING in reasons:
             return []
         more = [] if together in hot else [together]

@@ -343,7 +343,7 @@ class Target:
             runs.append(self._loader_run(Stage.TRANSFORM, note=some))
         runs += self._device_runs()
         if self.fits_cache:
-            runs += self.warm_loop()
+            runs += self.loop(self.hot_rows)
         return runs
 
     def cold_runs(self) -> list[StageRun]:
@@ -354,7 +354,7 @@ class Target:
         reason = self._pages.drop()
         if reason is not None:
             self.reasons[Stage.COLD_STORED] = self.reasons[Stage.COLD] = reason
-            return [] if self.fits_cache else self._everything(None, None)
+            return [] if self.fits_cache else self.loop()
         turns, rows = itertools.count(), len(self.dataset)
 
         def stored(seconds: float) -> Repeat:
@@ -362,7 +362,7 @@ class Target:
             return self._reader.run(seconds, 1, rows, begin=next(turns) * _GOLDEN % 1, once=True)
 
         runs = [StageRun(Stage.COLD_STORED, stored, self._drop), self._loader_run(Stage.COLD)]
-        return runs if self.fits_cache else [*runs, *self._everything(None, self._drop)]
+        return runs if self.fits_cache else [*runs, *self.loop(prepare=self._drop)]
 
     def _loader_run(self, stage: Stage, note: str | None = None) -> StageRun:
         """Return the run of a stage that measures a loader alone: LOADER, TRANSFORM or COLD."""
@@ -385,11 +385,8 @@ class Target:
             runs.append(StageRun(Stage.STEP, partial(stages.step, step)))
         return runs
 
-    def warm_loop(self) -> list[StageRun]:
-        """Return the training loop with rows in the page cache, as one stage; empty if there is none."""
-        return self._everything(self.hot_rows, None)
-
-    def _everything(self, rows: int | None, prepare: Callable[[], None] | None) -> list[StageRun]:
+    def loop(self, rows: int | None = None, prepare: Callable[[], None] | None = None) -> list[StageRun]:
+        """Return the training loop over the first `rows` rows (None: all rows) as one stage; empty if there is none."""
         step, transform_failed = self.step, Stage.TRANSFORM in self.failures
         if step is None or transform_failed:
             self.reasons[Stage.EVERYTHING] = self.reasons[Stage.TRANSFORM if transform_failed else Stage.STEP]
