@@ -39,19 +39,23 @@ class ReadTiming:
 
 
 class CaseReader:
-    """Base class of the readers of one case; `_epoch` yields (number of rows, pixels) for each read."""
+    """Base class of the readers of one case; `_epoch` yields (number of rows, pixels) for each read.
+
+    `close_file` closes the file.
+    """
 
     max_epoch = 1.0  # `run` stops within an epoch after this many times the requested seconds.
     counts_bytes = True  # Whether this process reads the file, so that its reads can be counted.
 
-    def __init__(self) -> None:
-        self._rows = 0
+    def __init__(self, close_file: Callable[[], None]) -> None:
+        self._rows, self._close_file = 0, close_file
 
     def _epoch(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stop reading, and free the memory."""
+        """Stop reading, close the file, and free the memory."""
+        self._close_file()
 
     def _rows_read(self) -> int:
         return self._rows
@@ -133,7 +137,7 @@ class LoaderReader(CaseReader):
     max_epoch = 4.0
 
     def __init__(self, dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int) -> None:
-        super().__init__()
+        super().__init__(dataset.close)
         self._dataset = dataset
         self._before = dataset.stats()
         self._new_loader = partial(
@@ -172,27 +176,23 @@ class LoaderReader(CaseReader):
         return (stats.chunk_hits - self._before.chunk_hits) / rows if rows else None
 
     def close(self) -> None:
-        """Stop the loader, and free its memory."""
+        """Stop the loader, free its memory, and close the file."""
         self._loader.close()
-        self._dataset.close()
+        super().close()
 
 
 class SingleReader(CaseReader):
-    """Reader of one random row at a time; `read` returns the pixels of a row, `close` closes the file."""
+    """Reader of one random row at a time; `read` returns the pixels of a row."""
 
     def __init__(
-        self, read: Callable[[int], npt.NDArray[Any]], close: Callable[[], None], variant: FileVariant, seed: int
+        self, read: Callable[[int], npt.NDArray[Any]], close_file: Callable[[], None], variant: FileVariant, seed: int
     ) -> None:
-        super().__init__()
-        self._read, self._close = read, close
+        super().__init__(close_file)
+        self._read = read
         self._order: list[int] = np.random.default_rng(seed).permutation(variant.rows).tolist()
 
     def _epoch(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         return ((1, self._read(row)) for row in self._order)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._close()
 
 
 class LibraryReader(CaseReader):
@@ -204,13 +204,13 @@ class LibraryReader(CaseReader):
     """
 
     def __init__(self, dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int) -> None:
-        super().__init__()
+        file = open_file(variant.path)
+        super().__init__(file.close)
         self._case, self._num_rows = case, variant.rows
         self._sampler = _window_sampler(dataset, case, variant, seed)
         self._random = np.random.default_rng(seed)
         self._batch: npt.NDArray[Any] | None = None
-        self._file = open_file(variant.path)
-        self._images = require_dataset(self._file, variant.images)
+        self._images = require_dataset(file, variant.images)
         if case.engine == "tuned":
             self._images = reopen_tuned(self._images)
         self._encoded = h5py.check_vlen_dtype(self._images.dtype) is not None
@@ -250,10 +250,6 @@ class LibraryReader(CaseReader):
             self._random.shuffle(rows)
         return np.array_split(rows, range(size, len(rows), size))
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
 
 class WorkerReader(CaseReader):
     """Reader of batches by a DataLoader with an H5Dataset, `ChunkBatchSampler` and ``collate_fn=dataset.collate``."""
@@ -262,8 +258,7 @@ class WorkerReader(CaseReader):
     counts_bytes = False
 
     def __init__(self, dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int) -> None:
-        super().__init__()
-        self._dataset = dataset
+        super().__init__(dataset.close)
         self._loader: DataLoader[Any] | None = DataLoader(
             dataset, batch_sampler=_window_sampler(dataset, case, variant, seed), num_workers=case.num_workers or 0,
             collate_fn=dataset.collate, persistent_workers=bool(case.num_workers),
@@ -276,7 +271,7 @@ class WorkerReader(CaseReader):
     def close(self) -> None:
         """Drop the DataLoader, which ends its workers, and close the file."""
         self._loader = None
-        self._dataset.close()
+        super().close()
 
 
 def _first_rows(dataset: H5Dataset, variant: FileVariant) -> npt.NDArray[np.int64] | None:
