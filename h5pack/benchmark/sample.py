@@ -32,7 +32,7 @@ from h5pack.errors import (
 )
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
-from h5pack.inspect.info import DatasetReport, describe_dataset, packing_options
+from h5pack.inspect.info import describe_dataset, packing_options
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import ConvertReport
 from h5pack.read.encoded import EncodedIndex
@@ -174,8 +174,8 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
             "and measure that, or measure the folder of the original images",
             path=path,
         )
-    stored = _described(dataset, options.get("labels"))
     with open_file(path) as file:
+        stored = describe_dataset(require_dataset(file, dataset.names[0]), options.get("labels"))
         options = {"images": images, **packing_options(file, dataset.names[0], options.get("labels")), **options}
         labels = options.get("labels", schema.LABELS) or None
         # `convert` takes names of classes as labels, but they cannot be read in batches.
@@ -203,15 +203,12 @@ def _training_split(names: Iterable[str]) -> str | None:
     return next((name for name in names if split_rank(name) == 0), None)
 
 
-def _described(dataset: H5Dataset, labels: str | None = None) -> DatasetReport:
-    # The file may hold only a link to the dataset, possibly in another file. h5py follows such links.
-    with open_file(dataset.path) as file:
-        return describe_dataset(require_dataset(file, dataset.names[0]), labels)
-
-
 def _variant(dataset: H5Dataset, label: str, compression: str | None = None) -> FileVariant:
     """Return the file of a dataset as a variant. Without `compression`, it is the input file itself."""
-    stored, index = _described(dataset), dataset.engine.indexes[dataset.names[0]]
+    index = dataset.engine.indexes[dataset.names[0]]
+    # The file may hold only a link to the dataset, possibly in another file. h5py follows such links.
+    with open_file(dataset.path) as file:
+        stored = describe_dataset(require_dataset(file, dataset.names[0]))
     chunks = None if index.is_encoded else stored.chunks
     filters = "encoded images" if index.is_encoded else "+".join(stored.filters) or "none"
     return FileVariant(
