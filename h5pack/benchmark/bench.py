@@ -42,7 +42,7 @@ from h5pack.benchmark.loader_settings import Workload, deciding_caches, limited_
 from h5pack.benchmark.plots import check_plot_file, draw_bench
 from h5pack.benchmark.recommend import Findings, Recommendation, choose, finalists, missing
 from h5pack.benchmark.report import BenchReport
-from h5pack.benchmark.sample import BenchInput, BenchSample, ScratchFolder, dataset_images, find_input, make_sample
+from h5pack.benchmark.sample import BenchInput, BenchSample, dataset_images, find_input, make_sample, scratch_folder
 from h5pack.benchmark.sweep import Sweep
 from h5pack.errors import OptionsError
 from h5pack.pack.options import parse_size
@@ -269,9 +269,9 @@ class BenchRun:
         settings, begin = self._settings, self._begun
         end = begin + usable_seconds(settings.seconds)
         try:
-            with ScratchFolder(settings.scratch) as scratch:
+            with scratch_folder(settings.scratch) as scratch:
                 with self._phase("packing a sample"):
-                    source = find_input(self._source, scratch.path, settings)
+                    source = find_input(self._source, scratch, settings)
                     sample = make_sample(source, settings, scratch, self._clock, end - self._clock())
                 packing = self._clock() - begin
                 self._on_progress()
@@ -284,7 +284,7 @@ class BenchRun:
                     row_bytes=sample.row_bytes,
                     sample_rows=sample.rows,
                     budget_seconds=settings.seconds,
-                    machine=machine_facts(scratch.path),
+                    machine=machine_facts(scratch),
                     variants=list(sample.variants),
                     faults=source.faults,
                     fix=source.fix,

@@ -9,7 +9,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -59,47 +59,34 @@ _PACKING_SHARE = 0.2
 _PREFIX, _LOCK = ".h5pack-bench-", "lock"
 
 
-class ScratchFolder:
-    """A temporary folder in `parent`. Default: the working directory if writable, else the system's temporary folder.
+@contextlib.contextmanager
+def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Path]:
+    """Make a temporary folder in `parent`, yield its path, and remove it at the end of the `with` block.
 
-    Creating it also removes the folders of killed runs, which are those whose lock no process holds.
+    Default: the working directory if writable, else the system's temporary folder. The folders of killed runs, which
+    are those whose lock no process holds, are removed, too.
     """
-
-    def __init__(self, parent: str | os.PathLike[str] | None = None) -> None:
-        self.parent = Path.cwd() if parent is None else Path(parent)
-        if parent is None and not os.access(self.parent, os.W_OK | os.X_OK):
-            self.parent = Path(tempfile.gettempdir())
-        try:
-            for abandoned in self.parent.glob(f"{_PREFIX}*"):
-                with contextlib.suppress(OSError), (abandoned / _LOCK).open("rb+") as stream:
-                    if lock(stream.fileno()):
-                        shutil.rmtree(abandoned)
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self.parent))
-        except OSError as error:
-            raise OptionsError(
-                f"{self.parent}: cannot create temporary files ({error.strerror}); give another scratch=FOLDER",
-                path=self.parent,
-                parameters=("scratch=FOLDER",),
-            ) from error
-        self._lock = open_locked(self.path / _LOCK, f"{self.path}: in use by another process")
-
-    def __enter__(self) -> ScratchFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-    def require(self, size: int) -> None:
-        """Raise NoSpaceError unless `size` bytes are free."""
-        free = free_bytes(self.path)
-        if size > free:
-            raise NoSpaceError(
-                f"{self.parent}: temporary files need {size:,} bytes, but only {free:,} are free; give another "
-                "scratch=FOLDER, fewer rows or fewer chunk sizes",
-                path=self.parent,
-                parameters=("scratch=FOLDER",),
-            )
+    folder = Path.cwd() if parent is None else Path(parent)
+    if parent is None and not os.access(folder, os.W_OK | os.X_OK):
+        folder = Path(tempfile.gettempdir())
+    try:
+        for abandoned in folder.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError), (abandoned / _LOCK).open("rb+") as stream:
+                if lock(stream.fileno()):
+                    shutil.rmtree(abandoned)
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
+    except OSError as error:
+        raise OptionsError(
+            f"{folder}: cannot create temporary files ({error.strerror}); give another scratch=FOLDER",
+            path=folder,
+            parameters=("scratch=FOLDER",),
+        ) from error
+    descriptor = open_locked(path / _LOCK, f"{path}: in use by another process")
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +249,7 @@ def _chunk_rows(chunk_bytes: int, row_bytes: int) -> int:
 def make_sample(
     source: BenchInput,
     settings: BenchSettings,
-    scratch: ScratchFolder,
+    scratch: Path,
     clock: Callable[[], float],
     seconds: float,
 ) -> BenchSample:
@@ -273,7 +260,7 @@ def make_sample(
     if source.not_convertible and source.variant is not None:
         return _input_only(source, source.variant, settings, source.not_convertible)
     begin = clock()
-    packer = _Packer(source, scratch.path)
+    packer = _Packer(source, scratch)
     try:
         row_bytes, speed = packer.probe()
     except NoImagesError as error:
@@ -287,7 +274,7 @@ def make_sample(
     if not given and is_small(min(settings.rows or source.num_images, source.num_images), row_bytes):
         wanted, settings = [default_chunk_rows], replace(settings, contiguous=False)
     num_files = len(wanted) * len(settings.compression) + settings.contiguous
-    base, sizes = scratch.path / "base.h5", partial(_sizes_for, wanted, default_chunk_rows)
+    base, sizes = scratch / "base.h5", partial(_sizes_for, wanted, default_chunk_rows)
     row_limit = partial(_sample_rows, source, settings, scratch, row_bytes, num_files)
     packed_by = begin + _PACKING_SHARE * seconds
     report, rows = packer.pack_sample(base, row_limit, sizes, speed, lambda: packed_by - clock())
@@ -430,7 +417,7 @@ def _sizes_for(wanted: Sequence[int], default_chunk_rows: int, rows: int) -> lis
 def _sample_rows(
     source: BenchInput,
     settings: BenchSettings,
-    scratch: ScratchFolder,
+    scratch: Path,
     row_bytes: int,
     num_files: int,
     rows_in_time: int,
@@ -439,11 +426,18 @@ def _sample_rows(
 
     Raise NoSpaceError if the disk has no space for them.
     """
-    disk_bytes = int(0.8 * free_bytes(scratch.path)) // num_files
-    max_bytes = min(MAX_SAMPLE_BYTES, available_memory() // (3 * num_files), disk_bytes)
+    free = free_bytes(scratch)
+    max_bytes = min(MAX_SAMPLE_BYTES, available_memory() // (3 * num_files), int(0.8 * free) // num_files)
     allowed = min(max_bytes // row_bytes, max(rows_in_time, _PROBE_IMAGES[0]))
     rows = max(MIN_IMAGES, min(source.num_images, allowed if settings.rows is None else settings.rows))
-    scratch.require(int(1.1 * rows * row_bytes * num_files))
+    size = int(1.1 * rows * row_bytes * num_files)
+    if size > free:
+        raise NoSpaceError(
+            f"{scratch.parent}: temporary files need {size:,} bytes, but only {free:,} are free; give another "
+            "scratch=FOLDER, fewer rows or fewer chunk sizes",
+            path=scratch.parent,
+            parameters=("scratch=FOLDER",),
+        )
     return rows
 
 

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 
 from h5pack.benchmark.cases import BenchSettings
-from h5pack.benchmark.sample import BenchInput, BenchSample, ScratchFolder, find_input, make_sample
+from h5pack.benchmark.sample import BenchInput, BenchSample, find_input, make_sample
 
 SIZE = (64, 48)
 ROW_BYTES = 64 * 48 * 3
@@ -44,6 +44,6 @@ def input_of(path: Path) -> BenchInput:
     return find_input(path, path.parent, BenchSettings())
 
 
-def sample_of(path: Path, scratch: ScratchFolder, **settings: Any) -> BenchSample:
+def sample_of(path: Path, scratch: Path, **settings: Any) -> BenchSample:
     """A sample without time limit."""
     return make_sample(input_of(path), BenchSettings(**settings), scratch, StepClock(), BenchSettings.seconds)

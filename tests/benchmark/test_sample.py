@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from h5pack.benchmark.cases import BenchSettings
-from h5pack.benchmark.sample import BenchSample, ScratchFolder, _Packer, find_input, make_sample, usual_sizes
+from h5pack.benchmark.sample import BenchSample, _Packer, find_input, make_sample, scratch_folder, usual_sizes
 from h5pack.combine.convert import convert
 from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, WorkerError
 from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, input_of, sample_of, write_cut_chunks
@@ -25,8 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[ScratchFolder]:
-    with ScratchFolder(tmp_path) as made:
+def scratch(tmp_path: Path) -> Iterator[Path]:
+    with scratch_folder(tmp_path) as made:
         yield made
 
 
@@ -34,7 +34,7 @@ def labels(sample: BenchSample) -> list[str]:
     return [one.label for one in sample.variants]
 
 
-def test_every_variant_holds_the_same_images(folder: Path, scratch: ScratchFolder) -> None:
+def test_every_variant_holds_the_same_images(folder: Path, scratch: Path) -> None:
     sample = sample_of(folder, scratch, chunk_rows=(4, 10), compression=("none", "gzip"))
     assert (sample.rows, sample.row_bytes, sample.row_shape) == (40, ROW_BYTES, (*SIZE, 3))
     rows = []
@@ -49,7 +49,7 @@ def test_every_variant_holds_the_same_images(folder: Path, scratch: ScratchFolde
     assert sample.notes == []
 
 
-def test_a_larger_input_file_is_read_in_whole_chunks(tmp_path: Path, scratch: ScratchFolder) -> None:
+def test_a_larger_input_file_is_read_in_whole_chunks(tmp_path: Path, scratch: Path) -> None:
     path = write_cut_chunks(tmp_path / "cut.h5")
     source = input_of(path)
     assert (source.kind, source.num_images, len(source.faults)) == ("file", 200, 2)
@@ -62,7 +62,7 @@ def test_a_larger_input_file_is_read_in_whole_chunks(tmp_path: Path, scratch: Sc
     assert found == [("as it is", 100, True), ("8 rows", 60, False)]
 
 
-def test_chunks_larger_than_half_the_sample_are_left_out(folder: Path, scratch: ScratchFolder) -> None:
+def test_chunks_larger_than_half_the_sample_are_left_out(folder: Path, scratch: Path) -> None:
     sample = sample_of(folder, scratch, chunk_rows=(4, 30), contiguous=False)
     assert (labels(sample), len(sample.notes)) == (["4 rows"], 1)
 
@@ -73,7 +73,7 @@ def test_sizes_near_the_default_are_not_compared_with_it() -> None:
     assert usual_sizes(1, 20 * 2**20) == {1}
 
 
-def test_variants_that_come_late_are_left_out(folder: Path, scratch: ScratchFolder) -> None:
+def test_variants_that_come_late_are_left_out(folder: Path, scratch: Path) -> None:
     settings = BenchSettings(seconds=1.0, chunk_rows=(4, 16))
     sample = make_sample(input_of(folder), settings, scratch, StepClock(step=10.0), settings.seconds)
     assert labels(sample) == ["4 rows"]
@@ -82,7 +82,7 @@ def test_variants_that_come_late_are_left_out(folder: Path, scratch: ScratchFold
 
 @pytest.mark.parametrize(("seconds", "rows"), [(1_000.0, 200), (0.001, 64)])
 def test_the_sample_grows_if_packing_is_faster_than_the_first_images_suggest(
-    tmp_path: Path, scratch: ScratchFolder, monkeypatch: pytest.MonkeyPatch, seconds: float, rows: int
+    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, rows: int
 ) -> None:
     folder = flat_folder(tmp_path / "photos", 200, SIZE)
     monkeypatch.setattr(_Packer, "probe", lambda packer: (ROW_BYTES, 0.001))
@@ -93,19 +93,19 @@ def test_the_sample_grows_if_packing_is_faster_than_the_first_images_suggest(
 
 @pytest.mark.parametrize("number", [4, 5])
 def test_images_of_several_sizes_get_one(
-    tmp_path: Path, scratch: ScratchFolder, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     # Of 16 images, every other one is converted first.
     monkeypatch.setattr("h5pack.benchmark.sample._PROBE_IMAGES", (8,))
     source = flat_folder(tmp_path / "photos", 16)
     save(source / f"{number:05d}.jpg", 5, (40, 60))
     sample = sample_of(source, scratch, chunk_rows=(2,), contiguous=False)
-    assert not (scratch.path / "first.h5").exists()
+    assert not (scratch / "first.h5").exists()
     assert (sample.row_shape, sample.options["size"], len(sample.notes)) == ((224, 224, 3), (224, 224), 1)
 
 
 def test_one_process_packs_if_others_cannot_import_the_program(
-    folder: Path, scratch: ScratchFolder, monkeypatch: pytest.MonkeyPatch
+    folder: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
 
@@ -162,7 +162,7 @@ def test_the_fix_and_the_code_suit_the_labels_and_fields(tmp_path: Path) -> None
     assert "--labels '' --fields age,grade,name" in found.fix
 
 
-def test_rows_that_are_no_images_are_only_read_as_they_are(tmp_path: Path, scratch: ScratchFolder) -> None:
+def test_rows_that_are_no_images_are_only_read_as_they_are(tmp_path: Path, scratch: Path) -> None:
     path = tmp_path / "features.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("images", data=np.random.default_rng(0).normal(size=(300, 64)), chunks=(30, 64))
@@ -180,9 +180,9 @@ def test_nothing_to_measure_is_an_error(tmp_path: Path) -> None:
 
 def test_the_scratch_folder_is_removed_after_an_error(tmp_path: Path) -> None:
     def fail() -> None:
-        with ScratchFolder(tmp_path) as scratch:
-            (scratch.path / "folder").mkdir()
-            (scratch.path / "folder" / "file").write_text("x")
+        with scratch_folder(tmp_path) as scratch:
+            (scratch / "folder").mkdir()
+            (scratch / "folder" / "file").write_text("x")
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -191,31 +191,31 @@ def test_the_scratch_folder_is_removed_after_an_error(tmp_path: Path) -> None:
 
 
 def test_folders_of_killed_runs_are_removed_and_those_of_running_ones_kept(tmp_path: Path) -> None:
-    with ScratchFolder(tmp_path) as running:
+    with scratch_folder(tmp_path) as running:
         # The system releases the lock of a killed process; locks of one process exclude each other, too.
-        killed = tmp_path / f"{running.path.name}-killed"
+        killed = tmp_path / f"{running.name}-killed"
         killed.mkdir()
         (killed / "lock").touch()
         (killed / "pack.h5").write_text("x")
-        with ScratchFolder(tmp_path):
+        with scratch_folder(tmp_path):
             assert not killed.exists()
-            assert (running.path / "lock").exists()
+            assert (running / "lock").exists()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_scratch_needs_a_folder_and_space(tmp_path: Path, scratch: ScratchFolder) -> None:
-    with pytest.raises(OptionsError) as caught:
-        ScratchFolder(tmp_path / "nowhere")
+def test_scratch_needs_a_folder_and_space(folder: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionsError) as caught, scratch_folder(scratch / "nowhere"):
+        pass
     assert caught.value.parameters == ("scratch=FOLDER",)
-    scratch.require(1)
+    monkeypatch.setattr("h5pack.benchmark.sample.free_bytes", lambda folder: 8 * ROW_BYTES)
     with pytest.raises(NoSpaceError):
-        scratch.require(10**18)
+        sample_of(folder, scratch)
 
 
 @pytest.mark.parametrize(("num_images", "rows"), [(None, 44), (40, 24), (10_000, 156), (10**6, 1_364)])
 def test_the_default_chunks_are_those_of_the_judged_dataset(tmp_path: Path, num_images: int | None, rows: int) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["x"] = np.zeros((3_000, 32, 32, 3), np.uint8)
-    with ScratchFolder(tmp_path) as scratch:
+    with scratch_folder(tmp_path) as scratch:
         sample = sample_of(tmp_path / "f.h5", scratch, num_images=num_images, chunk_rows=(8,), contiguous=False)
     assert (sample.rows, sample.default_chunk_rows) == (3_000, rows)

@@ -15,7 +15,7 @@ from h5pack.benchmark import sweep
 from h5pack.benchmark.cases import BenchCase, FileVariant, Measurement
 from h5pack.benchmark.ceilings import Ceilings, PageState
 from h5pack.benchmark.readers import LibraryReader, ReadTiming, SharedDatasets, open_reader
-from h5pack.benchmark.sample import ScratchFolder
+from h5pack.benchmark.sample import scratch_folder
 from h5pack.benchmark.sweep import Sweep
 from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, input_of, sample_of, write_cut_chunks
 from tests.crashing import gone
@@ -83,7 +83,7 @@ def test_rows_by_h5py_are_those_of_the_file(
 
 
 def test_a_part_of_a_larger_file_is_read(cut: Path, tmp_path: Path) -> None:
-    with ScratchFolder(tmp_path) as scratch:
+    with scratch_folder(tmp_path) as scratch:
         first = sample_of(cut, scratch, rows=60, chunk_rows=(8,), contiguous=False).variants[0]
         reader = open_reader(case_of("as it is", "full"), first, 0, SharedDatasets())
         assert reader.run(math.inf, once=True).rows == 100
@@ -93,7 +93,7 @@ def test_a_part_of_a_larger_file_is_read(cut: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def variants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FileVariant]]:
     folder = class_folders(tmp_path_factory.mktemp("source") / "photos", {"a": 60, "b": 60}, SIZE)
-    with ScratchFolder(folder.parent) as scratch:
+    with scratch_folder(folder.parent) as scratch:
         yield sample_of(folder, scratch, chunk_rows=(4,), contiguous=False).variants
 
 
@@ -238,7 +238,7 @@ def write_compressed(path: Path, shape: tuple[int, ...], chunk_rows: int) -> Pat
 def test_cold_cases_read_the_disk_though_libraries_cache_chunks(tmp_path: Path) -> None:
     """A compressed file that fits into every cache of HDF5 and h5pack."""
     path = write_compressed(tmp_path / "small.h5", (100, 32, 32, 3), 10)
-    with ScratchFolder(tmp_path) as scratch:
+    with scratch_folder(tmp_path) as scratch:
         variants = sample_of(path, scratch, chunk_rows=(10,), contiguous=False).variants
         kinds = [(order, engine) for order in ("window", "full", "single") for engine in ("direct", "tuned", "default")]
         cases = [case_of("as it is", *kind, "cold") for kind in kinds]
@@ -250,7 +250,7 @@ def test_cold_cases_read_the_disk_though_libraries_cache_chunks(tmp_path: Path) 
 
 def test_hot_cases_read_decoded_chunks_from_memory_as_later_epochs_do(tmp_path: Path) -> None:
     path = write_compressed(tmp_path / "small.h5", (4_000, 64, 64, 3), 1)
-    with ScratchFolder(tmp_path) as scratch:
+    with scratch_folder(tmp_path) as scratch:
         variants = sample_of(path, scratch, chunk_rows=(10,), contiguous=False, rows=4_000).variants
         (found,) = measure(variants, [case_of("as it is", "window", "direct", "hot")], 0.1, StepClock(step=0.05))
     assert found.speeds
