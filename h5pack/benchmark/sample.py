@@ -276,8 +276,12 @@ def make_sample(
     num_files = len(wanted) * len(settings.compression) + settings.contiguous
     base, sizes = scratch / "base.h5", partial(_sizes_for, wanted, default_chunk_rows)
     row_limit = partial(_sample_rows, source, settings, scratch, row_bytes, num_files)
-    packed_by = begin + _PACKING_SHARE * seconds
-    report, rows = packer.pack_sample(base, row_limit, sizes, speed, lambda: packed_by - clock())
+    packed_by, rows = begin + _PACKING_SHARE * seconds, 0
+    # `speed` is at first that of a few images, where starting may take most of the time. If there is time, pack more.
+    while (more := row_limit(int(speed * (packed_by - clock())))) >= 2 * rows:
+        rows = more
+        report = packer.convert(base, limit=rows, chunk_rows=sizes(rows)[0], overwrite=True)
+        speed = report.images / max(1e-3, report.seconds["write"])
     chunk_rows = sizes(rows)
     if (settings.rows or 0) > source.num_images:
         packer.notes.append(f"The sample has fewer than {settings.rows:,} rows: there are only {rows:,} images.")
@@ -296,8 +300,8 @@ def make_sample(
         row_bytes=index.row_bytes,
         row_shape=index.row_shape,
         options=packer.options,
-        # Count only the time for writing, because starting workers takes negligible time for a whole folder.
-        pack_images_per_s=report.images / max(1e-3, report.seconds["write"]),
+        # `speed` counts only the time for writing, because starting workers takes negligible time for a whole folder.
+        pack_images_per_s=speed,
         default_chunk_rows=default_chunk_rows,
         notes=packer.notes,
         not_packed=not_packed,
@@ -331,28 +335,6 @@ class _Packer:
                 break
         path.unlink()
         return row_bytes, speed
-
-    def pack_sample(
-        self,
-        path: Path,
-        row_limit: Callable[[int], int],
-        sizes: Callable[[int], list[int]],
-        speed: float,
-        left: Callable[[], float],
-    ) -> tuple[ConvertReport, int]:
-        """Pack as many images as `row_limit` allows; return the report, and how many images were tried.
-
-        `row_limit` gets the number of images for which there is time: `speed`, in images/s, times `left()`, in seconds.
-        Of `sizes(rows)`, the first chunk size is used.
-        """
-        rows = row_limit(int(speed * left()))
-        while True:
-            report = self.convert(path, limit=rows, chunk_rows=sizes(rows)[0], overwrite=True)
-            # `speed` is of a few images, where starting may take most of the time. If there is time, pack more.
-            more = row_limit(int(report.images / max(1e-3, report.seconds["write"]) * left()))
-            if more < 2 * rows:
-                return report, rows
-            rows = more
 
     def convert(self, path: Path, **changes: Any) -> ConvertReport:
         """Convert with the input's options, updated by `changes`."""
