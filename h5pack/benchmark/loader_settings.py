@@ -152,7 +152,7 @@ def cache_reason(workload: Workload, cache: str) -> str:
     return f"{state}, because nothing was measured with a {other} one; in training it would be {other} ({sizes})."
 
 
-def measuring_reasons(variant: FileVariant, workload: Workload) -> list[str]:
+def measuring_reasons(workload: Workload) -> list[str]:
     """Return sentences on how a training differs from what was measured: larger batches, and a slower first epoch."""
     rows, asked, sentences = counted(workload.sample_rows, "row"), workload.asked_batch_size, []
     size, images = workload.recommended_batch_size, counted(workload.num_images, "image")

@@ -198,7 +198,7 @@ def choose(findings: Findings) -> Recommendation | None:
         hardly_matters=hardly_matters,
         memory_images=workload.memory_images,
         reasons=(
-            *measuring_reasons(variant, workload),
+            *measuring_reasons(workload),
             *gain_reasons[:1],
             *(_comparison(picked, found, workload) if compared else _epochs(picked, found, workload, hardly_matters)),
             cache_reason(workload, findings.cache),
