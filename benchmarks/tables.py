@@ -263,8 +263,10 @@ def cold_chunk_table(result: dict[str, Any]) -> str:
     for variant in _made(report):
         if variant.label in found:
             one = found[variant.label]
-            ratios = () if chosen is None or one is chosen else one.ratios(chosen)
-            ratio = f"{ratio_text(ratios)}, {counted(len(one.all_ratios(chosen)), 'turn')}" if ratios else "-"
+            ratio = "-"
+            if chosen is not None and one is not chosen and (ratios := one.ratios(chosen)):
+                turns = len(one.ratios(chosen, all_turns=True))
+                ratio = f"{ratio_text(ratios)}, {counted(turns, 'turn')}"
             lines.append(f"| {_variant_text(variant, report)} | {_range_text(one.stated)} | {ratio} |")
     return "\n".join(lines)
 

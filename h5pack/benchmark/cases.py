@@ -171,21 +171,17 @@ class Measurement:
         matched = len(self.ceilings) == len(self.speeds)
         return tuple(map(operator.truediv, self.speeds, self.ceilings)) if matched else ()
 
-    def ratios(self, other: Measurement) -> tuple[float, ...]:
+    def ratios(self, other: Measurement, *, all_turns: bool = False) -> tuple[float, ...]:
         """Return this case's speed divided by the other's in each turn that measured both, ascending.
 
         The speed of a machine varies over time, but within a turn it affects both cases alike. Of every ten ratios, the
-        lowest and the highest are left out, so that more turns mean less noise.
+        lowest and the highest are left out, so that more turns mean less noise, unless `all_turns` is true.
         """
-        ratios = self.all_ratios(other)
-        outliers = len(ratios) // 10
-        return ratios[outliers : len(ratios) - outliers]
-
-    def all_ratios(self, other: Measurement) -> tuple[float, ...]:
-        """Return the ratios as `ratios` does, but of all turns."""
         others = dict(zip(other.turns, other.speeds, strict=False))
         both = zip(self.turns, self.speeds, strict=False)
-        return tuple(sorted(speed / others[turn] for turn, speed in both if turn in others))
+        ratios = sorted(speed / others[turn] for turn, speed in both if turn in others)
+        outliers = 0 if all_turns else len(ratios) // 10
+        return tuple(ratios[outliers : len(ratios) - outliers])
 
     def is_faster(self, other: Measurement, min_turns: int = MIN_REPEATS) -> bool:
         """Return whether this case is faster than `other`, judged by the ratios of their speeds (see `ratios`).
@@ -260,15 +256,10 @@ class CaseRepeats:
             return self.stated, other.stated
         return self.every, other.every
 
-    def ratios(self, other: CaseRepeats) -> tuple[float, ...]:
-        """Return this case's speed divided by the other's in each turn that measured both, ascending."""
+    def ratios(self, other: CaseRepeats, *, all_turns: bool = False) -> tuple[float, ...]:
+        """Return this case's speed divided by the other's in each turn that measured both; see `Measurement.ratios`."""
         mine, others = self.beside(other)
-        return mine.ratios(others)
-
-    def all_ratios(self, other: CaseRepeats) -> tuple[float, ...]:
-        """Return the ratios as `ratios` does, but of all turns."""
-        mine, others = self.beside(other)
-        return mine.all_ratios(others)
+        return mine.ratios(others, all_turns=all_turns)
 
 
 def ceiling_threads(case: BenchCase, cpus: int) -> int:

@@ -241,7 +241,7 @@ class _Compared(CaseRepeats):
         The sign test is that the other's median ratio is below `TIE`, with a level of 1 %; it needs at least 7 turns.
         """
         mine, others = self.beside(other)
-        return mine.is_faster(others, min_turns) or _is_below(other.all_ratios(self), TIE, 0.01)
+        return mine.is_faster(others, min_turns) or _is_below(other.ratios(self, all_turns=True), TIE, 0.01)
 
     def is_likely_faster(self, other: _Compared) -> bool:
         """Return whether this variant is faster than the other, or likely faster.
@@ -293,8 +293,8 @@ def _is_busy(picked: _Compared, found: Sequence[_Compared], workload: Workload) 
 
 def _is_best(picked: _Compared, found: Sequence[_Compared]) -> bool:
     """Return whether it is certain, by sign tests, that no other variant is so much faster that it is worth it."""
-    others = [one.all_ratios(picked) for one in found if one is not picked and not picked.is_faster(one)]
-    return all(_is_below(ratios, _worth(picked)) for ratios in others)
+    others = [one for one in found if one is not picked and not picked.is_faster(one)]
+    return all(_is_below(one.ratios(picked, all_turns=True), _worth(picked)) for one in others)
 
 
 def _is_best_in_median(picked: _Compared, found: Sequence[_Compared]) -> bool:
@@ -386,7 +386,7 @@ def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workloa
 
 def _turns_text(picked: _Compared, found: Sequence[_Compared]) -> str:
     """Return how many turns have measured the recommended variant and others, such as "7 turns" or "5 to 7 turns"."""
-    turns = {len(picked.all_ratios(one)) for one in found}
+    turns = {len(picked.ratios(one, all_turns=True)) for one in found}
     low, high = min(turns), max(turns)
     return counted(high, "turn") if low == high else f"{low} to {counted(high, 'turn')}"
 
@@ -412,7 +412,7 @@ def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) 
         mine, others = picked.beside(one)
         if picked.is_faster(one) and not mine.is_faster(others, MIN_TURNS):
             # Only the sign test has decided, so give what it counts.
-            turns = one.all_ratios(picked)
+            turns = one.ratios(picked, all_turns=True)
             below = sum(ratio < TIE for ratio in turns)
             texts[-1] += f", by over {100 - 100 * TIE:.0f} % in {below} of {len(turns)} turns"
     return ", ".join(texts)
