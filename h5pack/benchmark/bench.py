@@ -27,7 +27,6 @@ from h5pack.benchmark.cases import (
     ORDERS,
     BenchCase,
     BenchSettings,
-    Measurement,
     all_cases,
     enough_seconds,
     exceeds_decode_budget,
@@ -198,7 +197,8 @@ class _Comparison:
         if chosen is None or not chosen.compared or missing(self.findings(cache)):
             return False
         cases = finalists(self.findings(cache))
-        self._measure_again(cases, _FINALISTS_SHARE * left, reload_each_repeat=True)
+        found = self.report.run_off
+        self.sweep.measure(cases, _FINALISTS_SHARE * left, found, self.ceilings, reload_each_repeat=True)
         chosen = choose(self.findings(cache)) or chosen
         counts = sorted({count for count in (*_TRIED, workload.cpus) if count <= min(workload.cpus, max(_TRIED))})
         usual = workload.case(chosen.variant, cache)
@@ -209,19 +209,8 @@ class _Comparison:
         # Measure the usual settings again beside other windows and numbers of threads.
         for others in ([*dict.fromkeys([usual, *threads, *windows])], workers):
             seconds = _SETTINGS_SHARE * (self.end - self.clock())
-            self._measure_again(others, seconds, end=self.clock() + seconds)
+            self.sweep.measure(others, seconds, found, self.ceilings, end=self.clock() + seconds)
         return self._repeats() > before
-
-    def _measure_again(self, cases: Sequence[BenchCase], seconds: float, **options: Any) -> None:
-        """Add repeats of cases to the run-off; keep them if interrupted."""
-        found: list[Measurement] = []
-        try:
-            self.sweep.measure(cases, seconds, found, self.ceilings, **options)
-        finally:
-            merged = {one.case: one for one in self.report.run_off}
-            for one in found:
-                merged[one.case] = merged[one.case].with_repeats_of(one) if one.case in merged else one
-            self.report.run_off[:] = merged.values()
 
     def _repeats(self) -> int:
         return sum(len(one.speeds) for one in self.report.run_off)

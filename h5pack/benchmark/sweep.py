@@ -123,7 +123,9 @@ class Sweep:
         end: float | None = None,
         reload_each_repeat: bool = False,
     ) -> float:
-        """Measure cases for about `seconds`, and append one measurement per case to `found`, even if interrupted.
+        """Measure cases for about `seconds`, and add one measurement per case to `found`, even if interrupted.
+
+        If `found` has a measurement of the same case, the repeats are added to that.
 
         Each case gets a share of the time in proportion to its `min_seconds`, so slow cases get fewer repeats, maybe
         none. With `end`, each case gets `MIN_REPEATS` repeats even if that takes longer, but none after `end`. With
@@ -144,7 +146,10 @@ class Sweep:
             while self._take_turn(states, ceilings, backwards=self._turn % 2 == 1):
                 self._turn += 1
         finally:
-            found += [self._result(state) for state in states]
+            merged = {one.case: one for one in found}
+            for one in map(self._result, states):
+                merged[one.case] = merged[one.case].with_repeats_of(one) if one.case in merged else one
+            found[:] = merged.values()
         taken = [state.run_seconds + state.load_seconds for state in states if state.spent]
         return len(states) * statistics.mean(taken) if taken else 0.0
 
