@@ -178,10 +178,11 @@ class ChunkDecoder:
     def _assemble(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
         """Join all chunks with the number `chunk` along axis 0, which hold parts of rows, and return the whole rows."""
         assert index.chunk_shape is not None
-        rows = np.empty((index.chunk_rows, *index.row_shape), index.dtype)
-        fill = np.frombuffer(index.fill, index.dtype).reshape(index.row_shape) if index.fill else None
-        inner = index.chunk_shape[1:]
-        grid = [-(-size // length) for size, length in zip(index.row_shape, inner, strict=True)]
+        # Labels that are stored as (N, 1) have an index of the shape (N,).
+        row_shape, inner = index.row_shape or (1,), index.chunk_shape[1:]
+        rows = np.empty((index.chunk_rows, *row_shape), index.dtype)
+        fill = np.frombuffer(index.fill, index.dtype).reshape(row_shape) if index.fill else None
+        grid = [-(-size // length) for size, length in zip(row_shape, inner, strict=True)]
         addresses, sizes, masks = (
             column[chunk].reshape(-1).tolist() for column in (index.addresses, index.sizes, index.filter_masks)
         )

@@ -201,9 +201,8 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
 
 def _single_labels(dataset: h5py.Dataset, index: ChunkIndex) -> ChunkIndex:
     """Return `index`, but with the shape (N,) if the labels are integers of shape (N, 1) without column names."""
-    whole_rows = type(index) is ChunkIndex and index.chunk_shape is None
     single = index.row_shape == (1,) and index.dtype.kind in "iu" and schema.COLUMNS not in dataset.attrs
-    return replace(index, shape=index.shape[:1]) if single and whole_rows else index
+    return replace(index, shape=index.shape[:1]) if single else index
 
 
 def _require_length(file: h5py.File, name: str, length: int, images: str, rows: int) -> None:

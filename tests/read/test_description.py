@@ -18,9 +18,10 @@ from h5pack.format.checksums import row_checksums
 from h5pack.read import description as module
 from h5pack.read.description import describe_file
 from h5pack.read.engine import Engine
+from h5pack.read.several import join_descriptions
 from h5pack.read.storage import FileIdentity
 from tests.makers import quick, split_folders
-from tests.read.files import flip, numbers, save
+from tests.read.files import Mapped, create_virtual, flip, numbers, save
 
 IMAGES = numbers((6, 5, 4, 3), "u1", 1)
 
@@ -95,6 +96,35 @@ def test_attributes_of_other_programs_are_read(foreign: Path) -> None:
         file["labels"].attrs["columns"] = "one"
     found = describe_file(foreign)
     assert (found.layout, found.classes, found.columns) == ("nchw", ("ünder", "b"), ("one",))
+
+
+ONE_COLUMN: dict[str, dict[str, Any]] = {
+    "contiguous": {},
+    "gzip": {"chunks": (3, 1), "compression": "gzip"},
+    "wide chunks": {"chunks": (3, 2), "maxshape": (None, None)},
+}
+
+
+@pytest.mark.parametrize("where", ["here", "virtual", "linked"])
+@pytest.mark.parametrize("storage", ONE_COLUMN)
+def test_integer_labels_of_one_column_are_numbers_however_they_are_stored(
+    tmp_path: Path, storage: str, where: str
+) -> None:
+    path = save(tmp_path / "f.h5", images=np.zeros((7, 4), np.uint8))
+    source = path if where == "here" else tmp_path / "source.h5"
+    with h5py.File(source, "a") as file:
+        # The rows of the last chunk are fill values.
+        file.create_dataset("x", (7, 1), "i4", fillvalue=9, **ONE_COLUMN[storage])[:6] = np.arange(6)[:, None]
+    with h5py.File(path, "a") as file:
+        if where == "virtual":
+            create_virtual(file, (7, 1), Mapped(slice(None), "source.h5", (7, 1)), dtype="i4", name="labels")
+        else:
+            file["labels"] = file["x"] if where == "here" else h5py.ExternalLink("source.h5", "x")
+    plain = save(tmp_path / "plain.h5", images=np.zeros((1, 4), np.uint8), labels=np.full((1, 1), 4, np.int32))
+    one, two = describe_file(path), join_descriptions([describe_file(plain), describe_file(path)])
+    for found, labels in ((one, [0, 1, 2, 3, 4, 5, 9]), (two, [4, 0, 1, 2, 3, 4, 5, 9])):
+        read = Engine(found.path, found.identity, found.indexes).read("labels", range(len(labels)))
+        assert read.tolist() == labels
 
 
 def made(**datasets: Any) -> Callable[[h5py.File], Any]:
