@@ -61,6 +61,11 @@ class IterationState:
     # returns None, all were received.
     received: Callable[[], int | None] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # `received` may reference a DataLoader's iterator, which cannot be pickled, so store what it returns now.
+        received = None if self.received is None else self.received()
+        return {**self.__dict__, "received": None, "count": self.count if received is None else received}
+
 
 class EpochCursor:
     """The progress of a sampler or loader: the next epoch, the batch or row it starts at, and the running iteration.

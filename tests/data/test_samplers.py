@@ -267,6 +267,19 @@ def test_workers_run_ahead_of_what_the_state_counts(dataset: h5pack.H5Dataset, k
 
 
 @KINDS
+def test_a_sampler_that_workers_have_used_can_be_pickled(dataset: h5pack.H5Dataset, kind: str) -> None:
+    sampler = (fed := Fed(kind, dataset, 2)).sampler
+    iterator = iter(fed.loader)
+    received = [next(iterator), next(iterator)]
+    copy = pickle.loads(pickle.dumps(sampler))
+    assert copy.state_dict() == sampler.state_dict() == fed.state(received)
+    assert len(list(iterator)) == 6
+    copy = pickle.loads(pickle.dumps(sampler))
+    assert copy.state_dict() == sampler.state_dict() == {**fed.state(), "epoch": 1}
+    assert list(copy) == list(sampler)
+
+
+@KINDS
 def test_a_state_after_a_loop_that_was_left_early_warns(
     dataset: h5pack.H5Dataset, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
