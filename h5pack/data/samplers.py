@@ -73,7 +73,10 @@ def _received(loader: weakref.ref[Any], iteration: IterationState) -> int | None
         return None
     index_sampler = getattr(found, "_index_sampler", None)
     rows = 1 if isinstance(index_sampler, BatchOrder) else getattr(index_sampler, "batch_size", 1)
-    return min(int(batches) * rows, iteration.count)
+    received = min(int(batches) * rows, iteration.count)
+    # With `drop_last`, the loop never receives the rows of a last smaller batch.
+    dropped = getattr(index_sampler, "drop_last", False) and iteration.count - received < rows
+    return iteration.count if iteration.exhausted and dropped else received
 
 
 class SamplerIterator(Iterator[Item]):

@@ -355,6 +355,17 @@ def test_a_state_after_a_complete_loop_is_the_next_epoch(dataset: h5pack.H5Datas
         assert (after["epoch"], after[kind]) == (4, 0)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@KINDS
+def test_a_state_after_the_last_batch_from_workers_is_the_next_epoch(
+    dataset: h5pack.H5Dataset, kind: str, drop_last: bool
+) -> None:
+    """Also if the DataLoader leaves out the last rows, which the loop never receives."""
+    fed = Fed(kind, dataset, 1, drop_last=drop_last)
+    states = [fed.sampler.state_dict() for _ in fed.loader]
+    assert [(state["epoch"], state[kind] > 0) for state in states] == [(0, True)] * (len(states) - 1) + [(1, False)]
+
+
 @KINDS
 def test_naming_the_epoch_that_was_loaded_keeps_its_place(dataset: h5pack.H5Dataset, kind: str) -> None:
     expected = Fed(kind, dataset)
