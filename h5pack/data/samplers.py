@@ -45,8 +45,8 @@ def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArr
         yield open_batches.pop(batch)
 
 
-def _received_by_loop(iteration: IterationState) -> Callable[[], int | None] | None:
-    """Return a function that counts what the loop has received; None unless a DataLoader with workers iterates.
+def _watch_loop(iteration: IterationState) -> None:
+    """If a DataLoader with workers iterates, set the attributes that say what of `iteration` the loop has received.
 
     Such a DataLoader requests items before the loop does. Only the DataLoader's iterator counts the batches that the
     loop received, so find that iterator on the stack. torchdata's StatefulDataLoader has other iterators, and counts by
@@ -55,10 +55,12 @@ def _received_by_loop(iteration: IterationState) -> Callable[[], int | None] | N
     for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), _MAX_FRAMES):
         # Use `f_locals` only of torch's frames. Before Python 3.13, it keeps a frame's variables alive until the frame
         # returns.
-        found = frame.f_locals.get("self") if frame.f_globals.get("__name__") == _LOADER_MODULE else None
+        found: Any = frame.f_locals.get("self") if frame.f_globals.get("__name__") == _LOADER_MODULE else None
         if any(one.__name__ == "_MultiProcessingDataLoaderIter" for one in type(found).__mro__):
-            return partial(_received, weakref.ref(found), iteration)
-    return None
+            iteration.received = partial(_received, weakref.ref(found), iteration)
+            # torch has no parameter in_order before version 2.6.
+            iteration.in_order = getattr(found, "_in_order", True) or found._num_workers == 1
+            return
 
 
 def _received(loader: weakref.ref[Any], iteration: IterationState) -> int | None:
@@ -113,7 +115,7 @@ class SamplerIterator(Iterator[Item]):
 
     def _begin(self) -> IterationState:
         self._iteration = iteration = self._cursor.begin()
-        iteration.received = _received_by_loop(iteration)
+        _watch_loop(iteration)
         self._remaining = self._items(iteration)
         return iteration
 

@@ -60,11 +60,26 @@ class IterationState:
     # Returns how many of the `count` batches or rows the training loop has received. If there is no function, or it
     # returns None, all were received.
     received: Callable[[], int | None] | None = None
+    in_order: bool = True  # whether the loop receives batches in the order in which a DataLoader requested them
 
     def __getstate__(self) -> dict[str, Any]:
         # `received` may reference a DataLoader's iterator, which cannot be pickled, so store what it returns now.
-        received = None if self.received is None else self.received()
-        return {**self.__dict__, "received": None, "count": self.count if received is None else received}
+        return {**self.__dict__, "received": None, "count": self.received_count()}
+
+    def received_count(self, given: int | None = None) -> int:
+        """Return how many of the batches or rows the training loop has received; `given` is the loop's own number.
+
+        Raise StateError if they are not the first ones of the iteration.
+        """
+        count = self.received() if given is None and self.received is not None else given
+        count = self.count if count is None else count
+        if not self.in_order and 0 < count < self.count:
+            raise StateError(
+                "a DataLoader with in_order=False yields batches in another order than its sampler, so there is no "
+                "state in the middle of an epoch; leave in_order out, or save the state after the loop over batches",
+                parameters=("in_order=False", "in_order"),
+            )
+        return count
 
 
 class EpochCursor:
@@ -121,13 +136,12 @@ class EpochCursor:
         exhausted epoch, at the start of the next epoch. If no iteration is running, return the state at the start of
         the next iteration.
         """
-        iteration = self.iteration
-        if count is None and self._running:
-            count = None if iteration.received is None else iteration.received()
-            done = iteration.start + (iteration.count if count is None else count)
-            if iteration.exhausted and done >= self._length:
-                return self.state_of(None)
-        return self.state_of(iteration if self._running else None, count)
+        if not self._running:
+            return self.state_of(None)
+        iteration, received = self.iteration, self.iteration.received_count(count)
+        if count is None and iteration.exhausted and iteration.start + received >= self._length:
+            return self.state_of(None)
+        return self.state_of(iteration, received)
 
     def state_of(self, iteration: IterationState | None, count: int | None = None) -> dict[str, Any]:
         """Return the state after `count` batches or rows (None: `iteration.count`) of `iteration`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import json
 import pickle
@@ -264,6 +265,25 @@ def test_workers_run_ahead_of_what_the_state_counts(dataset: h5pack.H5Dataset, k
     assert state[kind] == 2 * unit
     assert fed.sampler.state_dict()[kind] == 2 * unit, "although workers have requested more"
     assert Fed(kind, dataset).resumed(state).epoch() == list(iterator)
+
+
+@pytest.mark.skipif("in_order" not in inspect.signature(DataLoader).parameters, reason="torch is older than 2.6")
+@pytest.mark.parametrize("workers", [1, 2])
+@KINDS
+def test_batches_in_any_order_have_no_state_before_the_last(dataset: h5pack.H5Dataset, kind: str, workers: int) -> None:
+    fed = Fed(kind, dataset, workers, loader_class=partial(DataLoader, in_order=False))
+    begun = fed.sampler.state_dict()
+    iterator = iter(fed.loader)
+    received = [next(iterator)]
+    for save in (fed.sampler.state_dict, partial(fed.state, received), partial(pickle.dumps, fed.sampler)):
+        if workers == 1:
+            save()
+            continue
+        with pytest.raises(StateError):
+            save()
+    assert fed.sampler.state_dict(0) == begun
+    assert len(list(iterator)) == 7
+    assert fed.sampler.state_dict() == {**begun, "epoch": 1}
 
 
 @KINDS
