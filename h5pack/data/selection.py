@@ -70,7 +70,7 @@ def _check_weights(weights: npt.ArrayLike, count: int) -> npt.NDArray[np.float64
         return OptionsError(message, parameters=("weights",))
 
     try:
-        given = np.asarray(weights)
+        given = np.asarray(weights.detach() if isinstance(weights, torch.Tensor) else weights)
     except (TypeError, ValueError) as cause:
         raise error(f"weights are not an array of numbers ({cause}); give a number for each row") from cause
     if given.dtype.kind not in "buif":
@@ -194,7 +194,7 @@ def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]
             parameters=("rank", "num_replicas"),
         )
     if rank is not None and num_replicas is not None:
-        return rank, num_replicas
+        return whole_number("rank", rank, None), whole_number("num_replicas", num_replicas, 1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
@@ -225,7 +225,8 @@ def plan_order(
     among the streams.
     """
     rank, num_replicas = resolve_ranks(*ranks)
-    own_streams = max(1, (streams or 1) // max(1, num_replicas))
+    lanes = whole_number("lanes", lanes, 1)
+    own_streams = 1 if streams is None else max(1, whole_number("streams", streams, 1) // num_replicas)
     return OrderPlan(
         rows,
         PLANNED_ROWS * own_streams if batch_size is None else batch_size,

@@ -108,6 +108,27 @@ def test_datasets_without_chunks(wrong: Any) -> None:
         h5pack.ChunkBatchSampler(wrong, 4)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rank": "0", "num_replicas": "2"}, {"rank": 0, "num_replicas": 2.0}, {"streams": "8"}, {"lanes": "2"}],
+    ids=repr,
+)
+def test_numbers_of_the_wrong_type_are_refused(dataset: h5pack.H5Dataset, wrong: dict[str, Any]) -> None:
+    for make in (h5pack.ChunkBatchSampler, h5pack.H5Loader):
+        with pytest.raises(OptionsError):
+            make(dataset, 4, **wrong)
+    if "lanes" not in wrong:
+        with pytest.raises(OptionsError):
+            h5pack.ChunkSampler(dataset, **wrong)
+
+
+def test_weights_may_be_a_tensor_that_requires_a_gradient(dataset: h5pack.H5Dataset) -> None:
+    weights = torch.zeros(COUNT)
+    weights[[3, 30]] = 1
+    drawn = list(h5pack.ChunkSampler(dataset, weights=weights.requires_grad_(), num_samples=10))
+    assert sorted(drawn) == [3] * 5 + [30] * 5
+
+
 def test_ranks_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_ranks(2, 5) == (2, 5)
     for rank, num_replicas in ((0, None), (None, 2)):
