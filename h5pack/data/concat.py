@@ -55,6 +55,7 @@ class ConcatPack(BatchSource):
         self.is_random = any(one.is_random for one in self.datasets)
         self._shared = SharedMemory()
         self._plain = all(one.transform is None and one.target_transform is None for one in self.datasets)
+        self._is_encoded = any(one.engine.indexes[name].is_encoded for one in self.datasets for name in one.names)
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
@@ -102,9 +103,12 @@ class ConcatPack(BatchSource):
         numbers = positions_of(indices, len(self))
         key = self.draw_key(indices)
         if self._plain:
-            return SampleBatch(numbers, self, key=key)
-        samples: list[Any] = [None] * len(numbers)
-        for dataset, positions, inner in self._by_dataset(numbers):
+            return SampleBatch(numbers, self, self._load if self._is_encoded else None, key)
+        return self._load(numbers, key)
+
+    def _load(self, indices: Rows, key: DrawKey) -> list[Any]:
+        samples: list[Any] = [None] * len(indices)
+        for dataset, positions, inner in self._by_dataset(indices):
             found = dataset.samples_at(dataset.file_rows(inner), key.at(positions))
             for position, sample in zip(positions.tolist(), found, strict=True):
                 samples[position] = sample

@@ -18,10 +18,12 @@ import h5pack
 from h5pack.data.concat import ConcatPack
 from h5pack.data.decoding import DrawKey
 from h5pack.data.mixture import MixtureSampler
-from h5pack.errors import OptionsError, StateError
+from h5pack.errors import OptionsError, SizesDifferError, StateError
 from tests.combine.packs import FIELD_NAMES, KINDS, pack
 from tests.data import packs
 from tests.data.packs import same
+from tests.makers import pixels
+from tests.read.encoded_files import encode, write_encoded
 
 SIZES = (103, 40, 7)
 
@@ -76,6 +78,18 @@ def test_samples_with_transforms_and_pickles(mixed: ConcatPack) -> None:
     changed = ConcatPack([h5pack.H5Dataset(one.path, target_transform=lambda label: -label) for one in mixed.datasets])
     assert [label for _, label in changed.__getitems__([120, 3, 144])] == [-1017, -3, -2001]
     assert mixed.collate(mixed.__getitems__([]))[0].shape == (0, *packs.SHAPE)
+
+
+def test_encoded_images_of_several_sizes_are_samples_of_a_batch(tmp_path: Path) -> None:
+    images = [pixels(number, size) for number, size in enumerate([(20, 14), (9, 31), (20, 14), (12, 25)])]
+    rows = [encode(image, "PNG") for image in images]
+    paths = [write_encoded(tmp_path / f"{number}.h5", rows[number : number + 3]) for number in (0, 2)]
+    both = ConcatPack([h5pack.H5Dataset(path) for path in paths])
+    order = [4, 1, 0, 2, 3]
+    (found,) = DataLoader(both, batch_sampler=[order], collate_fn=list)
+    assert [sample.image.tolist() for sample in found] == [images[[0, 1, 2, 2, 3][index]].tolist() for index in order]
+    with pytest.raises(SizesDifferError):
+        both.collate(both.__getitems__(order))
 
 
 def test_a_batch_reads_each_dataset_once(mixed: ConcatPack) -> None:
