@@ -297,12 +297,28 @@ class H5Dataset(BatchSource):
         made.rows = np.concatenate(rows)
         made.splits, made.ragged = made._pack.splits, made._pack.ragged
         made.split, made.mean, made.std = None, made._pack.mean, made._pack.std
+        made.check, made.is_random = any(one.check for one in datasets), any(one.is_random for one in datasets)
+        made._same_decode = all(one._decode == self._decode for one in others)
         made.engine = Engine(made._pack.path, made._pack.identity, made._pack.indexes)
         made.group_rows = made.engine.indexes[made.names[0]].group_rows
         return made
 
     def with_decode(self, decode: DecodeCrop | None, exact: bool) -> H5Dataset:
-        """Return a dataset that shares this one's files and differs in how images are decoded."""
+        """Return a dataset that shares this one's files and differs in how images are decoded; None: it does not.
+
+        Raises
+        ------
+        OptionsError
+            If `decode` does not fit the file, or is None although datasets were joined that differ in this.
+        """
+        if decode is None:
+            if not self._same_decode:
+                raise OptionsError(
+                    "the datasets differ in decode or exact; give H5Loader decode=, which replaces theirs, or use a "
+                    "DataLoader",
+                    parameters=("decode=", "decode", "exact"),
+                )
+            return self
         made = copy.copy(self)
         made._set_decoder(decode, exact)
         return made
@@ -310,6 +326,7 @@ class H5Dataset(BatchSource):
     def _set_decoder(self, decode: DecodeCrop | None, exact: bool) -> None:
         images = self.engine.indexes[self.names[0]]
         self.decoder, self.is_random = None, isinstance(decode, RandomResizedCrop)
+        self._decode, self._same_decode = (decode, decode is None or exact), True
         if decode is not None:
             kinds = self._path_kinds.items()
             unmoved = [name for name, kind in kinds if not moves(kind, images, name in self._encoded)]

@@ -150,8 +150,9 @@ class H5Loader(Closeable, Resumable):
     target_transform : callable, optional
         Called with the labels of each batch, in the same way as `transform`.
     decode, exact
-        For encoded images, as for `H5Dataset`. If `decode` is given, both replace the dataset's. Random crops depend on
-        (seed, epoch, row), with `weights` also on the batch, but not on threads, ranks or resumes.
+        For encoded images, as for `H5Dataset`. If `decode` is given, both replace the dataset's. The datasets of a
+        `ConcatPack` must not differ in them. Random crops depend on (seed, epoch, row), with `weights` also on the
+        batch, but not on threads, ranks or resumes.
     num_workers : None
         Not supported. An error recommends `num_threads` instead of DataLoader's worker processes.
 
@@ -219,8 +220,7 @@ class H5Loader(Closeable, Resumable):
             cursor, drop_last = batch_sampler.cursor, batch_sampler.drop_last
         self.batch_sampler = batch_sampler
         _require_no_transform(self._base)
-        if decode is not None:
-            self._base = self._base.with_decode(decode, exact)
+        self._base = self._base.with_decode(decode, exact)
         self.batch_size, self.drop_last = self.plan.batch_size, drop_last
         self._with_rows, self._check = self._base.with_rows, self._base.check
         self._cpus = available_cpus()

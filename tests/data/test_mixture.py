@@ -18,12 +18,13 @@ import h5pack
 from h5pack.data.concat import ConcatPack
 from h5pack.data.decoding import DrawKey
 from h5pack.data.mixture import MixtureSampler
-from h5pack.errors import OptionsError, SizesDifferError, StateError
+from h5pack.errors import DamagedRowsError, OptionsError, SizesDifferError, StateError
+from h5pack.format.checksums import row_checksums
 from tests.combine.packs import FIELD_NAMES, KINDS, pack
 from tests.data import packs
 from tests.data.packs import same
 from tests.makers import pixels
-from tests.read.encoded_files import encode, write_encoded
+from tests.read.encoded_files import encode, jpegs, write_encoded, write_kept
 
 SIZES = (103, 40, 7)
 
@@ -294,6 +295,34 @@ def test_a_loader_mixes_packs_of_every_kind(tmp_path: Path, kind: str) -> None:
     keyed = [joined.collate(joined.samples_at(joined.file_rows(np.array(batch)), key)) for batch, key in keys(again)]
     assert found == [plain(batch) for batch in keyed]
     assert not crop or len({json.dumps(batch[0]) for batch in found}) == len(found)
+
+
+@pytest.mark.parametrize("checks", [(False, True), (True, False)])
+def test_a_loader_checks_the_rows_of_all_packs_if_one_is_checked(tmp_path: Path, checks: tuple[bool, ...]) -> None:
+    paths = [tmp_path / "0.h5", tmp_path / "1.h5"]
+    for path in paths:
+        images = packs.values(9)
+        packs.write(path, 5, images=images, **{"checksums/images": row_checksums(images)})
+    packs.flip(paths[1], 5)
+    both = ConcatPack([h5pack.H5Dataset(path, check=check) for path, check in zip(paths, checks, strict=True)])
+    with pytest.raises(DamagedRowsError):
+        list(h5pack.H5Loader(both, 6))
+
+
+CENTER, RANDOM = h5pack.CenterCrop(8), h5pack.RandomResizedCrop(8)
+
+
+@pytest.mark.parametrize("other", [{"decode": RANDOM}, {"decode": CENTER, "exact": False}], ids=str)
+def test_a_loader_needs_one_decode_for_all_packs(tmp_path: Path, other: dict[str, Any]) -> None:
+    path = write_kept(tmp_path / "f.h5", jpegs(5))
+    one, two = h5pack.H5Dataset(path, decode=CENTER), h5pack.H5Dataset(path, **other)
+    for both in (ConcatPack([one, two]), ConcatPack([two, one])):
+        for settings in ({"batch_size": 5}, {"batch_sampler": MixtureSampler(both, 5)}):
+            with pytest.raises(OptionsError):
+                h5pack.H5Loader(both, **settings)
+            assert len(list(h5pack.H5Loader(both, **settings, decode=CENTER))) == 2
+        assert len(list(DataLoader(both, batch_size=5))) == 2
+    assert len(list(h5pack.H5Loader(ConcatPack([two, two]), 5))) == 2
 
 
 def keys(sampler: MixtureSampler) -> list[tuple[list[int], Any]]:
