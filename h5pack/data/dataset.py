@@ -170,7 +170,7 @@ class H5Dataset(BatchSource):
             message = f"{pack.path}: the file has no checksums of {self.names[0]!r}; omit check"
             raise OptionsError(message, path=pack.path, dataset=self.names[0], parameters=("check",))
         self._shared = SharedMemory()
-        self.engine = Engine(pack.path, pack.identity, pack.indexes)
+        self.engine = Engine(pack.path, pack.identity, pack.indexes, files=pack.files)
         for name in chosen:
             if name not in pack.splits:
                 message = f"{pack.path}: no split {name!r}; {splits_text(pack.splits)}"
@@ -299,7 +299,7 @@ class H5Dataset(BatchSource):
         made.split, made.mean, made.std = None, made._pack.mean, made._pack.std
         made.check, made.is_random = any(one.check for one in datasets), any(one.is_random for one in datasets)
         made._same_decode = all(one._decode == self._decode for one in others)
-        made.engine = Engine(made._pack.path, made._pack.identity, made._pack.indexes)
+        made.engine = Engine(made._pack.path, made._pack.identity, made._pack.indexes, files=made._pack.files)
         made.group_rows = made.engine.indexes[made.names[0]].group_rows
         return made
 
@@ -359,7 +359,7 @@ class H5Dataset(BatchSource):
         for name, index in self.ragged.items():
             values = held[name] if held and name in held else self.read_ragged(name, rows)
             if index.kind in schema.TEXT_KINDS:
-                found.append(texts_of(self.path, name, rows, values))
+                found.append(texts_of(self.engine, name, rows, values))
             else:
                 if placement is not None and index.kind in schema.POINT_KINDS:
                     values = placement.moved(values)
@@ -389,7 +389,7 @@ class H5Dataset(BatchSource):
         Checksums are not verified.
         """
         assert self.decoder is not None
-        encoded, named = self.engine.read_encoded(name, rows), partial(decoding_row, self.path, name)
+        encoded, named = self.engine.read_encoded(name, rows), partial(decoding_row, self.engine.file_row, name)
         decode = self.decoder.decode if name == self.names[0] else self.decoder.decode_masks
         decode(rows, encoded, outs, key, named)
 

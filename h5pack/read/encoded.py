@@ -37,6 +37,9 @@ from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import limited_runs, run_edges
 from h5pack.system.properties import cached_property
 
+FileRow = Callable[[int], tuple[str, int]]
+"""`Engine.file_row`, which returns the path of the file that has a row, and the row's number in that file."""
+
 _READ_BYTES = 8 * 1024 * 1024
 """Maximum size in bytes of one read of a pack's encoded rows, unless a single row is larger."""
 
@@ -108,14 +111,14 @@ def row_decoder() -> RowDecoder:
 
 
 def decode_rows(
-    path: str,
+    file_row: FileRow,
     name: str,
     rows: npt.NDArray[np.int64],
     encoded: list[bytes],
     out: npt.NDArray[Any],
     mask_dtype: np.dtype[Any] | None = None,
 ) -> None:
-    """Decode `encoded`, the bytes of each row, into `out`; `path`, `name` and `rows` are used in messages only.
+    """Decode `encoded`, the bytes of each row, into `out`; `file_row`, `name` and `rows` are used in messages only.
 
     `out` is either uint8 (n, H, W, 3), or an object array (n,) whose elements become uint8 arrays (h, w, 3) of
     individual sizes. If `mask_dtype` is given, the rows are masks of that dtype, so `out` and its elements lack the
@@ -123,27 +126,28 @@ def decode_rows(
     """
     decoder = row_decoder()
     for position, (row, data) in enumerate(zip(rows.tolist(), encoded, strict=True)):
-        with decoding_row(path, name, row):
+        with decoding_row(file_row, name, row):
             if mask_dtype is not None:
                 mask = read_mask(data, mask_dtype)
                 if out.dtype != object:
-                    _require_size(path, name, row, mask.shape, out.shape[1:3])
+                    _require_size(file_row, name, row, mask.shape, out.shape[1:3])
                 out[position] = mask
                 continue
             if out.dtype == object:
                 out[position] = decoder.pixels(data)
                 continue
             header = decoder.header(data)
-            _require_size(path, name, row, (header.height, header.width), out.shape[1:3])
+            _require_size(file_row, name, row, (header.height, header.width), out.shape[1:3])
             decoder.decode(data, header.decode_path, out[position])
 
 
 @contextlib.contextmanager
-def decoding_row(path: str, name: str, row: int) -> Iterator[None]:
+def decoding_row(file_row: FileRow, name: str, row: int) -> Iterator[None]:
     """Turn a RejectedImageError raised in the `with` block into a DamagedRowsError that names the row."""
     try:
         yield
     except RejectedImageError as error:
+        path, row = file_row(row)
         raise DamagedRowsError(
             f"{path}: {name!r} row {row} cannot be decoded ({error}); leave it out with a torch Subset, or pack the "
             "file with 'h5pack convert', which lists such rows",
@@ -153,12 +157,12 @@ def decoding_row(path: str, name: str, row: int) -> Iterator[None]:
         ) from error
 
 
-def _require_size(path: str, name: str, row: int, size: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+def _require_size(file_row: FileRow, name: str, row: int, size: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     """Raise SizesDifferError if a row's `size` differs from `wanted`, the size of row 0."""
     if size != wanted:
-        height, width = wanted
+        (height, width), (path, row) = wanted, file_row(row)
         raise SizesDifferError(
-            f"{path}: image {row} of {name!r} is {size[0]}x{size[1]} and image 0 is {height}x{width}, so they cannot "
+            f"{path}: image {row} of {name!r} is {size[0]}x{size[1]} and the first is {height}x{width}, so they cannot "
             "be batched; give decode=RandomResizedCrop(224), or another crop or Resize, or convert the file with "
             f"size='{height}x{width}'",
             path=path,

@@ -13,6 +13,7 @@ Rows that are not encoded images take one of these paths:
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import itertools
 import logging
@@ -21,6 +22,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -80,11 +82,21 @@ class Engine:
     """Reads rows of several datasets of one file, from any number of threads.
 
     The first of `indexes` belongs to the main dataset, whose rows and chunk reads are counted. If `warn` is true, a
-    warning is logged for each dataset, except checksums, that is read through the HDF5 library.
+    warning is logged for each dataset, except checksums, that is read through the HDF5 library. If several files are
+    read as one, `files` has the path and the first row of each (see `FileDescription`), for error messages.
     """
 
-    def __init__(self, path: str, identity: FileIdentity, indexes: dict[str, ChunkIndex], *, warn: bool = True) -> None:
+    def __init__(
+        self,
+        path: str,
+        identity: FileIdentity,
+        indexes: dict[str, ChunkIndex],
+        *,
+        warn: bool = True,
+        files: Sequence[tuple[str, int]] = (),
+    ) -> None:
         self.path = path
+        self._files = files or ((path, 0),)
         self.indexes = indexes
         self.storage = Storage(path, identity)
         self.reader = H5Reader(path, identity)
@@ -107,6 +119,11 @@ class Engine:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=(os.getpid(), threading.Lock()))
+
+    def file_row(self, row: int) -> tuple[str, int]:
+        """Return the path of the file that has a row, and the row's number in that file."""
+        path, first = self._files[bisect.bisect_right(self._files, row, key=itemgetter(1)) - 1]
+        return path, row - first
 
     def close(self) -> None:
         """Close all files in this process; the next read opens them again."""
@@ -335,7 +352,7 @@ class Engine:
                 mask_dtype = index.native_dtype if isinstance(index, EncodedIndex) and index.is_mask else None
                 size = calls = 0
                 for part, encoded, count in self._encoded_rows(index, rows):
-                    decode_rows(self.path, index.name, rows[part], encoded, out[part], mask_dtype)
+                    decode_rows(self.file_row, index.name, rows[part], encoded, out[part], mask_dtype)
                     size, calls = size + sum(map(len, encoded)), calls + count
             else:
                 calls = self.reader.read(index.name, rows, out)
@@ -428,16 +445,21 @@ class Engine:
         self.require_checksums(name, rows, found)
 
     def require_checksums(self, name: str, rows: npt.NDArray[np.int64], found: npt.NDArray[np.uint32]) -> None:
-        """Raise DamagedRowsError if `found`, uint32 (n,), differs from the stored checksums of `rows`."""
+        """Raise DamagedRowsError if `found`, uint32 (n,), differs from the stored checksums of `rows`.
+
+        If rows of several files differ, the error is about one of these files.
+        """
         wrong = np.flatnonzero(found != self.read(schema.checksums_path(name), rows))
         if len(wrong):
-            damaged = sorted({int(rows[position]) for position in wrong})
+            found_in = sorted({self.file_row(int(rows[position])) for position in wrong})
+            path = found_in[0][0]
+            damaged = [row for file, row in found_in if file == path]
             some = ", ".join(map(str, damaged[:8])) + (", ..." if len(damaged) > 8 else "")
             what = f"rows {some} differ" if len(damaged) > 1 else f"row {some} differs"
             raise DamagedRowsError(
-                f"{self.path}: {name!r} {what} from the stored checksum; run 'h5pack verify' on it, then restore the "
+                f"{path}: {name!r} {what} from the stored checksum; run 'h5pack verify' on it, then restore the "
                 "file or convert again",
-                path=self.path,
+                path=path,
                 dataset=name,
                 rows=damaged,
             )

@@ -125,7 +125,7 @@ def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64],
     return found
 
 
-def texts_of(path: str, name: str, rows: npt.NDArray[np.int64], found: RaggedRows) -> list[Any]:
+def texts_of(engine: Engine, name: str, rows: npt.NDArray[np.int64], found: RaggedRows) -> list[Any]:
     """Return the texts in `found`; raise DamagedRowsError if one is malformed. Messages use the other parameters."""
     wrong, problem = np.zeros(len(found), np.bool_), "is not UTF-8"
     if found.kind == schema.TEXTS:
@@ -137,7 +137,7 @@ def texts_of(path: str, name: str, rows: npt.NDArray[np.int64], found: RaggedRow
             return found.values()
     except UnicodeDecodeError:
         wrong[:] = [not _is_utf8(found.row(number).tobytes()) for number in range(len(found))]
-    row = int(rows[wrong.argmax()])
+    path, row = engine.file_row(int(rows[wrong.argmax()]))
     raise DamagedRowsError(f"{path}: {name!r} row {row} {problem}; {_ADVICE}", path=path, dataset=name, rows=(row,))
 
 

@@ -177,7 +177,7 @@ def batches_of(dataset: h5pack.H5Dataset, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["collate", "H5Loader", "default_collate", "worker"])
 def test_several_sizes_make_no_batch(ragged: Path, way: str) -> None:
-    with pytest.raises(SizesDifferError, match=r"image [12] of .* is (31x9|12x25) and image 0 is 20x14"):
+    with pytest.raises(SizesDifferError, match=r"image [12] of .* is (31x9|12x25)"):
         batches_of(h5pack.H5Dataset(ragged), way)
 
 

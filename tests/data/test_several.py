@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 import h5pack
-from h5pack.errors import OptionsError, PackFormatError
+from h5pack.errors import DamagedRowsError, OptionsError, PackFormatError
+from h5pack.format.checksums import row_checksums
 from tests.combine.packs import FIELD_NAMES, KINDS, pack
 from tests.makers import flat_folder, hdf5_file, quick
 
@@ -98,6 +99,51 @@ def test_a_loader_and_samplers_take_a_concat_pack(tmp_path: Path) -> None:
     sampler = h5pack.ChunkBatchSampler(concat, 4, seed=1)
     images = [image.numpy().tobytes() for batch in DataLoader(concat, batch_sampler=sampler) for image in batch.images]
     assert sorted(images) == sorted(one.image.numpy().tobytes() for part in parts for one in part)
+
+
+DAMAGES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "checksums": ("pixels", "images", {"check": True}),
+    "images": ("jpeg", "encoded", {}),
+    "crops": ("jpeg", "encoded", {"decode": h5pack.CenterCrop(9)}),
+    "masks": ("jpeg", "fields/mask", {"fields": ["mask"]}),
+    "texts": ("pixels", "fields/caption", {"fields": ["caption"]}),
+    "checksums of texts": ("pixels", "fields/caption", {"fields": ["caption"], "check": True}),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_row_is_named_as_in_its_own_file(tmp_path: Path, kind: str) -> None:
+    storage, name, settings = DAMAGES[kind]
+    packs = three(tmp_path, storage)
+    with h5py.File(packs[1], "r+") as file:
+        if name == "images":
+            file[name][3] = 7
+        else:
+            start, stop = file[f"{name}/offsets"][3:5]
+            file[f"{name}/data"][start:stop] = 255
+    dataset = h5pack.H5Dataset(packs, **settings)
+    concat = h5pack.ConcatPack([h5pack.H5Dataset(path, **settings) for path in packs])
+    for read in (
+        lambda: dataset[14 + 3],
+        lambda: dataset.collate(dataset.__getitems__(range(29))),
+        lambda: list(h5pack.H5Loader(dataset, 8)),
+        lambda: list(h5pack.H5Loader(concat, 8)),
+    ):
+        with pytest.raises(DamagedRowsError) as caught:
+            read()
+        assert (caught.value.path, caught.value.dataset, caught.value.rows) == (str(packs[1]), name, (3,))
+
+
+def test_damaged_rows_of_several_files_are_those_of_one(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.h5" for name in "abc"]
+    for path, rows in zip(paths, ([], [4, 1], [0]), strict=True):
+        images = np.arange(5 * 12, dtype=np.uint8).reshape(5, 2, 2, 3)
+        stored = row_checksums(images)
+        images[rows] = 255
+        hdf5_file(path, images=images, **{"checksums/images": stored})
+    with pytest.raises(DamagedRowsError) as caught:
+        h5pack.H5Dataset(paths, check=True)[:]
+    assert (caught.value.path, caught.value.rows) == (str(paths[1]), (1, 4))
 
 
 def test_any_hdf5_files(tmp_path: Path) -> None:
