@@ -12,7 +12,9 @@ as long as copying into it (measured: 14 ms and 3 ms for 30 MB). So each worker 
 memory files). The first byte of a segment's header page says whether the main process still uses the segment. The main
 process maps a segment for each batch, and clears that byte when the batch's last tensor is freed. A worker reuses a
 segment only if neither process uses it: the worker has no array in the segment, and the segment was not sent or its
-byte is clear. If a user's collate function changes the batch that `H5Dataset.collate` returned, the batch is sent as
+byte is clear. A child that the main process forks shares the segments of the batches that live then. So for these the
+main process sets the byte to `_FORKED`: the worker forgets the segment, and the system frees it when no process maps it
+any more. If a user's collate function changes the batch that `H5Dataset.collate` returned, the batch is sent as
 ordinary tensors, which torch copies.
 """
 
@@ -207,7 +209,7 @@ class BufferPool:
 
 
 _HEADER = mmap.PAGESIZE
-_FREE, _BUSY = 0, 1
+_FREE, _BUSY, _FORKED = 0, 1, 2
 _SPARE = 3
 """Number of free segments that a worker keeps besides the one it fills, because it usually prefetches batches."""
 
@@ -236,7 +238,11 @@ class SharedSegment:
     def is_free(self) -> bool:
         """Return whether neither this worker nor the main process uses the segment."""
         here = self._used is not None and self._used() is not None
-        return not here and not (self.sent and self._memory[0] == _BUSY)
+        return not here and not (self.sent and self._memory[0] != _FREE)
+
+    def is_forked(self) -> bool:
+        """Return whether the main process has freed the segment, but a child that it forked may use it."""
+        return self.sent and self._memory[0] == _FORKED
 
     def send(self) -> None:
         """Mark the segment as used by the main process."""
@@ -284,7 +290,8 @@ class SharedMemory:
         fitting = [segment for segment in free if size <= segment.size <= 2 * size] or [SharedSegment(size)]
         # Drop the other free segments: they have the wrong size, or are left from a time when more batches were in use.
         kept = fitting[: 1 + _SPARE]
-        self._segments = [segment for segment in self._segments if segment not in free] + kept
+        used = [segment for segment in self._segments if segment not in free and not segment.is_forked()]
+        self._segments = used + kept
         return kept[0]
 
 
@@ -320,6 +327,21 @@ def _tensors(base: npt.NDArray[np.uint8], shapes: Sequence[Shape]) -> list[torch
     ]
 
 
+class _Forks:
+    """How often this process has begun or ended a fork."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+
+_forks = _Forks()
+# Another thread may receive a batch between the call before the fork and the fork, so count after it, too.
+os.register_at_fork(before=_forks.add, after_in_parent=_forks.add)
+
+
 def _receive(process: int, descriptor: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
     """Map a worker's segment in the main process, and return the tensors of the batch."""
     path = f"/proc/{process}/fd/{descriptor}"
@@ -336,13 +358,13 @@ def _receive(process: int, descriptor: int, shapes: Sequence[Shape]) -> list[tor
     finally:
         os.close(opened)
     base = np.frombuffer(memory, np.uint8, len(memory) - _HEADER, _HEADER)
-    owner = os.getpid()
+    owner, forks = os.getpid(), _forks.count
 
     def release() -> None:
         # The garbage collector may call this, so take no lock. In a forked child, do not mark the segment as free,
         # because the parent still uses it.
         if os.getpid() == owner:
-            memory[0] = _FREE
+            memory[0] = _FREE if forks == _forks.count else _FORKED
 
     weakref.finalize(base, release).atexit = False
     return _tensors(base, shapes)

@@ -334,6 +334,41 @@ def test_a_forked_child_gives_nothing_back() -> None:
     assert (received[0][0] == 6).all()
 
 
+def test_a_batch_stays_right_in_a_forked_child_after_the_parent_dropped_it() -> None:
+    memory = SharedMemory()
+    received = [send(shared(memory, 6))]
+    wait_end, go_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.read(wait_end, 1)
+            code = 0 if (received[0][0] == 6).all() else 1
+        finally:
+            os._exit(code)
+    received.clear()
+    for value in range(7, 10):
+        send(shared(memory, value))
+    os.write(go_end, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    for end in (wait_end, go_end):
+        os.close(end)
+
+
+def test_batches_that_live_during_forks_do_not_add_up() -> None:
+    gc.collect()
+    before, memory = descriptors(), SharedMemory()
+    for value in range(10):
+        received = send(shared(memory, value))
+        assert in_child(lambda: True)
+        assert (received[0] == value).all()
+        del received
+        assert len(memory._segments) <= 2
+    send(new(memory))
+    # A memory file and its mapping.
+    assert descriptors() == before + 2
+
+
 def test_many_that_were_held_are_not_kept_for_ever() -> None:
     memory = SharedMemory()
     held = [send(new(memory)) for _ in range(20)]
