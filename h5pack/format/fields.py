@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from h5pack.errors import OptionsError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.system.arrays import range_indices
@@ -249,3 +251,19 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def is_field_name(name: str) -> bool:
+    """Return whether the format allows this name for a field."""
+    return name not in schema.RESERVED and "/" not in name and not name.startswith(".")
+
+
+def require_field_names(where: str, names: Sequence[str], path: str | os.PathLike[str] | None = None) -> None:
+    """Raise OptionsError unless the names are unique, and the format allows all of them for fields."""
+    for number, name in enumerate(names):
+        if not is_field_name(name) or name in names[:number]:
+            why = "packs reserve it, or it contains '/' or begins with '.'"
+            why = "another field has it" if name in names[:number] else why
+            raise OptionsError(
+                f"{where}: {name!r} cannot be the name of a field, because {why}; rename it or leave it out", path=path
+            )

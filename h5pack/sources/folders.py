@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from h5pack.errors import NoImagesError, SourceError
 from h5pack.format import schema
+from h5pack.format.fields import is_field_name, require_field_names
 from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, PixelField, Reject, one_split
 
 
@@ -269,13 +270,15 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
     """Return a catalog of images with masks. A mask is in another folder than its image, under the same name.
 
     Suffixes may differ. The folders may be in the root, such as `images` and `masks`, or in each split, such as
-    `train/images` and `train/masks`. Each folder of masks becomes a field of the same name. `wanted` filters only the
-    images.
+    `train/images` and `train/masks`. Each folder of masks becomes a field of the same name, or "masks" if packs reserve
+    that name. `wanted` filters only the images.
     """
     filled = [folder for folder in found.subfolders[""] if any(found.below(folder))]
     by_split = bool(filled) and all(map(is_split_name, filled))
     roles = sorted({name for split in filled for name in found.subfolders[split]}) if by_split else filled
     images, targets = _roles(found.root, roles)
+    fields = [target if is_field_name(target) else "masks" for target in targets]
+    require_field_names(f"{found.root}: its masks in {', '.join(map(repr, targets))}", fields, found.root)
     ignored = Counter(found.ignored)
     files = _files_by_stem(found, (images, *targets), by_split, ignored)
     names: list[str] = []
@@ -312,7 +315,7 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
         NameTable.of(names),
         *(numbered_splits(splits) if splits and all(map(is_split_name, splits)) else one_split(len(splits))),
         pixel_fields=tuple(
-            PixelField(target, schema.MASK, NameTable.of(column)) for target, column in zip(targets, masks, strict=True)
+            PixelField(name, schema.MASK, NameTable.of(column)) for name, column in zip(fields, masks, strict=True)
         ),
         rejects=tuple(rejects),
         ignored=dict(+ignored),

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from h5pack.errors import DamagedRowsError, H5PackError, OptionsError, PackFormatError, SourceError
 from h5pack.format import schema
-from h5pack.format.fields import FieldValueError, FieldValues, parse_texts
+from h5pack.format.fields import FieldValueError, FieldValues, is_field_name, parse_texts, require_field_names
 from h5pack.read.chunk_index import index_checksums
 from h5pack.read.description import describe_file
 from h5pack.read.encoded import has_kept_images, is_encoded, is_mask_group
@@ -30,7 +30,7 @@ from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import require_sources
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, PixelField, split_ids, unused_note
 from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm, mask_dtype
-from h5pack.sources.manifest import class_ids, is_field_name, require_field_names
+from h5pack.sources.manifest import class_ids
 from h5pack.system.machine import available_memory
 from h5pack.system.parameters import invalid
 from h5pack.system.text import format_bytes

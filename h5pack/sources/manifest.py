@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -17,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import OptionsError, SourceError
+from h5pack.errors import SourceError
 from h5pack.format import schema
-from h5pack.format.fields import FieldValueError, FieldValues, parse_ragged, parse_texts
+from h5pack.format.fields import FieldValueError, FieldValues, parse_ragged, parse_texts, require_field_names
 from h5pack.sources.catalog import (
     Catalog,
     FileReader,
@@ -144,17 +143,6 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
     )
 
 
-def require_field_names(where: str, names: Sequence[str], path: str | os.PathLike[str] | None = None) -> None:
-    """Raise OptionsError unless the names are unique, and the format allows all of them for fields."""
-    for number, name in enumerate(names):
-        if not is_field_name(name) or name in names[:number]:
-            why = "packs reserve it, or it contains '/' or begins with '.'"
-            why = "another field has it" if name in names[:number] else why
-            raise OptionsError(
-                f"{where}: {name!r} cannot be the name of a field, because {why}; rename it or leave it out", path=path
-            )
-
-
 def _field(table: TextTable, name: str, columns: ManifestColumns) -> FieldValues:
     """Return the values of a column that becomes a field."""
     values = table.values(name)
@@ -204,11 +192,6 @@ def _listed_texts(values: list[Any]) -> list[Any]:
     except (ValueError, RecursionError):
         return values
     return lists if all(isinstance(text, str) for texts in lists for text in texts) else values
-
-
-def is_field_name(name: str) -> bool:
-    """Return whether the format allows this name for a field."""
-    return name not in schema.RESERVED and "/" not in name and not name.startswith(".")
 
 
 def _many_classes_note(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.format import schema
-from h5pack.format.fields import FieldValueError, FieldValues, parse_ragged, parse_values
+from h5pack.format.fields import FieldValueError, FieldValues, parse_ragged, parse_values, require_field_names
 from h5pack.images.decode import eight_bits
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.images.masks import mask_numbers
@@ -35,7 +35,7 @@ from h5pack.sources.catalog import (
 from h5pack.sources.folders import split_order
 from h5pack.sources.hdf5_catalog import channel_axes
 from h5pack.sources.hdf5_rows import PixelForm
-from h5pack.sources.manifest import ManifestColumns, require_field_names
+from h5pack.sources.manifest import ManifestColumns
 
 IMAGE, LABEL = "image", "label"
 MASKS = ("mask", "masks")

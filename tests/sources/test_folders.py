@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h5pack.errors import NoImagesError, SourceError
+from h5pack.errors import NoImagesError, OptionsError, SourceError
 from h5pack.sources import folders
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
@@ -275,6 +275,18 @@ def test_images_are_paired_with_masks(tmp_path: Path, names: list[str], expected
         images, masks = ([name.partition("/")[2] for name in table] for table in (catalog.names, one.files))
         assert dict(zip(images, masks, strict=True)) == expected[one.name]
         assert {name.partition("/")[0] for name in one.files} == {one.name}
+
+
+@pytest.mark.parametrize("folder", ["labels", "splits"])
+def test_masks_in_a_folder_of_a_reserved_name_become_the_field_masks(tmp_path: Path, folder: str) -> None:
+    paths = [f"images/{number}.jpg" for number in range(3)] + [f"{folder}/{number}.png" for number in range(3)]
+    catalog = open_source(touch(tmp_path, *paths), SourceOptions("pairs"))
+    assert [(one.name, [*one.files]) for one in catalog.pixel_fields] == [("masks", paths[3:])]
+
+
+def test_a_reserved_name_beside_masks_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OptionsError):
+        open_source(touch(tmp_path, "images/1.jpg", "labels/1.png", "masks/1.png"), SourceOptions("pairs"))
 
 
 @pytest.mark.parametrize("by_split", [False, True])
