@@ -382,12 +382,28 @@ def integers(cells: Iterable[str]) -> npt.NDArray[np.int64] | None:
         return None
 
 
-def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
-    """Return a column as int64 if all cells are integers, else float64; raise SourceError if a cell is not a number."""
+def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64 | np.uint64 | np.float64]:
+    """Return a column as int64, or if that is too small as uint64, if all cells are integers, else as float64.
+
+    Raise SourceError if a cell is not a number, or if integers fit neither int64 nor uint64.
+    """
     cells = table.column(column)
-    exact = integers(cells)
-    if exact is not None:
-        return exact
+    try:
+        exact = [int(parse_number(cell, int)) for cell in cells]
+    except ValueError:
+        return _floats(table, column, cells)
+    low, high = min(exact, default=0), max(exact, default=0)
+    if -(2**63) <= low <= high < 2**63:
+        return np.array(exact, np.int64)
+    if 0 <= low <= high < 2**64:
+        return np.array(exact, np.uint64)
+    row = exact.index(low if low < -(2**63) else high)
+    problem = f"contains {cells[row]:.60}, but its integers must all fit into int64 or all into uint64"
+    advice = "name it with text_columns instead of field_columns"
+    raise table.error(row, f"column {column!r} {problem}; {advice}", "text_columns", "field_columns")
+
+
+def _floats(table: TextTable, column: str, cells: list[str]) -> npt.NDArray[np.float64]:
     try:
         return np.array([parse_number(cell, float) for cell in cells], np.float64)
     except ValueError:

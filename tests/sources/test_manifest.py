@@ -108,6 +108,23 @@ def test_numbers_are_int64_where_all_are_integers_else_float64() -> None:
         assert np.array_equal(result, [float(cell) for cell in cells], equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("cells", "dtype"),
+    [
+        ((2**63 - 1, -(2**63)), np.int64),
+        ((2**64 - 1, 0, 2**63 + 1), np.uint64),
+    ],
+)
+def test_integers_of_64_bits_are_exact(cells: tuple[int, ...], dtype: type[np.integer[Any]]) -> None:
+    np.testing.assert_array_equal(numbers(table(*map(str, cells)), "x"), np.array(cells, dtype), strict=True)
+
+
+@pytest.mark.parametrize(("cells", "line"), [((1, 2**64), 3), ((2**63, -1), 2), ((2**63, -(2**63) - 1), 3)])
+def test_integers_that_fit_no_dtype_are_an_error(cells: tuple[int, ...], line: int) -> None:
+    with pytest.raises(SourceError, match=rf"line {line}: .*'x'.*{cells[line - 2]}"):
+        numbers(table(*map(str, cells)), "x")
+
+
 @pytest.mark.parametrize("cell", ["", "cat", "1_0.5", "1,5"])
 def test_a_cell_that_is_not_a_number_is_named(cell: str) -> None:
     with pytest.raises(SourceError, match=rf"line 4: .*'{cell}'"):
