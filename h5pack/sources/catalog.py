@@ -452,8 +452,9 @@ class Catalog:
         return self if len(kept) == len(self) else replace(self.take(np.array(kept, np.int64)), ignored=dict(ignored))
 
     def limited(self, limit: int) -> Catalog:
-        """Return a catalog of at most `limit` evenly spaced images. The shares of classes and splits hardly change."""
-        return self if len(self) <= limit else self.take(np.arange(limit, dtype=np.int64) * len(self) // limit)
+        """Return a catalog of at most `limit` evenly spaced images; if images are left out, so are the rejects."""
+        indices = np.arange(limit, dtype=np.int64) * len(self) // limit
+        return self if len(self) <= limit else replace(self.take(indices), rejects=())
 
 
 def unused_note(kind: str, names: Sequence[str], advice: str, *parameters: str) -> tuple[Note, ...]:

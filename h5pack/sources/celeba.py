@@ -57,7 +57,8 @@ def celeba(root: Path, wanted: NameFilter) -> Catalog:
 
     found = walk(str(root), wanted, folder)
     images = [name[len(folder) + 1 :] for name in found.below("")]
-    names, rows, rejects = _join(root / folder, images, list(tables.values()))
+    names, rows, missing = _join(root / folder, images, list(tables.values()))
+    rejects = (Reject(f"{folder}/{name}", reason) for name, reason in missing)
     row_of = dict(zip(tables, rows, strict=True))
     split_names, split_ids = one_split(len(names))
     if "partition" in tables:
@@ -75,7 +76,7 @@ def celeba(root: Path, wanted: NameFilter) -> Catalog:
         labels=binary_table(attributes, columns)[row_of["attributes"]],
         label_names=columns,
         fields=fields,
-        rejects=tuple(Reject(f"{folder}/{name}", reason) for name, reason in rejects),
+        rejects=tuple(reject for reject in rejects if wanted.allows(reject.name)),
         ignored=dict(found.ignored),
     )
 

@@ -95,15 +95,12 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
     if repeated:
         note = Note(f"lines that repeat the image of an earlier line: {repeated:,}; each line is packed")
         catalog = replace(catalog, notes=(*catalog.notes, note))
-    return _complete(catalog, further).filtered(wanted)
+    return _complete(catalog.filtered(wanted))
 
 
-def _complete(catalog: Catalog, further: dict[str, list[str]]) -> Catalog:
-    """Return the catalog in which images that lack a mask or a further image are rejects.
-
-    `further` has the paths of the masks and further images by column name, "" for a missing path.
-    """
-    missing = {row: name for name, cells in further.items() for row, cell in enumerate(cells) if not cell}
+def _complete(catalog: Catalog) -> Catalog:
+    """Return the catalog in which images that lack a mask or a further image, whose path is "", are rejects."""
+    missing = {row: one.name for one in catalog.pixel_fields for row, file in enumerate(one.files) if not file}
     if not missing:
         return catalog
     rejects = [catalog.reject(row, f"no path in column {name!r}") for row, name in sorted(missing.items())]

@@ -57,6 +57,11 @@ def test_a_limit_takes_evenly_spaced_images_in_order(count: int, limit: int) -> 
     assert count - kept[-1] <= -(-count // min(count, limit))
 
 
+def test_a_limit_that_leaves_images_out_leaves_rejects_out() -> None:
+    rejects = (Reject("x", "y"),)
+    assert [catalog(5, rejects=rejects).limited(limit).rejects for limit in (4, 5)] == [(), rejects]
+
+
 def test_taking_keeps_rows_together() -> None:
     noted = {"rejects": (Reject("x", "y"),), "ignored": {"hidden": 3}}
     part = catalog(5, labels=np.arange(5), fields={"weight": np.arange(5) / 2}, **noted).take(np.array([4, 1]))

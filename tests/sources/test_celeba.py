@@ -108,6 +108,8 @@ def test_filters_apply_to_names_and_to_paths_and_make_no_rejects(tmp_path: Path,
     excluded = celeba(tmp_path, NameFilter(exclude=(pattern,)))
     assert [name[-10:] for name in excluded.names] == [f"00000{number}.jpg" for number in (3, 4, 5, 6)]
     assert (excluded.rejects, excluded.ignored) == ((), {"excluded": 2})
+    (tmp_path / "img_align_celeba" / "000002.jpg").unlink()
+    assert celeba(tmp_path, NameFilter(exclude=(pattern,))).rejects == ()
 
 
 @pytest.mark.parametrize("folder", ["", "Img/"])

@@ -318,6 +318,18 @@ def test_filters_keep_rows_together(tmp_path: Path) -> None:
         assert (catalog.ignored, catalog.label_names) == (ignored, ("cat", "dog", "eel", "fox"))
 
 
+def test_rows_that_are_filtered_out_are_not_rejected_for_a_missing_mask(tmp_path: Path) -> None:
+    lines = ["path,mask", "0.jpg,0.png", "1.jpg,", "2.jpg,", "3.jpg,3.png"]
+    for wanted, kept, rejected in [
+        (NameFilter(), ["0.jpg", "3.jpg"], ["1.jpg", "2.jpg"]),
+        (NameFilter(exclude=("0.jpg", "1.jpg")), ["3.jpg"], ["2.jpg"]),
+        (NameFilter(include=("[03].jpg",)), ["0.jpg", "3.jpg"], []),
+    ]:
+        catalog = read(tmp_path / "m.csv", *lines, wanted=wanted, masks=("mask",))
+        assert ([*catalog.names], [reject.name for reject in catalog.rejects]) == (kept, rejected)
+        assert [*catalog.pixel_fields[0].files] == [f"{name[0]}.png" for name in kept]
+
+
 @pytest.mark.parametrize("cell", ['""', "a\0b.jpg"])
 def test_a_cell_that_is_not_a_path_is_an_error(tmp_path: Path, cell: str) -> None:
     with pytest.raises(SourceError):
