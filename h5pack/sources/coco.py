@@ -18,7 +18,7 @@ from h5pack.errors import SourceError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValues, RaggedRows
 from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, Note, unused_note
-from h5pack.sources.folders import is_split_name, split_order
+from h5pack.sources.folders import is_path, is_split_name, split_order
 from h5pack.system.text import counted
 
 _FOLDER = "annotations"
@@ -168,7 +168,7 @@ def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], s
     try:
         image_id, name = int(entry["id"]), entry["file_name"]
         size = int(entry.get("height") or 0), int(entry.get("width") or 0)
-        if not isinstance(name, str) or not name or "\0" in name:
+        if not isinstance(name, str) or not is_path(name):
             raise ValueError(name)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problem = f"image {number} has no valid id, file_name or size ({error!r}); correct it"

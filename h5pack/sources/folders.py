@@ -161,6 +161,14 @@ def is_visible(name: str) -> bool:
     return not name.startswith(".") and name != "__MACOSX"
 
 
+def is_path(text: str) -> bool:
+    """Return whether a text can be the path of a file: not empty, and without NUL and unpaired surrogates."""
+    try:
+        return bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
 def is_folder(entry: os.DirEntry[str]) -> bool:
     """Return whether an entry is a folder, or a link to one."""
     try:

@@ -29,7 +29,7 @@ from h5pack.sources.catalog import (
     one_split,
     unused_note,
 )
-from h5pack.sources.folders import numbered_splits
+from h5pack.sources.folders import is_path, numbered_splits
 
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
 IMAGE_COLUMNS = ("image", "images", "img", "picture", "photo", "jpg", "jpeg", "png", "bytes", "content", "data")
@@ -84,7 +84,7 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
     further = {column: table.column(column) for column in kinds}
     for cells in (names, *further.values()):
         for row, name in enumerate(cells):
-            if "\0" in name or not (name or cells is not names):
+            if not is_path(name) and (name or cells is names):
                 raise table.error(row, f"{name!r} is not a path; correct the line")
     reader = FileReader(columns.root or str(path.parent))
     # A row without the path of a mask or further image is rejected below, by `_complete`.

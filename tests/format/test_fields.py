@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from h5pack.format.fields import FieldValueError, RaggedRows, parse_ragged, parse_texts, parse_values
+from h5pack.errors import OptionsError
+from h5pack.format.fields import (
+    FieldValueError,
+    RaggedRows,
+    parse_ragged,
+    parse_texts,
+    parse_values,
+    require_field_names,
+)
 
 TEXTS = ["", "plain", "zwei\nZeilen\r", "雪 é 🙂", ""]
 LISTS = [[], ["one"], ["", "two\n"], ["雪"] * 3, []]
@@ -160,3 +168,10 @@ def test_values_of_samples_become_the_field_that_holds_them(values: list[Any], k
 def test_values_of_samples_that_do_not_fit_together_are_an_error(values: list[Any]) -> None:
     with pytest.raises(FieldValueError):
         parse_values(values)
+
+
+def test_names_that_cannot_be_fields_are_an_error() -> None:
+    require_field_names("x", ["age", "größe", "label.1"])
+    for names in (["labels"], ["a/b"], [".x"], ["a\0"], ["\ud83d"], ["\udcff"], ["a", "a"]):
+        with pytest.raises(OptionsError):
+            require_field_names("x", names)

@@ -179,12 +179,14 @@ def test_points_are_turned_as_pixels_are() -> None:
         b'{"images": {}, "annotations": []}',
         b'{"images": [{"id": 1}], "annotations": []}', b'{"images": [3], "annotations": []}',
         b'{"images": [{"id": 1, "file_name": ""}], "annotations": []}',
+        b'{"images": [{"id": 1, "file_name": "a"}, {"id": 2, "file_name": "\\ud83d"}], "annotations": []}',
         b'{"images": [{"id": 1, "file_name": "a"}, {"id": 1, "file_name": "b"}], "annotations": []}',
         b'{"images": [], "annotations": [3]}', b'{"images": [], "annotations": [], "categories": [3]}',
     ],
 )  # fmt: skip
 def test_files_that_are_not_coco_are_errors(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.json").write_bytes(content)
+    (tmp_path / "a").touch()
     with pytest.raises(SourceError) as caught:
         open_source(tmp_path / "a.json", SourceOptions())
     assert caught.value.path == str(tmp_path / "a.json")

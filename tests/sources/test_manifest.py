@@ -340,6 +340,21 @@ def jsonl(path: Path, *records: object) -> Path:
     return written(path, "".join(f"{json.dumps(record)}\n" for record in records))
 
 
+@pytest.mark.parametrize("cell", ["\ud83d.jpg", "a\0.jpg"])
+def test_a_text_of_json_that_is_not_a_path_is_an_error(tmp_path: Path, cell: str) -> None:
+    for record in ({"path": cell, "mask": "1.png"}, {"path": "1.jpg", "mask": cell}):
+        with pytest.raises(SourceError, match="line 2: "):
+            manifest(
+                jsonl(tmp_path / "m.jsonl", {"path": "0.jpg", "mask": ""}, record),
+                ManifestColumns(masks=("mask",)),
+                NameFilter(),
+            )
+
+
+def test_undecodable_bytes_of_a_path_are_kept_as_surrogates(tmp_path: Path) -> None:
+    assert [*read(tmp_path / "m.jsonl", '{"path": "\\udcff.jpg"}').names] == ["\udcff.jpg"]
+
+
 def rows_of(values: FieldValues) -> tuple[str, list[Any]]:
     assert isinstance(values, RaggedRows)
     return values.kind, [row if isinstance(row, (str, list)) else row.tolist() for row in values.values()]
