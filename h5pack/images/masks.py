@@ -84,6 +84,18 @@ def mask_numbers(image: Image.Image) -> npt.NDArray[Any]:
     return np.asarray(image).astype(dtype, copy=False)
 
 
+def narrow_mask(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a mask of integers or bools, (h, w), as uint8 or int32.
+
+    Raise RejectedImageError if a number needs 64 bits.
+    """
+    if values.dtype.kind == "b" or values.dtype == np.uint8:
+        return values.astype(np.uint8, copy=False)
+    if not np.can_cast(values.dtype, np.int32) and not -(2**31) <= int(values.min()) <= int(values.max()) < 2**31:
+        raise RejectedImageError(f"its numbers from {values.min()} to {values.max()} need 64 bits")
+    return values.astype(np.int32, copy=False)
+
+
 class MaskDecoder:
     """A decoder of masks into rows (H, W) of `dtype`, "|u1" or "<i4". `options` are the pixel options of the images."""
 

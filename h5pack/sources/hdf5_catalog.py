@@ -310,6 +310,9 @@ def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str)
     if text(dataset.attrs.get(schema.KIND, b"")) == schema.IMAGE:
         return schema.IMAGE if dataset.shape == shape and dataset.dtype == file[images].dtype else None
     fits = dataset.shape == (shape[0], *form.size(shape[1:]))
+    if schema.FORMAT in file.attrs:
+        # Masks of a pack have at most 32 bits, so wider integers are an array.
+        fits = fits and np.can_cast(dataset.dtype, np.int32)
     return schema.MASK if fits and mask_dtype(dataset.dtype) is not None else None
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from h5pack.errors import DamagedRowsError, H5PackError, PackFormatError, RejectedImageError, SourceError
 from h5pack.format import schema
 from h5pack.images.decode import read_header
-from h5pack.images.masks import read_mask
+from h5pack.images.masks import narrow_mask, read_mask
 from h5pack.read.description import FileDescription
 from h5pack.read.engine import Engine
 from h5pack.sources.catalog import SourceReader, SurveyedImage, fingerprint
@@ -84,10 +84,10 @@ def default_range(dtype: np.dtype[Any]) -> tuple[float, float] | None:
 
 
 def mask_dtype(dtype: np.dtype[Any]) -> str | None:
-    """Return the dtype to which masks of `dtype` are converted; None for floats and numbers that may exceed int32."""
+    """Return the dtype to which masks of `dtype` are converted by `narrow_mask`; None for floats."""
     if dtype.kind == "b" or dtype == np.uint8:
         return "|u1"
-    return "<i4" if dtype.kind in "iu" and np.can_cast(dtype, np.int32) else None
+    return "<i4" if dtype.kind in "iu" else None
 
 
 class HDF5RowReader(SourceReader):
@@ -145,7 +145,7 @@ class HDF5RowReader(SourceReader):
         values: npt.NDArray[Any] = self._read_rows([index], dataset)[0]
         if values.ndim == 3 and self.form is not None:
             return self.form.pixels(values)
-        return values.astype(mask_dtype(values.dtype), copy=False)
+        return narrow_mask(values)
 
     def uniform_mask_dtypes(self) -> list[str]:
         return [str(mask_dtype(self.engine.indexes[name].native_dtype)) for name in self.masks]

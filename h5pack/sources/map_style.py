@@ -18,7 +18,7 @@ from h5pack.format import schema
 from h5pack.format.fields import FieldValueError, FieldValues, parse_ragged, parse_values, require_field_names
 from h5pack.images.decode import eight_bits
 from h5pack.images.headers import DecodePath, ImageHeader
-from h5pack.images.masks import mask_numbers
+from h5pack.images.masks import mask_numbers, narrow_mask
 from h5pack.sources.catalog import (
     Catalog,
     NameTable,
@@ -421,12 +421,7 @@ def _mask(name: str, mask: Any) -> npt.NDArray[Any]:
         raise RejectedImageError(
             f"the dataset gave {name!r} as {array.dtype} {array.shape}; expected integers of shape (H, W)"
         )
-    if array.dtype.kind == "b" or array.dtype == np.uint8:
-        return array.astype(np.uint8)
-    low, high = int(array.min()), int(array.max())
-    if low < -(2**31) or high >= 2**31:
-        raise RejectedImageError(f"the dataset gave {name!r} with numbers from {low} to {high}, which need 64 bits")
-    return array.astype(np.int32)
+    return narrow_mask(array)
 
 
 def _label(label: Any) -> npt.NDArray[Any]:

@@ -17,7 +17,7 @@ from PIL import Image
 from h5pack.errors import RejectedImageError
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, Upright
 from h5pack.images.headers import TURNS, DecodePath
-from h5pack.images.masks import MaskDecoder, read_mask_header
+from h5pack.images.masks import MaskDecoder, narrow_mask, read_mask_header
 
 
 def pixel_options(size: tuple[int, int], fit: str = "crop", **changes: Any) -> PixelOptions:
@@ -174,3 +174,18 @@ def test_colors_are_no_numbers(mode: str) -> None:
 def test_what_is_no_mask_of_the_image_is_rejected(data: bytes, reason: str) -> None:
     with pytest.raises(RejectedImageError, match=reason):
         MaskDecoder(pixel_options((2, 3)), "|u1").pixels(data, Upright(2, 3))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "u1", "i1", "<u2", ">u2", "i4", ">i4", "u4", "i8", "u8"])
+def test_integers_become_masks_of_at_most_32_bits(dtype: str) -> None:
+    values = np.array([[0, 1], [1, 0]], dtype)
+    stored = np.uint8 if dtype in ("bool", "u1") else np.int32
+    np.testing.assert_array_equal(narrow_mask(values), values.astype(stored), strict=True)
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("u4", 2**31), ("i8", 2**31), ("i8", -(2**31) - 1), ("u8", 2**64 - 1)])
+def test_numbers_that_need_64_bits_are_no_mask(dtype: str, number: int) -> None:
+    with pytest.raises(RejectedImageError):
+        narrow_mask(np.array([[0, number]], dtype))
+    inside = number - 1 if 0 < number < 2**32 else number + 1 if number < 0 else 2**31 - 1
+    assert narrow_mask(np.array([[inside]], dtype)).tolist() == [[inside]]

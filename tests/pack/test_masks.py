@@ -259,18 +259,28 @@ def test_masks_of_a_pack_are_packed_again(tmp_path: Path, fields: str) -> None:
         assert np.array_equal(mask, before["masks"][before["names"].index(name)][1::2, 1::2])
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "bool", "uint16", "int32"])
+@pytest.mark.parametrize("dtype", ["uint8", "bool", "uint16", "int32", "uint32", "int64", "uint64"])
 def test_masks_of_any_hdf5_file(tmp_path: Path, dtype: str) -> None:
     masks = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 128, (6, 8, 12)).astype(dtype)
-    path = hdf5_file(tmp_path / "a.h5", images=np.zeros((6, 8, 12, 3), np.uint8), seg=masks, wide=masks.astype("int64"))
-    h5pack.convert(path, tmp_path / "b.h5", **quick(fields=["seg", "wide"], order="sorted"))
+    path = hdf5_file(tmp_path / "a.h5", images=np.zeros((6, 8, 12, 3), np.uint8), seg=masks)
+    h5pack.convert(path, tmp_path / "b.h5", **quick(fields="seg", order="sorted"))
     with h5py.File(tmp_path / "b.h5") as file:
         assert file["fields/seg"].dtype == (np.uint8 if dtype in ("uint8", "bool") else np.int32)
         assert np.array_equal(file["fields/seg"][()], masks)
-        assert np.array_equal(file["fields/wide"][()], masks)
     h5pack.convert(path, tmp_path / "c.h5", **quick(fields="seg", order="sorted", size=(8, 6)))
     with h5py.File(tmp_path / "c.h5") as file:
         assert np.array_equal(file["fields/seg"][()], masks[:, :, 3:9])
+
+
+@pytest.mark.parametrize(("dtype", "wrong"), [("uint32", 2**31), ("int64", -(2**31) - 1), ("uint64", 2**63)])
+def test_a_row_of_an_hdf5_file_whose_mask_exceeds_int32_is_rejected(tmp_path: Path, dtype: str, wrong: int) -> None:
+    masks = np.zeros((3, 8, 12), dtype)
+    masks[0], masks[1, 2, 3] = 2**31 - 1, wrong
+    path = hdf5_file(tmp_path / "a.h5", images=np.zeros((3, 8, 12, 3), np.uint8), seg=masks)
+    h5pack.convert(path, tmp_path / "b.h5", **quick(fields="seg", order="sorted"))
+    with h5py.File(tmp_path / "b.h5") as file:
+        assert file["rejects/filenames"][()].tolist() == [b"images/00000001"]
+        np.testing.assert_array_equal(file["fields/seg"][()], masks[::2].astype(np.int32), strict=True)
 
 
 def test_masks_that_a_manifest_names(tmp_path: Path) -> None:

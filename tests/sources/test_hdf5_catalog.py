@@ -192,6 +192,17 @@ def test_fields_are_rows_of_numbers(tmp_path: Path) -> None:
             catalog(path, images="x", fields=fields)
 
 
+def test_integers_of_64_bits_are_masks_but_in_a_pack_an_array(tmp_path: Path) -> None:
+    values = np.arange(ROWS * 120).reshape(ROWS, 10, 12)
+    path = write(tmp_path / "a.h5", images=IMAGES, x=values)
+    assert [one.name for one in catalog(path, fields=("x",)).pixel_fields] == ["x"]
+    samples = [{"image": image, "x": row} for image, row in zip(IMAGES, values, strict=True)]
+    h5pack.convert(samples, tmp_path / "b.h5", **quick(fields="x", order="sorted"))
+    of_pack = catalog(tmp_path / "b.h5")
+    assert of_pack.pixel_fields == ()
+    np.testing.assert_array_equal(of_pack.fields["x"], values, strict=True)
+
+
 def test_labels_without_their_source_are_no_zeros(tmp_path: Path) -> None:
     write(tmp_path / "source.h5", y=np.arange(ROWS), word=np.array([b"cat", b"dog"] * 3))
     path = write(tmp_path / "f.h5", x=IMAGES)
