@@ -4,13 +4,17 @@ All shards have one plan, so images, splits and their order are as in one large 
 after the other into the folder ``OUT.partial.shards``, and each is complete before the next one begins. When all
 shards are complete, the virtual file is written as ``OUT.partial``. Finally the shards are renamed, and then the
 virtual file. A resumed run sees from these files how far the interrupted run had come.
+
+A shard without any image that can be packed is left out; a file ``SHARD.rejects.json`` then lists its rejects.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +31,11 @@ from h5pack.pack import finish
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.journal import Journal
 from h5pack.pack.output import ConvertReport, Output, OutputLock
-from h5pack.pack.plan import ConvertPlan
+from h5pack.pack.plan import ConvertPlan, NoRowsError
 from h5pack.pack.resume import identity, require_same
+from h5pack.sources.catalog import Reject
 from h5pack.sources.map_style import MapStyleDataset
-from h5pack.system.files import reporting_full_disk, sync_path
+from h5pack.system.files import reporting_full_disk, sync_path, write_atomically
 
 
 def open_conversion(
@@ -62,6 +67,11 @@ def shards_of(file: Path, out: Path) -> set[Path]:
         return set()
     kind = re.compile(rf"{re.escape(out.stem)}-\d{{5,}}{re.escape(out.suffix)}")
     return {out.with_name(name) for name in names if kind.fullmatch(name)}
+
+
+def _rejects_path(shard: Path) -> Path:
+    """Return the path of the list of rejects that stands for a shard without images."""
+    return shard.with_name(f"{shard.name}.rejects.json")
 
 
 class ShardedConversion(Conversion):
@@ -128,19 +138,35 @@ class ShardedConversion(Conversion):
 
     def _write_shard(self, plan: ConvertPlan, path: Path) -> ConvertReport:
         output = Output(path)
+        if _rejects_path(path).exists():
+            return ConvertReport(str(path), 0, plan.rows, 0, self.num_workers, plan.rows)
         if path.exists() and not output.partial.exists():
             return ConvertReport(str(path), plan.rows, 0, path.stat().st_size, self.num_workers, plan.rows)
-        return self.write(plan, output)
+        try:
+            return self.write(plan, output)
+        except NoRowsError as error:
+            rejects = [(reject.name, reject.reason) for reject in error.rejects]
+            write_atomically(_rejects_path(path), json.dumps(rejects).encode())
+            sync_path(path.parent)
+            return ConvertReport(str(path), 0, plan.rows, 0, self.num_workers)
 
     def _publish(
         self, lock: OutputLock, shards: list[Path], reports: list[ConvertReport], overwrite: bool
     ) -> ConvertReport:
         """Make the virtual file, then give the shards and the output their final names."""
         output = self.output
+        lists = [path for path in map(_rejects_path, shards) if path.exists()]
+        left_out = [Reject(*reject) for path in lists for reject in json.loads(path.read_bytes())]
+        shards = [path for path in shards if _rejects_path(path) not in lists]
+        if not shards:
+            output.remove_leftovers()
+            output.partial.unlink()
+            raise NoRowsError(self.plan().source, left_out)
         with self._stage("finish", 0):
             if not finish.is_complete(output.partial):
                 parts = [open_part(path) for path in shards]
                 merged = merge(parts)
+                merged = replace(merged, rejects=(*merged.rejects, *left_out))
                 order = np.argsort(merged.split_ids, kind="stable")
                 virtual = Combination.of(None, parts, merged, order, added_statistics(parts, merged))
                 make_virtual(virtual, output, lock, output.shards)

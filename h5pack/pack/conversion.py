@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from h5pack.cluster.dask_client import count_threads, open_workers
 from h5pack.cluster.parts import PartsFolder
-from h5pack.errors import NoImagesError, OptionsError
+from h5pack.errors import OptionsError
 from h5pack.format.row_offsets import check_rows_counted, check_tasks
 from h5pack.pack import finish, writer
 from h5pack.pack.compression import require_filter
@@ -43,7 +43,7 @@ from h5pack.pack.journal import Journal, RowRecord, RowResults, SurveyJournal
 from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
 from h5pack.pack.options import ConvertOptions, require_suitable
 from h5pack.pack.output import ConvertReport, Output, OutputLock, PartFile, Stages
-from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject
+from h5pack.pack.plan import ConvertPlan, NoRowsError, close_holes, make_plan, refuse_reject
 from h5pack.pack.resume import UnfinishedPack, verify_existing
 from h5pack.pack.survey import survey, survey_identity, with_placed_fields, with_size_note
 from h5pack.sources.catalog import Catalog
@@ -202,13 +202,14 @@ class Conversion:
                         plan = encode_images(pack, self._sharing("encode"), self.num_workers, advance)
                 pack.allocate(plan)
                 return self._write_part(pack) if in_parts else self._write_and_finish(pack)
-        except BaseException as error:
+        except NoRowsError:
+            # All tasks have ended, and there is nothing to resume. The workers may go on with another shard.
+            output.remove_leftovers()
+            output.partial.unlink(missing_ok=True)
+            raise
+        except BaseException:
             # Stop the workers before the lock is released, so that none of them writes afterwards.
             self._stack.__exit__(*sys.exc_info())
-            if isinstance(error, NoImagesError):
-                # There is nothing to resume.
-                output.remove_leftovers()
-                output.partial.unlink(missing_ok=True)
             raise
         finally:
             lock.release()
@@ -301,10 +302,7 @@ class Conversion:
         self._write_rows(pack, np.flatnonzero(~results.settled), results)
         written = results.record()
         if not written.packed.any():
-            source, reason = pack.plan.source, next(iter(written.reasons.values()), "no reason known")
-            raise NoImagesError(
-                f"{source}: none of its images can be decoded (first reason: {reason}); check the images", path=source
-            )
+            raise NoRowsError(pack.plan.source, pack.plan.all_rejects(written.reasons))
         # Flush the rows before saving the record, so that a power cut cannot leave a record of rows that are missing.
         os.fsync(pack.lock.descriptor)
         pack.journal.save_written(written)

@@ -179,7 +179,7 @@ def encode_images(
 
     Images that an earlier run encoded are not encoded again. The parts of an array job all submit the same tasks, even
     those already done, because their executor returns saved results. `advance` is called with the number of images that
-    are done. Raises NoImagesError if no image is left.
+    are done. Raises NoRowsError if no image is left.
     """
     plan = pack.plan
     assert isinstance(plan, KeptPlan)

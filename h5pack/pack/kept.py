@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import NoImagesError, RejectedImageError
+from h5pack.errors import RejectedImageError
 from h5pack.format import schema
 from h5pack.format.plans import DEFAULT_CHUNK_BYTES, ChunkPlan
 from h5pack.images.decode import strict_pillow
@@ -23,7 +23,7 @@ from h5pack.images.encode import JpegEncoder, fitted_size
 from h5pack.pack.file_structure import EncodedMasks, PixelRows
 from h5pack.pack.journal import EncodedFile
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.plan import ConvertPlan, RowOrder, Rows, close_holes, plan_rows
+from h5pack.pack.plan import ConvertPlan, NoRowsError, RowOrder, Rows, close_holes, plan_rows
 from h5pack.pack.statistics import encoded_sums, sampled_rows, statistics_range
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import Catalog
@@ -143,15 +143,12 @@ class KeptPlan(ConvertPlan):
     def with_encoded(self, places: EncodedPlaces, reasons: dict[int, str]) -> KeptPlan:
         """Return the plan with the sizes of encoded images, and without the rejected images.
 
-        `reasons` says why images were rejected, by catalog index. Raises NoImagesError if no image is left.
+        `reasons` says why images were rejected, by catalog index. Raises NoRowsError if no image is left.
         """
         packed = ~np.isin(self.row_order.origins, np.array([*reasons], np.int64))
+        rejects = (*self.rejects, *(self.catalog.reject(index, reason) for index, reason in sorted(reasons.items())))
         if not packed.any():
-            raise NoImagesError(
-                f"{self.source}: none of its images can be packed (first reason: {next(iter(reasons.values()))}); "
-                "check the files",
-                path=self.source,
-            )
+            raise NoRowsError(self.source, rejects)
         order = close_holes(self.row_order.split_starts, packed, self.options.order == "sorted")
         origins = self.row_order.origins[order.origins]
         found, images = places.owners >= 0, places.images
@@ -159,7 +156,6 @@ class KeptPlan(ConvertPlan):
         sizes[found] = images["bytes"][found]
         sized = found & (images["height"] > 0)
         heights[sized], widths[sized] = images["height"][sized], images["width"][sized]
-        rejects = (*self.rejects, *(self.catalog.reject(index, reason) for index, reason in sorted(reasons.items())))
         return replace(
             self,
             row_order=RowOrder(origins, order.split_starts),

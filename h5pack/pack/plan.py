@@ -369,6 +369,15 @@ class ConvertPlan:
         return "\n".join(lines)
 
 
+class NoRowsError(NoImagesError):
+    """None of the images of a plan, or of a shard of it, can be packed. `rejects` are all of them."""
+
+    def __init__(self, source: str, rejects: Sequence[Reject]) -> None:
+        problem = f"none of its images can be packed ({rejects[0].shown}: {rejects[0].reason}); check the images"
+        super().__init__(f"{source}: {problem}", path=source)
+        self.rejects = tuple(rejects)
+
+
 @dataclass(frozen=True)
 class PlannedRows:
     """The images that become rows, and their order."""

@@ -15,8 +15,8 @@ import pytest
 
 import h5pack
 from h5pack import cli
-from h5pack.combine.shards import shard_path, shards_of
-from h5pack.errors import OptionsError, OutputBusyError, OutputExistsError, ResumeError
+from h5pack.combine.shards import open_conversion, shard_path, shards_of
+from h5pack.errors import NoImagesError, OptionsError, OutputBusyError, OutputExistsError, ResumeError
 from h5pack.pack.output import Output, OutputLock
 from tests.combine.packs import SOURCE, contents, source
 from tests.crashing import changes_in_child, distinct_steps, leftovers
@@ -28,6 +28,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "gzip": {"compression": "gzip", "chunk_rows": 4, "shard_bytes": 1_130_000},
     "jpeg": {"keep": "jpeg", "shard_bytes": 380_000},
     "max_side": {"keep": "jpeg", "max_side": 16, "shard_bytes": 380_000},
+}
+
+SMALL: dict[str, dict[str, Any]] = {
+    "pixels": {**KINDS["pixels"], "order": "sorted", "shard_bytes": 1_095_000},
+    "gzip": {**KINDS["gzip"], "order": "sorted", "shard_bytes": 1_095_000},
+    "max_side": {**KINDS["max_side"], "order": "sorted", "shard_bytes": 360_000},
 }
 
 
@@ -139,6 +145,73 @@ def test_images_that_cannot_be_decoded(tmp_path: Path) -> None:
     h5pack.convert(found, tmp_path / "one.h5", **quick())
     assert len(contents_of(out)) == 30
     assert contents_of(out) == contents_of(tmp_path / "one.h5")
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_shard_without_images_is_left_out(tmp_path: Path, kind: str, number: int) -> None:
+    keywords, out = quick(**SMALL[kind]), tmp_path / "o.h5"
+    found, edges = damaged_shard(tmp_path / "s", keywords, number)
+    bad = {f"{row:05d}.bmp" for row in range(edges[number], edges[number + 1])} | {"empty.png"}
+    keywords["num_workers"] = number + 1
+    report = h5pack.convert(found, out, **keywords)
+    assert (report.images, report.rejects, report.shards) == (31 - len(bad), len(bad), len(edges) - 2)
+    paths = {shard_path(out, shard) for shard in range(len(edges) - 1) if shard != number}
+    assert shards_of(out, out) == paths
+    assert leftovers(tmp_path) == {"s", "o.h5", "o.h5.rejects.csv", *(path.name for path in paths)}
+    with (tmp_path / "o.h5.rejects.csv").open() as stream:
+        assert {line["filename"] for line in csv.DictReader(stream)} == bad
+    h5pack.convert(found, tmp_path / "one.h5", **unsharded(keywords))
+    assert list(contents_of(out).items()) == list(contents_of(tmp_path / "one.h5").items())
+    assert h5pack.verify(out, num_workers=1).ok
+    assert h5pack.convert(found, out, resume=True, **keywords).already_complete
+
+
+def test_killed_while_a_shard_without_images_is_left_out_and_resumed(tmp_path: Path) -> None:
+    keywords, out = quick(**SMALL["pixels"]), tmp_path / "o.h5"
+    found, _ = damaged_shard(tmp_path / "s", keywords, 1)
+    changes = changes_in_child(lambda: h5pack.convert(found, out, **keywords), kill_at=None)
+    whole = files(tmp_path)
+    steps = [step for step in distinct_steps(changes, first=True) if changes[step].split()[1].startswith("o-00001.h5")]
+    assert any(".rejects.json" in changes[step] for step in steps)
+    for step in [*steps[-7:], steps[-1] + 1]:
+        for name in whole:
+            (tmp_path / name).unlink(missing_ok=True)
+        changes_in_child(lambda at=step: h5pack.convert(found, out, **keywords), kill_at=step)  # type: ignore[misc]
+        assert not out.exists() or files(tmp_path) == whole
+        h5pack.convert(found, out, resume=True, **keywords)
+        assert files(tmp_path) == whole, f"killed at step {step}: {changes[step]}"
+
+
+def test_a_shard_without_images_leaves_no_file_of_an_old_output(tmp_path: Path) -> None:
+    keywords, out = quick(**SMALL["pixels"]), tmp_path / "o.h5"
+    h5pack.convert(flat_folder(tmp_path / "old", 30), out, **keywords)
+    found, edges = damaged_shard(tmp_path / "s", keywords, 1)
+    assert h5pack.convert(found, out, overwrite=True, **keywords).shards == len(edges) - 2
+    assert shard_path(out, 0).exists()
+    assert not shard_path(out, 1).exists()
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_shards_without_any_image_are_an_error(tmp_path: Path, kind: str) -> None:
+    found, _ = damaged_shard(tmp_path / "s", quick(**SMALL[kind]), 0)
+    for path in found.iterdir():
+        truncate(path)
+    with pytest.raises(NoImagesError):
+        h5pack.convert(found, tmp_path / "o.h5", **quick(**SMALL[kind]))
+    assert leftovers(tmp_path) == {"s"}
+
+
+def damaged_shard(folder: Path, keywords: dict[str, Any], number: int) -> tuple[Path, list[int]]:
+    """A folder in which all images of shard `number` are cut short, but not their headers, and the shards' edges."""
+    images = [save(folder / f"{row:05d}.bmp", row) for row in range(30)]
+    (folder / "empty.png").touch()
+    with open_conversion(folder, folder.parent / "o.h5", **{**keywords, "overwrite": True}) as conversion:
+        edges = conversion.plan().shard_edges()
+    assert len(edges) > 3
+    for row in range(edges[number], edges[number + 1]):
+        truncate(images[row])
+    return folder, edges
 
 
 def contents_of(path: Path) -> dict[str, bytes]:
