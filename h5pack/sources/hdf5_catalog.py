@@ -280,12 +280,18 @@ def _label_names(images: str) -> Iterator[str]:
 
 
 def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[str]:
-    """Return the paths of the datasets, other than images and labels, that can be packed as fields."""
+    """Return the paths of the datasets, other than images and labels, that can be packed as fields.
+
+    Leave out the datasets of a group with other images, such as those of another split.
+    """
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
-    rows = len(file[images])
+    rows, axes, names = len(file[images]), file[images].ndim, dataset_names(file)
+    # Images of this group, and of groups around it, may belong to the same rows. Masks have fewer axes than images.
+    groups = {os.path.dirname(name) for name in names if file[name].ndim == axes and _looks_like_images(file[name])}
+    others = tuple(f"{group}/" for group in groups if group and not images.startswith(f"{group}/"))
     found: dict[str, str] = {}
-    for name in dataset_names(file):
-        base, is_own = os.path.basename(name), name.partition("/")[0] in own
+    for name in names:
+        base, is_own = os.path.basename(name), name.partition("/")[0] in own or name.startswith(others)
         fits = name not in (images, labels) and not is_own and is_field_name(base) and _has_rows(file, name, rows)
         if fits and (file[name].dtype.kind in "biuf" or is_text(file[name])):
             found.setdefault(base, name)

@@ -13,7 +13,14 @@ import h5pack
 from h5pack.errors import H5PackError, OptionsError, PackFormatError, SourceError
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
-from h5pack.sources.hdf5_catalog import HDF5Datasets, channel_axes, hdf5_catalog, is_hdf5, is_image_array
+from h5pack.sources.hdf5_catalog import (
+    HDF5Datasets,
+    channel_axes,
+    further_datasets,
+    hdf5_catalog,
+    is_hdf5,
+    is_image_array,
+)
 from h5pack.sources.manifest import ManifestColumns
 from tests.exporter.folders import flip
 from tests.makers import quick, split_folders
@@ -201,6 +208,14 @@ def test_integers_of_64_bits_are_masks_but_in_a_pack_an_array(tmp_path: Path) ->
     of_pack = catalog(tmp_path / "b.h5")
     assert of_pack.pixel_fields == ()
     np.testing.assert_array_equal(of_pack.fields["x"], values, strict=True)
+
+
+def test_datasets_beside_other_images_are_no_further_datasets(tmp_path: Path) -> None:
+    values = {"train__x": IMAGES, "train__y": LABELS, "train__age": LABELS, "train__masks__m": IMAGES[..., 0]}
+    values |= {"test__x": IMAGES, "test__y": LABELS, "test__meta__id": LABELS, "names": LABELS, "preview": IMAGES}
+    with h5py.File(write(tmp_path / "f.h5", **values)) as file:
+        assert further_datasets(file, "train/x", "train/y") == ["names", "preview", "train/age", "train/masks/m"]
+        assert further_datasets(file, "test/x", "test/y") == ["names", "preview", "test/meta/id"]
 
 
 def test_labels_without_their_source_are_no_zeros(tmp_path: Path) -> None:
