@@ -282,7 +282,8 @@ def _label_names(images: str) -> Iterator[str]:
 def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[str]:
     """Return the paths of the datasets, other than images and labels, that can be packed as fields.
 
-    Leave out the datasets of a group with other images, such as those of another split.
+    Leave out the datasets of a group with other images, such as those of another split, and names that cannot be part
+    of a list that is separated by commas.
     """
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
     rows, axes, names = len(file[images]), file[images].ndim, dataset_names(file)
@@ -291,8 +292,10 @@ def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[s
     others = tuple(f"{group}/" for group in groups if group and not images.startswith(f"{group}/"))
     found: dict[str, str] = {}
     for name in names:
-        base, is_own = os.path.basename(name), name.partition("/")[0] in own or name.startswith(others)
-        fits = name not in (images, labels) and not is_own and is_field_name(base) and _has_rows(file, name, rows)
+        if name in (images, labels) or name.startswith(others) or name.split(",") != [name.strip()]:
+            continue
+        base, is_own = os.path.basename(name), name.partition("/")[0] in own
+        fits = not is_own and is_field_name(base) and _has_rows(file, name, rows)
         if fits and (file[name].dtype.kind in "biuf" or is_text(file[name])):
             found.setdefault(base, name)
     return list(found.values())

@@ -218,6 +218,12 @@ def test_datasets_beside_other_images_are_no_further_datasets(tmp_path: Path) ->
         assert further_datasets(file, "test/x", "test/y") == ["names", "preview", "test/meta/id"]
 
 
+def test_names_that_a_list_with_commas_cannot_hold_are_no_further_datasets(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.h5", **{"images": IMAGES, "a,b": LABELS, " c": LABELS, "g,h__i": LABELS, "j k": LABELS})
+    with h5py.File(path) as file:
+        assert further_datasets(file, "images", None) == ["j k"]
+
+
 def test_labels_without_their_source_are_no_zeros(tmp_path: Path) -> None:
     write(tmp_path / "source.h5", y=np.arange(ROWS), word=np.array([b"cat", b"dog"] * 3))
     path = write(tmp_path / "f.h5", x=IMAGES)
