@@ -161,7 +161,7 @@ class ShardedConversion(Conversion):
         if not shards:
             output.remove_leftovers()
             output.partial.unlink()
-            raise NoRowsError(self.plan().source, left_out)
+            raise NoRowsError(self.plan(), left_out)
         with self._stage("finish", 0):
             if not finish.is_complete(output.partial):
                 parts = [open_part(path) for path in shards]

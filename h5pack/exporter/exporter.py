@@ -378,10 +378,13 @@ class _Export:
             names, manifest, results = self._process_rows(target.partial)
             if len(results.reasons) == len(source):
                 shutil.rmtree(target.partial)
+                advice = f"; give {' and '.join(results.parameters)}" if results.parameters else ""
                 raise DamagedRowsError(
-                    f"{self.source_path}: none of the selected rows can be exported; reason: {results.reasons[0]}",
+                    f"{self.source_path}: none of the selected rows can be exported; reason: {results.reasons[0]}"
+                    f"{advice}",
                     path=self.source_path,
                     rows=tuple(source.rows.tolist()),
+                    parameters=results.parameters,
                 )
             manifest.write(target.partial / MANIFEST, results.reasons)
             target.publish(self.overwrite)

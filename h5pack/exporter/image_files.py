@@ -155,6 +155,7 @@ class ExportResults:
     rows: int = 0
     bytes: int = 0  # total size of the files
     reasons: dict[int, str] = field(default_factory=dict)  # index in the catalog: reason why the row has no file
+    parameters: tuple[str, ...] = ()  # parameters of the first RejectedImageError that has some
     resumed: int = 0  # number of images kept from an earlier run
     copied: int = 0  # number of rows already stored in the export's format, whose bytes are written unchanged
     differing: int = 0  # number of files that are missing or differ, if `check_only` is true
@@ -164,6 +165,7 @@ class ExportResults:
         self.rows += other.rows
         self.bytes += other.bytes
         self.reasons.update(other.reasons)
+        self.parameters = self.parameters or other.parameters
         self.resumed += other.resumed
         self.copied += other.copied
         self.differing += other.differing
@@ -199,6 +201,7 @@ def export_rows(task: ExportTask) -> ExportResults:
                 _export_row(work, index, path, decoder, results)
             except RejectedImageError as error:
                 results.reasons[index] = str(error)
+                results.parameters = results.parameters or error.parameters
                 if not work.check_only:
                     for written in (path, *(f"{work.folder}/{masks[position]}" for masks in task.masks)):
                         with contextlib.suppress(FileNotFoundError):

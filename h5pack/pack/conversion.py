@@ -302,7 +302,7 @@ class Conversion:
         self._write_rows(pack, np.flatnonzero(~results.settled), results)
         written = results.record()
         if not written.packed.any():
-            raise NoRowsError(pack.plan.source, pack.plan.all_rejects(written.reasons))
+            raise NoRowsError(pack.plan, pack.plan.all_rejects(written.reasons))
         # Flush the rows before saving the record, so that a power cut cannot leave a record of rows that are missing.
         os.fsync(pack.lock.descriptor)
         pack.journal.save_written(written)

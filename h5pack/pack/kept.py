@@ -148,7 +148,7 @@ class KeptPlan(ConvertPlan):
         packed = ~np.isin(self.row_order.origins, np.array([*reasons], np.int64))
         rejects = (*self.rejects, *(self.catalog.reject(index, reason) for index, reason in sorted(reasons.items())))
         if not packed.any():
-            raise NoRowsError(self.source, rejects)
+            raise NoRowsError(self, rejects)
         order = close_holes(self.row_order.split_starts, packed, self.options.order == "sorted")
         origins = self.row_order.origins[order.origins]
         found, images = places.owners >= 0, places.images

@@ -372,9 +372,11 @@ class ConvertPlan:
 class NoRowsError(NoImagesError):
     """None of the images of a plan, or of a shard of it, can be packed. `rejects` are all of them."""
 
-    def __init__(self, source: str, rejects: Sequence[Reject]) -> None:
-        problem = f"none of its images can be packed ({rejects[0].shown}: {rejects[0].reason}); check the images"
-        super().__init__(f"{source}: {problem}", path=source)
+    def __init__(self, plan: ConvertPlan, rejects: Sequence[Reject]) -> None:
+        advice, parameters = "check the images", ("value_range",) if plan.catalog.kind == "hdf5" else ()
+        advice += ", or give value_range if they are arrays with other values" if parameters else ""
+        problem = f"none of its images can be packed ({rejects[0].shown}: {rejects[0].reason}); {advice}"
+        super().__init__(f"{plan.source}: {problem}", path=plan.source, parameters=parameters)
         self.rejects = tuple(rejects)
 
 

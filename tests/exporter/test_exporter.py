@@ -314,7 +314,7 @@ def test_rows_that_do_not_decode_or_lie_outside_the_range(tmp_path: Path) -> Non
     assert [row.row for row in export(source, tmp_path / "other", **one()).damaged] == [3]
     with pytest.raises(DamagedRowsError) as caught:
         export(hdf5_file(source, images=values + 5), tmp_path / "none", **one())
-    assert caught.value.rows == (0, 1, 2, 3, 4)
+    assert (caught.value.rows, caught.value.parameters) == ((0, 1, 2, 3, 4), ("value_range",))
     assert leftovers(tmp_path) == {"f.h5", "g.h5", "other", "out"}
 
 

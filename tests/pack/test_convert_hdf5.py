@@ -15,13 +15,20 @@ from PIL import Image
 
 import h5pack
 from h5pack.cli import main
-from h5pack.errors import OptionsError, OutputExistsError, RejectedImageError, ResumeError, SizesDifferError
+from h5pack.errors import (
+    NoImagesError,
+    OptionsError,
+    OutputExistsError,
+    RejectedImageError,
+    ResumeError,
+    SizesDifferError,
+)
 from h5pack.format.checksums import row_checksums
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.writer import join_groups
 from tests.crashing import convert_in_child, distinct_steps, leftovers
 from tests.exporter.folders import flip
-from tests.makers import flat_folder, quick, split_folders
+from tests.makers import flat_folder, hdf5_file, quick, split_folders
 from tests.read.encoded_files import encode, write_encoded
 
 ROWS = 60
@@ -180,6 +187,14 @@ def test_encoded_images_of_any_size(tmp_path: Path) -> None:
         assert one["rejects/reasons"][()].tolist() == other["rejects/reasons"][()].tolist()
     with pytest.raises(OptionsError, match="encoded"):
         h5pack.convert(tmp_path / "f.h5", tmp_path / "q.h5", **quick(value_range=(0, 1)))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"keep": "jpeg"}])
+def test_if_all_values_are_out_of_range_the_error_names_value_range(tmp_path: Path, options: dict[str, Any]) -> None:
+    source = hdf5_file(tmp_path / "f.h5", x=np.full((3, 9, 9), -2.0))
+    with pytest.raises(NoImagesError) as caught:
+        h5pack.convert(source, tmp_path / "o.h5", **quick(**options))
+    assert caught.value.parameters == ("value_range",)
 
 
 def test_killed_at_every_step_and_resumed(tmp_path: Path) -> None:
