@@ -90,6 +90,7 @@ def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool
 
 
 _METADATA_BYTES = 65_536
+_MAPPING_BYTES = 1_024  # upper bound of what a virtual file needs for each dataset of a shard, with the shard's name
 _BLOCK = 65_536
 # Outputs of this size, and this many times as large as the image files, get a note on what needs less disk.
 _LARGE_FILE_BYTES, _MANY_TIMES = 256 * 1024 * 1024, 3
@@ -230,8 +231,17 @@ class ConvertPlan:
 
     @property
     def file_bytes(self) -> int:
-        """Upper bound of the output's size in bytes: metadata, chunks, and uncompressed tables."""
-        return self.structure.metadata_block_bytes + self._data_bytes()
+        """Upper bound of the output's size in bytes, with all shards: metadata, chunks, and uncompressed tables."""
+        structure, size = self.structure, self._data_bytes()
+        if self.options.shard_bytes is None:
+            return structure.metadata_block_bytes + size
+        shards = len(self.shard_edges()) - 1
+        # Each shard of encoded images has chunks of its own size, of which the last may be partly filled.
+        rest = _METADATA_BYTES + (0 if self.options.keep is None else self.chunks.bytes)
+        mappings = shards * (1 + len(self.catalog.pixel_fields)) * _MAPPING_BYTES
+        virtual = replace(structure, metadata_bytes=structure.metadata_bytes + mappings)
+        size += shards * (structure.metadata_block_bytes + rest)
+        return size + virtual.metadata_block_bytes + self._tables_bytes()
 
     @property
     def needed_bytes(self) -> int:

@@ -52,6 +52,9 @@ def test_shards_have_the_rows_of_one_pack(tmp_path: Path, kind: str) -> None:
     assert shards_of(out, out) == set(shards)
     assert (report.images, report.rejects) == (40, 0)
     assert report.bytes == sum(path.stat().st_size for path in (out, *shards))
+    with open_conversion(found, tmp_path / "planned.h5", **keywords) as conversion:
+        bound = conversion.plan().file_bytes
+        assert report.bytes <= bound < 1.4 * report.bytes
     whole, split = h5pack.H5Dataset(tmp_path / "one.h5"), h5pack.H5Dataset(out)
     assert (split.filenames, split.splits, split.classes) == (whole.filenames, whole.splits, whole.classes)
     assert contents(out) == contents(tmp_path / "one.h5")
