@@ -22,9 +22,11 @@ from h5pack.read.chunk_decoder import DECODED_BYTES
 from h5pack.read.chunk_index import index_dataset
 from h5pack.read.encoded import index_encoded, is_encoded
 from h5pack.read.hdf5 import (
+    ExternalLink,
     attribute_names,
     chunk_grid,
     dataset_names,
+    external_links,
     filters_of,
     open_file,
     reopen_tuned,
@@ -116,7 +118,7 @@ class DatasetReport:
             if "--fields" in self.fix:
                 lines.append("  split: --val 0.1 for validation; --val-groups FIELD keeps rows of one value together")
             measure = ["h5pack", "bench", path, "--images", self.name]
-            measure += ["--labels", _labels_of(labelled)] if "--labels" in labelled else []
+            measure += ["--labels", _labels_of(labelled)] if "--labels" in labelled and path in labelled else []
             lines.append(f"  measure: {shlex.join(measure)}")
         return "\n".join([*lines, *details])
 
@@ -132,6 +134,7 @@ class FileReport:
     #: (start, stop) byte ranges that a program reads to open the file and to look up every chunk of datasets with two
     #: or more axes. Over a network, each range takes one request. A range may include gaps of up to 1 MiB.
     opening: tuple[tuple[int, int], ...]
+    links: tuple[ExternalLink, ...]  #: links to datasets or groups in other files; `datasets` has what they lead to
     opening_fix: tuple[str, ...] | None = None  #: command that writes a copy for which one range suffices
     stats: dict[str, Any] | None = None  #: class counts and channel statistics, if requested
 
@@ -143,7 +146,9 @@ class FileReport:
         """Return the report as lines of text; `full` adds chunk caches for h5py, and the ranges that opening reads."""
         lines = [f"{self.path}: {format_bytes(self.bytes)}"]
         lines += ["not an h5pack file"] if self.pack is None else pack_lines(self.pack)
-        lines += [] if any(one.faults for one in self.datasets) else ["faults   none"]
+        faulty = any(one.faults for one in self.datasets) or not all(one.found for one in self.links)
+        lines += [] if faulty else ["faults   none"]
+        lines += [f"link     /{one.name}: to {one.target}{'' if one.found else ', not found'}" for one in self.links]
         tables = [one for one in self.datasets if self.pack is not None and one.name.partition("/")[0] in _TABLES]
         lines += [dataset.to_text(self.path, full) for dataset in self.datasets if dataset not in tables]
         if tables:
@@ -203,9 +208,10 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
                 path=os.fspath(path),
                 bytes=os.path.getsize(path),
                 pack=pack,
-                datasets=tuple(describe_dataset(file[name], labels) for name in dataset_names(file)),
+                datasets=tuple(describe_dataset(file[name], labels, name) for name in dataset_names(file)),
                 opening=opening,
                 opening_fix=_opening_fix(file, opening),
+                links=external_links(file),
                 stats=_stats(file, pack or {}, labels) if stats else None,
             )
         except PackFormatError:
@@ -233,7 +239,7 @@ def opening_ranges(path: str | os.PathLike[str]) -> tuple[tuple[int, int], ...]:
     """Return the byte ranges that a program reads to open an HDF5 file; see `FileReport.opening`."""
     with _LoggedFile(path) as log:
         with h5py.File(log, "r") as file:
-            for name in ("/", *dataset_names(file)):
+            for name in ("/", *dataset_names(file, external=False)):
                 found = file[name]
                 dict(found.attrs)
                 if isinstance(found, h5py.Dataset) and found.chunks is not None and found.ndim > 1:
@@ -270,10 +276,11 @@ def faults_of(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
         return describe_dataset(found).faults if isinstance(found, h5py.Dataset) else ()
 
 
-def describe_dataset(dataset: h5py.Dataset, labels: str | None = None) -> DatasetReport:
+def describe_dataset(dataset: h5py.Dataset, labels: str | None = None, name: str | None = None) -> DatasetReport:
     """Describe how a dataset is stored, and what makes reading single rows of it slow.
 
     `labels` is the dataset of labels, for the command that fixes the faults, if it is known; "" if there are none.
+    `name` is the path in the report, which for a dataset in another file is that of the link.
     """
     layout = _LAYOUTS[dataset.id.get_create_plist().get_layout()]
     filters = tuple(_FILTER_NAMES.get(item.number) or f"{item.name} ({item.number})" for item in filters_of(dataset))
@@ -287,7 +294,7 @@ def describe_dataset(dataset: h5py.Dataset, labels: str | None = None) -> Datase
     faults = _faults(dataset, filters, kept=kept_bytes > 0)
     fix = _fix(dataset, labels) if faults else None
     return DatasetReport(
-        name=dataset.name.lstrip("/"),
+        name=name or dataset.name.lstrip("/"),
         dtype=f"variable-length {getattr(element, '__name__', element)}" if varies else str(dataset.dtype),
         shape=shape,
         layout=layout,
@@ -426,6 +433,8 @@ def packing_options(file: h5py.File, name: str, labels: str | None = None) -> di
     images = file[name]
     found: dict[str, Any] = {}
     if schema.FORMAT not in file.attrs:  # `convert` keeps the labels and fields of a pack by default.
+        # `labels` may be in another file, which has a link to these images.
+        labels = None if labels and labels not in file else labels
         labels = find_labels(file, name, len(images)) if labels is None else labels.strip("/")
         fields = further_datasets(file, name, labels)
         found |= {"images": name} | ({} if labels is None else {"labels": labels})

@@ -167,11 +167,45 @@ def find_item(file: h5py.File, name: str) -> Any:
         return None
 
 
-def dataset_names(file: h5py.File) -> list[str]:
-    """Return the paths of all datasets in a file, without a leading slash, in the order in which HDF5 visits them."""
+def dataset_names(file: h5py.File, *, external: bool = True) -> list[str]:
+    """Return the paths of all datasets in a file, without a leading slash, in the order in which HDF5 visits them.
+
+    With `external`, the datasets in other files to which the file has links come last; broken links are skipped.
+    """
     names: list[str] = []
-    file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+
+    def add(item: Any, name: str) -> None:
+        if isinstance(item, h5py.Dataset):
+            names.append(name)
+
+    file.visititems(lambda name, item: add(item, name))
+    for link in external_links(file) if external else ():
+        target = file.get(link.name)
+        add(target, link.name)
+        if isinstance(target, h5py.Group):
+            target.visititems(lambda name, item: add(item, f"{link.name}/{name}"))  # noqa: B023
     return names
+
+
+@dataclass(frozen=True)
+class ExternalLink:
+    """A link to an object in another file."""
+
+    name: str  #: path of the link, without a leading slash
+    target: str  #: FILE:PATH
+    found: bool  #: false if the target does not exist or cannot be opened
+
+
+def external_links(file: h5py.File) -> tuple[ExternalLink, ...]:
+    """Return the links of a file to objects in other files."""
+    names: list[bytes] = []
+    file.id.links.visit(names.append)
+    links = {text(name): file.get(name, getlink=True) for name in names}
+    return tuple(
+        ExternalLink(name, f"{link.filename}:{link.path}", file.get(name) is not None)
+        for name, link in links.items()
+        if isinstance(link, h5py.ExternalLink)
+    )
 
 
 def reopen_tuned(dataset: h5py.Dataset, cache: CachePlan | None = None) -> h5py.Dataset:

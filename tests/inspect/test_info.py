@@ -320,6 +320,24 @@ def test_files_that_open_with_many_ranges_get_a_command(tmp_path: Path) -> None:
     assert h5pack.info(tmp_path / "b.h5").opening_fix is None
 
 
+def test_datasets_behind_links_to_other_files_are_described(tmp_path: Path) -> None:
+    foreign(tmp_path / "target.h5", (40, 96, 96, 3), chunks=(40, 8, 8, 3))
+    with h5py.File(tmp_path / "good.h5", "w") as file:
+        file["far/pictures"], file["group"] = (h5py.ExternalLink("target.h5", name) for name in ("images", "/"))
+        file["soft"], file["y"] = h5py.SoftLink("/far/pictures"), np.arange(40)
+    with h5py.File(tmp_path / "bad.h5", "w") as file:
+        file["file"], file["name"] = h5py.ExternalLink("none.h5", "x"), h5py.ExternalLink("target.h5", "none")
+    report, (target, _) = h5pack.info(tmp_path / "good.h5", labels="y"), h5pack.info(tmp_path / "target.h5").datasets
+    assert [one.name for one in report.datasets] == ["y", "far/pictures", "group/images", "group/labels"]
+    assert [(one.faults, one.fix) for one in report.datasets[1:3]] == [(target.faults, target.fix)] * 2
+    assert {(one.name, one.target, one.found) for one in report.links} == {
+        ("far/pictures", "target.h5:images", True), ("group", "target.h5:/", True),
+    }  # fmt: skip
+    broken = h5pack.info(tmp_path / "bad.h5")
+    assert (broken.datasets, [one.found for one in broken.links]) == ((), [False, False])
+    assert "faults   none" not in broken.to_text()
+
+
 def test_a_second_fix_packs_the_only_field_of_integers_as_labels(tmp_path: Path) -> None:
     path = tmp_path / "lab.h5"
     with h5py.File(path, "w") as file:
