@@ -23,6 +23,8 @@ from h5pack.exporter.image_files import SourceRows
 from h5pack.exporter.names import CONTROL_CHARACTERS, MANIFEST, ExportNames, distinct_name, has_splits
 from h5pack.format import schema
 from h5pack.format.fields import FieldValues, RaggedRows, field_kind
+from h5pack.pack.options import ConvertOptions
+from h5pack.pack.plan import order_rows
 from h5pack.read.encoded import EncodedIndex
 from h5pack.sources.catalog import Catalog, NameTable
 from h5pack.sources.folders import split_order
@@ -119,9 +121,12 @@ class Manifest:
         The command reads the manifest. If that would lose something that the names of the folders preserve, such as
         classes without rows, the command reads the folders instead.
         """
-        kind = _folder_kind(source.catalog, names) if self.lost else None
+        kind, lost = _folder_kind(source.catalog, names) if self.lost else None, self.lost
         if kind is not None:
             words = ["h5pack", "convert", str(folder), "again.h5", "--source", kind]
+            order = _folder_order(source.catalog, self.paths)
+            words += ["--order", order] if order == "sorted" else []
+            lost = ("the order of rows",) if order is None else ()
         else:
             words = ["h5pack", "convert", str(folder / MANIFEST), "again.h5", "--order", "sorted"]
             for option in (_LABELS, *dict.fromkeys(_OPTIONS.values())):
@@ -134,7 +139,7 @@ class Manifest:
             words += ["--layout", "nchw"]
         if isinstance(source.reader.index, EncodedIndex):
             words += ["--keep", "jpeg"]
-        return shlex.join(words), self.lost if kind is None else ()
+        return shlex.join(words), lost
 
 
 def plan_manifest(source: SourceRows, names: ExportNames) -> Manifest:
@@ -162,6 +167,20 @@ def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
     if catalog.fields or not names.exact_folders or [*_lost_splits(catalog)] or classes != sorted(classes):
         return None
     return "splits" if has_splits(catalog) else "classes"
+
+
+def _folder_order(catalog: Catalog, paths: NameTable) -> str | None:
+    """Return the `--order` with which convert restores the order of rows from the folders; None if it cannot."""
+    # In a source of classes, the folder of a class is the first part of its paths.
+    tops = catalog.split_ids if has_splits(catalog) or catalog.labels is None else catalog.labels
+    keys = [(*above, *path.rpartition("/")) for *above, path in zip(catalog.split_ids, tops, paths, strict=True)]
+    ranks = np.argsort(sorted(range(len(keys)), key=keys.__getitem__))
+    split_ids, num_splits = np.sort(catalog.split_ids), len(catalog.split_names)
+    for order, seed in (("sorted", None), ("shuffled", ConvertOptions.seed)):
+        made = order_rows(np.arange(len(keys)), split_ids, num_splits, seed)
+        if np.array_equal(made.origins, ranks):
+            return order
+    return None
 
 
 def _column_name(used: set[str], wanted: str) -> str:

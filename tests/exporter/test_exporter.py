@@ -163,6 +163,24 @@ def test_exported_boxes_texts_and_lists_convert_to_the_same_pack(
     np.testing.assert_equal(after, before)
 
 
+@pytest.mark.parametrize(
+    ("packed", "lost"), [({}, ()), ({"order": "sorted"}, ()), ({"seed": 1}, ("the order of rows",))], ids=str
+)
+def test_packing_the_folders_of_an_export_loses_only_an_order_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: dict[str, Any], lost: tuple[str, ...]
+) -> None:
+    split_folders(tmp_path / "in", {"train": {"a": 9, "none": 0, "z": 8}, "val": {"z": 7}})
+    save(tmp_path / "in" / "train" / "a" / "deep" / "0.png", 1)
+    save(tmp_path / "in" / "train" / "a.b" / "0.png", 2)
+    for root, kind in (("in", "splits"), ("in/train", "classes")):
+        h5pack.convert(tmp_path / root, tmp_path / f"{kind}.h5", **quick(source_kind=kind, **packed))
+        report = export(tmp_path / f"{kind}.h5", tmp_path / "out", **one(overwrite=True))
+        assert (report.lost, f"--source {kind}" in report.again) == (lost, True)
+        before = content(tmp_path / f"{kind}.h5")
+        again = content(pack_again(report, tmp_path, monkeypatch, "--overwrite"))
+        assert (again == before, sorted(again["filenames"]) == sorted(before["filenames"])) == (not lost, True)
+
+
 def test_what_the_manifest_loses_of_lists_is_reported(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"] = PIXELS[:2]
