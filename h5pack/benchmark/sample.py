@@ -41,7 +41,7 @@ from h5pack.sources.detect import open_source
 from h5pack.sources.folders import split_rank
 from h5pack.sources.hdf5_catalog import is_hdf5, is_text
 from h5pack.sources.hdf5_rows import HDF5RowReader
-from h5pack.system.files import lock, open_locked
+from h5pack.system.files import lock, open_locked, reporting_full_disk
 from h5pack.system.machine import available_cpus, available_memory, free_bytes
 from h5pack.system.processes import ONE_WORKER
 from h5pack.system.text import counted, listed
@@ -57,6 +57,7 @@ _PROBE_IMAGES, _PROBE_BYTES, _PROBE_SECONDS = (64, 512), 64 * 1024 * 1024, 0.1
 _PACKING_SHARE = 0.2
 """Fraction of the time budget for packing the sample."""
 _PREFIX, _LOCK = ".h5pack-bench-", "lock"
+_LESS_SPACE = "give another scratch=FOLDER, fewer rows or fewer chunk sizes"
 
 
 @contextlib.contextmanager
@@ -83,7 +84,14 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
         ) from error
     descriptor = open_locked(path / _LOCK, f"{path}: in use by another process")
     try:
-        yield path
+        with reporting_full_disk(path, _LESS_SPACE):
+            yield path
+    except NoSpaceError as error:
+        # Errors of `convert` advise parameters that bench does not have.
+        if error.path is None or not Path(error.path).is_relative_to(path):
+            raise
+        text = f"{folder}: too little space for temporary files; make room, or {_LESS_SPACE}"
+        raise NoSpaceError(text, path=folder, parameters=("scratch=FOLDER",)) from error
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(descriptor)
@@ -415,8 +423,7 @@ def _sample_rows(
     size = int(1.1 * rows * row_bytes * num_files)
     if size > free:
         raise NoSpaceError(
-            f"{scratch.parent}: temporary files need {size:,} bytes, but only {free:,} are free; give another "
-            "scratch=FOLDER, fewer rows or fewer chunk sizes",
+            f"{scratch.parent}: temporary files need {size:,} bytes, but only {free:,} are free; {_LESS_SPACE}",
             path=scratch.parent,
             parameters=("scratch=FOLDER",),
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -20,7 +22,7 @@ from h5pack.benchmark.report import BenchReport
 from h5pack.benchmark.sample import find_input
 from h5pack.benchmark.sweep import Sweep
 from h5pack.cli import main
-from h5pack.errors import H5PackError, OptionsError
+from h5pack.errors import H5PackError, NoSpaceError, OptionsError
 from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, write_cut_chunks
 from tests.makers import class_folders, flat_folder, save, split_folders
 
@@ -224,6 +226,18 @@ def test_invalid_keywords_are_refused_before_packing(folder: Path, tmp_path: Pat
     for keywords in ({"plot": tmp_path / "none" / "a.png"}, {"seconds": -1}):
         with pytest.raises(OptionsError):
             h5pack.bench(folder, scratch=tmp_path, **keywords)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_scratch_folder_is_an_error_with_advice_for_the_bench(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("h5pack.pack.output.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("h5pack.benchmark.sample.make_folder", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    for source in (folder, None):
+        with pytest.raises(NoSpaceError) as caught:
+            h5pack.bench(source, scratch=tmp_path)
+        assert (caught.value.path, caught.value.parameters) == (os.fspath(tmp_path), ("scratch=FOLDER",))
     assert os.listdir(tmp_path) == []
 
 
