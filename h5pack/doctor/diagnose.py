@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
 import statistics
 import time
 import warnings
@@ -27,7 +28,7 @@ from h5pack.doctor.measure import (
 )
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport
 from h5pack.doctor.target import DiagnoseSettings, Target
-from h5pack.errors import OptionsError
+from h5pack.errors import OptionsError, SizesDifferError
 from h5pack.format import schema
 from h5pack.inspect.info import faults_of
 from h5pack.monitor.advice import FASTER_ALONE, advise
@@ -168,7 +169,14 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
     def _run(self) -> None:
         target = self.target
         self._show("reading the first rows")
-        target.load_sample()
+        try:
+            target.load_sample()
+        except SizesDifferError as error:
+            # A pack stores the sizes of its images, so `Target` takes crops.
+            path = target.dataset.path
+            command = shlex.join(["h5pack", "convert", path, "packed.h5", "--keep", "jpeg"])
+            text = f"{path}: its images differ in size; make a pack of it ({command}) and measure that"
+            raise SizesDifferError(text, path=path, dataset=error.dataset, rows=error.rows) from error
         if self._left() <= 0:
             self._refuse()
         self._show("making the step")

@@ -16,6 +16,7 @@ import torch
 
 from h5pack.benchmark.ceilings import interleaved
 from h5pack.data.dataset import H5Dataset
+from h5pack.data.decoding import NO_KEY
 from h5pack.monitor.bottleneck import MIN_REPEATS, NO_TIME, Rates, Stage, StageResult
 from h5pack.monitor.monitor import FeedMonitor
 from h5pack.monitor.probes import CpuTime
@@ -329,11 +330,16 @@ class ChunkReader:
         return busy_fraction(lambda: self._read(*next(blocks), out), seconds)
 
     def _buffer(self) -> npt.NDArray[Any]:
-        return np.empty((self.block_rows, *self._index.row_shape), self._index.native_dtype)
+        shape = self._dataset.row_shape(self._dataset.names[0])
+        return np.empty((self.block_rows, *shape), self._index.native_dtype)
 
     def _read(self, first: int, last: int, out: npt.NDArray[Any]) -> None:
         rows = self._dataset.file_rows(np.arange(first, last))
-        self._dataset.engine.read(self._dataset.names[0], rows, out[: last - first])
+        name = self._dataset.names[0]
+        if self._dataset.decoder is None:
+            self._dataset.engine.read(name, rows, out[: last - first])
+        else:
+            self._dataset.decode_rows(name, rows, list(out[: last - first]), NO_KEY)
 
     def _blocks(self, first: int, rows: int) -> Iterator[tuple[int, int]]:
         """Yield ranges (start, stop) of the split's rows, from `first` to `rows`. Each is within one chunk group."""

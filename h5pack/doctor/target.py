@@ -35,8 +35,10 @@ from h5pack.doctor.device_stages import (
 from h5pack.doctor.measure import ChunkReader, NotMeasured, Repeat, StageRun, busy_fraction, measure_epochs
 from h5pack.doctor.report import TargetSummary
 from h5pack.errors import H5PackError, OptionsError, PackFormatError
+from h5pack.images.crops import RandomResizedCrop
 from h5pack.monitor.bottleneck import Encoding, Evidence, Stage
 from h5pack.read.chunk_index import ChunkIndex
+from h5pack.read.encoded import EncodedIndex
 from h5pack.system.machine import available_cpus, available_memory
 from h5pack.system.parameters import require_callable, whole_number
 from h5pack.system.text import error_line
@@ -50,6 +52,7 @@ _GOLDEN = 0.618
 # Numbers of images from which the time for a whole batch is estimated.
 _FEW_IMAGES = (8, 64)
 _TRIAL_SECONDS, _MAX_TRIALS = 0.1, 5
+_CROP_SIZE = 224
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +208,9 @@ class Target:
             raise PackFormatError(text, path=self.dataset.path, dataset=settings.images)
         self.batch_size = limited_batch_size(settings.batch_size, len(self.dataset))
         self.index: ChunkIndex = self.dataset.engine.indexes[self.dataset.names[0]]
+        if isinstance(self.index, EncodedIndex) and (self.index.image_sizes != self.index.image_sizes[0]).any():
+            # The images of a batch need one size. Most trainings take such crops.
+            self.dataset = self.dataset.with_decode(RandomResizedCrop(_CROP_SIZE), exact=True)
         self.failures: dict[Stage, str] = {}
         self.reasons: dict[Stage, str] = {}
         self.loaders = HostLoaders(self.dataset, replace(settings, batch_size=self.batch_size), self._pinned)
@@ -451,11 +457,12 @@ class Target:
 
     def describe(self) -> TargetSummary:
         """Return the target's description for the report."""
-        asked = self._settings.batch_size
+        asked, shape = self._settings.batch_size, self.dataset.row_shape(self.dataset.names[0])
+        crop = "" if self.dataset.decoder is None else f", RandomResizedCrop({_CROP_SIZE}) of images of several sizes"
         return TargetSummary(
             path=self.dataset.path,
             split=self._settings.split,
-            images=f"{'x'.join(map(str, self.index.row_shape)) or 'single'} {self.index.native_dtype}",
+            images=f"{'x'.join(map(str, shape)) or 'single'} {self.index.native_dtype}{crop}",
             rows=len(self.dataset),
             hot_rows=self.hot_rows,
             device=f"{self.device} ({torch.cuda.get_device_name(self.device)})" if self.on_gpu else str(self.device),

@@ -20,13 +20,14 @@ from h5pack.doctor.diagnose import Diagnosis
 from h5pack.doctor.measure import Repeat, StageRun
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport
 from h5pack.doctor.target import Target
-from h5pack.errors import OptionsError
+from h5pack.errors import OptionsError, SizesDifferError
 from h5pack.monitor.advice import Remedy
 from h5pack.monitor.bottleneck import INTERRUPTED, Bottleneck, Outcome, Stage
 from tests.data.packs import threads_end
 from tests.doctor import users
 from tests.doctor.conftest import Machine
 from tests.doctor.test_target import settings
+from tests.read.encoded_files import jpegs, write_encoded
 
 ROWS = 200
 hasty = pytest.mark.usefixtures("hasty")
@@ -41,6 +42,13 @@ def _no_threads_are_left() -> Iterator[None]:
 def diagnose(path: Path, **changes: Any) -> DoctorReport:
     usual: dict[str, Any] = {"batch_size": 10, "window": 1, "model": users.cheap, "seconds": 60.0, "device": "cpu"}
     return h5pack.diagnose(path, **{**usual, **changes})
+
+
+def test_the_error_for_encoded_images_of_several_sizes_names_no_parameters_of_loaders(tmp_path: Path) -> None:
+    path = write_encoded(tmp_path / "x.h5", [*jpegs(9), *jpegs(9, (30, 50))])
+    with pytest.raises(SizesDifferError) as caught:
+        diagnose(path)
+    assert (caught.value.path, caught.value.dataset, caught.value.parameters) == (str(path), "images", ())
 
 
 def medians(report: DoctorReport) -> dict[str, float]:

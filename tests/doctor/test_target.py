@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import h5pack
+from h5pack.device.batch import images_of
 from h5pack.doctor.diagnose import Diagnosis
 from h5pack.doctor.target import DiagnoseSettings, HostLoaders, Target, touch_batch
 from h5pack.errors import OptionsError, PackFormatError
@@ -21,6 +22,7 @@ from h5pack.format import schema
 from h5pack.monitor.bottleneck import Encoding, Evidence
 from tests.data.packs import ROWS, converted, threads_end, values, write
 from tests.doctor import users
+from tests.makers import flat_folder, quick, save
 
 
 def settings(path: str | Path, **changes: Any) -> DiagnoseSettings:
@@ -133,6 +135,21 @@ def test_what_a_file_decodes_is_known(tmp_path: Path) -> None:
         # An H5Loader decodes such small files only in the first epoch, but encoded images in every one.
         assert evidence(path).encoding is (encoding if encoding is Encoding.IMAGES else None)
         assert (found.stored_float, found.loaded_float) == (is_float, is_float)
+
+
+def test_images_of_several_sizes_are_measured_as_crops_of_one_size(tmp_path: Path) -> None:
+    flat_folder(tmp_path / "in", 8)
+    save(tmp_path / "in" / "other.jpg", 9, (30, 50))
+    h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **quick(keep="jpeg"))
+    for changes in ({}, {"num_workers": 0, "transform": np.shape}):
+        target = Target(settings(tmp_path / "o.h5", **changes))
+        target.warm(0.0)
+        target.load_sample()
+        assert images_of(next(iter(target.loaders.make()))).shape[1:] == (224, 224, 3)
+        assert "224x224x3 uint8, RandomResizedCrop" in target.describe().images
+        # The transform of a DataLoader makes the sizes equal by itself, as in the training.
+        assert (target.loaders.transformed_dataset.decoder is None) == bool(changes)
+        target.close()
 
 
 def test_a_transform_that_makes_floats_is_known(path: Path) -> None:
