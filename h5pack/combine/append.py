@@ -20,6 +20,7 @@ from h5pack.errors import OptionsError, OutputExistsError, SizesDifferError, Sou
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.output import Output
 from h5pack.pack.plan import ConvertPlan
+from h5pack.read.hdf5 import encode_text, text
 from h5pack.sources.catalog import Catalog, one_split
 from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.text import listed
@@ -179,9 +180,9 @@ class _Addition(Conversion):
     def catalog(self) -> Catalog:
         found, old = super().catalog, self._old
         known = set(old.catalog.names)
-        new = [index for index, name in enumerate(found.names) if name not in known]
+        new = [index for index, name in enumerate(map(_stored_name, found.names)) if name not in known]
         if len(new) < len(found) and not self._only_new:
-            first = next(name for name in found.names if name in known)
+            first = next(name for name in map(_stored_name, found.names) if name in known)
             raise SourceError(
                 f"{old.path}: has {len(found) - len(new):,} of the {len(found):,} images already, such as {first}; "
                 "give only_new=True to append only the others",
@@ -209,6 +210,11 @@ class _Addition(Conversion):
                 path=old.path,
             )
         return plan
+
+
+def _stored_name(name: str) -> str:
+    """Return the name of an image as the pack will have it: with escapes for bytes that are not valid UTF-8."""
+    return text(encode_text(name))
 
 
 def _with_split(old: Part, new: Part, split: str | None) -> Part:

@@ -35,7 +35,7 @@ from h5pack.pack.plan import ConvertPlan, RowOrder
 from h5pack.pack.resume import Unfinished, UnfinishedPack
 from h5pack.pack.statistics import pack_statistics
 from h5pack.pack.writer import SampleDecoder, kept_bytes
-from h5pack.read.hdf5 import chunk_table, reopen_tuned
+from h5pack.read.hdf5 import chunk_table, encode_text, reopen_tuned
 from h5pack.sources.catalog import Reject
 from h5pack.system.arrays import consecutive_runs
 from h5pack.system.files import read_all, sync_path, write_all, write_atomically
@@ -283,7 +283,7 @@ def publish(output: Output, lock: OutputLock, overwrite: bool, rejects: Sequence
         table = csv.writer(stream, lineterminator="\n")
         table.writerow(["filename", "reason"])
         table.writerows((reject.name, reject.reason) for reject in rejects)
-        write_atomically(output.rejects, stream.getvalue().encode("utf-8", "backslashreplace"))
+        write_atomically(output.rejects, encode_text(stream.getvalue()))
     else:
         output.rejects.unlink(missing_ok=True)
     journal = output.journal_identity()

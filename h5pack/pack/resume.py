@@ -22,7 +22,7 @@ from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock, PartFile
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.writer import WriteJob
-from h5pack.read.hdf5 import open_file, require_complete, text
+from h5pack.read.hdf5 import encode_text, open_file, require_complete, text
 from h5pack.read.ragged import index_ragged
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.validation import divided_names, training_split
@@ -255,8 +255,8 @@ def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
     """
     packed = file[schema.FILENAMES][()].tolist()
     rejected = file[f"{schema.REJECTS}/filenames"][()].tolist() if schema.REJECTS in file else []
-    names = [name.encode("utf-8", "backslashreplace") for name in catalog.names]
-    listed = [reject.name.encode("utf-8", "backslashreplace") for reject in catalog.rejects]
+    names = [encode_text(name) for name in catalog.names]
+    listed = [encode_text(reject.name) for reject in catalog.rejects]
     if sorted(packed + rejected) != sorted(names + listed):
         return False
     index = {name: number for number, name in enumerate(names)}

@@ -330,11 +330,13 @@ def attribute_names(dataset: h5py.Dataset, attribute: str) -> tuple[str, ...] | 
     return None if value is None else tuple(text(item) for item in np.atleast_1d(value))
 
 
-def utf8(values: Any, *, minimum: int = 1) -> npt.NDArray[np.bytes_]:
-    """Encode strings for a UTF-8 dataset or attribute whose strings have a fixed length of at least `minimum` bytes.
+def encode_text(value: str) -> bytes:
+    """Encode a string as files store it: as UTF-8, with ``\\udcXX`` escapes for bytes of file names that are not."""
+    return value.encode("utf-8", "backslashreplace")
 
-    Bytes that are not valid UTF-8, which file names on Linux may contain, become ``\\udcXX`` escapes.
-    """
-    encoded = [value.encode("utf-8", "backslashreplace") for value in values]
+
+def utf8(values: Any, *, minimum: int = 1) -> npt.NDArray[np.bytes_]:
+    """Encode strings for a UTF-8 dataset or attribute whose strings have a fixed length of at least `minimum` bytes."""
+    encoded = [encode_text(value) for value in values]
     width = max([minimum, *map(len, encoded)])
     return np.array(encoded, dtype=h5py.string_dtype("utf-8", width))

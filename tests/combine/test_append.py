@@ -16,7 +16,7 @@ from h5pack.combine.row_copies import RowCopier
 from h5pack.errors import NoSpaceError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from tests.combine.packs import KINDS, SOURCE, contents, pack, source
 from tests.crashing import changes_in_child, distinct_steps, leftovers, small_file_system
-from tests.makers import class_folders, flat_folder, quick, split_folders, truncate
+from tests.makers import class_folders, flat_folder, quick, save, split_folders, truncate
 
 
 def parts(root: Path, kind: str) -> tuple[Path, Path, dict[str, tuple[Any, ...]]]:
@@ -110,6 +110,19 @@ def test_names_that_the_pack_has(tmp_path: Path) -> None:
     more.write_text(text)
     assert h5pack.append(path, more, only_new=True, **quick(**SOURCE)).added == 1
     assert contents(path).keys() == {*wanted, "new.jpg"}
+
+
+def test_a_name_that_is_not_valid_utf8_is_appended_once(tmp_path: Path) -> None:
+    folder = flat_folder(tmp_path / "in", 1)
+    (folder / "00000.jpg").rename(folder / os.fsdecode(b"\xff.jpg"))
+    h5pack.convert(folder, tmp_path / "o.h5", **quick())
+    with pytest.raises(SourceError) as error:
+        h5pack.append(tmp_path / "o.h5", folder, **quick())
+    assert error.value.parameters == ("only_new=True",)
+    assert h5pack.append(tmp_path / "o.h5", folder, only_new=True, **quick()).already_complete
+    save(folder / os.fsdecode(b"\xfe.jpg"))
+    assert h5pack.append(tmp_path / "o.h5", folder, only_new=True, **quick()).added == 1
+    assert h5pack.H5Dataset(tmp_path / "o.h5").filenames == ["\\udcff.jpg", "\\udcfe.jpg"]
 
 
 def test_images_that_do_not_fit(tmp_path: Path) -> None:
