@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,12 +17,12 @@ from h5pack.combine.parts import Part, is_virtual, merge, open_part
 from h5pack.combine.shards import shard_path
 from h5pack.combine.statistics import added_statistics
 from h5pack.combine.virtual_file import write_virtual
-from h5pack.errors import OptionsError, OutputExistsError, SizesDifferError, SourceError
+from h5pack.errors import NoImagesError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.output import Output
 from h5pack.pack.plan import ConvertPlan
 from h5pack.read.hdf5 import encode_text, text
-from h5pack.sources.catalog import Catalog, one_split
+from h5pack.sources.catalog import Catalog, Reject, one_split
 from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.text import listed
 
@@ -69,7 +70,8 @@ def append(
         Put all new images into this split, which is created if the pack does not have it. Default: the splits of the
         source, or the pack's only split if the source has no splits.
     only_new : bool
-        Leave out images whose names are already in the pack. By default, such images are an error.
+        Leave out images whose names are already in the pack. By default, such images are an error. Images that the pack
+        lists as rejected are tried again.
     overwrite : bool
         Discard the files that an interrupted call left, and start from scratch.
     resume : bool
@@ -109,10 +111,10 @@ def append(
     settings = {**_row_options(old), **options, "overwrite": overwrite, "resume": resume, "progress": progress}
     # If a call was interrupted after it had replaced the pack, the pack has all names already, which is no error.
     ended = resume and old.options.get("combined", {}).get("verb") == "append"
-    with _Addition(source, new_path, old, only_new or ended, **settings) as conversion:
-        if not len(conversion.catalog):
+    only_new = only_new or ended
+    with _Addition(source, new_path, old, only_new, **settings) as conversion:
+        if not _pack_new(conversion, old.rejects if only_new else ()):
             return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
-        conversion.run()
     new = _with_split(old, open_part(new_path), split)
     parts = [old, new]
     merged = merge(parts)
@@ -210,6 +212,19 @@ class _Addition(Conversion):
                 path=old.path,
             )
         return plan
+
+
+def _pack_new(conversion: Conversion, rejects: Sequence[Reject]) -> bool:
+    """Pack the new images; return False if there are none, or only some of `rejects`, which still cannot be packed."""
+    if not len(conversion.catalog):
+        return False
+    try:
+        conversion.run()
+    except NoImagesError:
+        if not {reject.name for reject in rejects}.issuperset(map(_stored_name, conversion.catalog.names)):
+            raise
+        return False
+    return True
 
 
 def _stored_name(name: str) -> str:

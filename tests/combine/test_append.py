@@ -13,7 +13,7 @@ import pytest
 
 import h5pack
 from h5pack.combine.row_copies import RowCopier
-from h5pack.errors import NoSpaceError, OptionsError, OutputExistsError, SizesDifferError, SourceError
+from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from tests.combine.packs import KINDS, SOURCE, contents, pack, source
 from tests.crashing import changes_in_child, distinct_steps, leftovers, small_file_system
 from tests.makers import class_folders, flat_folder, quick, save, split_folders, truncate
@@ -110,6 +110,42 @@ def test_names_that_the_pack_has(tmp_path: Path) -> None:
     more.write_text(text)
     assert h5pack.append(path, more, only_new=True, **quick(**SOURCE)).added == 1
     assert contents(path).keys() == {*wanted, "new.jpg"}
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_rejected_images_are_tried_again(tmp_path: Path, empty: bool) -> None:
+    folder, path = flat_folder(tmp_path / "in", 3), tmp_path / "o.h5"
+    bad = truncate(folder / "00001.jpg", 0 if empty else 0.6)
+    h5pack.convert(folder, path, **quick())
+    before = path.read_bytes()
+    report = h5pack.append(path, folder, only_new=True, **quick())
+    assert (report.already_complete, path.read_bytes() == before) == (True, True)
+    assert leftovers(tmp_path) == {"in", "o.h5", "o.h5.rejects.csv"}
+    # Images that were not rejected before are an error, as in a conversion.
+    other = truncate(save(folder / "other.jpg"), 0.6)
+    with pytest.raises(NoImagesError):
+        h5pack.append(path, folder, only_new=True, **quick())
+    other.unlink()
+    save(bad)
+    assert h5pack.append(path, folder, only_new=True, **quick()).added == 1
+
+
+def test_resuming_a_complete_append_of_rejected_images(tmp_path: Path) -> None:
+    first, folder, path = flat_folder(tmp_path / "a", 1), tmp_path / "b", tmp_path / "v.h5"
+    h5pack.convert(first, path, shard_bytes="2MB", **quick())
+    truncate(save(folder / "bad.jpg"))
+    save(folder / "good.jpg")
+    assert h5pack.append(path, folder, **quick()).added == 1
+    assert h5pack.append(path, folder, resume=True, **quick()).already_complete
+    assert leftovers(tmp_path) == {
+        "a",
+        "b",
+        "v.h5",
+        "v.h5.rejects.csv",
+        "v-00000.h5",
+        "v-00001.h5",
+        "v-00001.h5.rejects.csv",
+    }
 
 
 def test_a_name_that_is_not_valid_utf8_is_appended_once(tmp_path: Path) -> None:
