@@ -117,7 +117,7 @@ def append(
             return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
     new = _with_split(old, open_part(new_path), split)
     parts = [old, new]
-    merged = merge(parts)
+    merged = _with_latest_rejects(merge(parts), new)
     statistics = added_statistics(parts, merged)
     chunk_rows = None if old.is_encoded else old.index.chunk_rows
     plan = Combination.of("append", parts, merged, np.arange(len(merged)), statistics, chunk_rows)
@@ -251,6 +251,13 @@ def _with_split(old: Part, new: Part, split: str | None) -> Part:
         return new
     catalog = replace(new.catalog, split_names=(split,), split_ids=np.zeros(len(new), np.int32))
     return replace(new, catalog=catalog, statistics={**new.statistics, "split": split})
+
+
+def _with_latest_rejects(merged: Catalog, new: Part) -> Catalog:
+    """Return the tables without the rejects of images that were packed, or rejected again, among the new images."""
+    names = {*new.catalog.names, *(reject.name for reject in new.rejects)}
+    old = (reject for reject in merged.rejects if reject.name not in names)
+    return replace(merged, rejects=(*old, *new.rejects))
 
 
 def _remove(path: Path) -> None:

@@ -207,8 +207,9 @@ def _shown(value: Any) -> str:
 def merge(parts: Sequence[Part]) -> Catalog:
     """Return one catalog of the rows of all packs, one pack after the other, with the reader of the first pack.
 
-    Classes of the first pack keep their numbers, and new classes of the others get the next numbers. Raises SourceError
-    if the names of two classes differ only in case, or if packs do not match (see `require_alike`).
+    Classes of the first pack keep their numbers, and new classes of the others get the next numbers. A reject that is
+    in several packs, with the same reason, is listed once. Raises SourceError if the names of two classes differ only
+    in case, or if packs do not match (see `require_alike`).
     """
     require_alike(parts)
     catalogs = [part.catalog for part in parts]
@@ -232,7 +233,7 @@ def merge(parts: Sequence[Part]) -> Catalog:
         label_names=label_names,
         fields={name: _merge_field(parts, name) for name in first.fields},
         pixel_fields=first.pixel_fields,
-        rejects=tuple(reject for part in parts for reject in part.rejects),
+        rejects=tuple(dict.fromkeys(reject for part in parts for reject in part.rejects)),
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import h5pack
+from h5pack.combine.parts import open_part
 from h5pack.combine.row_copies import RowCopier
 from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from tests.combine.packs import KINDS, SOURCE, contents, pack, source
@@ -128,6 +129,26 @@ def test_rejected_images_are_tried_again(tmp_path: Path, empty: bool) -> None:
     other.unlink()
     save(bad)
     assert h5pack.append(path, folder, only_new=True, **quick()).added == 1
+
+
+def test_a_reject_is_listed_once_and_until_its_image_is_packed(tmp_path: Path) -> None:
+    folder, path = flat_folder(tmp_path / "in", 4), tmp_path / "o.h5"
+    for number in (1, 2):
+        truncate(folder / f"0000{number}.jpg")
+    h5pack.convert(folder, path, **quick())
+    first = open_part(path).rejects
+    # One is rejected again, for the same reason or another one, while the other is still listed.
+    save(folder / "new.jpg")
+    assert h5pack.append(path, folder, only_new=True, **quick()).rejects == 2
+    assert open_part(path).rejects == first
+    truncate(folder / "00001.jpg", 0)
+    save(folder / "00002.jpg")
+    assert h5pack.append(path, folder, only_new=True, **quick()).rejects == 1
+    (last,) = open_part(path).rejects
+    assert (last.name, last.reason != first[0].reason) == ("00001.jpg", True)
+    save(folder / "00001.jpg")
+    assert h5pack.append(path, folder, only_new=True, **quick()).rejects == 0
+    assert leftovers(tmp_path) == {"in", "o.h5"}
 
 
 def test_resuming_a_complete_append_of_rejected_images(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from h5pack.errors import (
 )
 from tests.combine.packs import KINDS, contents, pack, two_packs
 from tests.crashing import changes_in_child, distinct_steps, leftovers
-from tests.makers import class_folders, flat_folder, quick
+from tests.makers import class_folders, flat_folder, quick, truncate
 
 
 @pytest.mark.parametrize("virtual", [False, True])
@@ -48,6 +48,18 @@ def test_a_join_has_the_rows_of_its_packs(tmp_path: Path, kind: str, virtual: bo
         # Any other HDF5 program sees one dataset.
         held = np.concatenate([h5py.File(path)[images.name][()] for path in packs])
         assert sorted(map(bytes, held)) == sorted(map(bytes, images[()]))
+
+
+def test_a_reject_of_several_packs_is_listed_once(tmp_path: Path) -> None:
+    folder, paths = flat_folder(tmp_path / "in", 3), [tmp_path / name for name in ("a.h5", "b.h5", "c.h5")]
+    truncate(folder / "00001.jpg")
+    for path in paths[:2]:
+        h5pack.convert(folder, path, **quick())
+    truncate(folder / "00001.jpg", 0)
+    h5pack.convert(folder, paths[2], **quick())
+    assert h5pack.join(paths[:2], tmp_path / "o.h5").rejects == 1
+    # With another reason, it is another image.
+    assert h5pack.join(paths, tmp_path / "p.h5").rejects == 2
 
 
 def test_statistics_are_those_of_all_rows(tmp_path: Path) -> None:
