@@ -194,15 +194,13 @@ class _Addition(Conversion):
         return found if len(new) == len(found) else found.take(np.array(new, np.int64))
 
     def plan(self, *, resumable: bool = False) -> ConvertPlan:
-        plan, old = super().plan(resumable=resumable), self._old
+        old = self._old
+        try:
+            plan = super().plan(resumable=resumable)
+        except SizesDifferError as error:
+            raise _sizes_differ(old, error.path, "several sizes") from error
         if not old.is_encoded and plan.row_shape != old.index.row_shape:
-            shapes = ["x".join(map(str, shape)) for shape in (plan.row_shape, old.index.row_shape)]
-            raise SizesDifferError(
-                f"{old.path}: has rows of {shapes[1]}, but the images of {plan.source} have {shapes[0]}; resize the "
-                "new images first, or convert all images again with size",
-                path=old.path,
-                parameters=("size",),
-            )
+            raise _sizes_differ(old, plan.source, "x".join(map(str, plan.row_shape)))
         fields = [{*one.fields, *(mask.name for mask in one.pixel_fields)} for one in (plan.catalog, old.catalog)]
         if fields[0] != fields[1]:
             own, other = (listed(sorted(one)) or "none" for one in fields)
@@ -212,6 +210,16 @@ class _Addition(Conversion):
                 path=old.path,
             )
         return plan
+
+
+def _sizes_differ(old: Part, source: object, sizes: str) -> SizesDifferError:
+    shape = "x".join(map(str, old.index.row_shape))
+    return SizesDifferError(
+        f"{old.path}: has rows of {shape}, but the images of {source} have {sizes}; resize the new images first, or "
+        "convert all images again with size",
+        path=old.path,
+        parameters=("size",),
+    )
 
 
 def _pack_new(conversion: Conversion, rejects: Sequence[Reject]) -> bool:

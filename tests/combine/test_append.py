@@ -206,6 +206,17 @@ def test_images_that_do_not_fit(tmp_path: Path) -> None:
         h5pack.append(split_pack(tmp_path), flat_folder(tmp_path / "two", 2), **quick())
 
 
+def test_images_of_several_sizes_are_an_error_of_append(tmp_path: Path) -> None:
+    """The error of a conversion would recommend a size, which `append` refuses."""
+    path = tmp_path / "o.h5"
+    h5pack.convert(flat_folder(tmp_path / "in", 2), path, **quick())
+    save(tmp_path / "more" / "same.jpg")
+    save(tmp_path / "more" / "larger.jpg", size=(30, 30))
+    with pytest.raises(SizesDifferError) as error:
+        h5pack.append(path, tmp_path / "more", **quick())
+    assert (error.value.path, error.value.parameters) == (str(path), ("size",))
+
+
 def split_pack(root: Path) -> Path:
     h5pack.convert(split_folders(root / "splits", {"train": {"": 2}, "val": {"": 2}}), root / "s.h5", **quick())
     return root / "s.h5"
