@@ -63,7 +63,8 @@ def append(
     Parameters
     ----------
     pack : path
-        The pack to add images to.
+        The pack to add images to. If it is a symbolic link, the file that it leads to is replaced, and all other files
+        are created beside that file.
     source : path or map-style dataset
         Any source that `h5pack.convert` accepts.
     split : str, optional
@@ -96,7 +97,8 @@ def append(
     --------
     >>> h5pack.append("photos.h5", "new_photos")  # doctest: +SKIP
     """
-    path = Path(os.path.abspath(pack))
+    # Renaming the new file to a symbolic link would replace the link and leave the pack unchanged.
+    path = Path(os.path.realpath(pack))
     old = open_part(path)
     _require_options(old, options)
     virtual = is_virtual(old)

@@ -261,6 +261,22 @@ def test_blocks_are_shared_where_the_file_system_can(tmp_path: Path, monkeypatch
     assert sum(reads) < 24 * 2
 
 
+@pytest.mark.parametrize("virtual", [False, True])
+def test_the_pack_behind_a_symbolic_link_grows(tmp_path: Path, virtual: bool) -> None:
+    path, link = tmp_path / "real" / "o.h5", tmp_path / "links" / "link.h5"
+    path.parent.mkdir()
+    link.parent.mkdir()
+    link.symlink_to("../real/o.h5")
+    h5pack.convert(flat_folder(tmp_path / "in", 3), path, **quick(**{"shard_bytes": "2MB"} if virtual else {}))
+    save(tmp_path / "more" / "new.jpg")
+    report = h5pack.append(link, tmp_path / "more", **quick())
+    assert (report.path, report.images) == (str(path), 4)
+    assert (os.readlink(link), leftovers(link.parent)) == ("../real/o.h5", {"link.h5"})
+    assert leftovers(path.parent) == ({"o.h5", "o-00000.h5", "o-00001.h5"} if virtual else {"o.h5"})
+    assert [h5pack.H5Dataset(one).filenames[-1] for one in (link, path)] == ["new.jpg"] * 2
+    assert h5pack.verify(link, num_workers=1).ok
+
+
 @pytest.mark.parametrize("kind", ["pixels", "jpeg"])
 def test_a_virtual_file_gets_a_further_pack(tmp_path: Path, kind: str) -> None:
     path, more, wanted = parts(tmp_path, kind)
