@@ -60,6 +60,8 @@ def append(
     If the pack is a virtual file, the new images are written to a further pack beside it, such as ``NAME-00003.h5``.
     It gets the lowest number that the virtual file does not use yet.
 
+    The new files have the mode of the pack, and its owner and group if the system permits that.
+
     Parameters
     ----------
     pack : path
@@ -179,6 +181,7 @@ class _Addition(Conversion):
     ) -> None:
         super().__init__(source, out, **settings)
         self._old, self._only_new = old, only_new
+        self.output.permissions_of = old.path
 
     @cached_property
     def catalog(self) -> Catalog:

@@ -111,6 +111,10 @@ class Combination:
         """Number of rows of the output."""
         return len(self.origins)
 
+    def permissions_of(self, out: Path) -> Path | None:
+        """Return the file whose permissions the output gets: the pack that it replaces, if rows are appended to it."""
+        return out if self.verb == "append" else None
+
     def stored_rows(self, rows: int) -> int:
         """Return the length along axis 0 that the images of the first `rows` rows take: rows of pixels, or bytes."""
         return rows if self.offsets is None else int(self.offsets[rows])
@@ -282,7 +286,7 @@ def write_combination(
     plan: Combination, out: Path, *, overwrite: bool, resume: bool, progress: bool, added: int = 0
 ) -> CombineReport:
     """Write the pack. Raises the errors of `h5pack.convert` about the output, and errors of reading the parts."""
-    output, stages = Output(out), Stages(progress)
+    output, stages = Output(out, permissions_of=plan.permissions_of(out)), Stages(progress)
     output.check(ConvertOptions(overwrite=overwrite, resume=resume))
     if resume and not overwrite and out.exists() and not output.partial.exists():
         return _existing_report(plan, output)

@@ -31,7 +31,7 @@ _MAPPING_BYTES = 512
 def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int = 0) -> CombineReport:
     """Write the virtual file of a combination. Interrupted calls are not resumed, because writing takes little time."""
     begin = time.perf_counter()
-    output = Output(out)
+    output = Output(out, permissions_of=plan.permissions_of(out))
     output.check(ConvertOptions(overwrite=overwrite), resumable=False)
     lock = OutputLock(output)
     try:
@@ -53,7 +53,7 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int =
 
 def make_virtual(plan: Combination, output: Output, lock: OutputLock, folder: Path) -> None:
     """Replace ``OUT.partial`` by the virtual file, which refers to packs by paths relative to `folder`."""
-    output.structure.unlink(missing_ok=True)
+    lock.create(output.structure)
     _write(plan, output.structure, folder)
     sync_path(output.structure)
     lock.replace(output.structure)

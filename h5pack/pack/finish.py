@@ -38,7 +38,7 @@ from h5pack.pack.writer import SampleDecoder, kept_bytes
 from h5pack.read.hdf5 import chunk_table, encode_text, reopen_tuned
 from h5pack.sources.catalog import Reject
 from h5pack.system.arrays import consecutive_runs
-from h5pack.system.files import read_all, sync_path, write_all, write_atomically
+from h5pack.system.files import copy_permissions, read_all, sync_path, write_all, write_atomically
 from h5pack.system.processes import run
 
 _COPY_BYTES = 8 * 1024 * 1024
@@ -186,7 +186,7 @@ def complete_compressed(pack: Unfinished, tables: PackTables, chunks: Iterable[b
     """Write a compressed file from its chunks (see `write_compressed`), flush it, and replace ``OUT.partial`` by it."""
     path = pack.output.compressed
     # Start with a new file, because HDF5 refuses to reopen one that it failed to close, for example on a full disk.
-    path.unlink(missing_ok=True)
+    pack.own_lock.create(path)
     try:
         write_compressed(path, pack.structure, len(tables.checksums), tables, chunks)
         sync_path(path)
@@ -278,12 +278,15 @@ def publish(output: Output, lock: OutputLock, overwrite: bool, rejects: Sequence
     Without rejects, an existing ``OUT.rejects.csv`` is removed. Unless `overwrite`, raises OutputExistsError if another
     program has created the output meanwhile.
     """
+    old = None if output.permissions_of is None else os.stat(output.permissions_of)
     if rejects:
         stream = io.StringIO(newline="")
         table = csv.writer(stream, lineterminator="\n")
         table.writerow(["filename", "reason"])
         table.writerows((reject.name, reject.reason) for reject in rejects)
         write_atomically(output.rejects, encode_text(stream.getvalue()))
+        if old is not None:
+            copy_permissions(old, output.rejects)
     else:
         output.rejects.unlink(missing_ok=True)
     journal = output.journal_identity()
@@ -296,6 +299,8 @@ def publish(output: Output, lock: OutputLock, overwrite: bool, rejects: Sequence
             parameters=("resume=True", "overwrite=True"),
         )
     os.replace(output.partial, output.final)
+    if old is not None:
+        copy_permissions(old, lock.descriptor)
     sync_path(output.final.parent)
     # After renaming, the lock no longer keeps other conversions out, and one of them may own the journal.
     if output.journal_identity() == journal:

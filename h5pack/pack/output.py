@@ -19,7 +19,15 @@ from tqdm import tqdm
 
 from h5pack.errors import IncompletePackError, NoSpaceError, OutputBusyError, OutputExistsError
 from h5pack.pack.options import ConvertOptions
-from h5pack.system.files import copy_changed, is_locked, lock, open_locked, require_writable, sync_path
+from h5pack.system.files import (
+    copy_changed,
+    copy_permissions,
+    is_locked,
+    lock,
+    open_locked,
+    require_writable,
+    sync_path,
+)
 from h5pack.system.machine import free_bytes
 from h5pack.system.text import counted, format_bytes
 
@@ -88,9 +96,10 @@ class Stages:
 class Output:
     """Paths of a conversion's output, which exists only when it is complete, and of the temporary files beside it."""
 
-    def __init__(self, final: Path, private: str = "") -> None:
+    def __init__(self, final: Path, private: str = "", *, permissions_of: Path | None = None) -> None:
         """`private` is a suffix for temporary files of this process alone, if several processes write the output."""
         self.final = final
+        self.permissions_of = permissions_of  # a file whose owner, group and mode the output gets; None: as usual
         self.partial = self._beside(".partial")  # the file under construction
         self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is ready
         self.survey = self._beside(".partial.survey")  # see `h5pack.pack.journal.SurveyJournal`
@@ -302,7 +311,7 @@ class OutputLock:
     """
 
     def __init__(self, output: Output, distributed: bool = False) -> None:
-        self._path, self._new = output.partial, output.new
+        self._path, self._new, self._permissions_of = output.partial, output.new, output.permissions_of
         self._owner: OwnerFile | None = None
         if distributed or output.owner.exists():
             self._owner = OwnerFile(output)
@@ -319,9 +328,18 @@ class OutputLock:
         A hanging worker of an earlier conversion may still have the old file open, but cannot write into the new one.
         """
         # The new file is locked before it gets the name, so another conversion cannot lock it first.
-        self._new.unlink(missing_ok=True)
-        os.close(os.open(self._new, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        self.create(self._new)
         self.replace(self._new)
+
+    def create(self, path: Path) -> None:
+        """Create an empty file, which is to replace ``OUT.partial``, with the permissions that the output will have."""
+        path.unlink(missing_ok=True)
+        known = self._permissions_of
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if known is None else 0o600)
+        if known is not None:
+            # A resumed run must be able to open the file.
+            copy_permissions(os.stat(known), descriptor, writable=True)
+        os.close(descriptor)
 
     def replace(self, path: Path) -> None:
         """Rename the file at `path` to ``OUT.partial``, and lock it instead of the old one.

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
 import struct
 import sys
 import time
@@ -96,6 +97,24 @@ def write_atomically(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def copy_permissions(status: os.stat_result, target: int | Path, *, writable: bool = False) -> None:
+    """Give a file the owner, group and mode in `status`, as far as the system permits that.
+
+    If the group cannot be set, the group of the file gets only the permissions that all users have. With `writable`,
+    the owner may read and write in any case. `target` is a path or a file descriptor.
+    """
+    mode = stat.S_IMODE(status.st_mode) | (0o600 if writable else 0)
+    try:
+        os.chown(target, -1, status.st_gid)
+    except OSError:
+        mode &= ~0o070 | (mode & 0o007) << 3
+    with contextlib.suppress(OSError):
+        os.chmod(target, mode)
+    # Last, because only root may change the mode of another user's file.
+    with contextlib.suppress(OSError):
+        os.chown(target, status.st_uid, -1)
 
 
 @contextlib.contextmanager

@@ -261,6 +261,40 @@ def test_blocks_are_shared_where_the_file_system_can(tmp_path: Path, monkeypatch
     assert sum(reads) < 24 * 2
 
 
+def permissions(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_mode & 0o7777, status.st_uid, status.st_gid
+
+
+@pytest.mark.parametrize("settings", [{}, {"compression": "gzip"}, {"shard_bytes": "2MB"}], ids=str)
+@pytest.mark.parametrize("mode", [0o600, 0o440])
+def test_permissions_are_kept(
+    tmp_path: Path, settings: dict[str, Any], mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder, seen = tmp_path / "o.h5", flat_folder(tmp_path / "in", 3), {}
+    truncate(folder / "00001.jpg")
+    h5pack.convert(folder, path, **quick(**settings))
+    path.chmod(mode)
+    if os.geteuid() == 0:
+        os.chown(path, 1234, 5678)
+    old = permissions(path)
+    save(tmp_path / "more" / "new.jpg")
+    replace = os.replace
+
+    def noting(source: Path, target: Path) -> None:
+        seen[target.name] = permissions(source)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", noting)
+    h5pack.append(path, tmp_path / "more", **quick())
+    new = "o-00001.h5" if "shard_bytes" in settings else "o.h5.new"
+    # While a file is written, only its owner may read and write besides.
+    assert [seen[name] for name in (f"{new}.partial", new, "o.h5.partial", "o.h5")] == [(mode | 0o600, *old[1:])] * 4
+    lasting = leftovers(tmp_path) - {"in", "more", "o-00000.h5", "o-00000.h5.rejects.csv"}
+    assert lasting == {"o.h5", "o.h5.rejects.csv"} | ({new} if "shard_bytes" in settings else set())
+    assert {permissions(tmp_path / name) for name in lasting} == {old}
+
+
 @pytest.mark.parametrize("virtual", [False, True])
 def test_the_pack_behind_a_symbolic_link_grows(tmp_path: Path, virtual: bool) -> None:
     path, link = tmp_path / "real" / "o.h5", tmp_path / "links" / "link.h5"

@@ -13,7 +13,16 @@ import pytest
 
 from h5pack.errors import OutputBusyError, SourceError
 from h5pack.system import files
-from h5pack.system.files import file_system_type, is_locked, lock, open_locked, read_all, write_all, write_atomically
+from h5pack.system.files import (
+    copy_permissions,
+    file_system_type,
+    is_locked,
+    lock,
+    open_locked,
+    read_all,
+    write_all,
+    write_atomically,
+)
 
 
 def opened(path: Path) -> int:
@@ -64,6 +73,23 @@ def test_an_atomic_write_replaces_the_file_or_leaves_it(tmp_path: Path, monkeypa
     with pytest.raises(OSError, match="full"):
         write_atomically(path, b"three")
     assert (path.read_bytes(), os.listdir(tmp_path)) == (b"two", ["f"])
+
+
+@pytest.mark.parametrize("permitted", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "writable", "kept", "reduced"), [(0o640, False, 0o640, 0o600), (0o474, True, 0o674, 0o644)]
+)
+def test_a_group_that_cannot_be_kept_gets_no_more_than_all_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, permitted: bool, mode: int, writable: bool, kept: int, reduced: int
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for path in (old, new):
+        path.write_bytes(b"")
+    old.chmod(mode)
+    if not permitted:
+        monkeypatch.setattr(os, "chown", Mock(side_effect=PermissionError(errno.EPERM, "chown")))
+    copy_permissions(old.stat(), new, writable=writable)
+    assert new.stat().st_mode & 0o7777 == (kept if permitted else reduced)
 
 
 def test_file_systems_are_flushed_or_it_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
