@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from h5pack.commands.arguments import comma_parts
@@ -89,6 +90,9 @@ def run_append(arguments: argparse.Namespace) -> int:
     from h5pack.combine.append import append
 
     keywords = {**given_options(arguments), **_run_keywords(arguments)}
+    if os.path.islink(arguments.out):
+        # Messages name the table of rejects and unfinished files, which are beside the file that the link leads to.
+        arguments.out = os.path.realpath(arguments.out)
     report = append(arguments.out, arguments.source, split=arguments.split, only_new=arguments.only_new, **keywords)
     print_result(report, arguments)
     return 0
