@@ -375,8 +375,6 @@ def _compress_rows(pack: _UnfinishedFile, stages: Stages) -> int:
                 yield data
                 advance(step)
 
-        # Start the workers before HDF5 has a file open, because forked workers would inherit it.
-        executor.submit(os.getpid).result()
         finish.complete_compressed(pack, plan.tables, chunks(), executor)
     return total
 

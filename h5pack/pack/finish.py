@@ -185,6 +185,8 @@ def compress(
 def complete_compressed(pack: Unfinished, tables: PackTables, chunks: Iterable[bytes], executor: Executor) -> None:
     """Write a compressed file from its chunks (see `write_compressed`), flush it, and replace ``OUT.partial`` by it."""
     path = pack.output.compressed
+    # Start the workers before HDF5 has a file open, because forked workers would inherit it.
+    executor.submit(os.getpid).result()
     # Start with a new file, because HDF5 refuses to reopen one that it failed to close, for example on a full disk.
     pack.own_lock.create(path)
     try:

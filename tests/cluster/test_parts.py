@@ -127,6 +127,15 @@ def die(task: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def test_several_workers_compress_the_rows_of_the_parts(tmp_path: Path) -> None:
+    source, options = compressed(tmp_path)
+    expected = local(source, tmp_path / "local.h5", options)
+    for number in (1, 2):
+        h5pack.convert(source, tmp_path / "o.h5", **options, part=(number, 2), num_workers=2)
+    h5pack.convert(source, tmp_path / "o.h5", **options, finish=True, num_workers=2)
+    assert (tmp_path / "o.h5").read_bytes() == expected
+
+
 def test_a_part_whose_worker_died_is_not_advised_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, options = folder(tmp_path)
     monkeypatch.setattr(writer, "write_rows", die)
