@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from h5pack.system.text import counted
 _FOLDER = "annotations"
 _INSTANCES, _CAPTIONS = "instances", "captions"
 _NAME = re.compile(rf"({_INSTANCES}|{_CAPTIONS})_(.+)\.json")
+_MAX_ID, _MAX_SIDE = 2**63, 2**31 - 1
 _TAKEN = frozenset(("image_id", "category_id", "bbox", "iscrowd", "caption"))
 
 
@@ -89,7 +90,7 @@ def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
         images: dict[int, _Image] = {}
         for one in some:
             _read(one, found, images, splits.index(_short(name)))
-        folder = _image_folder(some[0], name, next(iter(images.values()), None), top)
+        folder = _image_folder(some[0], name, images.values(), top)
         folders += [os.path.relpath(folder, top) if top is not None else ""] * len(images)
         found.images += images.values()
     base = str(top if top is not None else folder)
@@ -118,19 +119,22 @@ def _short(name: str) -> str:
     return plain if is_split_name(plain) else name
 
 
-def _image_folder(file: Path, split: str, image: _Image | None, top: Path | None) -> Path:
-    """Return the folder of a split's images: the first usual folder that contains `image`, the split's first image.
+def _image_folder(file: Path, split: str, images: Collection[_Image], top: Path | None) -> Path:
+    """Return the folder of a split's images: the first usual folder that contains one of `images`.
 
     Look in `top`, or if it is None, in the annotation file's folder and its parent. If the split has no image, return
     the first usual folder.
     """
     parents = (top,) if top is not None else (file.parent.parent, file.parent)
     inner = ((), (split,), ("images", split), (_short(split),), ("images", _short(split)), ("images",))
-    for folder in (parent.joinpath(*parts) for parts in inner for parent in parents):
-        if image is None or (folder / image.name).is_file():
-            return folder
-    assert image is not None
-    missing = f"{file}: its first image, {image.name!r}, is in none of the usual folders"
+    folders = [parent.joinpath(*parts) for parts in inner for parent in parents]
+    if not images:
+        return folders[0]
+    for image in images:
+        for folder in folders:
+            if (folder / image.name).is_file():
+                return folder
+    missing = f"{file}: none of its images, such as {image.name!r}, is in one of the usual folders"
     raise SourceError(f"{missing}; name the folder of the images with root", path=file, parameters=("root",))
 
 
@@ -170,7 +174,9 @@ def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], s
         size = int(entry.get("height") or 0), int(entry.get("width") or 0)
         if not isinstance(name, str) or not is_path(name):
             raise ValueError(name)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if not -_MAX_ID <= image_id < _MAX_ID or max(size) > _MAX_SIDE:
+            raise ValueError(image_id, *size)
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         problem = f"image {number} has no valid id, file_name or size ({error!r}); correct it"
         raise SourceError(f"{path}: {problem}", path=path) from error
     if image_id in known or (image_id in images and images[image_id].name != name):

@@ -126,6 +126,13 @@ def test_boxes_outside_are_clipped_and_those_without_area_left_out(tmp_path: Pat
     assert sample.box_labels.tolist() == [1, 2, 0]
 
 
+def test_the_first_image_may_be_missing(tmp_path: Path) -> None:
+    path = write(tmp_path / "annotations" / "instances_train2017.json", [image(0), image(1)], [])
+    pictures(tmp_path / "train2017", 1)
+    report = h5pack.convert(path, tmp_path / "o.h5", **quick())
+    assert (report.images, report.rejects) == (1, 1)
+
+
 def test_missing_images_and_images_of_another_size_are_rejected(tmp_path: Path) -> None:
     pictures(tmp_path, 0, 2)
     pictures(tmp_path, 1, size=(31, 40))
@@ -181,6 +188,9 @@ def test_points_are_turned_as_pixels_are() -> None:
         b'{"images": [{"id": 1, "file_name": ""}], "annotations": []}',
         b'{"images": [{"id": 1, "file_name": "a"}, {"id": 2, "file_name": "\\ud83d"}], "annotations": []}',
         b'{"images": [{"id": 1, "file_name": "a"}, {"id": 1, "file_name": "b"}], "annotations": []}',
+        b'{"images": [{"id": 9223372036854775808, "file_name": "a"}], "annotations": []}',
+        b'{"images": [{"id": 1, "file_name": "a", "height": 2147483648, "width": 1}], "annotations": []}',
+        b'{"images": [{"id": Infinity, "file_name": "a"}], "annotations": []}',
         b'{"images": [], "annotations": [3]}', b'{"images": [], "annotations": [], "categories": [3]}',
     ],
 )  # fmt: skip
