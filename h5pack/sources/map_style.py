@@ -40,6 +40,8 @@ from h5pack.sources.manifest import ManifestColumns
 IMAGE, LABEL = "image", "label"
 MASKS = ("mask", "masks")
 """The keys that masks have in samples."""
+_TRIED_SAMPLES = 16
+"""Number of samples of which the first that can be read says which keys are masks."""
 _NOT_UINT8 = (
     "images must be uint8 (0 to 255); leave out the transform that changed them (such as ToTensor), or convert floats "
     "in 0..1 to uint8 after (255 * image).round()"
@@ -204,12 +206,14 @@ def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> C
 
 
 def _mask_keys(dataset: Any, count: int) -> tuple[str, ...]:
-    """Return the keys in `MASKS` that the first sample has; () if it cannot be read (the survey then rejects it)."""
-    try:
-        others = _parts(dataset[0])[2] if count else {}
-    except Exception:
-        return ()
-    return tuple(name for name in MASKS if others.get(name) is not None)
+    """Return the keys in `MASKS` that the first of a few samples has that can be read; the survey rejects others."""
+    for index in range(min(count, _TRIED_SAMPLES)):
+        try:
+            others = _parts(dataset[index])[2]
+        except Exception:
+            continue
+        return tuple(name for name in MASKS if others.get(name) is not None)
+    return ()
 
 
 def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Iterable[str]) -> Catalog:

@@ -338,3 +338,18 @@ def test_fields_of_samples_that_do_not_fit_are_errors_or_rejects(tmp_path: Path)
     for settings in ({"fields": ("a/b",)}, {"fields": ("box",), "box_columns": "box"}, {"text_columns": "caption"}):
         with pytest.raises(OptionsError):
             h5pack.convert(Described(), tmp_path / "o.h5", **quick(**settings))
+
+
+def test_masks_are_found_in_the_first_sample_that_can_be_read(tmp_path: Path) -> None:
+    class Samples:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if index < 2:
+                raise OSError("broken file")
+            return {"image": COLOUR, "mask": GRAY % 3}
+
+    report = h5pack.convert(Samples(), tmp_path / "o.h5", **quick(num_workers=1))
+    assert (report.images, report.rejects) == (4, 2)
+    assert torch.equal(h5pack.H5Dataset(tmp_path / "o.h5", fields=["mask"])[3].mask, torch.from_numpy(GRAY % 3))
