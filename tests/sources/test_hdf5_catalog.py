@@ -106,6 +106,8 @@ def test_ambiguous_or_unsuitable_datasets_are_errors(
         (np.arange(ROWS)[:, None], range(ROWS), None),
         (np.arange(ROWS) % 2 == 1, [0, 1, 0, 1, 0, 1], None),
         (np.array([b"dog", b"cat"] * 3), [1, 0] * 3, ("cat", "dog")),
+        (np.array([b"dog", b"", b"cat"] * 2), [1, -1, 0] * 2, ("cat", "dog")),
+        (np.array([b""] * ROWS), [-1] * ROWS, None),
         (np.array(["dog", "cät"] * 3, dtype=h5py.string_dtype()), [1, 0] * 3, ("cät", "dog")),
         (np.array([[-1, 1], [1, 1]] * 3), [[0, 1], [1, 1]] * 3, ("label_0", "label_1")),
         (np.array([[0.0, 255.0]] * ROWS), [[0, 255]] * ROWS, ("label_0", "label_1")),
