@@ -115,8 +115,8 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
     the table has no column of splits, the catalog's splits are kept.
     """
     require_field_names(str(table.path), columns.all_fields, table.path)
-    chosen = label_columns(columns, table.header)
-    split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, columns.all_fields)
+    chosen = label_columns(columns, table)
+    split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, (*columns.all_fields, *table.unreadable))
     labels, label_names = _labels(table, chosen)
     packed = {*used, split_column, *chosen, *columns.all_fields}
     ways: dict[str, tuple[str, ...]] = {} if chosen else {"labels": ("label_columns",)}
@@ -208,9 +208,9 @@ def _many_classes_note(
     return (Note(text, ("field_columns", "label_columns")),)
 
 
-def label_columns(columns: ManifestColumns, header: tuple[str, ...]) -> tuple[str, ...]:
+def label_columns(columns: ManifestColumns, table: TextTable) -> tuple[str, ...]:
     """Return the label columns: the given ones, or else the one with a usual name, if any."""
-    usual = _usual(header, LABEL_COLUMNS, columns.all_fields)
+    usual = _usual(table.header, LABEL_COLUMNS, (*columns.all_fields, *table.unreadable))
     return columns.labels or ((usual,) if usual is not None else ())
 
 
@@ -254,6 +254,7 @@ class TextTable:
     header: tuple[str, ...]
     load: Callable[[str], list[Any]]  # returns the values of a column, None for a missing value
     place: Callable[[int], str]  # returns the text between the path and the message in an error about a row
+    unreadable: frozenset[str] = frozenset()  # columns that hold neither numbers, text nor lists of these
 
     def error(self, row: int, message: str, *parameters: str) -> SourceError:
         """Return an error whose message begins with the file and the line or name of a row."""

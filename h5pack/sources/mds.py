@@ -99,6 +99,7 @@ def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
         path, tuple(opened[0].encodings),
         lambda column: [cell for shard in opened for cell in _cells(shard, column)],
         lambda row: f": {images[row]}",
+        frozenset(name for name, encoding in opened[0].encodings.items() if encoding not in {*_NUMBERS, *_TEXTS}),
     )  # fmt: skip
     return with_columns(catalog, table, columns, {image}).filtered(names)
 

@@ -188,9 +188,13 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
         shards.root, tuple(schema.names),
         lambda name: [value for file in files for value in _values(file, name)],
         lambda row: f": {names[row]}",
+        frozenset(field.name for field in schema if not _is_plain(field.type)),
     )  # fmt: skip
     catalog = with_columns(catalog, table, columns, {image})
-    return _with_class_names(catalog, files[0], schema, columns).filtered(shards.wanted)
+    if catalog.labels is None or catalog.labels.ndim > 1 or catalog.label_names is not None:
+        return catalog.filtered(shards.wanted)
+    (column,) = label_columns(columns, table)
+    return _with_class_names(catalog, files, column).filtered(shards.wanted)
 
 
 def _features(schema: Any) -> dict[str, dict[str, Any]]:
@@ -248,12 +252,10 @@ def _require_columns(file: ArchiveFile, table: _Table, schema: Any, image: str) 
         )
 
 
-def _values(file: ArchiveFile, name: str) -> list[Any]:
-    """Return the values of a column of numbers, text, or lists of these; None for null."""
+def _is_plain(kind: Any) -> bool:
+    """Return whether a type is one of numbers, text, or lists of these."""
     from pyarrow import types
 
-    table = _open(file)
-    kind = table.schema.field(name).type
     value = kind.value_type if types.is_dictionary(kind) else kind
     while types.is_list(value) or types.is_large_list(value) or types.is_fixed_size_list(value):
         value = value.value_type
@@ -265,7 +267,14 @@ def _values(file: ArchiveFile, name: str) -> list[Any]:
         types.is_large_string,
         types.is_null,
     )
-    if not any(check(value) for check in plain):
+    return any(check(value) for check in plain)
+
+
+def _values(file: ArchiveFile, name: str) -> list[Any]:
+    """Return the values of a column of numbers, text, or lists of these; None for null."""
+    table = _open(file)
+    kind = table.schema.field(name).type
+    if not _is_plain(kind):
         problem = "neither numbers, text nor lists of these; leave it out"
         raise SourceError(f"{file.path}: column {name!r} holds {kind}, {problem}", path=file.path)
     with file.parsing(f"column {name!r} cannot be read"):
@@ -274,13 +283,16 @@ def _values(file: ArchiveFile, name: str) -> list[Any]:
     return values  # type: ignore[no-any-return]
 
 
-def _with_class_names(catalog: Catalog, file: ArchiveFile, schema: Any, columns: ManifestColumns) -> Catalog:
+def _with_class_names(catalog: Catalog, files: Sequence[ArchiveFile], column: str) -> Catalog:
     """Return the catalog with the class names that Hugging Face datasets stored for a label column of integers."""
-    labels = catalog.labels
-    if labels is None or labels.ndim > 1 or catalog.label_names is not None:
-        return catalog
-    (column,) = label_columns(columns, tuple(schema.names))
-    names = _features(schema).get(column, {}).get("names")
+    labels, file = catalog.labels, files[0]
+    assert labels is not None
+    stored = [_features(_open(one).schema).get(column, {}).get("names") for one in files]
+    names = stored[0]
+    for one, others in zip(files, stored, strict=True):
+        if others != names:
+            problem = f"column {column!r} has other classes than in the first file; pack the files separately"
+            raise SourceError(f"{one.path}: {problem}", path=one.path)
     if not isinstance(names, list) or not names:
         return catalog
     if len(labels) and not -1 <= labels.min() <= labels.max() < len(names):

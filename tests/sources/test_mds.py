@@ -94,6 +94,10 @@ def test_texts_become_classes_and_other_columns_are_named(tmp_path: Path) -> Non
     catalog = open_source(write_mds(tmp_path / "m", samples, columns), SourceOptions())
     assert (catalog.kind, len(catalog), catalog.split_names) == ("mds", 4, ("all",))
     assert any("meta" in note.text and "object" in note.text for note in catalog.notes)
+    named = {"img": "bytes", "label": "json", "split": "pkl"}
+    samples = [{"img": SAMPLES[n]["image"], "label": "{}", "split": "no"} for n in range(4)]
+    unlabelled = open_source(write_mds(tmp_path / "n", samples, named), SourceOptions())
+    assert (unlabelled.labels, unlabelled.split_names) == (None, ("all",))
     h5pack.convert(tmp_path / "m", tmp_path / "k.h5", **quick(keep="jpeg", label_columns=["kind"]))
     assert h5pack.H5Dataset(tmp_path / "k.h5").classes == ("a", "b")
     with pytest.raises(SourceError):

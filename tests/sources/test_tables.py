@@ -135,6 +135,17 @@ def test_columns_have_the_roles_of_a_manifests_columns(tmp_path: Path) -> None:
             opened(path, columns)
 
 
+def test_a_column_that_holds_no_labels_is_not_taken_for_them_by_its_name(tmp_path: Path) -> None:
+    images = [{"bytes": png(number), "path": None} for number in range(3)]
+    made = pa.table({"image": images, "label": images, "category": ["a", "b", "a"], "split": [b"x"] * 3})
+    path = write(tmp_path / "x.parquet", made)
+    catalog = opened(path, ManifestColumns(path="image"))
+    assert catalog.labels is not None
+    assert (catalog.labels.tolist(), catalog.label_names, catalog.split_names) == ([0, 1, 0], ("a", "b"), ("all",))
+    with pytest.raises(SourceError):
+        opened(path, ManifestColumns(path="image", labels=("label",)))
+
+
 def test_nulls_are_rejects_and_labels_of_minus_one(tmp_path: Path) -> None:
     images = [None, {"bytes": None, "path": "x.png"}, {"bytes": None, "path": None}, {"bytes": b"", "path": None}]
     images += [{"bytes": png(4), "path": None}, {"bytes": png(5)[:200], "path": None}]
@@ -182,6 +193,12 @@ def test_files_that_differ_are_errors(tmp_path: Path) -> None:
         with pytest.raises(SourceError) as caught:
             opened(tmp_path)
         assert caught.value.path == str(tmp_path / "b.parquet")
+    for name, classes in (("a", ["x", "y", "z"]), ("b", ["y", "x", "z"])):
+        features = NAMES | {"label": {"_type": "ClassLabel", "names": classes}}
+        write(tmp_path / "d" / f"{name}.parquet", table(range(4), features))
+    with pytest.raises(SourceError) as caught:
+        opened(tmp_path / "d")
+    assert caught.value.path == str(tmp_path / "d" / "b.parquet")
     labels = {"label": {"_type": "ClassLabel", "names": ["one"]}}
     with pytest.raises(SourceError):
         opened(write(tmp_path / "c.parquet", table(range(3), labels)))
