@@ -86,8 +86,10 @@ class MonitoredIterator(BatchIterator):
 
     def _release(self) -> None:
         self._labels.end()
-        self._recorder.finish()
-        self._fetcher.close()
+        try:
+            self._recorder.finish()
+        finally:
+            self._fetcher.close()
 
     def _finish(self) -> None:
         self._finish_epoch(self._cursor)
@@ -292,6 +294,7 @@ class FeedRecorder:
         before, now = self._last, self._read(time.perf_counter())
         self.due = now.time + self._monitor._interval_seconds
         report = self._close_interval(now)
+        self._monitor._outputs.interval(report, now.batches)
         limit, name = self._monitor._warn_stall, self._monitor._name
         # During the first interval, workers are still starting and caches are filling, so it is not representative.
         warm, self._warm = self._warm, True
@@ -307,9 +310,12 @@ class FeedRecorder:
         if self._final is not None:
             return
         now = self._read(time.perf_counter())
-        if now.batches > self._last.batches or self._interval is None:
-            self._close_interval(now)
+        is_new = now.batches > self._last.batches or self._interval is None
+        last = self._close_interval(now) if is_new else None
         self._final = self._report("epoch", self._first, now)
+        # The outputs call a function of the user, which may raise an error. Then do not report again.
+        if last is not None:
+            self._monitor._outputs.interval(last, now.batches)
         self._monitor._outputs.end(self._final)
 
     def report(self) -> FeedReport:
@@ -319,7 +325,6 @@ class FeedRecorder:
     def _close_interval(self, now: _Counters) -> FeedReport:
         self._interval = report = self._report("interval", self._last, now)
         self._last = now
-        self._monitor._outputs.interval(report, now.batches)
         return report
 
     def _read(self, now: float) -> _Counters:

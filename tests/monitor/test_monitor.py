@@ -51,6 +51,19 @@ def test_the_stall_fraction_of_known_times(clock: FakeClock, produce: float, con
     assert report.interval.interval is None
 
 
+def test_an_error_of_on_report_does_not_keep_the_loader_open(tmp_path: Path) -> None:
+    def fail(report: FeedReport) -> None:
+        raise ValueError("of the user")
+
+    loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5")), BATCH)
+    iterator = iter(FeedMonitor(loader, warn_stall=None, interval_seconds=100, on_report=fail))
+    next(iterator)
+    with pytest.raises(ValueError, match="of the user"):
+        iterator.close()  # type: ignore[attr-defined]
+    assert packs.threads_end(), packs.loader_threads()
+    iterator.close()  # type: ignore[attr-defined]
+
+
 def test_intervals_are_disjoint_and_complete(clock: FakeClock) -> None:
     reports: list[FeedReport] = []
     monitor = FeedMonitor(SlowLoader(clock, 0.25, 33), warn_stall=None, interval_seconds=2.0, on_report=reports.append)
