@@ -86,6 +86,12 @@ def test_torch_and_h5py_are_imported_only_where_design_allows(module: Path) -> N
     assert "h5py" not in roots or place(module) in H5PY_ALLOWED
 
 
+def test_cached_properties_take_no_lock_where_another_thread_may_fork() -> None:
+    for module in MODULES:
+        if module.parts[0] in ("read", "order", "data", "device", "monitor"):
+            assert "functools import cached_property" not in (PACKAGE / module).read_text(), module
+
+
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_a_module_is_short_and_says_what_it_is_about(module: Path) -> None:
     source = (PACKAGE / module).read_text()

@@ -26,6 +26,7 @@ from h5pack.read.read_plan import plan_extents, plan_reads
 from h5pack.read.storage import CHECK_SECONDS, SourceFile, Storage
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import all_between, equal_runs
+from h5pack.system.files import max_open_files
 
 DECODED_BYTES = 192 * 1024 * 1024
 """Default capacity of the cache: 48 chunks of 4 MiB, which are three shuffle windows of the default 16 chunks."""
@@ -274,9 +275,7 @@ class SourceFiles:
 
     def __init__(self, own: ChunkDecoder) -> None:
         self.own = own
-        # Keep open at most one file per eight descriptors that the process may have; sysconf returns -1 if unlimited.
-        descriptors = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
-        self.max_open = _MAX_FILES if descriptors < 0 else max(1, min(_MAX_FILES, descriptors // 8))
+        self.max_open = max(1, min(_MAX_FILES, max_open_files() // 8))
         self._opened: dict[SourceFile, ChunkDecoder] = {}
         self._checked: dict[str, float] = {}
 

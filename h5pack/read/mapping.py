@@ -23,7 +23,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +31,10 @@ from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.storage import CHECK_SECONDS, SourceFile, Storage
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import all_between, consecutive_runs, range_indices
-from h5pack.system.files import file_system_type
+from h5pack.system.files import file_system_type, max_open_files
 from h5pack.system.libc import MADV_HUGEPAGE, MADV_POPULATE_READ, libc_function, raise_errno
 from h5pack.system.machine import available_memory
+from h5pack.system.properties import cached_property
 
 _BLOCK = 2 << 20
 """Size in bytes of the parts of the mapping that are checked as a whole; a multiple of the page size."""
@@ -46,7 +46,7 @@ _MAX_ABSENT = 1 / 16
 """Maximum share of pages that `FileMapping.ready` loads into the page cache."""
 
 _MAX_FILES = 1_024
-"""Maximum number of files that are mapped together; a process may have 65,530 mappings by default."""
+"""Maximum number of files that are mapped together, and stay open; a process may have 65,530 mappings by default."""
 _MAX_STEP = 1 << 36
 """Maximum gap in bytes that `_grid_bases` may leave between two mapped files."""
 
@@ -303,7 +303,7 @@ class MappedDataset:
         found = list(dict.fromkeys(owners))
         files = np.array([found.index(file) for file in owners])[index.source_ids]
         mapping = None
-        if len(found) <= _MAX_FILES:
+        if len(found) <= min(_MAX_FILES, max_open_files() // 2):
             mapping = FileMapping.open([storage_of(file) for file in found], _grid_bases(found, files, index))
         return None if mapping is None else cls(index, mapping, files)
 

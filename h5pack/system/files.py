@@ -117,6 +117,12 @@ def copy_permissions(status: os.stat_result, target: int | Path, *, writable: bo
         os.chown(target, status.st_uid, -1)
 
 
+def max_open_files() -> int:
+    """Return how many files this process may have open at a time."""
+    found = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
+    return found if found >= 0 else sys.maxsize  # -1: no limit
+
+
 @contextlib.contextmanager
 def reporting_full_disk(path: Path, advice: str, *parameters: str) -> Iterator[None]:
     """Turn an OSError with one of the `NO_SPACE` errors into a NoSpaceError about `path` that ends with `advice`.

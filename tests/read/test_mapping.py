@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -214,6 +215,22 @@ def test_a_file_system_without_mappings_is_read_otherwise(tmp_path: Path, monkey
 
     monkeypatch.setattr(mapping.mmap, "mmap", refuse)
     assert engine_of(path).mapped("x") is None
+
+
+@pytest.mark.parametrize("limit", [2, 4])
+def test_mapped_sources_take_at_most_half_of_the_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(mapping, "max_open_files", lambda: limit)
+    paths = [tmp_path / f"{name}.h5" for name in "ab"]
+    for path in paths:
+        write(path, numbers((ROWS, *SHAPE), "u1"), "rows")
+    layout = h5py.VirtualLayout((2 * ROWS, *SHAPE), "u1")
+    for number, path in enumerate(paths):
+        layout[number * ROWS : (number + 1) * ROWS] = h5py.VirtualSource(path, "x", (ROWS, *SHAPE))
+    with h5py.File(tmp_path / "v.h5", "w", libver="latest") as file:
+        file.create_virtual_dataset("x", layout)
+    assert (engine_of(tmp_path / "v.h5").mapped("x") is None) == (limit == 2)
 
 
 def test_a_file_that_became_shorter_is_not_mapped(tmp_path: Path) -> None:
