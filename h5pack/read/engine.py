@@ -107,7 +107,8 @@ class Engine:
         self.stats = ReadStats()
         self._main = next(iter(indexes), "")
         # A lock that another thread holds during a fork stays locked in the child, so each process makes its own.
-        self._lock = (os.getpid(), threading.Lock())
+        # Reentrant, because a signal handler may ask for the statistics while they are changed.
+        self._lock = (os.getpid(), threading.RLock())
         for index in indexes.values():
             if warn and index.library_text is not None and not index.name.startswith(f"{schema.CHECKSUMS}/"):
                 _log.warning(
@@ -118,7 +119,7 @@ class Engine:
         return {**self.__dict__, "_lock": None, "_mapped": {}, "_decoded": {}, "stats": ReadStats()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=(os.getpid(), threading.Lock()))
+        self.__dict__.update(state, _lock=(os.getpid(), threading.RLock()))
 
     def file_row(self, row: int) -> tuple[str, int]:
         """Return the path of the file that has a row, and the row's number in that file."""
@@ -411,10 +412,10 @@ class Engine:
         with self._own_lock():
             return replace(self.stats)
 
-    def _own_lock(self) -> threading.Lock:
+    def _own_lock(self) -> Any:
         process, lock = self._lock
         if process != os.getpid():
-            lock = threading.Lock()
+            lock = threading.RLock()
             self._lock, self.stats = (os.getpid(), lock), ReadStats()
         return lock
 

@@ -44,6 +44,20 @@ def h5pys(path: Path, rows: list[int], shape: tuple[int, ...], fill: Any) -> npt
         return out
 
 
+def test_a_signal_handler_may_ask_for_statistics_while_they_change(tmp_path: Path) -> None:
+    write(tmp_path / "f.h5", numbers((9, 4), "u1"), "rows")
+    engine, found = engine_of(tmp_path / "f.h5"), []
+
+    def work() -> None:
+        with engine._own_lock():
+            found.append(engine.snapshot())
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert found == [ReadStats()]
+
+
 @settings(max_examples=66)
 @given(st.data())
 def test_rows_equal_h5pys(data: st.DataObject) -> None:
