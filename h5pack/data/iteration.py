@@ -89,18 +89,36 @@ class BatchIterator(Closeable, Iterator[Any]):
         """Move the state to the start of the next epoch. Called after the last batch; does nothing by default."""
 
 
+class Ended:
+    """Whether a function has ended. Unlike `threading.Event`, it stays usable if a signal handler interrupts `wait`."""
+
+    def __init__(self) -> None:
+        self._is_set, self._queue = False, queue.SimpleQueue[None]()
+
+    def set(self) -> None:
+        """Record that the function has ended."""
+        self._is_set = True
+        self._queue.put(None)
+
+    def wait(self) -> None:
+        """Wait until the function has ended."""
+        if not self._is_set:
+            self._queue.get()
+            self._queue.put(None)  # for other waiting threads
+
+
 class ReusableThread(threading.Thread):
     """A daemon thread that runs one function after another. In between, it waits in `idle` for the next one."""
 
     def __init__(self, idle: IdleThreads) -> None:
         super().__init__(name=IDLE, daemon=True)
         self._idle = idle
-        self._calls: queue.SimpleQueue[tuple[Callable[[], object], threading.Event] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], object], Ended] | None] = queue.SimpleQueue()
         self.start()
 
-    def begin(self, name: str, target: Callable[[], object]) -> threading.Event:
-        """Start to run `target`, and give the thread the name `name`. The returned event is set when `target` ends."""
-        self.name, ended = name, threading.Event()
+    def begin(self, name: str, target: Callable[[], object]) -> Ended:
+        """Start to run `target`, and give the thread the name `name`. The returned object is set when `target` ends."""
+        self.name, ended = name, Ended()
         self._calls.put((target, ended))
         return ended
 
@@ -160,7 +178,8 @@ class BackgroundThreads:
     def __init__(self) -> None:
         self.process = os.getpid()
         self.threads: list[threading.Thread] = []
-        self._ended: list[threading.Event] = []
+        self.consumer: int | None = None  # identifier of the thread that is inside ``next``
+        self._ended: list[Ended] = []
 
     def start(self, idle: IdleThreads | None = None, **targets: Callable[[], object]) -> None:
         """Run each keyword argument in a thread: ``read_0=f`` calls `f` in a thread named "h5pack-read-0".
@@ -169,22 +188,32 @@ class BackgroundThreads:
         """
         _live.add(self)
         source = IdleThreads() if idle is None else idle
-        for name, target in targets.items():
-            thread = source.take()
-            self.threads.append(thread)
-            self._ended.append(thread.begin(f"h5pack-{name.replace('_', '-')}", target))
-        if idle is None:
-            source.close()
+        try:
+            for name, target in targets.items():
+                thread = source.take()
+                self.threads.append(thread)
+                self._ended.append(thread.begin(f"h5pack-{name.replace('_', '-')}", target))
+        except BaseException:
+            # Stop the threads that are running already, because the caller cannot.
+            self.stop()
+            raise
+        finally:
+            if idle is None:
+                source.close()
 
     def stop(self) -> None:
         """Make the threads end after their current task. The garbage collector may call this, so it takes no lock."""
         raise NotImplementedError
 
     def join(self) -> None:
-        """Wait until the functions in the threads have ended. In one of the threads or another process, do nothing."""
-        # The garbage collector may run this in one of the threads. Joining the others there could deadlock, because
-        # they may wait for a lock that this thread holds.
-        if self.process == os.getpid() and threading.current_thread() not in self.threads:
+        """Wait until the functions in the threads have ended.
+
+        Do nothing in another process, in one of the threads, and inside ``next`` in the consumer's thread.
+        """
+        # The garbage collector may run this in one of the threads, and a signal handler inside ``next``. Waiting there
+        # could deadlock, because the threads may wait for a lock that this thread holds.
+        inside = threading.current_thread() in self.threads or threading.get_ident() == self.consumer
+        if self.process == os.getpid() and not inside:
             for ended in self._ended:
                 ended.wait()
 
@@ -217,6 +246,8 @@ def _stop_all() -> None:
         idle.close()
     for thread in threading.enumerate():
         if isinstance(thread, ReusableThread):
+            # An interrupt may have lost the thread on its way from or to the idle ones.
+            thread.end()
             thread.join(5.0)
 
 
@@ -226,17 +257,21 @@ class _SerialTorch(threading.local):
     `torch.set_num_threads` would change the number for the whole process.
     """
 
+    _inside = False
     _get = staticmethod(libc_function("omp_get_max_threads", ctypes.c_int) or (lambda: 1))
     _set = staticmethod(libc_function("omp_set_num_threads", None, ctypes.c_int) or (lambda _: None))
 
     def __enter__(self) -> None:
         # torch's first call in a thread sets OpenMP's number of threads. Make that call before setting the number to 1.
         torch.get_num_threads()
-        self._before = self._get()
+        if not self._inside:  # else a signal handler has interrupted the last `__exit__`
+            self._before = self._get()
+        self._inside = True
         self._set(1)
 
     def __exit__(self, *_: object) -> None:
         self._set(self._before)
+        self._inside = False
 
 
 serial_torch = _SerialTorch()

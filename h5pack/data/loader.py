@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ from h5pack.order.permutation import derive_key
 from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.read.engine import SCATTER_BYTES, ReadStats
 from h5pack.system.machine import available_cpus, available_memory
-from h5pack.system.parameters import require_callable, whole_number
+from h5pack.system.parameters import parameter_names, require_callable, whole_number
 
 
 class LoaderIterator(BatchIterator):
@@ -75,28 +76,34 @@ class LoaderIterator(BatchIterator):
         if pipeline is None:
             raise StopIteration
         pipeline.require_own_process()
-        while self._following not in self._ready:
-            number, batch = pipeline.fetch()
-            self._ready[number] = batch
-            del batch
-        found = self._ready.pop(self._following)
-        self._following += 1
-        pipeline.return_credit()
+        pipeline.consumer = threading.get_ident()
+        try:
+            while self._following not in self._ready:
+                number, batch = pipeline.fetch()
+                self._ready[number] = batch
+                del batch
+            found = self._ready.pop(self._following)
+            self._following += 1
+            pipeline.return_credit()
+        finally:
+            pipeline.consumer = None
         if self._following == self._end:
             self._release()
         self._iteration.count += 1
         return found
 
     def _release(self) -> None:
-        pipeline, self._pipeline = self._pipeline, None
+        pipeline = self._pipeline
+        if pipeline is not None and pipeline.process == os.getpid():
+            # Stop the threads first. After an interrupt in one of the next lines, nothing else would stop them.
+            pipeline.stop()
+        self._pipeline = None
         self._ready.clear()
         if pipeline is not None:
             # Detach the finalizer: it references the pipeline, so the pipeline's memory would be kept until the
             # user drops this iterator.
             self._finalizer.detach()
-            if pipeline.process == os.getpid():
-                pipeline.stop()
-                pipeline.join()
+            pipeline.join()
 
     def _finish(self) -> None:
         self._cursor.finish(self._iteration)
@@ -228,7 +235,7 @@ class H5Loader(Closeable, Resumable):
         self.num_threads = whole_number("num_threads", num_threads, 1)
         self.pin_memory = pin_memory and _can_pin()
         self._transforms = {
-            name: (function, "generator" in _parameters(function))
+            name: (function, "generator" in parameter_names(function))
             for name, function in ((self._base.names[0], transform), (self._base.label_name, target_transform))
             if name is not None and function is not None
         }
@@ -475,13 +482,6 @@ def _require_mixture(sampler: Any, dataset: Any, order: dict[str, Any]) -> None:
             "batch_sampler draws from another dataset; give H5Loader the ConcatPack that the sampler was made for",
             parameters=("dataset", "batch_sampler"),
         )
-
-
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return []
 
 
 def _require_no_transform(dataset: H5Dataset) -> None:

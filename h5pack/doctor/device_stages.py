@@ -6,7 +6,6 @@ The step runs the user's model, or a small built-in network.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import math
 import os
@@ -29,6 +28,7 @@ from h5pack.doctor.measure import Meter, Repeat, measure_calls, measure_epochs
 from h5pack.errors import H5PackError, OptionsError
 from h5pack.monitor.monitor import FeedMonitor
 from h5pack.monitor.probes import GpuProbe
+from h5pack.system.parameters import parameter_names
 from h5pack.system.text import error_line
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -225,7 +225,7 @@ def make_step(
         try:
             # Do not pass an unknown number of classes, so that the factory's default applies.
             known = {"shape": shape, "classes": classes, "num_classes": classes, "device": device}
-            named = _parameter_names(model)
+            named = parameter_names(model)
             made = model(**{key: value for key, value in known.items() if key in named and value is not None})
         except H5PackError:
             raise
@@ -248,13 +248,6 @@ def make_step(
         f"the model {name} returned a {type(made).__name__}; it must return a torch module, a pair of a module and a "
         "loss, or a function of images and labels"
     )
-
-
-def _parameter_names(function: Any) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return ()
 
 
 class ModuleStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import os
@@ -33,6 +34,14 @@ def require_callable(name: str, value: Any) -> None:
     """Raise OptionsError unless a parameter's value is None or callable."""
     if value is not None and not callable(value):
         raise OptionsError(f"{name} is {value!r}; give a callable", parameters=(name,))
+
+
+def parameter_names(function: Any) -> tuple[str, ...]:
+    """Return the names of a callable's parameters; () if Python cannot know them."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
 
 
 def whole_number(name: str, value: Any, minimum: int | None, maximum: int | None = None) -> int:

@@ -1,0 +1,139 @@
+"""The threads of iterators: usable after an interrupt at any moment, and never left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import h5pack
+from h5pack.data.iteration import BackgroundThreads, Ended, IdleThreads, ReusableThread, serial_torch
+from h5pack.data.pipeline import Pipeline
+from h5pack.errors import LoaderError
+from tests.data import packs
+
+PATIENCE = 30.0
+
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
+
+
+def in_time(function: Callable[[], object]) -> None:
+    """Call a function in a thread, which must end; raise its error."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive(), "it hangs"
+    for error in errors:
+        raise error
+
+
+def test_an_interrupt_of_waiting_leaves_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes when a Condition has just been locked, as in the wait of a threading.Event."""
+    enter, thread = threading.Condition.__enter__, threading.current_thread()
+
+    def interrupted(self: threading.Condition) -> bool:
+        locked = enter(self)
+        if threading.current_thread() is thread:
+            raise KeyboardInterrupt
+        return locked
+
+    ended = Ended()
+    timer = threading.Timer(0.2, ended.set)
+    timer.start()
+    with monkeypatch.context() as context:
+        context.setattr(threading.Condition, "__enter__", interrupted)
+        ended.wait()
+    timer.join()
+    for _ in range(2):
+        in_time(ended.wait)
+    in_time(ended.set)
+
+
+@pytest.mark.parametrize("method", ["_take", "return_credit"])
+def test_a_signal_handler_may_close_the_iterator_inside_next(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a handler does that runs in the consumer's thread, which holds the lock of the pipeline."""
+    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5", rows=4_000))
+    loader = h5pack.H5Loader(dataset, 4, num_threads=2, window=1, prefetch_factor=1)
+    iterator, original, consumer = iter(loader), getattr(Pipeline, method), []
+
+    def closing(self: Pipeline, *arguments: Any, **options: Any) -> Any:
+        found = original(self, *arguments, **options)
+        if consumer == [threading.get_ident()]:
+            consumer.clear()
+            with self._lock if method == "return_credit" else threading.Lock():
+                iterator.close()
+        return found
+
+    def consume() -> None:
+        consumer.append(threading.get_ident())
+        with pytest.raises(LoaderError):
+            list(iterator)
+
+    monkeypatch.setattr(Pipeline, method, closing)
+    in_time(consume)
+    assert consumer == [], "it was not closed"
+    in_time(lambda: list(loader))
+    loader.close()
+
+
+def test_if_a_thread_cannot_start_the_others_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take, taken = IdleThreads.take, []
+
+    def failing(self: IdleThreads) -> ReusableThread:
+        if len(taken) == 2:
+            raise RuntimeError("can't start new thread")
+        taken.append(take(self))
+        return taken[-1]
+
+    loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5")), 4, num_threads=3)
+    with monkeypatch.context() as context:
+        context.setattr(IdleThreads, "take", failing)
+        with pytest.raises(RuntimeError):
+            iter(loader)
+    loader.close()
+    for thread in taken:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def test_threads_stop_before_an_interrupt_can_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5")), 4, num_threads=2)
+    iterator = iter(loader)
+    next(iterator)
+
+    def interrupted(self: BackgroundThreads) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(BackgroundThreads, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iterator.close()  # type: ignore[attr-defined]
+    loader.close()
+
+
+def test_an_interrupt_does_not_keep_torch_serial() -> None:
+    def check() -> None:
+        with serial_torch:
+            pass
+        before = serial_torch._get()
+        serial_torch.__enter__()  # An interrupt at the start of `__exit__` leaves this state.
+        with serial_torch:
+            assert serial_torch._get() == 1
+        assert serial_torch._get() == before
+
+    torch.get_num_threads()
+    in_time(check)
