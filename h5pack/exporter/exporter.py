@@ -220,9 +220,9 @@ def export(
 class ExportFolder:
     """The output folder of an export, and its temporary siblings.
 
-    An export is written to `partial`, which is renamed to `final` when it is complete. `lock_file` exists whenever
-    `partial` does, so a `partial` without a `lock_file` was not made by an export. An earlier export is renamed to
-    `replaced` while the new one takes its place. Symbolic links are resolved.
+    An export is written to `partial`, which is renamed to `final` when it is complete. An earlier export is renamed to
+    `replaced` while the new one takes its place. `lock_file` exists whenever `partial` or `replaced` does, so one of
+    these without a `lock_file` was not made by an export. Symbolic links are resolved.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -239,12 +239,13 @@ class ExportFolder:
             raise SourceError(f"{self.final}: is a mount point; name a folder inside it", path=self.final)
         if self.final.exists() and not self.final.is_dir():
             raise OutputExistsError(f"{self.final}: exists and is not a folder; give another name", path=self.final)
-        if self.partial.exists() and not self.lock_file.exists():
-            raise OutputExistsError(
-                f"{self.partial}: was not made by an export, but exports to {self.final.name!r} need this name; "
-                "move it elsewhere",
-                path=self.partial,
-            )
+        for temporary in (self.partial, self.replaced):
+            if temporary.exists() and not self.lock_file.exists():
+                raise OutputExistsError(
+                    f"{temporary}: was not made by an export, but exports to {self.final.name!r} need this name; "
+                    "move it elsewhere",
+                    path=temporary,
+                )
         if overwrite:
             self.require_export()
         if resume or overwrite:
@@ -306,9 +307,14 @@ class ExportFolder:
         try:
             yield
         finally:
-            if not self.partial.exists():
+            if not self.partial.exists() and not self.replaced.exists():
                 self.lock_file.unlink(missing_ok=True)
             os.close(descriptor)
+
+    def restore(self) -> None:
+        """Give an earlier export its name back if a run was interrupted before the new one got it."""
+        if self.replaced.exists() and not self.final.exists():
+            os.rename(self.replaced, self.final)
 
     def begin(self, *, keep: bool) -> None:
         """Create `partial` and its manifest if missing. If `keep` is false, delete an unfinished export first."""
@@ -367,6 +373,7 @@ class _Export:
         target, source = self.target, self.source
         advice = "make room, then run again with resume=True"
         with reporting_full_disk(target.partial, advice, "resume=True"), target.locked():
+            target.restore()
             if self.work.keep and target.has_output() and not target.partial.exists():
                 names, manifest, results = self._process_rows(target.final, check_only=True)
                 if not results.differing and manifest.equals(target.final / MANIFEST, results.reasons):

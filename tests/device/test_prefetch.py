@@ -93,7 +93,8 @@ def test_an_end_that_is_not_received_makes_no_reference_cycle(fails: bool, late:
         thread = next(iter(feed._threads))
         next(iterator)
         requested.set()
-        assert all(ended.wait(60) for ended in thread._ended)
+        for ended in thread._ended:
+            ended.wait()
         del loader, feed, iterator, thread
         assert dying() is None
     finally:

@@ -38,13 +38,16 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_killed_at_every_step(pack: Path, tmp_path: Path, overwrite: bool) -> None:
+def test_killed_at_every_step(pack: Path, tmp_path: Path, overwrite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL at, or in the middle of, every call that changes a file, from the first to the last."""
     out = tmp_path / "out"
     before = {}
     if overwrite:
         export(pack, tmp_path / "old", **one(format="jpeg"))
         before = tree(tmp_path / "old")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError
 
     def begin() -> None:
         for path in tmp_path.glob("out*"):
@@ -59,12 +62,19 @@ def test_killed_at_every_step(pack: Path, tmp_path: Path, overwrite: bool) -> No
     assert steps >= 8
     resumed = set()
     # Another beginning changes nothing in the middle.
-    for step in [0, 2, *range(steps - 14, steps)] if overwrite else range(steps):
+    for step in [0, 2, *range(steps - 30, steps)] if overwrite else range(steps):
         begin()
         run_in_child(lambda: export(pack, out, **one(overwrite=overwrite)), kill_at=step)
         if out.exists():
             # Nothing half-done under the final name.
             assert tree(out) in (before, whole), f"killed at step {step} of {steps}"
+        if before and not out.exists():
+            # Starting over keeps the earlier export until the new one is complete.
+            with monkeypatch.context() as context:
+                context.setattr("h5pack.exporter.exporter.export_rows", fail)
+                with pytest.raises(RuntimeError):
+                    export(pack, out, **one(overwrite=True))
+            assert tree(out) == before
         if before and out.exists() and tree(out) == before:
             # An earlier export is never replaced without being asked to.
             with pytest.raises(OutputExistsError):

@@ -370,12 +370,13 @@ def test_existing_files_are_replaced_only_if_an_export_wrote_them(pack: Path, tm
     assert export(pack, tmp_path / "link", **one(overwrite=True)).path == str(out)
     assert (tmp_path / "link").is_symlink()
     (tmp_path / "b.partial").mkdir()
-    for other in (tmp_path / "in", pack, tmp_path / "b"):
+    (tmp_path / "c.replaced").mkdir()
+    for other in (tmp_path / "in", pack, tmp_path / "b", tmp_path / "c"):
         require_refused(pack, other, overwrite=True)
     with pytest.raises(h5pack.SourceError):
         export(pack, tmp_path / "none" / "c", **one())
     assert len(files_of(tmp_path / "in")) == 9
-    assert leftovers(tmp_path) == {"a.h5", "b.partial", "in", "link", "out"}
+    assert leftovers(tmp_path) == {"a.h5", "b.partial", "c.replaced", "in", "link", "out"}
 
 
 def test_resuming_a_complete_export_changes_nothing(pack: Path, tmp_path: Path) -> None:
