@@ -44,6 +44,16 @@ from h5pack.system.processes import run
 _COPY_BYTES = 8 * 1024 * 1024
 
 
+def _require_free(output: Output, overwrite: bool) -> None:
+    if not overwrite and output.final.exists():
+        raise OutputExistsError(
+            f"{output.final}: was created by another program meanwhile; to replace it, run again with resume=True and "
+            "overwrite=True",
+            path=output.final,
+            parameters=("resume=True", "overwrite=True"),
+        )
+
+
 def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
     """Return the moves as (target, origin, number of consecutive rows), ascending by target; see `move_rows`."""
     targets = np.flatnonzero(origins != np.arange(len(origins)))
@@ -281,6 +291,8 @@ def publish(output: Output, lock: OutputLock, overwrite: bool, rejects: Sequence
     program has created the output meanwhile.
     """
     old = None if output.permissions_of is None else os.stat(output.permissions_of)
+    lock.share()
+    _require_free(output, overwrite)
     if rejects:
         stream = io.StringIO(newline="")
         table = csv.writer(stream, lineterminator="\n")
@@ -292,14 +304,7 @@ def publish(output: Output, lock: OutputLock, overwrite: bool, rejects: Sequence
     else:
         output.rejects.unlink(missing_ok=True)
     journal = output.journal_identity()
-    lock.share()
-    if not overwrite and output.final.exists():
-        raise OutputExistsError(
-            f"{output.final}: was created by another program meanwhile; to replace it, run again with resume=True and "
-            "overwrite=True",
-            path=output.final,
-            parameters=("resume=True", "overwrite=True"),
-        )
+    _require_free(output, overwrite)
     os.replace(output.partial, output.final)
     if old is not None:
         copy_permissions(old, lock.descriptor)

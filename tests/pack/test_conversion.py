@@ -69,6 +69,22 @@ def test_rows_are_pillows_pixels_with_their_labels(tmp_path: Path, workers: int,
             assert classes[file["labels"][row]] == name.split("/")[0]
 
 
+def test_a_refused_output_leaves_the_rejects_of_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out, rejects = flat_folder(tmp_path / "s", 5), tmp_path / "o.h5", tmp_path / "o.h5.rejects.csv"
+    (source / "empty.png").touch()
+    make_tables = finish.make_tables
+
+    def meanwhile(*arguments: Any) -> Any:
+        out.write_bytes(b"other")
+        rejects.write_text("other")
+        return make_tables(*arguments)
+
+    monkeypatch.setattr(finish, "make_tables", meanwhile)
+    with pytest.raises(OutputExistsError):
+        h5pack.convert(source, out, **quick())
+    assert (out.read_bytes(), rejects.read_text()) == (b"other", "other")
+
+
 @pytest.mark.parametrize(("fit", "mode"), [("crop", "rgb"), ("crop", "gray"), ("pad", "gray"), ("stretch", "rgb")])
 def test_sizes_are_brought_to_one_by_pillows_own_functions(tmp_path: Path, fit: str, mode: str) -> None:
     source = tmp_path / "in"
