@@ -275,5 +275,6 @@ def _with_latest_rejects(merged: Catalog, new: Part) -> Catalog:
 
 def _remove(path: Path) -> None:
     """Remove the temporary pack of the new images, and its table of rejects."""
-    for one in (path, Output(path).rejects):
+    # A call that is interrupted in between finds the pack when it is resumed, and removes it then.
+    for one in (Output(path).rejects, path):
         one.unlink(missing_ok=True)

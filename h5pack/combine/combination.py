@@ -100,10 +100,14 @@ class Combination:
     ) -> Combination:  # fmt: skip
         """Return a combination. `order` lists its rows, as row numbers of `merged`, the catalog of all parts' rows."""
         catalog = merged if np.array_equal(order, np.arange(len(merged))) else _tables_at(merged, order)
-        splits = [
-            (catalog.split_names[int(catalog.split_ids[start])], start, stop)
-            for start, stop in itertools.pairwise(equal_runs(catalog.split_ids.astype(np.int64)).tolist())
-        ]
+        edges = equal_runs(catalog.split_ids.astype(np.int64))
+        names = [catalog.split_names[number] for number in catalog.split_ids[edges[:-1]].tolist()]
+        if verb is None:
+            # The rows are sorted by split. As in one file, keep splits without rows.
+            names = list(catalog.split_names)
+            edges = np.searchsorted(catalog.split_ids, np.arange(1 + len(names)))
+        pairs = itertools.pairwise(edges.tolist())
+        splits = [(name, start, stop) for name, (start, stop) in zip(names, pairs, strict=True)]
         return cls(verb, tuple(parts), catalog, RowOrigins.of(parts, order), splits, statistics, chunk_rows)
 
     @property
@@ -250,11 +254,13 @@ class _UnfinishedFile(Unfinished):
     plan: Combination
 
     def __init__(self, plan: Combination, output: Output, lock: OutputLock, overwrite: bool, resume: bool) -> None:
-        self.plan, self.output, self.own_lock, self.overwrite = plan, output, lock, overwrite
+        self.plan, self.output, self.own_lock = plan, output, lock
         self.structure = plan.structure
         journal = Journal(output.journal)
         before, now = journal.plan() if resume else None, self._identity()
         self.resumes = before is not None
+        # As in `convert`, a resumed run may replace the output if it or the interrupted run was to overwrite it.
+        self.overwrite = bool(before and before.pop("overwrite", False)) or overwrite
         if before is None:
             output.remove_leftovers()
             lock.renew()
@@ -268,7 +274,7 @@ class _UnfinishedFile(Unfinished):
         self.addresses = write_structure(output.structure, self.structure, plan.stored_rows(plan.rows), None)
         copy_structure(output.structure, lock.descriptor, self.addresses, self.structure)
         if before is None:
-            journal.start(now, np.empty(0, np.uint64))
+            journal.start({**now, "overwrite": self.overwrite}, np.empty(0, np.uint64))
         self.all_offsets = self.structure.row_offsets(self.addresses, plan.offsets)
 
     def _identity(self) -> dict[str, Any]:
@@ -278,7 +284,6 @@ class _UnfinishedFile(Unfinished):
         return {
             "h5pack": __version__, "options": plan.options(), "shape": shape,
             "tables": [plan.catalog.tables_checksum(), origins],
-            "overwrite": self.overwrite,
         }  # fmt: skip
 
 
@@ -300,7 +305,7 @@ def write_combination(
                     finish.complete(pack, plan.tables)
             else:
                 copied = _compress_rows(pack, stages)
-            finish.publish(output, lock, overwrite, plan.tables.rejects)
+            finish.publish(output, lock, pack.overwrite, plan.tables.rejects)
         size = os.fstat(lock.descriptor).st_size
         return CombineReport(
             str(out), plan.rows, size, copied, len(plan.tables.rejects), added=added, seconds=stages.seconds

@@ -166,7 +166,11 @@ class ShardedConversion(Conversion):
             if not finish.is_complete(output.partial):
                 parts = [open_part(path) for path in shards]
                 merged = merge(parts)
-                merged = replace(merged, rejects=(*merged.rejects, *left_out))
+                # All rows of a split may have been rejected.
+                names = self.plan().catalog.split_names
+                split_ids = np.array([names.index(name) for name in merged.split_names], np.int32)[merged.split_ids]
+                rejects = (*merged.rejects, *left_out)
+                merged = replace(merged, split_names=names, split_ids=split_ids, rejects=rejects)
                 order = np.argsort(merged.split_ids, kind="stable")
                 virtual = Combination.of(None, parts, merged, order, added_statistics(parts, merged))
                 make_virtual(virtual, output, lock, output.shards)

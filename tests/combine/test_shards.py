@@ -20,7 +20,7 @@ from h5pack.errors import NoImagesError, OptionsError, OutputBusyError, OutputEx
 from h5pack.pack.output import Output, OutputLock
 from tests.combine.packs import SOURCE, contents, source
 from tests.crashing import changes_in_child, distinct_steps, leftovers
-from tests.makers import class_folders, flat_folder, quick, save, truncate
+from tests.makers import class_folders, flat_folder, quick, save, split_folders, truncate
 
 KINDS: dict[str, dict[str, Any]] = {
     "pixels": {"chunk_rows": 4, "shard_bytes": 1_130_000},
@@ -148,6 +148,20 @@ def test_images_that_cannot_be_decoded(tmp_path: Path) -> None:
     h5pack.convert(found, tmp_path / "one.h5", **quick())
     assert len(contents_of(out)) == 30
     assert contents_of(out) == contents_of(tmp_path / "one.h5")
+
+
+@pytest.mark.parametrize("rows", [6, 30])
+def test_a_split_without_rows_is_kept(tmp_path: Path, rows: int) -> None:
+    folder, out = split_folders(tmp_path / "s", {"train": {"x": 20}, "val": {"x": rows}}), tmp_path / "o.h5"
+    for path in (path for path in (folder / "val").rglob("*.*") if path.is_file()):
+        truncate(path)
+    options = quick(chunk_rows=4, shard_bytes=1_090_000)
+    assert h5pack.convert(folder, out, **options).rejects == rows
+    h5pack.convert(folder, tmp_path / "one.h5", **quick())
+    splits = [(h5pack.info(path).pack or {})["splits"] for path in (out, tmp_path / "one.h5")]
+    assert splits[0] == splits[1]
+    assert list(splits[0]) == ["train", "val"]
+    assert h5pack.convert(folder, out, **{**options, "resume": True}).already_complete
 
 
 @pytest.mark.parametrize("kind", SMALL)
