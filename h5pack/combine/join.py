@@ -64,8 +64,8 @@ def join(
         raise OptionsError("packs must be a list of at least two packs", parameters=("packs",))
     paths = [Path(os.path.abspath(path)) for path in packs]
     target = Path(os.path.abspath(out))
-    require_other_output(target, paths)
     parts: list[Part] = [open_part(path) for path in paths]
+    require_other_output(target, parts)
     merged = merge(parts)
     order = np.argsort(merged.split_ids, kind="stable")
     plan = Combination.of("join", parts, merged, order, added_statistics(parts, merged))

@@ -80,7 +80,9 @@ class Part:
 
     def checksums(self, dataset: str) -> npt.NDArray[np.uint32]:
         """Return the checksums of all rows of a dataset."""
-        return self.engine.read(schema.checksums_path(dataset), np.arange(len(self)))
+        found: npt.NDArray[np.uint32] = self.engine.read(schema.checksums_path(dataset), np.arange(len(self)))
+        self.engine.close()
+        return found
 
     def read_pixels(self, dataset: str, rows: Rows) -> npt.NDArray[Any]:
         """Return rows of pixels in stored byte order; raise DamagedRowsError if they do not match their checksums."""
@@ -121,6 +123,8 @@ def open_part(path: Path) -> Part:
                 path=path,
                 dataset=name,
             )
+    # Many packs may be combined, so keep none of their files open; the next read opens them again.
+    part.engine.close()
     return part
 
 
@@ -272,8 +276,8 @@ def _merge_field(parts: Sequence[Part], name: str) -> FieldValues:
     return RaggedRows(ragged[0].kind, np.concatenate(data), np.append(0, np.cumsum(lengths)), classes)
 
 
-def require_other_output(out: Path, sources: Sequence[Path]) -> None:
-    """Raise OptionsError if the output is one of the packs that it is made of."""
-    for path in sources:
+def require_other_output(out: Path, parts: Sequence[Part]) -> None:
+    """Raise OptionsError if the output is one of the packs that it is made of, or a file with rows of a virtual one."""
+    for path in (path for part in parts for path in (part.path, *(Path(file.path) for file in part.files))):
         if out == path or (out.exists() and path.exists() and out.samefile(path)):
             raise OptionsError(f"{out}: is one of the packs to read; give the output another name", path=out)

@@ -74,8 +74,8 @@ def subset(
     >>> h5pack.subset("all.h5", "small.h5", splits="train", sample=1000)  # doctest: +SKIP
     """
     path, target = Path(os.path.abspath(pack)), Path(os.path.abspath(out))
-    require_other_output(target, [path])
     part = open_part(path)
+    require_other_output(target, [part])
     merged = merge([part])
     chosen = np.ones(len(part), np.bool_)
     if splits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -102,6 +103,34 @@ def test_another_join_is_not_resumed(tmp_path: Path) -> None:
     assert contents(out) == contents(*packs)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_join_may_be_resumed_with_another_overwrite(tmp_path: Path, overwrite: bool) -> None:
+    packs, out = two_packs(tmp_path, "pixels"), tmp_path / "o.h5"
+    changes = changes_in_child(lambda: h5pack.join(packs, out), kill_at=None)
+    whole = out.read_bytes()
+    out.unlink()
+    if overwrite:
+        # The interrupted run may replace an output, so the resumed one may, too.
+        out.write_bytes(b"old")
+    step = changes.index("fsync o.h5.partial")
+    changes_in_child(lambda: h5pack.join(packs, out, overwrite=overwrite), kill_at=step)
+    h5pack.join(packs, out, resume=True, overwrite=not overwrite)
+    assert out.read_bytes() == whole
+
+
+def test_many_packs_are_joined_with_few_open_files(tmp_path: Path) -> None:
+    first = pack(tmp_path, "a", 4, ["x"])
+    packs = [shutil.copy(first, tmp_path / f"{number}.h5") for number in range(40)]
+
+    def join() -> None:
+        limit = 20 + max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        h5pack.join(packs, tmp_path / "o.h5", virtual=True)
+
+    changes_in_child(join, kill_at=None)
+    assert len(h5pack.H5Dataset(tmp_path / "o.h5")) == 160
+
+
 def damage(path: Path) -> None:
     part = open_part(path)
     with path.open("r+b") as stream:
@@ -171,6 +200,10 @@ def test_wrong_calls(tmp_path: Path) -> None:
         assert error.value.path == str(tmp_path / other)
     with pytest.raises(OptionsError):
         h5pack.join([first, first], first, overwrite=True)
+    h5pack.join([first, first], tmp_path / "virtual.h5", virtual=True)
+    for virtual in (False, True):
+        with pytest.raises(OptionsError):
+            h5pack.join([tmp_path / "virtual.h5"] * 2, first, overwrite=True, virtual=virtual)
     h5pack.convert(flat, tmp_path / "o.h5", **quick())
     with pytest.raises(OutputExistsError):
         h5pack.join([first, first], tmp_path / "o.h5")

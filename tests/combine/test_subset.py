@@ -88,7 +88,10 @@ def test_wrong_calls(tmp_path: Path) -> None:
         h5pack.subset(tmp_path / "flat.h5", tmp_path / "o.h5", classes="cat")
     with pytest.raises(OptionsError):
         h5pack.subset(path, path, overwrite=True)
-    assert leftovers(tmp_path) == {"a", "a.h5", "flat", "flat.h5"}
+    h5pack.join([path, path], tmp_path / "v.h5", virtual=True)
+    with pytest.raises(OptionsError):
+        h5pack.subset(tmp_path / "v.h5", path, rows="0:3", overwrite=True)
+    assert leftovers(tmp_path) == {"a", "a.h5", "flat", "flat.h5", "v.h5"}
 
 
 @pytest.mark.parametrize("kind", ["pixels", "jpeg", "gzip"])
