@@ -41,9 +41,9 @@ from h5pack.pack.encode import encode_images
 from h5pack.pack.estimate import estimate_seconds, table_seconds
 from h5pack.pack.journal import Journal, RowRecord, RowResults, SurveyJournal
 from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
-from h5pack.pack.options import ConvertOptions, require_suitable
+from h5pack.pack.options import ConvertOptions, refuse_reject, require_suitable
 from h5pack.pack.output import ConvertReport, Output, OutputLock, PartFile, Stages
-from h5pack.pack.plan import ConvertPlan, NoRowsError, close_holes, make_plan, refuse_reject
+from h5pack.pack.plan import ConvertPlan, NoRowsError, close_holes, make_plan
 from h5pack.pack.resume import UnfinishedPack, verify_existing
 from h5pack.pack.survey import survey, survey_identity, with_placed_fields, with_size_note
 from h5pack.sources.catalog import Catalog

@@ -28,7 +28,7 @@ from h5pack.images.headers import DecodePath
 from h5pack.images.masks import MaskDecoder, encode_mask, naming_mask, upright_of
 from h5pack.pack.journal import JournalWriter
 from h5pack.pack.kept import ENCODED_IMAGE, EncodedPlaces, KeptPlan
-from h5pack.pack.plan import refuse_reject
+from h5pack.pack.options import refuse_reject
 from h5pack.pack.resume import UnfinishedPack
 from h5pack.pack.writer import join_groups, read_image, release, worker_for
 from h5pack.sources.catalog import SourceReader

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeGuard
 
-from h5pack.errors import OptionsError
+from h5pack.errors import OptionsError, RejectedImageError
 from h5pack.format import schema
 from h5pack.format.fields import BOX_FORMATS
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.pack.compression import NONE, Compression, parse_compression
-from h5pack.sources.catalog import Catalog, NameFilter
+from h5pack.sources.catalog import Catalog, NameFilter, Reject
 from h5pack.sources.detect import COLUMN_PARAMETERS, KINDS, SourceOptions
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
@@ -373,6 +373,18 @@ def parse_bytes(size: int | str, name: str = "chunk_bytes") -> int:
         raise invalid(name, size, " is not a number of bytes, such as 4MiB")
     base = 1024 if match[3] or not text.endswith("b") else 1000
     return int(float(match[1]) * base ** " kmg".index(match[2] or " "))
+
+
+def refuse_reject(source: str, reject: Reject, *, begun: bool) -> None:
+    """Raise RejectedImageError, as ``strict=True`` requires. `begun` says whether ``resume=True`` can continue."""
+    advice = "or run again without strict=True to leave it out"
+    if begun:
+        advice = "and start over with overwrite=True, or continue with resume=True and without strict=True"
+    raise RejectedImageError(
+        f"{source}: {reject.shown}: {reject.reason}; repair or remove it, {advice}",
+        path=source,
+        parameters=("overwrite=True", "resume=True", "strict=True") if begun else ("strict=True",),
+    )
 
 
 def lacks_labels(command: Sequence[str]) -> bool:

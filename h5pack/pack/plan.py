@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SizesDifferError
+from h5pack.errors import NoImagesError, OptionsError, SizesDifferError
 from h5pack.format import schema
 from h5pack.format.plans import HDF5_MAX_CHUNK_BYTES, ChunkPlan, plan_chunks
 from h5pack.images.decode import PixelOptions
 from h5pack.pack.compression import Compression, max_compressed_bytes
 from h5pack.pack.file_structure import EncodedMasks, FileStructure, PixelRows, options_text, plan_metadata
 from h5pack.pack.journal import EncodedFile
-from h5pack.pack.options import FITS, ConvertOptions
+from h5pack.pack.options import FITS, ConvertOptions, refuse_reject
 from h5pack.pack.survey import Survey
 from h5pack.read.hdf5 import utf8
 from h5pack.sources.catalog import MISSING_FILE_REASONS, Catalog, Note, Reject
@@ -494,15 +494,3 @@ def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDAr
         )
     (size,) = found
     return size >> 32, size & 0xFFFFFFFF
-
-
-def refuse_reject(source: str, reject: Reject, *, begun: bool) -> None:
-    """Raise RejectedImageError, as ``strict=True`` requires. `begun` says whether ``resume=True`` can continue."""
-    advice = "or run again without strict=True to leave it out"
-    if begun:
-        advice = "and start over with overwrite=True, or continue with resume=True and without strict=True"
-    raise RejectedImageError(
-        f"{source}: {reject.shown}: {reject.reason}; repair or remove it, {advice}",
-        path=source,
-        parameters=("overwrite=True", "resume=True", "strict=True") if begun else ("strict=True",),
-    )
