@@ -66,7 +66,8 @@ def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
 def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
     """Move planned rows to their final positions, in ascending order of their targets.
 
-    `origins`, int64 (n,), is the planned row that each final row comes from; see `close_holes`.
+    `origins`, int64 (n,), is the planned row that each final row comes from; see `close_holes`. Raises OutputBusyError
+    if another process has taken over the conversion.
     """
     # Encoded rows never move, because images that cannot be packed are known before the first row is written.
     descriptor = pack.lock.descriptor
@@ -79,6 +80,7 @@ def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
                 row_offsets.chunk_rows - (target + done) % row_offsets.chunk_rows,
                 row_offsets.chunk_rows - (origin + done) % row_offsets.chunk_rows,
             )
+            pack.own_lock.confirm()
             data = read_all(descriptor, rows * row_offsets.row_bytes, row_offsets.offset(origin + done))
             write_all(descriptor, data, row_offsets.offset(target + done))
             done += rows
@@ -93,6 +95,7 @@ def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[n
     plan, descriptor = pack.plan, pack.lock.descriptor
     decoder = SampleDecoder(plan.pixels, plan.pixel_rows)
     for row in wrong:
+        pack.own_lock.confirm()
         origin = int(origins[row])
         again: list[bytes] = []
         for number, (offsets, checksums) in enumerate(zip(pack.all_offsets, written.all_checksums, strict=True)):

@@ -223,14 +223,18 @@ class OwnerFile:
     def __init__(self, output: Output) -> None:
         self.path = output.owner
         self._token = secrets.token_hex(8)
-        self._text = json.dumps({**_process_identity(os.getpid()), "token": self._token})
+        self.took_over = False  # whether an owner on another machine, which may only have been silent, was replaced
         own = self.path.with_name(f"{self.path.name}-{self._token}")
-        own.write_text(self._text)
+        self._write(own)
         try:
             try:
                 os.link(own, self.path)
             except FileExistsError:
                 _require_stale(output, own)
+                before = _owner_of(self.path)
+                # Also if the owner before that one was on another machine.
+                self.took_over = before.get("host") != socket.gethostname() or bool(before.get("took_over"))
+                self._write(own)
                 os.replace(own, self.path)
                 # Two processes may take the file over at the same time. Wait, so that the first one notices the second.
                 threading.Event().wait(0.2)
@@ -240,6 +244,10 @@ class OwnerFile:
         self._ended = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="h5pack-owner", daemon=True)
         self._beats.start()
+
+    def _write(self, path: Path) -> None:
+        owner = {**_process_identity(os.getpid()), "token": self._token, "took_over": self.took_over}
+        path.write_text(json.dumps(owner))
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
@@ -356,6 +364,11 @@ class OutputLock:
         os.close(self.descriptor)
         self.descriptor = fresh
 
+    @property
+    def took_over(self) -> bool:
+        """Whether an owner on another machine was replaced, which may still have the file open."""
+        return self._owner is not None and self._owner.took_over
+
     def isolate(self) -> None:
         """Replace the file by a copy with a new inode, which no late writer can reach.
 
@@ -363,7 +376,8 @@ class OutputLock:
         suspended, or its storage stalled. If it continues later, it writes the rows of its task at their planned
         offsets. At first, this changes nothing, because another writer has written the same bytes there. But once rows
         are moved to close gaps, these offsets hold other rows. So the file is copied before rows move, and late writes
-        go to the old inode, which no longer has a name.
+        go to the old inode, which no longer has a name. The same holds for an owner that was silent, and then continues
+        to move rows.
         """
         self.confirm()
         self._new.unlink(missing_ok=True)

@@ -164,10 +164,14 @@ class UnfinishedPack(Unfinished):
         )
 
     def begin_finish(self, rows: int) -> None:
-        """Prepare the file for changes that only this process makes; `rows` is the number of rows that will remain."""
+        """Prepare the file for changes that only this process makes; `rows` is the number of rows that will remain.
+
+        Raises OutputBusyError if another process has taken over the conversion.
+        """
+        self.own_lock.confirm()
         # Opening a file makes NFS drop cached pages that other machines have changed since.
         os.close(os.open(self.output.partial, os.O_RDONLY | os.O_CLOEXEC))
-        if rows < self.plan.rows and self.journal.late_writers():
+        if rows < self.plan.rows and (self.own_lock.took_over or self.journal.late_writers()):
             self.own_lock.isolate()
 
     def part_rows(self, number: int, count: int) -> npt.NDArray[np.int64]:

@@ -363,6 +363,55 @@ def test_a_process_that_lost_the_output_does_not_publish_it(tmp_path: Path, monk
     assert not (tmp_path / "o.h5").exists()
 
 
+@pytest.mark.parametrize("unaware", [False, True])
+def test_a_process_that_was_silent_moves_no_rows_of_the_published_file(
+    unaware: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The file system has no locks, as some network file systems.
+    for module in ("system.files", "pack.output", "pack.journal"):
+        monkeypatch.setattr(f"h5pack.{module}.lock", lambda *_, **__: None)
+    source, options = folder(tmp_path)
+    options |= {"order": "sorted"}
+    out, move_rows = tmp_path / "o.h5", h5pack.pack.finish.move_rows
+    expected = local(source, tmp_path / "local.h5", options)
+    for part in ("1/2", "2/2"):
+        h5pack.convert(source, out, num_workers=1, part=part, **options)
+
+    def suspended(*arguments: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("h5pack.pack.finish.move_rows", move_rows)
+            patch.setattr("h5pack.pack.output._SILENT_SECONDS", -1)
+            patch.setattr("socket.gethostname", lambda: "elsewhere")
+            h5pack.convert(source, out, num_workers=1, finish=True, **options)
+        if unaware:
+            # Even if it was suspended between noticing and writing.
+            monkeypatch.setattr(OwnerFile, "confirm", lambda _: None)
+        move_rows(*arguments)
+        if unaware:
+            raise OutputBusyError
+
+    monkeypatch.setattr("h5pack.pack.finish.move_rows", suspended)
+    with pytest.raises(OutputBusyError):
+        h5pack.convert(source, out, num_workers=1, finish=True, **options)
+    assert out.read_bytes() == expected
+
+
+def test_a_process_that_lost_the_output_begins_to_move_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, options = folder(tmp_path)
+    h5pack.convert(source, tmp_path / "o.h5", num_workers=1, part="1/1", **options)
+    close_holes, move_rows = h5pack.pack.conversion.close_holes, Mock()
+
+    def taken_over(*arguments: Any) -> Any:
+        (tmp_path / "o.h5.partial.owner").write_text("{}")
+        return close_holes(*arguments)
+
+    monkeypatch.setattr("h5pack.pack.conversion.close_holes", taken_over)
+    monkeypatch.setattr("h5pack.pack.finish.move_rows", move_rows)
+    with pytest.raises(OutputBusyError):
+        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, finish=True, **options)
+    assert not move_rows.called
+
+
 def squared(number: int) -> int:
     return number * number
 
