@@ -119,6 +119,9 @@ class Conversion:
             return None
         if self.options.overwrite and (output.journal_identity() is None or Journal(output.journal).is_unfinished):
             return None
+        if output.parts.exists() and Journal(output.journal).written() is None:
+            # All parts that have begun are still in their survey, or ended there; the output is an earlier one.
+            return None
         rows, rejects = verify_existing(output.final, self.catalog, self.options)
         if not output.partial.exists():
             output.remove_leftovers()

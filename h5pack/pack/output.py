@@ -190,11 +190,8 @@ class Output:
         """Remove the temporary files beside the output except `partial`, `owner` and, with `keep_survey`, `survey`."""
         if not keep_survey:
             self.survey.unlink(missing_ok=True)
-        # Remove the plan first, so that a journal that is removed only in part cannot be taken for an unfinished one.
-        with contextlib.suppress(OSError):
-            (self.journal / "plan.json").unlink()
-        shutil.rmtree(self.journal, ignore_errors=True)
-        shutil.rmtree(self.shards, ignore_errors=True)
+        # Remove what parts share before the journal, so that a kill in between does not leave only the former, which
+        # would look like parts that are in their survey.
         if self.parts.exists():
             # Parts that were killed may have left files and folders of their own.
             kinds = ("new", "structure", "journal", "parts", "owner", "probe")
@@ -206,6 +203,11 @@ class Output:
                     else:
                         path.unlink(missing_ok=True)
             shutil.rmtree(self.parts, ignore_errors=True)
+        # Remove the plan first, so that a journal that is removed only in part cannot be taken for an unfinished one.
+        with contextlib.suppress(OSError):
+            (self.journal / "plan.json").unlink()
+        shutil.rmtree(self.journal, ignore_errors=True)
+        shutil.rmtree(self.shards, ignore_errors=True)
         self.structure.unlink(missing_ok=True)
         self.compressed.unlink(missing_ok=True)
         self.new.unlink(missing_ok=True)

@@ -69,7 +69,7 @@ class UnfinishedPack(Unfinished):
 
     The attribute `overwrite` says whether this run, or the interrupted one, may replace an existing output. Raises
     ResumeError if the file was begun with other options, from another source or by another version of h5pack. Raises
-    OutputExistsError if an output exists that may not be replaced.
+    OutputExistsError if an output exists that may not be replaced, IncompletePackError if there is nothing to finish.
     """
 
     plan: ConvertPlan
@@ -91,6 +91,13 @@ class UnfinishedPack(Unfinished):
                 f"{output.final}: was created by another program meanwhile; add overwrite=True to replace it",
                 path=output.final,
                 parameters=("overwrite=True",),
+            )
+        if before is None and plan.options.finish:
+            raise IncompletePackError(
+                f"{output.partial}: no part has written any rows; run all parts again, or write all rows here with "
+                "resume=True instead of finish=True",
+                path=output.partial,
+                parameters=("resume=True", "finish=True"),
             )
         self._resumes = before is not None
         if before is not None:

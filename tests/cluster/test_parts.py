@@ -37,7 +37,7 @@ from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock, OwnerFile
 from h5pack.system.processes import SerialExecutor, run
 from tests.cluster.test_dask_client import compressed, folder, hdf5, kept_files, masks
-from tests.crashing import convert_in_child, distinct_steps, leftovers, wait_for
+from tests.crashing import convert_in_child, distinct_steps, interrupt, leftovers, wait_for
 from tests.makers import flat_folder, save
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -410,6 +410,29 @@ def test_a_process_that_lost_the_output_begins_to_move_no_rows(tmp_path: Path, m
     with pytest.raises(OutputBusyError):
         h5pack.convert(source, tmp_path / "o.h5", num_workers=1, finish=True, **options)
     assert not move_rows.called
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_parts_that_ended_in_their_survey_are_not_finished(
+    replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5"
+    if replaces:
+        h5pack.convert(source, out, num_workers=1)
+        save(source / "00003.jpg", 33)
+    before = out.read_bytes() if replaces else None
+    with monkeypatch.context() as patch:
+        patch.setattr("h5pack.pack.conversion.survey", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            h5pack.convert(source, out, num_workers=1, part="1/1", overwrite=replaces)
+    for overwrite in {False, replaces}:
+        with pytest.raises((IncompletePackError, OutputExistsError)):
+            h5pack.convert(source, out, num_workers=1, finish=True, overwrite=overwrite)
+        assert (tmp_path / "o.h5.partial.parts/job.json").exists()
+        assert (out.read_bytes() if replaces else None) == before
+    h5pack.convert(source, out, num_workers=1, part="1/1", overwrite=replaces)
+    h5pack.convert(source, out, num_workers=1, finish=True, overwrite=replaces)
+    assert out.read_bytes() == local(source, tmp_path / "local.h5", {})
 
 
 def squared(number: int) -> int:
