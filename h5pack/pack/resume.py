@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from h5pack.errors import IncompletePackError, OutputExistsError, ResumeError
 from h5pack.format import schema
-from h5pack.format.checksums import row_checksums
+from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.fields import FieldValues, RaggedRows
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.pack.file_structure import Addresses, FileStructure, copy_structure, options_text, write_structure
@@ -36,7 +36,7 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
         "h5pack": __version__,
         "options": plan.options.content(),
         "shape": [plan.rows, *plan.row_shape, *plan.mask_dtypes],
-        "tables": plan.catalog.tables_checksum(),
+        "tables": [plan.catalog.tables_checksum(), crc32(plan.row_order.origins)],
     }
 
 
@@ -227,7 +227,8 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
         raise _refused(plan, journal, f"was begun with {counts}, but {plan.source} now has {len(prints):,}")
     changed = np.flatnonzero(prints != old_prints)
     if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
-        name = plan.catalog.shown(int(changed[0])) if len(changed) else "a label, split or field"
+        other = "a label, split or field, or which images are rejected"
+        name = plan.catalog.shown(int(changed[0])) if len(changed) else other
         raise _refused(plan, journal, f"{plan.source} has changed since the conversion began (first change: {name})")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import time
@@ -302,6 +303,30 @@ def test_resume_refuses_other_options_and_a_changed_source(tmp_path: Path, monke
         assert found in f"{caught.value} {caught.value.parameters}"
         (source / "00009.jpg").unlink(missing_ok=True)
     assert h5pack.convert(source, out, **quick(chunk_rows=2, overwrite=True)).images == 8
+
+
+def test_resume_refuses_another_order_of_the_same_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out, annotations = flat_folder(tmp_path / "in", 8), tmp_path / "o.h5", tmp_path / "a.json"
+    with Image.open(source / "00000.jpg") as image:
+        width, height = image.size
+
+    def annotate(rejected: int) -> None:
+        heights = [height + (number == rejected) for number in range(8)]
+        images = [
+            {"id": number, "file_name": f"{number:05d}.jpg", "height": rows, "width": width}
+            for number, rows in enumerate(heights)
+        ]
+        boxes = [{"id": number, "image_id": number, "category_id": 1, "bbox": [1, 1, 5, 5]} for number in range(8)]
+        tables = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "x"}]}
+        annotations.write_text(json.dumps(tables))
+
+    annotate(1)
+    interrupted(annotations, out, monkeypatch, rows=4, root=source)
+    annotate(6)
+    with pytest.raises(ResumeError):
+        h5pack.convert(annotations, out, **quick(chunk_rows=2, root=source, resume=True))
+    annotate(1)
+    assert h5pack.convert(annotations, out, **quick(chunk_rows=2, root=source, resume=True)).rejects == 1
 
 
 def test_resume_keeps_what_was_written_and_redoes_what_was_lost(
