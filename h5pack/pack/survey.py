@@ -176,6 +176,8 @@ def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -
         if os.path.isfile(source):
             status = os.stat(source)
             where += [status.st_size, status.st_mtime_ns]
+    if options.root is not None:
+        where.append(os.path.abspath(options.root))
     settings = [options.max_pixels, options.keep is not None, options.size is not None]
     return {"packages": decoder_versions(), "source": where, "catalog": catalog.identity(), "settings": settings}
 

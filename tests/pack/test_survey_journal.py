@@ -25,7 +25,7 @@ from h5pack.pack.journal import SurveyJournal
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import FileReader
 from tests.crashing import convert_in_child, interrupt, leftovers, wait_for
-from tests.makers import pair_folders, quick, save
+from tests.makers import flat_folder, pair_folders, quick, save
 
 IMAGES, REJECTS = 80, 4
 TASK, IN_FLIGHT = 5, 10
@@ -175,6 +175,17 @@ def test_another_survey_begins_again(
     assert len(reads) == IMAGES
     h5pack.convert(root, tmp_path / "again.h5", **settings)
     assert out.read_bytes() == (tmp_path / "again.h5").read_bytes()
+
+
+def test_another_root_begins_the_survey_again(tmp_path: Path, reads: list[str]) -> None:
+    roots = [flat_folder(tmp_path / name, 20) for name in ("a", "b")]
+    (roots[0] / "00002.jpg").unlink()
+    manifest = tmp_path / "m.csv"
+    manifest.write_text("path\n" + "".join(f"{number:05d}.jpg\n" for number in range(20)))
+    out, settings = tmp_path / "o.h5", quick(chunk_rows=8)
+    killed_after(10, manifest, out, {**settings, "root": roots[0]})
+    report = h5pack.convert(manifest, out, **settings, root=roots[1], resume=True)
+    assert (report.images, report.rejects, len(reads)) == (20, 0, 20)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
