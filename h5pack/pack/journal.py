@@ -178,7 +178,9 @@ class RowResults:
         sampled = np.array(sorted(self._sums), np.int64)
         sums = np.array([self._sums[row] for row in sampled.tolist()], np.uint64).reshape(-1, 2, self._channels)
         rows = np.arange(len(self.packed))
-        return RowRecord(rows, self.packed, self.checksums, sampled, sums, self._reasons, self._field_checksums)
+        # An earlier run may have rejected an image that was packed later.
+        reasons = {row: reason for row, reason in self._reasons.items() if not self.packed[row]}
+        return RowRecord(rows, self.packed, self.checksums, sampled, sums, reasons, self._field_checksums)
 
 
 class JournalWriter:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from h5pack.errors import OutputBusyError, ResumeError
 from h5pack.pack import journal as journal_module
 from h5pack.pack.encode import ENCODED_IMAGE, EncodedRecord
-from h5pack.pack.journal import Journal, JournalWriter, RowRecord
+from h5pack.pack.journal import Journal, JournalWriter, RowRecord, RowResults
 from h5pack.pack.survey import Survey
 from tests.crashing import interrupt
 
@@ -222,3 +222,14 @@ def test_an_open_writer_is_waited_for_and_reported_if_it_stays(
     monkeypatch.setattr("h5pack.pack.journal.time.sleep", lambda _: writer.close())
     # A second wait would close the writer again, which is an error.
     assert starts(journal) == [0]
+
+
+def test_an_image_that_is_packed_later_has_no_reason() -> None:
+    results = RowResults(3, 3)
+    for packed in ([False, True, False], [True, True, False]):
+        found, none = np.array(packed), np.zeros(0, np.int64)
+        reasons = {row: "truncated" for row in range(3) if not packed[row]}
+        sums = np.zeros((0, 2, 3), np.uint64)
+        results.add(RowRecord(np.arange(3), found, np.zeros(3, np.uint32), none, sums, reasons))
+    assert results.record().reasons == {2: "truncated"}
+    assert results.record().packed.tolist() == [True, True, False]
