@@ -262,6 +262,7 @@ class _UnfinishedFile(Unfinished):
         # As in `convert`, a resumed run may replace the output if it or the interrupted run was to overwrite it.
         self.overwrite = bool(before and before.pop("overwrite", False)) or overwrite
         if before is None:
+            output.require_not_begun(lock, ConvertOptions(overwrite=overwrite, resume=resume))
             output.remove_leftovers()
             lock.renew()
         elif before != now:

@@ -112,6 +112,7 @@ class ShardedConversion(Conversion):
             require_same(plan, journal, before)
             output.survey.unlink(missing_ok=True)
             return self.options.overwrite or bool(before["overwrite"])
+        output.require_not_begun(lock, self.options)
         output.remove_leftovers(keep_survey=True)
         lock.renew()
         # `OutputLock.release` would remove an empty file as unused.

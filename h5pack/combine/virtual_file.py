@@ -36,6 +36,7 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int =
     lock = OutputLock(output)
     try:
         with reporting_full_disk(output.partial, "make room, then run again"):
+            output.require_not_begun(lock, ConvertOptions(overwrite=overwrite))
             lock.renew()
             try:
                 make_virtual(plan, output, lock, out.parent)

@@ -155,9 +155,20 @@ class Output:
                 # A part never discards an unfinished file.
                 named = ("resume=True", "part='{}/{}'".format(*options.part))
                 advice = f"continue it with {named[0]} instead of {named[1]}, or delete all of {self.partial}*"
-            raise OutputExistsError(
-                f"{self.partial}: belongs to an interrupted run; {advice}", path=self.partial, parameters=named
-            )
+            raise self._unfinished_error(advice, named)
+
+    def _unfinished_error(self, advice: str, parameters: tuple[str, ...]) -> OutputExistsError:
+        message = f"{self.partial}: belongs to an interrupted run; {advice}"
+        return OutputExistsError(message, path=self.partial, parameters=parameters)
+
+    def require_not_begun(self, lock: OutputLock, options: ConvertOptions) -> None:
+        """Raise OutputExistsError if another run was interrupted since `check`, unless the options allow to discard it.
+
+        `lock` holds `partial`, which is empty if no other run has begun.
+        """
+        if not options.overwrite and not options.continues and os.fstat(lock.descriptor).st_size:
+            advice = "continue it with resume=True, or start over with overwrite=True"
+            raise self._unfinished_error(advice, ("resume=True", "overwrite=True"))
 
     def require_space(self, needed: int, *, resumable: bool = True) -> None:
         """Raise NoSpaceError unless `needed` bytes are free or already occupied by the unfinished files.

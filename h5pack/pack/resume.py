@@ -104,6 +104,7 @@ class UnfinishedPack(Unfinished):
             require_same(plan, self.journal, before)
             output.survey.unlink(missing_ok=True)
         elif isinstance(lock, OutputLock):
+            output.require_not_begun(lock, plan.options)
             output.remove_leftovers(keep_survey=True)
             lock.renew()
         elif plan.to_encode.any():

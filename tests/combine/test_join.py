@@ -26,6 +26,7 @@ from h5pack.errors import (
     ResumeError,
     SourceError,
 )
+from h5pack.pack.output import Output
 from tests.combine.packs import KINDS, contents, pack, two_packs
 from tests.crashing import changes_in_child, distinct_steps, leftovers
 from tests.makers import class_folders, flat_folder, quick, truncate
@@ -49,6 +50,17 @@ def test_a_join_has_the_rows_of_its_packs(tmp_path: Path, kind: str, virtual: bo
         # Any other HDF5 program sees one dataset.
         held = np.concatenate([h5py.File(path)[images.name][()] for path in packs])
         assert sorted(map(bytes, held)) == sorted(map(bytes, images[()]))
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_a_run_that_was_interrupted_after_the_check_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, virtual: bool
+) -> None:
+    packs, partial = two_packs(tmp_path, "pixels"), tmp_path / "o.h5.partial"
+    monkeypatch.setattr(Output, "check", lambda *_, **__: partial.write_bytes(b"begun"))
+    with pytest.raises(OutputExistsError):
+        h5pack.join(packs, tmp_path / "o.h5", virtual=virtual)
+    assert partial.read_bytes() == b"begun"
 
 
 def test_a_reject_of_several_packs_is_listed_once(tmp_path: Path) -> None:

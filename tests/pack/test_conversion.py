@@ -305,6 +305,27 @@ def test_resume_refuses_other_options_and_a_changed_source(tmp_path: Path, monke
     assert h5pack.convert(source, out, **quick(chunk_rows=2, overwrite=True)).images == 8
 
 
+@pytest.mark.parametrize("settings", [{}, {"shard_bytes": 2_000_000}])
+def test_a_run_that_was_interrupted_while_another_one_surveyed_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    source, out = flat_folder(tmp_path / "in", 8), tmp_path / "o.h5"
+    other, survey = flat_folder(tmp_path / "other", 9), h5pack.pack.conversion.survey
+
+    def slow(*arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr("h5pack.pack.conversion.survey", survey)
+            interrupted(source, out, monkeypatch, rows=4)
+        return survey(*arguments)
+
+    monkeypatch.setattr("h5pack.pack.conversion.survey", slow)
+    with pytest.raises(OutputExistsError) as caught:
+        h5pack.convert(other, out, **quick(**settings))
+    assert caught.value.path == str(tmp_path / "o.h5.partial")
+    monkeypatch.undo()
+    assert h5pack.convert(source, out, **quick(chunk_rows=2, resume=True)).resumed_rows == 4
+
+
 def test_resume_refuses_another_order_of_the_same_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out, annotations = flat_folder(tmp_path / "in", 8), tmp_path / "o.h5", tmp_path / "a.json"
     with Image.open(source / "00000.jpg") as image:
