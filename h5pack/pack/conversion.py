@@ -185,6 +185,10 @@ class Conversion:
         if existing is not None:
             return existing
         plan = self.plan(resumable=True)
+        # Another run may have completed the output during the survey.
+        existing = self.existing_report()
+        if existing is not None:
+            return existing
         return replace(self._write_all(plan), notes=tuple(note.text for note in plan.notes()))
 
     def _write_all(self, plan: ConvertPlan) -> ConvertReport:

@@ -326,6 +326,22 @@ def test_a_run_that_was_interrupted_while_another_one_surveyed_is_kept(
     assert h5pack.convert(source, out, **quick(chunk_rows=2, resume=True)).resumed_rows == 4
 
 
+def test_an_output_that_was_completed_during_the_survey_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out, survey = flat_folder(tmp_path / "in", 4), tmp_path / "o.h5", h5pack.pack.conversion.survey
+
+    def slow(*arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr("h5pack.pack.conversion.survey", survey)
+            h5pack.convert(source, out, **quick(resume=True))
+        return survey(*arguments)
+
+    monkeypatch.setattr("h5pack.pack.conversion.survey", slow)
+    report = h5pack.convert(source, out, **quick(resume=True))
+    assert (report.already_complete, report.images, leftovers(tmp_path)) == (True, 4, {"in", "o.h5"})
+
+
 def test_resume_refuses_another_order_of_the_same_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out, annotations = flat_folder(tmp_path / "in", 8), tmp_path / "o.h5", tmp_path / "a.json"
     with Image.open(source / "00000.jpg") as image:
