@@ -203,17 +203,18 @@ class Output:
             self.survey.unlink(missing_ok=True)
         # Remove what parts share before the journal, so that a kill in between does not leave only the former, which
         # would look like parts that are in their survey.
-        if self.parts.exists():
-            # Parts that were killed may have left files and folders of their own.
-            kinds = ("new", "structure", "journal", "parts", "owner", "probe")
-            private = tuple(f"{self.partial.name}.{kind}-" for kind in kinds)
-            for path in self.final.parent.iterdir():
-                if path.name.startswith(private):
-                    if path.is_dir():
-                        shutil.rmtree(path, ignore_errors=True)
-                    else:
-                        path.unlink(missing_ok=True)
-            shutil.rmtree(self.parts, ignore_errors=True)
+        # Coordinators and parts that were killed may have left files and folders of their own. Keep the probe of this
+        # process (see `h5pack.cluster.dask_client`) while it needs it.
+        kinds: tuple[str, ...] = () if keep_survey else ("owner", "probe")
+        kinds += ("new", "structure", "journal", "parts") if self.parts.exists() else ()
+        private = tuple(f"{self.partial.name}.{kind}-" for kind in kinds)
+        for path in self.final.parent.iterdir() if private else ():
+            if path.name.startswith(private):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+        shutil.rmtree(self.parts, ignore_errors=True)
         # Remove the plan first, so that a journal that is removed only in part cannot be taken for an unfinished one.
         with contextlib.suppress(OSError):
             (self.journal / "plan.json").unlink()

@@ -342,6 +342,18 @@ def test_an_output_that_was_completed_during_the_survey_is_accepted(
     assert (report.already_complete, report.images, leftovers(tmp_path)) == (True, 4, {"in", "o.h5"})
 
 
+def test_files_of_a_killed_coordinator_are_removed_at_the_end(tmp_path: Path) -> None:
+    source, output = flat_folder(tmp_path / "in", 4), Output(tmp_path / "o.h5")
+    left = {f"o.h5.partial.{kind}-0123" for kind in ("owner", "probe")}
+    for name in left:
+        (tmp_path / name).touch()
+    # A coordinator needs its own probe until the end.
+    output.remove_leftovers(keep_survey=True)
+    assert leftovers(tmp_path) == {"in", *left}
+    h5pack.convert(source, output.final, **quick())
+    assert leftovers(tmp_path) == {"in", "o.h5"}
+
+
 def test_resume_refuses_another_order_of_the_same_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out, annotations = flat_folder(tmp_path / "in", 8), tmp_path / "o.h5", tmp_path / "a.json"
     with Image.open(source / "00000.jpg") as image:
