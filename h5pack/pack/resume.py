@@ -16,6 +16,7 @@ from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.fields import FieldValues, RaggedRows
 from h5pack.format.row_offsets import RowOffsets
+from h5pack.images.decode import decoder_versions
 from h5pack.pack.file_structure import Addresses, FileStructure, copy_structure, options_text, write_structure
 from h5pack.pack.journal import Journal, RowResults
 from h5pack.pack.options import ConvertOptions
@@ -34,6 +35,7 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
     """Return the properties that, besides the images' fingerprints, must be equal in a resumed run."""
     return {
         "h5pack": __version__,
+        "packages": decoder_versions(),
         "options": plan.options.content(),
         "shape": [plan.rows, *plan.row_shape, *plan.mask_dtypes],
         "tables": [plan.catalog.tables_checksum(), crc32(plan.row_order.origins)],
@@ -214,6 +216,10 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
     now = identity(plan)
     if before["h5pack"] != now["h5pack"]:
         raise _refused(plan, journal, f"was begun by h5pack {before['h5pack']}, but this is h5pack {now['h5pack']}")
+    for name, version in now["packages"].items():
+        old = before.get("packages", {}).get(name, "an unknown version")
+        if old != version:
+            raise _refused(plan, journal, f"was begun with {name} {old}, but here it is {version}")
     for name in {**before["options"], **now["options"]}:
         # An option that is missing from the stored options has its default.
         default = getattr(ConvertOptions, name, None)

@@ -30,7 +30,7 @@ from h5pack.errors import (
     SizesDifferError,
     SourceError,
 )
-from h5pack.images.decode import Decoder
+from h5pack.images.decode import Decoder, decoder_versions
 from h5pack.pack import finish
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.output import Output, OutputLock
@@ -352,6 +352,16 @@ def test_files_of_a_killed_coordinator_are_removed_at_the_end(tmp_path: Path) ->
     assert leftovers(tmp_path) == {"in", *left}
     h5pack.convert(source, output.final, **quick())
     assert leftovers(tmp_path) == {"in", "o.h5"}
+
+
+def test_resume_refuses_other_versions_of_decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = flat_folder(tmp_path / "in", 8), tmp_path / "o.h5"
+    interrupted(source, out, monkeypatch, rows=4)
+    with monkeypatch.context() as patch:
+        patch.setattr("h5pack.pack.resume.decoder_versions", lambda: {**decoder_versions(), "Pillow": "0.1"})
+        with pytest.raises(ResumeError):
+            h5pack.convert(source, out, **quick(chunk_rows=2, resume=True))
+    assert h5pack.convert(source, out, **quick(chunk_rows=2, resume=True)).resumed_rows == 4
 
 
 def test_resume_refuses_another_order_of_the_same_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
