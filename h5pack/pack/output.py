@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from h5pack.errors import IncompletePackError, NoSpaceError, OutputBusyError, OutputExistsError
+from h5pack.errors import IncompletePackError, NoSpaceError, OutputBusyError, OutputExistsError, SourceError
 from h5pack.pack.options import ConvertOptions
 from h5pack.system.files import (
     copy_changed,
@@ -33,6 +34,7 @@ from h5pack.system.text import counted, format_bytes
 
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
+_MAX_ENDING_BYTES = 40  # what names of temporary files add to the output's name at most, with the number of a shard
 
 
 @dataclass(frozen=True)
@@ -117,13 +119,21 @@ class Output:
         return self.final.with_name(self.final.name + ending)
 
     def check(self, options: ConvertOptions, count_parts: Callable[[], int] = int, *, resumable: bool = True) -> None:
-        """Raise if the conversion could not finish: the folder is not writable, or an existing file is in the way.
+        """Raise if the conversion could not finish: the folder is not writable, or a file is in the way.
+
+        Also raises SourceError if the output's name leaves no room for the names of temporary files.
 
         Without `resumable`, an interrupted run cannot be continued, so errors recommend starting over. `count_parts`
         returns the number of parts of an array job that has begun, or 0. A part may continue only an array job, and no
         other unfinished conversion.
         """
         require_writable(self.final.parent)
+        # Windows has no such function.
+        max_bytes = os.pathconf(self.final.parent, "PC_NAME_MAX") if hasattr(os, "pathconf") else sys.maxsize
+        if len(os.fsencode(self.final.name)) > max_bytes - _MAX_ENDING_BYTES:
+            problem = "the name is too long for the temporary files beside it"
+            advice = f"give a name of at most {max_bytes - _MAX_ENDING_BYTES} bytes"
+            raise SourceError(f"{self.final}: {problem}; {advice}", path=self.final)
         # Count the parts after looking for files. Otherwise, a part that begins in between would look like another run.
         has_unfinished = self.partial.exists() or self.parts.exists()
         begun_parts = count_parts()

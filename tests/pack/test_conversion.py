@@ -364,6 +364,19 @@ def test_resume_refuses_other_versions_of_decoders(tmp_path: Path, monkeypatch: 
     assert h5pack.convert(source, out, **quick(chunk_rows=2, resume=True)).resumed_rows == 4
 
 
+def test_a_name_that_leaves_no_room_for_temporary_names_is_refused_first(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 4)
+    max_bytes = os.pathconf(tmp_path, "PC_NAME_MAX")
+    for length in (max_bytes - 39, max_bytes, max_bytes + 1):
+        with pytest.raises(SourceError) as caught:
+            h5pack.convert(source, tmp_path / ("x" * length), **quick())
+        assert caught.value.path == str(tmp_path / ("x" * length))
+    assert leftovers(tmp_path) == {"in"}
+    out = tmp_path / ("x" * (max_bytes - 40))
+    h5pack.convert(source, out, **quick(part="1/1"))
+    assert h5pack.convert(source, out, **quick(finish=True)).images == 4
+
+
 def test_resume_refuses_another_order_of_the_same_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out, annotations = flat_folder(tmp_path / "in", 8), tmp_path / "o.h5", tmp_path / "a.json"
     with Image.open(source / "00000.jpg") as image:
