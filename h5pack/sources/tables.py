@@ -167,10 +167,11 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
     image = columns.path or _find_images(files[0], schema)
     names: list[str] = []
     counts: list[int] = []
-    file_ids, row_groups, rows = [], [], []
+    file_ids, row_groups, rows, features = [], [], [], []
     for number, (file, prefix) in enumerate(zip(files, shards.prefixes, strict=True)):
         one = _open(file)
         _require_columns(file, one, schema, image)
+        features.append(_features(one.schema))
         names += [f"{prefix}{row:08d}" for row in range(sum(one.counts))]
         counts.append(sum(one.counts))
         file_ids.append(np.full(counts[-1], number, np.int32))
@@ -194,7 +195,8 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
     if catalog.labels is None or catalog.labels.ndim > 1 or catalog.label_names is not None:
         return catalog.filtered(shards.wanted)
     (column,) = label_columns(columns, table)
-    return _with_class_names(catalog, files, column).filtered(shards.wanted)
+    stored = [one.get(column, {}).get("names") for one in features]
+    return _with_class_names(catalog, files, column, stored).filtered(shards.wanted)
 
 
 def _features(schema: Any) -> dict[str, dict[str, Any]]:
@@ -283,12 +285,13 @@ def _values(file: ArchiveFile, name: str) -> list[Any]:
     return values  # type: ignore[no-any-return]
 
 
-def _with_class_names(catalog: Catalog, files: Sequence[ArchiveFile], column: str) -> Catalog:
-    """Return the catalog with the class names that Hugging Face datasets stored for a label column of integers."""
-    labels, file = catalog.labels, files[0]
+def _with_class_names(catalog: Catalog, files: Sequence[ArchiveFile], column: str, stored: Sequence[Any]) -> Catalog:
+    """Return the catalog with the class names that Hugging Face datasets stored for a label column of integers.
+
+    `stored` has what each file's feature of the column has as names; None for a file without them.
+    """
+    labels, file, names = catalog.labels, files[0], stored[0]
     assert labels is not None
-    stored = [_features(_open(one).schema).get(column, {}).get("names") for one in files]
-    names = stored[0]
     for one, others in zip(files, stored, strict=True):
         if others != names:
             problem = f"column {column!r} has other classes than in the first file; pack the files separately"
