@@ -350,11 +350,8 @@ def _read_labels(path: Path, file: h5py.File, name: str) -> tuple[npt.NDArray[An
     if values.ndim == 1 and values.dtype.kind in "OSU":
         if any(not isinstance(value, (bytes, str)) for value in values.tolist()):
             raise _label_error(path, name, "does not hold one number or one text per row", _OTHER, _NONE)
-        words = [text(value) for value in values.tolist()]
-        known = [row for row, word in enumerate(words) if word]
-        numbers = np.full(len(words), schema.NO_LABEL, np.int64)
-        named, numbers[known] = class_ids([words[row] for row in known])
-        return numbers, named or None
+        words, numbers = class_ids([text(value) for value in values.tolist()])
+        return numbers, words or None
     if values.dtype.kind not in "biuf":
         raise _label_error(path, name, f"holds {values.dtype}, which cannot be labels", _OTHER, _NONE)
     whole = values.dtype.kind != "f" or bool((np.isfinite(values) & (values == np.rint(values))).all())

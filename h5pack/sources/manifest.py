@@ -234,7 +234,7 @@ def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any
     if whole is not None:
         labels[known] = whole
         return labels, None
-    names, labels[known] = class_ids([cells[row] for row in known])
+    names, labels = class_ids(cells)
     if any(is_number(name) for name in names):
         row = next(row for row in known if is_number(cells[row]))
         raise table.error(
@@ -439,7 +439,7 @@ def _is_byte(cell: str) -> bool:
 
 
 def class_ids(values: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
-    """Return the sorted distinct values, and the index of each value among them, int64."""
-    names = tuple(sorted(set(values)))
-    index = {name: number for number, name in enumerate(names)}
+    """Return the sorted distinct values except "", and the index of each value among them, int64; `NO_LABEL` for ""."""
+    names = tuple(sorted({*values} - {""}))
+    index = {"": schema.NO_LABEL, **{name: number for number, name in enumerate(names)}}
     return names, np.array([index[value] for value in values], np.int64)
