@@ -15,7 +15,7 @@ import numpy as np
 
 from h5pack.combine.combination import Combination, CombineReport
 from h5pack.pack import finish
-from h5pack.pack.file_structure import create_file, describe_dataset, describe_file, system_errors
+from h5pack.pack.file_structure import create_file, describe_dataset, describe_file, require_group
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
 from h5pack.read.chunk_index import ChunkIndex
@@ -67,12 +67,10 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
     # HDF5 1.8 has no virtual datasets, so `compat` is not possible.
     structure = replace(plan.structure, compat=False, compression=None, metadata_bytes=room)
     lengths = [plan.stored_rows(plan.rows), *[plan.rows] * len(structure.fields)]
-    with system_errors(), create_file(path, structure) as file:
+    with create_file(path, structure) as file:
         for (name, row_shape, dtype), found, rows in zip(structure.datasets, mappings, lengths, strict=True):
             shape = (rows, *row_shape)
-            group = os.path.dirname(name)
-            if group and group not in file:
-                file.create_group(group)
+            require_group(file, os.path.dirname(name))
             dataset = _create(file, name, shape, dtype, _sources(shape, found, folder))
             describe_dataset(dataset, structure)
         describe_file(file, structure, plan.tables)

@@ -186,7 +186,7 @@ def write_structure(
     written (ENOSPC if the disk is full).
     """
     path.unlink(missing_ok=True)
-    with system_errors(), create_file(path, structure) as file:
+    with create_file(path, structure) as file:
         # HDF5 2.0.0 may crash if it cannot write metadata when it closes a file, so allocate the disk space first.
         _reserve(path, 0, structure.metadata_bytes)
         # Create the images first, because anything allocated before them would shift their chunks.
@@ -247,7 +247,7 @@ def write_compressed(
     path: Path, structure: FileStructure, rows: int, tables: PackTables, chunks: Iterable[bytes]
 ) -> None:
     """Write a compressed pack from its `chunks`, one dataset after another; raises as `write_structure`."""
-    with system_errors(), create_file(path, structure) as file:
+    with create_file(path, structure) as file:
         _reserve(path, 0, structure.metadata_bytes)
         datasets = _create_datasets(file, structure, rows, structure.compression)
         stored, remaining = [], iter(chunks)
@@ -259,29 +259,17 @@ def write_compressed(
                 size += len(chunk)
             stored.append((dataset.name.lstrip("/"), np.array(checksums, np.uint32), size))
         describe_file(file, structure, tables)
-        file.create_group(schema.CHUNK_CHECKSUMS)
+        group = require_group(file, schema.CHUNK_CHECKSUMS)
         if structure.fields:
-            file.create_group(f"{schema.CHUNK_CHECKSUMS}/{schema.FIELDS}")
+            require_group(group, schema.FIELDS)
         for name, values, size in stored:
-            table = file.create_dataset(f"{schema.CHUNK_CHECKSUMS}/{name}", data=values)
+            table = group.create_dataset(name, data=values)
             table.attrs[schema.STORED_BYTES] = np.int64(size)
 
 
 def store_chunk(images: h5py.Dataset, number: int, chunk: bytes) -> None:
     """Store the bytes of one chunk, to which the dataset's filters have already been applied."""
     images.id.write_direct_chunk((number * images.chunks[0], *[0] * (images.ndim - 1)), chunk)
-
-
-@contextlib.contextmanager
-def system_errors() -> Iterator[None]:
-    """Turn HDF5's errors into OSErrors with the errno, which HDF5 reports only in the message."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        number = re.search(r"errno = (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def describe_file(file: h5py.File, structure: FileStructure, tables: PackTables | None) -> None:
@@ -294,8 +282,12 @@ def describe_file(file: h5py.File, structure: FileStructure, tables: PackTables 
         _write_tables(file, tables, structure.fields)
 
 
-def create_file(path: Path, structure: FileStructure) -> h5py.File:
-    """Create an empty file without time stamps, so that the same content always produces the same bytes."""
+@contextlib.contextmanager
+def create_file(path: Path, structure: FileStructure) -> Iterator[h5py.File]:
+    """Create an empty file without time stamps, so that the same content always produces the same bytes.
+
+    HDF5's errors become OSErrors with the errno, which HDF5 reports only in the message.
+    """
     create = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     create.set_obj_track_times(False)
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
@@ -310,7 +302,23 @@ def create_file(path: Path, structure: FileStructure) -> h5py.File:
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     # No other process opens this file, and HDF5's file locking fails on some network file systems.
     access.set_file_locking(False, False)
-    return h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, create, access))
+    try:
+        with h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, create, access)) as file:
+            yield file
+    except (OSError, RuntimeError) as error:
+        number = re.search(r"errno = (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+
+
+def require_group(parent: h5py.Group, name: str) -> h5py.Group:
+    """Return a group that is created if necessary, without the time stamp that h5py's own method may store."""
+    if name and name not in parent:
+        create = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+        create.set_obj_track_times(False)
+        h5py.h5g.create(parent.id, name.encode(), gcpl=create)
+    return parent[name or "/"]
 
 
 def _create_datasets(
@@ -319,8 +327,7 @@ def _create_datasets(
     """Create the images dataset, and each field that is chunked like it, with `rows` rows."""
     datasets = []
     for name, row_shape, dtype in structure.datasets:
-        # Create groups explicitly, because groups that HDF5 creates implicitly would store a time stamp.
-        file.require_group(os.path.dirname(name) or "/")
+        require_group(file, os.path.dirname(name))
         dataset = _create_chunked(file, name, (structure.chunk_rows, *row_shape), dtype, compression)
         describe_dataset(dataset, structure)
         datasets.append(_allocated(dataset, rows))
@@ -398,51 +405,43 @@ def _write_tables(file: h5py.File, tables: PackTables, fields: tuple[PixelRows, 
             labels.attrs[name] = utf8(tables.label_names)
     _write_fields(file, tables.fields)
     _create_names(file, schema.FILENAMES, tables.filenames)
-
-    # Create groups explicitly, because groups that HDF5 creates implicitly would store a time stamp.
-    for name in (schema.SPLITS, schema.CHECKSUMS):
-        file.create_group(name)
+    require_group(file, schema.SPLITS)
+    checksums = require_group(file, schema.CHECKSUMS)
     _create_small(file, schema.SPLIT_NAMES, utf8([name for name, _, _ in tables.splits]))
     _create_small(file, schema.SPLIT_ROWS, np.array([rows for _, *rows in tables.splits], np.int64))
-
     for name, values in tables.encoded.items():
         file.create_dataset(name, data=values)
-    checksums = file[schema.CHECKSUMS]
     checksums.create_dataset(schema.ENCODED if tables.encoded else schema.IMAGES, data=tables.checksums)
     if tables.labels is not None:
         checksums.create_dataset(schema.LABELS, data=row_checksums(tables.labels))
     if tables.fields or fields or tables.encoded_masks:
-        checksums.create_group(schema.FIELDS)
+        require_group(checksums, schema.FIELDS)
     for name, row_values in sorted(tables.fields.items()):
         found = row_values.checksums() if isinstance(row_values, RaggedRows) else row_checksums(row_values)
         checksums.create_dataset(schema.field_path(name), data=found)
     for one, found in zip(fields, tables.pixel_checksums, strict=True):
         checksums.create_dataset(one.dataset, data=found)
-
     for masks in tables.encoded_masks:
         _write_masks(file, masks)
-
-    statistics = file.create_group(schema.STATISTICS)
+    statistics = require_group(file, schema.STATISTICS)
     for name in ("mean", "std"):
         _create_small(statistics, name, np.asarray(tables.statistics[name], np.float64))
     statistics.attrs["rows"] = np.int64(tables.statistics["rows"])
     statistics.attrs["step"] = np.int64(tables.statistics["step"])
     split = utf8([tables.statistics["split"]])
     statistics.attrs.create("split", split[0], dtype=split.dtype)
-
     if tables.rejects:
-        file.create_group(schema.REJECTS)
+        require_group(file, schema.REJECTS)
         _create_names(file, f"{schema.REJECTS}/filenames", [reject.name for reject in tables.rejects])
         _create_names(file, f"{schema.REJECTS}/reasons", [reject.reason for reject in tables.rejects])
 
 
 def _write_fields(file: h5py.File, fields: dict[str, FieldValues]) -> None:
-    if fields and schema.FIELDS not in file:
-        file.create_group(schema.FIELDS)
     for name, values in sorted(fields.items()):
+        require_group(file, schema.FIELDS)
         path = schema.field_path(name)
         if isinstance(values, RaggedRows):
-            field: h5py.Group | h5py.Dataset = file.create_group(path)
+            field: h5py.Group | h5py.Dataset = require_group(file, path)
             field.create_dataset(schema.FIELD_DATA, data=values.data)
             field.create_dataset(schema.FIELD_OFFSETS, data=values.offsets)
             if values.classes is not None:
@@ -456,7 +455,7 @@ def _write_fields(file: h5py.File, fields: dict[str, FieldValues]) -> None:
 
 def _write_masks(file: h5py.File, masks: EncodedMasks) -> None:
     """Write a field of masks as PNG files."""
-    group = file.require_group(schema.FIELDS).create_group(masks.name)
+    group = require_group(require_group(file, schema.FIELDS), masks.name)
     group.attrs[schema.KIND] = np.bytes_(schema.MASK)
     group.attrs[schema.DTYPE] = np.bytes_(np.dtype(masks.dtype).name)
     offsets = masks.offsets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,18 @@ from hypothesis import strategies as st
 
 from h5pack.errors import H5PackError
 from h5pack.format import schema
+from h5pack.format.fields import RaggedRows
 from h5pack.inspect.info import opening_ranges
 from h5pack.pack import file_structure
 from h5pack.pack.compression import parse_compression
-from h5pack.pack.file_structure import FileStructure, PackTables, plan_metadata, write_compressed, write_structure
+from h5pack.pack.file_structure import (
+    FileStructure,
+    PackTables,
+    PixelRows,
+    plan_metadata,
+    write_compressed,
+    write_structure,
+)
 from h5pack.sources.catalog import Reject
 
 
@@ -91,6 +100,21 @@ def test_text_is_utf8_and_says_so(tmp_path: Path) -> None:
         attribute = file["statistics"].attrs.get_id("split")
         assert h5py.check_string_dtype(attribute.dtype).encoding == "utf-8"
         assert (file["statistics"].attrs["split"].decode(), file["splits/name"][1].decode()) == ("größe", "größe")
+
+
+def test_no_object_stores_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Older versions of h5py store times in groups that they create.
+    monkeypatch.delattr(h5py.Group, "create_group")
+    fields = (PixelRows("mask", schema.MASK, (4, 4), "|u1"), PixelRows("depth", schema.MASK, (4, 4), "<i4"))
+    structure = FileStructure((4, 4, 3), 5, "nhwc", False, {}, parse_compression("gzip"), fields=fields)
+    texts = {"text": RaggedRows.of_texts(["a", "b", "c", "d", "e", "f"], schema.TEXT)}
+    known = replace(tables(6), fields={"weight": np.arange(6), **texts}, pixel_checksums=(np.zeros(6, "u4"),) * 2)
+    write_structure(tmp_path / "a.h5", structure, 6, known)
+    write_compressed(tmp_path / "b.h5", structure, 6, known, [b"chunk"] * 6)
+    for name in ("a.h5", "b.h5"):
+        headers = re.findall(b"OHDR\x02(.)", (tmp_path / name).read_bytes(), re.DOTALL)
+        assert len(headers) > 15
+        assert not [flags for flags in headers if flags[0] & 0x20]
 
 
 def test_a_full_disk_is_the_systems_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
