@@ -430,7 +430,7 @@ def _mask(name: str, mask: Any) -> npt.NDArray[Any]:
 
 def _label(label: Any) -> npt.NDArray[Any]:
     array = np.asarray(label)
-    if array.dtype.kind in "iub" and array.ndim == 0 and array <= np.iinfo(np.int64).max:
+    if array.dtype.kind in "iub" and array.ndim == 0 and int(array) <= np.iinfo(np.int64).max:
         return array.astype(np.int64)
     if array.dtype.kind in "iub" and array.ndim == 1 and array.size and array.min() >= 0 and array.max() <= 255:
         return array.astype(np.uint8)
