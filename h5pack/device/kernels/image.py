@@ -189,7 +189,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     size = (lines.to(tl.int64) if WIDE else lines) * length
     centre, coarse, fine, bias = _constants_of(constants, first, spot, CHANNELS, PLANES > 0, FINE)
-    if PADDED and PLANES <= 1 and not COLORS:
+    if PADDED and (PLANES <= 1 and not COLORS):  # Triton 3.0 refuses a chain without parentheses.
         coarse, fine, bias = _blackened(pixel_bits == 0, centre, coarse, fine, bias, FINE)
         pixel_bits = 255
     if COLORS:
