@@ -38,7 +38,14 @@ def packages(requirements: list[str]) -> set[str]:
 
 EXTRAS = {name: packages(listed("options.extras_require", name)) for name in SETUP["options.extras_require"]}
 VERSIONS = re.findall(r"Python :: (3\.\d+)", SETUP["metadata"]["classifiers"])
-PINNED = packages(re.findall(r"^\w.*", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
+
+
+def pins(name: str) -> list[str]:
+    """The lines of a file of constraints."""
+    return re.findall(r"^\w.*", (ROOT / name).read_text(encoding="utf-8"), re.M)
+
+
+PINNED = packages(pins("constraints.txt"))
 
 
 def parsed(name: str) -> Any:
@@ -130,6 +137,16 @@ def test_pre_commit_runs_the_pinned_tools() -> None:
     tools = {hook["entry"].split()[0] for hook in repository["hooks"]}
     assert tools == {".venv/bin/ruff", ".venv/bin/mypy"}
     assert {Path(tool).name for tool in tools} <= PINNED & EXTRAS["dev"]
+
+
+def test_the_oldest_versions_that_are_claimed_are_tested() -> None:
+    oldest = dict(pin.split("==") for pin in pins("constraints-oldest.txt"))
+    users = ("fast", "plot", "compress", "gpu", "monitor", "tables", "dask", "regions")
+    requirements = [*listed("options", "install_requires")]
+    requirements += [one for extra in users for one in listed("options.extras_require", extra)]
+    for requirement in requirements:
+        name, bound = re.match(r"([\w-]+)>=([\d.]+)", requirement).groups()
+        assert f"{oldest[name]}.".startswith(f"{bound.removesuffix('.0')}."), requirement
 
 
 def test_all_python_versions_that_are_claimed_are_tested() -> None:

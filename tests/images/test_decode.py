@@ -95,7 +95,8 @@ FILES = {
     "mpo": encoded(RGB, "MPO", **FRAMES),
     "16-bit rgb ppm": b"P6 3 2 65535\n" + bytes(range(100, 136)),
 }
-if features.check("avif"):
+HAS_AVIF = "avif" in features.modules and features.check("avif")
+if HAS_AVIF:
     FILES["avif"] = encoded(RGB, "AVIF", quality=70)
 
 
@@ -122,7 +123,7 @@ def test_sixteen_bits_keep_their_high_byte(form: str, channels: int) -> None:
 @pytest.mark.parametrize("value", [*range(10), 1536])
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF", "MPO", "palette"])
 def test_every_orientation_is_turned_upright_once(form: str, value: int) -> None:
-    if form == "AVIF" and not features.check("avif"):
+    if form == "AVIF" and not HAS_AVIF:
         pytest.skip("this Pillow reads no AVIF")
     channels = 1 if value % 2 else 3
     if form == "palette":

@@ -30,6 +30,8 @@ from h5pack.read.virtual import index_rows
 WHOLE_ROWS = ["contiguous", "rows", "extendable", "unlimited", "holes", "no_holes_filled", "never", "early"]
 STORAGES = [*WHOLE_ROWS, "split", "gzip", "whole_gzip", "compact", "virtual"]
 DIRECT = frozenset(STORAGES) - {"compact"}
+COUNTS_USER_BLOCK = h5py.version.hdf5_version_tuple >= (1, 14, 4)
+"""Whether chunk offsets of this HDF5 count from the start of the file, so that h5pack reads chunks directly."""
 DTYPES = ["u1", "<i2", ">i4", "f4", ">f8", "?", "i8", "u2", "f2"]
 
 
@@ -70,8 +72,10 @@ def write(
             )
         elif storage in ("holes", "no_holes_filled", "never"):
             chunks = None if storage == "never" else (chunk_rows, *cut)
-            never = {"fill_time": "never"} if storage == "no_holes_filled" else {}
-            dataset = file.create_dataset(name, shape, values.dtype, chunks=chunks, fillvalue=fillvalue, **never)
+            create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            if storage == "no_holes_filled":
+                create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            dataset = file.create_dataset(name, shape, values.dtype, chunks=chunks, fillvalue=fillvalue, dcpl=create)
             values = values.copy()
             for chunk, start in enumerate(range(0, shape[0], chunk_rows)):
                 rows = slice(start, min(shape[0], start + chunk_rows))

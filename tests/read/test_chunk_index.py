@@ -17,7 +17,17 @@ from h5pack.errors import PackFormatError
 from h5pack.format.plans import plan_chunks
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.engine import Engine
-from tests.read.files import WHOLE_ROWS, engine_of, index_of, low_level, numbers, require_rows, save, write
+from tests.read.files import (
+    COUNTS_USER_BLOCK,
+    WHOLE_ROWS,
+    engine_of,
+    index_of,
+    low_level,
+    numbers,
+    require_rows,
+    save,
+    write,
+)
 
 SHAPE = (10, 4, 3)
 VALUES = numbers(SHAPE, "<i4", 3)
@@ -35,7 +45,10 @@ def gathered(path: Path, index: ChunkIndex) -> npt.NDArray[Any]:
     return np.frombuffer(b"".join(rows), index.dtype).reshape(index.shape).astype(index.native_dtype)
 
 
-@pytest.mark.parametrize(("libver", "userblock"), [("earliest", 512), ("v108", 0), ("v110", 4096), ("latest", 512)])
+@pytest.mark.parametrize(
+    ("libver", "userblock"),
+    [("v108", 0), *[("earliest", 512), ("v110", 4096), ("latest", 512)] * COUNTS_USER_BLOCK],
+)
 @pytest.mark.parametrize("storage", WHOLE_ROWS)
 def test_the_index_gives_the_offset_of_every_row(tmp_path: Path, storage: str, libver: str, userblock: int) -> None:
     path = tmp_path / "f.h5"

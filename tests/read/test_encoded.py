@@ -237,6 +237,7 @@ def test_random_bytes_give_errors_or_images(tmp_path: Path) -> None:
     assert 10 < len(named) < 140
 
 
+@pytest.mark.skipif(h5py.version.hdf5_version_tuple < (1, 14, 4), reason="HDF5 before 1.14.4 crashes on damaged heaps")
 def test_damage_to_heaps_and_references(tmp_path: Path) -> None:
     """Random changes give an error, or other rows. Sizes of objects are not changed, because HDF5 may then hang."""
     path = write_encoded(tmp_path / "sound.h5", jpegs(12), chunks=(4,))

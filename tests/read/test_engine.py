@@ -65,7 +65,8 @@ def test_rows_equal_h5pys(data: st.DataObject) -> None:
     sizes = draw(st.tuples(st.integers(1, 30), st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)))
     shape = sizes[: draw(st.integers(1, 4))]
     dtype, storage = draw(st.sampled_from(files.DTYPES)), draw(st.sampled_from(files.STORAGES))
-    how = draw(st.sampled_from([{}, {"libver": "latest"}, {"libver": "v110"}, {"userblock_size": 512}]))
+    blocks = [{"userblock_size": 512}] * files.COUNTS_USER_BLOCK
+    how = draw(st.sampled_from([{}, {"libver": "latest"}, {"libver": "v110"}, *blocks]))
     rows, fill, chunk_rows = draw(files.row_lists(shape[0])), draw(st.sampled_from([0, 1])), draw(st.integers(1, 8))
     wanted = np.array(rows, np.int64)
     with files.drawn_limits(draw) as folder:

@@ -98,7 +98,9 @@ def test_rows_equal_h5pys(data: st.DataObject) -> None:
         if index.library_reason is not None:
             assert "compact" in index.library_reason
         else:
-            assert isinstance(index, VirtualIndex)
+            with h5py.File(path) as file:
+                # Without mappings, older versions of h5py create a dataset that is not virtual.
+                assert isinstance(index, VirtualIndex) == file["x"].is_virtual
             assert form != "raw" or index.raw
         rows = data.draw(files.row_lists(len(values)))
         files.require_every_read(engine, rows, values[np.array(rows, np.int64)])
