@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from h5pack.combine.combination import Combination, CombineReport, write_combination
-from h5pack.combine.parts import Part, merge, open_part, require_other_output
+from h5pack.combine.parts import Part, merge, open_part
 from h5pack.combine.statistics import added_statistics
 from h5pack.combine.virtual_file import write_virtual
 from h5pack.errors import OptionsError
+from h5pack.system.files import require_other_file
 
 
 def join(
@@ -65,7 +67,7 @@ def join(
     paths = [Path(os.path.abspath(path)) for path in packs]
     target = Path(os.path.abspath(out))
     parts: list[Part] = [open_part(path) for path in paths]
-    require_other_output(target, parts)
+    require_other_file(target, itertools.chain.from_iterable(part.reader.paths() for part in parts))
     merged = merge(parts)
     order = np.argsort(merged.split_ids, kind="stable")
     plan = Combination.of("join", parts, merged, order, added_statistics(parts, merged))

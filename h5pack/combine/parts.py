@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import OptionsError, SourceError
+from h5pack.errors import SourceError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.fields import FieldValues, RaggedRows, field_kind
@@ -274,10 +274,3 @@ def _merge_field(parts: Sequence[Part], name: str) -> FieldValues:
         ]
     lengths = np.concatenate([np.diff(one.offsets) for one in ragged])
     return RaggedRows(ragged[0].kind, np.concatenate(data), np.append(0, np.cumsum(lengths)), classes)
-
-
-def require_other_output(out: Path, parts: Sequence[Part]) -> None:
-    """Raise OptionsError if the output is one of the packs that it is made of, or a file with rows of a virtual one."""
-    for path in (path for part in parts for path in (part.path, *(Path(file.path) for file in part.files))):
-        if out == path or (out.exists() and path.exists() and out.samefile(path)):
-            raise OptionsError(f"{out}: is one of the packs to read; give the output another name", path=out)

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from h5pack.combine.combination import Combination, CombineReport, write_combination
-from h5pack.combine.parts import Part, Rows, merge, open_part, require_other_output
+from h5pack.combine.parts import Part, Rows, merge, open_part
 from h5pack.combine.statistics import measured_statistics
 from h5pack.errors import NoImagesError, OptionsError
 from h5pack.sources.catalog import Catalog
 from h5pack.system.arrays import shuffled
+from h5pack.system.files import require_other_file
 from h5pack.system.parameters import whole_number
 from h5pack.system.text import listed
 
@@ -75,7 +76,7 @@ def subset(
     """
     path, target = Path(os.path.abspath(pack)), Path(os.path.abspath(out))
     part = open_part(path)
-    require_other_output(target, [part])
+    require_other_file(target, part.reader.paths())
     merged = merge([part])
     chosen = np.ones(len(part), np.bool_)
     if splits:

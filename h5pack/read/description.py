@@ -27,7 +27,7 @@ from h5pack.read.hdf5 import (
 )
 from h5pack.read.ragged import RaggedIndex, find_field, index_ragged, is_ragged
 from h5pack.read.storage import FileIdentity
-from h5pack.read.virtual import index_rows, require_sources
+from h5pack.read.virtual import index_rows, other_files
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import RowNumbers, joined_ranges
 from h5pack.system.parameters import invalid, require_local
@@ -142,8 +142,8 @@ def _describe(
         _require_length(file, name, len(dataset), images, rows)
         if is_encoded(dataset):
             # Ignore stored checksums: they belong to the encoded bytes, and cannot be compared with decoded pixels.
-            sources = require_sources(dataset) if dataset.is_virtual else frozenset()
-            indexes[name] = replace(index_encoded(file, dataset, name, sized=sized), external_files=sources)
+            others = other_files(file, dataset)
+            indexes[name] = replace(index_encoded(file, dataset, name, sized=sized), external_files=others)
             continue
         index = index_rows(file, dataset, name)
         indexes[name] = _single_labels(dataset, index) if name == labels else index

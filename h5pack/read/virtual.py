@@ -91,8 +91,8 @@ class _Visited:
 def require_sources(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int = 0) -> frozenset[SourceFile]:
     """Return the source files of a virtual dataset; raise PackFormatError if a source is missing or too small.
 
-    Sources with ``%b`` in their name are neither checked nor returned, because such a name stands for any number of
-    files.
+    The files of a source's external storage are returned, too. Sources with ``%b`` in their name are neither checked
+    nor returned, because such a name stands for any number of files.
     """
     visited = visited or _Visited()
     key = dataset.file.filename, dataset.name
@@ -101,12 +101,22 @@ def require_sources(dataset: h5py.Dataset, visited: _Visited | None = None, dept
 
         def visit(file: h5py.File, found: h5py.Dataset, name: str, mappings: list[_Mapping]) -> None:
             files.add(_identify(file))
-            if found.is_virtual:
-                files.update(require_sources(found, visited, depth + 1))
+            files.update(files_of(found, visited, depth + 1))
 
         _visit_sources(dataset, depth, visit)
         visited.files[key] = frozenset(files)
     return visited.files[key]
+
+
+def files_of(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int = 0) -> frozenset[SourceFile]:
+    """Return the files that hold a dataset or values of it, with the errors of `require_sources`."""
+    others = require_sources(dataset, visited, depth) if dataset.is_virtual else _external_files(dataset)
+    return others | {_identify(dataset.file)}
+
+
+def other_files(file: h5py.File, dataset: h5py.Dataset) -> frozenset[SourceFile]:
+    """Return `files_of` a dataset that was found in `file`, which may be linked to it, without `file` itself."""
+    return files_of(dataset) - {_identify(file)}
 
 
 def index_rows(
@@ -134,7 +144,8 @@ def index_rows(
 def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
     """Return the existing files of external storage, in the current folder and in the folder of the HDF5 file."""
     folder = os.path.dirname(os.path.abspath(dataset.file.filename))
-    paths = [path for name, _, _ in dataset.external for path in (os.path.abspath(name), os.path.join(folder, name))]
+    names = [name for name, _, _ in dataset.external or ()]
+    paths = [path for name in names for path in (os.path.abspath(name), os.path.join(folder, name))]
     return frozenset(SourceFile(path, FileIdentity.of(path)) for path in paths if os.path.isfile(path))
 
 
@@ -173,8 +184,8 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
             parts.extend(
                 MappedRows(first, rows, where, there, start) for first, rows, start in filter(None, boxes) if rows
             )
-        elif found.is_virtual:
-            files.update(require_sources(found, visited, depth + 1))
+        else:
+            files.update(files_of(found, visited, depth + 1))
 
     _visit_sources(dataset, depth, visit)
     parts.sort(key=lambda part: part.first)

@@ -272,6 +272,9 @@ class ArchiveReader(SourceReader):
         }
         return cls(tuple(file for reader in readers for file in reader.files), file_ids, **columns)
 
+    def paths(self) -> list[str]:
+        return [file.path for file in self.files]
+
     def take(self, indices: npt.NDArray[np.int64]) -> ArchiveReader:
         masks = tuple(one.take(indices) for one in self.masks)
         return replace(self, masks=masks, **{name: getattr(self, name)[indices] for name in ("file_ids", *_COLUMNS)})

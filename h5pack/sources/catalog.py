@@ -231,6 +231,10 @@ class SourceReader:
         """Return a reader of only the images at `indices`, int64 (n,), which are renumbered from 0."""
         return self
 
+    def paths(self) -> Iterable[str]:
+        """Return the absolute paths of the archives, tables or HDF5 files that hold images; none for image files."""
+        return ()
+
     def sample_index(self, index: int) -> int | None:
         """Return the index of image `index` in a map-style dataset, or None for other sources."""
         return None

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from h5pack.read.encoded import has_kept_images, is_encoded, is_mask_group
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import attribute_names, dataset_names, datasets_text, open_file, require_dataset, text
 from h5pack.read.ragged import find_field, index_ragged, is_ragged, own_fields, read_ragged
-from h5pack.read.storage import FileIdentity
-from h5pack.read.virtual import require_sources
+from h5pack.read.storage import FileIdentity, SourceFile
+from h5pack.read.virtual import files_of, require_sources
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, PixelField, split_ids, unused_note
 from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm, mask_dtype
 from h5pack.sources.manifest import class_ids
@@ -113,7 +113,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         fields = masks
     if masks:
         pack = describe_file(path, images, None, masks, sized=False)
-    reader = HDF5RowReader(pack, form, masks)
+    reader = HDF5RowReader(pack, form, masks, _files_of(file, (labels, schema.FILENAMES, *fields)))
     values, names = (None, None) if labels is None else _read_labels(path, file, labels)
     field_names = tuple(map(os.path.basename, fields))
     require_field_names(str(path), field_names, path)
@@ -136,6 +136,13 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         notes=(*twice, *_unused(file, images, rows, {images, labels, *fields}, labelled=labels is not None)),
         about=f"images {images!r}" + ("" if labels is None else f", labels {labels!r}"),
     )
+
+
+def _files_of(file: h5py.File, names: Iterable[str | None]) -> frozenset[SourceFile]:
+    """Return the files that hold the datasets `names`, and the datasets in the groups `names`."""
+    items = [file.get(name) for name in names if name is not None]
+    found = [part for item in items for part in (item.values() if isinstance(item, h5py.Group) else (item,))]
+    return frozenset().union(*(files_of(one) for one in found if isinstance(one, h5py.Dataset)))
 
 
 def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, labelled: bool) -> tuple[Note, ...]:

@@ -17,6 +17,7 @@ from h5pack.images.decode import read_header
 from h5pack.images.masks import narrow_mask, read_mask
 from h5pack.read.description import FileDescription
 from h5pack.read.engine import Engine
+from h5pack.read.storage import SourceFile
 from h5pack.sources.catalog import SourceReader, SurveyedImage, fingerprint
 
 CHANNEL_AXES = ("last", "first", "none")
@@ -94,11 +95,14 @@ class HDF5RowReader(SourceReader):
     """Reads images from the rows of the first dataset of `pack`. If `form` is None, each row is an encoded image.
 
     `masks` are the paths of the datasets of masks and further images; `pack` must describe them, too. `form` also
-    applies to further images.
+    applies to further images. `tables` are the files that hold labels and other fields.
     """
 
-    def __init__(self, pack: FileDescription, form: PixelForm | None, masks: tuple[str, ...] = ()) -> None:
-        self.pack, self.form = pack, form
+    def __init__(
+        self, pack: FileDescription, form: PixelForm | None, masks: tuple[str, ...] = (),
+        tables: frozenset[SourceFile] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.pack, self.form, self.tables = pack, form, tables
         self.images = next(iter(pack.indexes))
         self.index = pack.indexes[self.images]
         self.has_checksums = schema.checksums_path(self.images) in pack.indexes
@@ -116,6 +120,10 @@ class HDF5RowReader(SourceReader):
         taken.__dict__.update(self.__dict__)
         taken.rows = self._rows(indices)
         return taken
+
+    def paths(self) -> set[str]:
+        files = self.tables.union(*(index.files for index in self.pack.indexes.values()))
+        return {self.pack.path, *(file.path for file in files)}
 
     def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         if self.form is None or self.engine.can_scatter(self.index):

@@ -44,6 +44,9 @@ class TableReader(SourceReader):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_loaded": {}, "_kept": set(), "_table": None}
 
+    def paths(self) -> list[str]:
+        return [file.path for file in self.files]
+
     def take(self, indices: npt.NDArray[np.int64]) -> TableReader:
         return replace(self, **{name: getattr(self, name)[indices] for name in ("file_ids", "row_groups", "rows")})
 

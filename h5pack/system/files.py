@@ -11,12 +11,12 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from h5pack.errors import NoSpaceError, OutputBusyError, SourceError
+from h5pack.errors import NoSpaceError, OptionsError, OutputBusyError, SourceError
 from h5pack.system.libc import MADV_HUGEPAGE, MADV_POPULATE_READ, libc_function, raise_errno
 
 # The workers of a killed process keep its lock for milliseconds. A lock held longer belongs to a running conversion.
@@ -182,6 +182,16 @@ def require_writable(folder: Path) -> None:
         raise SourceError(f"{folder}: the folder for the output does not exist; create it", path=folder)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SourceError(f"{folder}: no permission to create files in this folder; choose another", path=folder)
+
+
+def require_other_file(out: Path, inputs: Iterable[str | os.PathLike[str]]) -> None:
+    """Raise OptionsError if the output is one of the existing files `inputs`, possibly under another name."""
+    with contextlib.suppress(FileNotFoundError):
+        status = out.stat()
+        for path in inputs:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(status, os.stat(path)):
+                    raise OptionsError(f"{out}: is one of the files to read; give the output another name", path=out)
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool | None:

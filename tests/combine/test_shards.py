@@ -285,6 +285,18 @@ def test_files_in_the_way(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
+def test_a_shard_with_rows_of_the_source_is_not_replaced(tmp_path: Path) -> None:
+    keywords = quick(chunk_rows=4, shard_bytes=1_090_000)
+    h5pack.convert(flat_folder(tmp_path / "s", 30), tmp_path / "o.h5", **keywords)
+    h5pack.join([tmp_path / "o.h5"] * 2, tmp_path / "virtual.h5", virtual=True)
+    before = files(tmp_path)
+    for out, settings in (("o.h5", keywords), ("o-00001.h5", quick())):
+        with pytest.raises(OptionsError):
+            h5pack.convert(tmp_path / "virtual.h5", tmp_path / out, overwrite=True, **settings)
+    after = files(tmp_path)
+    assert {name: after[name] for name in before} == before
+
+
 def test_another_conversion_is_not_resumed(tmp_path: Path) -> None:
     found, out = flat_folder(tmp_path / "s", 30), tmp_path / "o.h5"
     keywords = quick(chunk_rows=4, shard_bytes=1_090_000)

@@ -65,6 +65,8 @@ def test_shards_become_one_pack(tmp_path: Path) -> None:
     whole = opened(tmp_path / "in")
     assert (whole.kind, len(whole), whole.split_names, whole.label_names) == ("webdataset", 12, ("all",), None)
     assert whole.names[5] == "shard-001/0005.png"
+    with pytest.raises(OptionsError):
+        h5pack.convert(tmp_path / "in", tmp_path / "in" / "shard-001.tar", **quick(overwrite=True))
     np.testing.assert_array_equal(whole.labels, np.arange(12) % 3)
     h5pack.convert(tmp_path / "in" / "shard-{000..002}.tar", tmp_path / "o.h5", order="sorted", **quick())
     with h5py.File(tmp_path / "o.h5") as file:
