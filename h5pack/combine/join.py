@@ -14,7 +14,7 @@ from h5pack.combine.parts import Part, merge, open_part
 from h5pack.combine.statistics import added_statistics
 from h5pack.combine.virtual_file import write_virtual
 from h5pack.errors import OptionsError
-from h5pack.system.files import require_other_file
+from h5pack.system.files import absolute_path, require_other_file
 
 
 def join(
@@ -64,8 +64,8 @@ def join(
     """
     if isinstance(packs, (str, os.PathLike)) or len(packs) < 2:
         raise OptionsError("packs must be a list of at least two packs", parameters=("packs",))
-    paths = [Path(os.path.abspath(path)) for path in packs]
-    target = Path(os.path.abspath(out))
+    paths = [Path(absolute_path(path)) for path in packs]
+    target = Path(absolute_path(out))
     parts: list[Part] = [open_part(path) for path in paths]
     require_other_file(target, itertools.chain.from_iterable(part.reader.paths() for part in parts))
     merged = merge(parts)

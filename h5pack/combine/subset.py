@@ -15,7 +15,7 @@ from h5pack.combine.statistics import measured_statistics
 from h5pack.errors import NoImagesError, OptionsError
 from h5pack.sources.catalog import Catalog
 from h5pack.system.arrays import shuffled
-from h5pack.system.files import require_other_file
+from h5pack.system.files import absolute_path, require_other_file
 from h5pack.system.parameters import whole_number
 from h5pack.system.text import listed
 
@@ -74,7 +74,7 @@ def subset(
     --------
     >>> h5pack.subset("all.h5", "small.h5", splits="train", sample=1000)  # doctest: +SKIP
     """
-    path, target = Path(os.path.abspath(pack)), Path(os.path.abspath(out))
+    path, target = Path(absolute_path(pack)), Path(absolute_path(out))
     part = open_part(path)
     require_other_file(target, part.reader.paths())
     merged = merge([part])

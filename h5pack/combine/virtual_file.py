@@ -62,7 +62,10 @@ def make_virtual(plan: Combination, output: Output, lock: OutputLock, folder: Pa
 
 def _write(plan: Combination, path: Path, folder: Path) -> None:
     mappings = [list(_mappings(plan, number)) for number in range(1 + len(plan.pixel_rows))]
-    room = sum(len(os.fsencode(one.file)) + _MAPPING_BYTES for found in mappings for one in found)
+    files = {one.file for found in mappings for one in found}
+    # Store % as %%, because HDF5 would replace %b in a name by a number.
+    names = {file: os.fsencode(_relative(file, folder).replace("%", "%%")) for file in files}
+    room = sum(len(names[one.file]) + _MAPPING_BYTES for found in mappings for one in found)
     room += plan.structure.metadata_bytes
     # HDF5 1.8 has no virtual datasets, so `compat` is not possible.
     structure = replace(plan.structure, compat=False, compression=None, metadata_bytes=room)
@@ -71,7 +74,7 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
         for (name, row_shape, dtype), found, rows in zip(structure.datasets, mappings, lengths, strict=True):
             shape = (rows, *row_shape)
             require_group(file, os.path.dirname(name))
-            dataset = _create(file, name, shape, dtype, _sources(shape, found, folder))
+            dataset = _create(file, name, shape, dtype, _sources(shape, found, names))
             describe_dataset(dataset, structure)
         describe_file(file, structure, plan.tables)
 
@@ -119,7 +122,7 @@ def _sources_of(path: str, index: ChunkIndex, first: int, begin: int, end: int) 
         yield _VirtualRows(here, count, source.file.path, source.index.name, start, source.index.rows)
 
 
-def _sources(shape: tuple[int, ...], mappings: list[_VirtualRows], folder: Path) -> h5py.h5p.PropDCID:
+def _sources(shape: tuple[int, ...], mappings: list[_VirtualRows], names: dict[str, bytes]) -> h5py.h5p.PropDCID:
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_obj_track_times(False)
     origin = (0,) * (len(shape) - 1)
@@ -127,10 +130,20 @@ def _sources(shape: tuple[int, ...], mappings: list[_VirtualRows], folder: Path)
         here, there = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((one.rows, *shape[1:]))
         here.select_hyperslab((one.first, *origin), (one.length, *shape[1:]))
         there.select_hyperslab((one.start, *origin), (one.length, *shape[1:]))
-        # Store % as %%, because HDF5 would replace %b in a name by a number.
-        name = os.path.relpath(one.file, folder).replace("%", "%%")
-        create.set_virtual(here, os.fsencode(name), one.dataset.replace("%", "%%").encode(), there)
+        create.set_virtual(here, names[one.file], one.dataset.replace("%", "%%").encode(), there)
     return create
+
+
+def _relative(path: str, folder: Path) -> str:
+    """Return the path of a file relative to `folder`, along symbolic links if that is right, else along real folders.
+
+    For the system, ".." leads from a linked folder to the parent of the link's target.
+    """
+    found = os.path.relpath(path, folder)
+    parent, name = os.path.split(path)
+    if os.path.realpath(folder / os.path.dirname(found)) != os.path.realpath(parent):
+        found = os.path.relpath(os.path.join(os.path.realpath(parent), name), os.path.realpath(folder))
+    return found
 
 
 def _create(file: h5py.File, name: str, shape: tuple[int, ...], dtype: str, create: h5py.h5p.PropDCID) -> h5py.Dataset:

@@ -21,7 +21,7 @@ from h5pack.pack.options import parse_range
 from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.hdf5_catalog import HDF5Datasets
-from h5pack.system.files import reporting_full_disk, require_writable, write_atomically
+from h5pack.system.files import absolute_path, reporting_full_disk, require_writable, write_atomically
 from h5pack.system.parameters import whole_number
 from h5pack.system.text import counted, printable
 
@@ -158,7 +158,7 @@ def preview(
     for name, value, minimum in (("per_class", per_class, 1), ("max_classes", max_classes, 1), ("seed", seed, 0)):
         if value is not None:
             whole_number(name, value, minimum)
-    target = None if out is None else Path(os.path.abspath(out))
+    target = None if out is None else Path(absolute_path(out))
     file_format = "PNG" if target is None else _require_output(target, path)
     source = open_rows(path, datasets, splits)
     shown = _sample_rows(source, per_class, max_classes, seed)

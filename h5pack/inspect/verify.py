@@ -34,6 +34,7 @@ from h5pack.read.hdf5 import (
 )
 from h5pack.read.ragged import index_ragged, is_ragged, own_fields
 from h5pack.read.virtual import index_rows
+from h5pack.system.files import absolute_path
 from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import require_local, whole_number
 from h5pack.system.processes import open_executor, run
@@ -160,7 +161,7 @@ def verify(
         If a worker process cannot start, or dies while it checks rows.
     """
     require_local(path)
-    name = os.path.abspath(path)
+    name = absolute_path(path)
     count = max(2, available_cpus() if num_workers is None else whole_number("num_workers", num_workers, 1))
     with open_executor(count, start_method, None, isolated=True) as executor:
         try:

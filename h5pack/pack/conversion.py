@@ -49,7 +49,7 @@ from h5pack.pack.survey import survey, survey_identity, with_placed_fields, with
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
-from h5pack.system.files import reporting_full_disk, require_other_file
+from h5pack.system.files import absolute_path, reporting_full_disk, require_other_file
 from h5pack.system.machine import available_cpus, release_free_memory
 from h5pack.system.parameters import require_local
 from h5pack.system.processes import run
@@ -82,7 +82,7 @@ class Conversion:
                 require_local(given)
         if os.fspath(out).endswith(os.sep):
             raise OptionsError(f"{os.fspath(out)}: names a folder; give the name of the file to create", path=out)
-        self.output = Output(Path(os.path.abspath(out)), f"-{secrets.token_hex(6)}" if self.options.part else "")
+        self.output = Output(Path(absolute_path(out)), f"-{secrets.token_hex(6)}" if self.options.part else "")
         path = source if isinstance(source, (str, os.PathLike)) else ""
         if os.path.isfile(path):
             require_other_file(self.output.final, [path])

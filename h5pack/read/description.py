@@ -30,6 +30,7 @@ from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import index_rows, other_files
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import RowNumbers, joined_ranges
+from h5pack.system.files import absolute_path
 from h5pack.system.parameters import invalid, require_local
 
 
@@ -85,7 +86,7 @@ def describe_file(
         raise invalid("labels", labels, ": give the name of a dataset, or None")
     if isinstance(fields, str) or not isinstance(fields, Collection) or not all(isinstance(one, str) for one in fields):
         raise invalid("fields", fields, ": give a list of names of datasets")
-    absolute = os.path.abspath(path)
+    absolute = absolute_path(path)
     with open_file(absolute) as file:
         # Take the identity of the open descriptor, because the file at the path may already have been replaced.
         identity = FileIdentity.of(file.id.get_vfd_handle() if file.driver == "sec2" else absolute)

@@ -23,6 +23,7 @@ from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.hdf5 import dataset_error, find_item, open_file
 from h5pack.read.storage import FileIdentity, SourceFile
 from h5pack.read.virtual_index import MappedRows, join_rows
+from h5pack.system.files import absolute_path
 
 _ORIGIN = "${ORIGIN}"
 _MAX_DEPTH = 8
@@ -143,7 +144,7 @@ def index_rows(
 
 def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
     """Return the existing files of external storage, in the current folder and in the folder of the HDF5 file."""
-    folder = os.path.dirname(os.path.abspath(dataset.file.filename))
+    folder = os.path.dirname(absolute_path(dataset.file.filename))
     names = [name for name, _, _ in dataset.external or ()]
     paths = [path for name in names for path in (os.path.abspath(name), os.path.join(folder, name))]
     return frozenset(SourceFile(path, FileIdentity.of(path)) for path in paths if os.path.isfile(path))
@@ -212,7 +213,7 @@ def _whole_rows(dataset: h5py.Dataset, found: h5py.Dataset, mapping: _Mapping) -
 
 def _identify(file: h5py.File) -> SourceFile:
     """Return path and identity of an open file."""
-    path = os.path.abspath(file.filename)
+    path = absolute_path(file.filename)
     # Take the identity of the open descriptor, because the file at the path may already have been replaced.
     return SourceFile(path, FileIdentity.of(file.id.get_vfd_handle() if file.driver == "sec2" else path))
 
@@ -307,7 +308,7 @@ def _find(name: str, virtual_file: str) -> str | None:
         if os.path.isfile(name):
             return name
         name = os.path.basename(name)
-    opened = os.path.dirname(os.path.abspath(virtual_file))
+    opened = os.path.dirname(absolute_path(virtual_file))
     prefix = os.environ.get("HDF5_VDS_PREFIX", "")
     folders = [folder for folder in prefix.split(os.pathsep) if folder]
     if prefix:

@@ -36,7 +36,7 @@ from h5pack.sources.catalog import (
     fingerprint,
 )
 from h5pack.sources.folders import arranged, is_split_name, is_visible, list_names, pairs
-from h5pack.system.files import read_all, reporting_full_disk, write_all
+from h5pack.system.files import absolute_path, read_all, reporting_full_disk, write_all
 from h5pack.system.text import format_bytes
 
 _HEAD_BYTES = 2_048
@@ -88,7 +88,7 @@ class ArchiveFile:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = os.path.abspath(path)
+        self.path = absolute_path(path)
         self.identity = FileIdentity.of(self.path)
         self.size = self.identity.size  # in bytes; after `keep_copy`, the size of the decompressed copy
         self.descriptor: Descriptor | None = None

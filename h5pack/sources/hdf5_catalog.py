@@ -31,6 +31,7 @@ from h5pack.read.virtual import files_of, require_sources
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, PixelField, split_ids, unused_note
 from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm, mask_dtype
 from h5pack.sources.manifest import class_ids
+from h5pack.system.files import absolute_path
 from h5pack.system.machine import available_memory
 from h5pack.system.parameters import invalid
 from h5pack.system.text import format_bytes
@@ -392,7 +393,7 @@ def _read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
         index = index_ragged(file, name)
         _require_memory(path, name, index.data.rows * index.data.row_bytes)
         indexes = {index.data.name: index.data, **index_checksums(file, name, index.rows)}
-        engine = Engine(os.path.abspath(path), FileIdentity.of(os.fspath(path)), indexes, warn=False)
+        engine = Engine(absolute_path(path), FileIdentity.of(os.fspath(path)), indexes, warn=False)
         with _reporting(path, name), contextlib.closing(engine):
             return read_ragged(engine, index, np.arange(index.rows), check=True)
     dataset = require_dataset(file, name, _FIELDS)

@@ -184,6 +184,19 @@ def require_writable(folder: Path) -> None:
         raise SourceError(f"{folder}: no permission to create files in this folder; choose another", path=folder)
 
 
+def absolute_path(path: str | bytes | os.PathLike[str]) -> str:
+    """Return an absolute path without "..", with which the system opens the same file as with `path`.
+
+    ``os.path.abspath`` takes "LINK/.." for the folder of the link. For the system, it is the parent of its target.
+    """
+    path = os.fsdecode(path)
+    found = os.path.abspath(path)
+    if os.pardir not in path.split(os.sep):
+        return found
+    real = os.path.realpath(path)
+    return found if os.path.realpath(found) == real else real
+
+
 def require_other_file(out: Path, inputs: Iterable[str | os.PathLike[str]]) -> None:
     """Raise OptionsError if the output is one of the existing files `inputs`, possibly under another name."""
     with contextlib.suppress(FileNotFoundError):

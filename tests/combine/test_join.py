@@ -260,6 +260,32 @@ def test_a_virtual_file_moves_with_its_shards(tmp_path: Path) -> None:
     assert contents(tmp_path.parent / "moved" / "new" / "v%d.h5") == wanted
 
 
+@pytest.mark.parametrize(
+    ("packs", "out", "stored"),
+    [
+        ("far/away", "link/v.h5", "../../../far/away/a.h5"),
+        ("link", "link/v.h5", "a.h5"),
+        ("link", "v.h5", "link/a.h5"),
+        ("link", "link/sub/v.h5", "../a.h5"),
+        ("link/sub", "far/v.h5", "../link/sub/a.h5"),
+        ("far/away", "link/../v.h5", "../../far/away/a.h5"),
+    ],
+)
+def test_a_virtual_file_finds_packs_through_linked_folders(tmp_path: Path, packs: str, out: str, stored: str) -> None:
+    for folder in ("far/away", "disk/0/1/sub"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk/0/1")
+    os.replace(pack(tmp_path, "a", 4, ["x"]), tmp_path / packs / "a.h5")
+    h5pack.join([tmp_path / packs / "a.h5"] * 2, f"{tmp_path}/{out}", virtual=True)
+    for path in (f"{tmp_path}/{out}", os.path.realpath(f"{tmp_path}/{out}")):
+        with h5py.File(path) as file, h5py.File(tmp_path / packs / "a.h5") as source:
+            assert {one.file_name for one in file["images"].virtual_sources()} == {stored}
+            assert sorted(map(bytes, file["images"])) == sorted([*map(bytes, source["images"])] * 2)
+        assert h5pack.verify(path).ok
+    h5pack.join([tmp_path / packs / "a.h5", f"{tmp_path}/{out}"], tmp_path / "all.h5", virtual=True)
+    assert h5pack.verify(tmp_path / "all.h5").rows == 12
+
+
 def test_a_join_of_virtual_files_and_a_copy_of_one(tmp_path: Path) -> None:
     packs = two_packs(tmp_path, "pixels")
     third = pack(tmp_path, "c", 5, ["fox"])

@@ -14,6 +14,7 @@ import pytest
 from h5pack.errors import OutputBusyError, SourceError
 from h5pack.system import files
 from h5pack.system.files import (
+    absolute_path,
     copy_permissions,
     file_system_type,
     is_locked,
@@ -120,6 +121,25 @@ def test_a_missing_or_closed_folder_is_no_place_for_an_output(tmp_path: Path, mo
         with pytest.raises(SourceError) as caught:
             files.require_writable(folder)
         assert caught.value.path == str(folder)
+
+
+def test_two_dots_after_a_link_lead_to_the_parent_of_its_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "far/away").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("far/away")
+    monkeypatch.chdir(tmp_path)
+    for path, found in (
+        ("link/../a", "far/a"),
+        ("link/../../a", "a"),
+        ("link/a", "link/a"),
+        ("far/away/../a", "far/a"),
+        ("link/../../link/a", "far/away/a"),
+        ("far/../link/a", "link/a"),
+        (Path("a"), "a"),
+        (b"link/../a", "far/a"),
+    ):
+        assert absolute_path(path) == str(tmp_path / found)
 
 
 def test_a_lock_keeps_others_out_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
