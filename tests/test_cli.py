@@ -45,14 +45,18 @@ def test_convert_prints_its_plan_and_what_it_did(tmp_path: Path, capsys: pytest.
     assert (code, out, err) == (0, "", "")
 
 
-def test_append_names_the_table_of_rejects_of_a_linked_pack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_rejects_of_a_linked_output_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link.h5").symlink_to("real/o.h5")
     run(capsys, "convert", flat_folder(tmp_path / "in", 1), tmp_path / "real" / "o.h5", "--quiet", "--workers", 1)
     save(tmp_path / "more" / "good.jpg")
     truncate(save(tmp_path / "more" / "bad.jpg"))
-    code, out, _ = run(capsys, "append", tmp_path / "link.h5", tmp_path / "more", "--workers", 1)
-    assert (code, Path(out.split()[-1]).read_text().count("bad.jpg")) == (0, 1)
+    for arguments in (
+        ("append", tmp_path / "link.h5", tmp_path / "more"),
+        ("convert", tmp_path / "more", tmp_path / "link.h5", "--overwrite"),
+    ):
+        code, out, _ = run(capsys, *arguments, "--workers", 1)
+        assert (code, Path(out.split()[-1]).read_text().count("bad.jpg")) == (0, 1)
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -294,7 +294,7 @@ def write_combination(
     """Write the pack. Raises the errors of `h5pack.convert` about the output, and errors of reading the parts."""
     output, stages = Output(out, permissions_of=plan.permissions_of(out)), Stages(progress)
     output.check(ConvertOptions(overwrite=overwrite, resume=resume))
-    if resume and not overwrite and out.exists() and not output.partial.exists():
+    if resume and not overwrite and output.final.exists() and not output.partial.exists():
         return _existing_report(plan, output)
     lock = OutputLock(output)
     try:
@@ -309,7 +309,7 @@ def write_combination(
             finish.publish(output, lock, pack.overwrite, plan.tables.rejects)
         size = os.fstat(lock.descriptor).st_size
         return CombineReport(
-            str(out), plan.rows, size, copied, len(plan.tables.rejects), added=added, seconds=stages.seconds
+            str(output.final), plan.rows, size, copied, len(plan.tables.rejects), added=added, seconds=stages.seconds
         )
     finally:
         lock.release()

@@ -80,7 +80,8 @@ def convert(
         dataset of images; or a map-style dataset, whose samples are uint8 images, (image, label) tuples, or dicts with
         the keys "image" and "label".
     out : path
-        The file to create.
+        The file to create. If it is a symbolic link, the file that it leads to is written, and all other files are
+        created beside that file.
     source_kind : str, optional
         flat, classes, splits, pairs (folders of images and of their masks), celeba, manifest, coco, hdf5, webdataset,
         parquet or mds. Default: detected from the source's content, except for pairs.

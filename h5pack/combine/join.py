@@ -37,7 +37,8 @@ def join(
         At least two packs. All must have images of the same size, or all must keep JPEG files. Their layout, their kind
         of labels and their fields must be the same.
     out : path
-        The file to create.
+        The file to create. If it is a symbolic link, the file that it leads to is written, and all other files are
+        created beside that file.
     virtual : bool
         Copy no images, but write HDF5 virtual datasets over the packs, whose paths relative to `out` must not change.
         All tables are stored in `out`, and so are the masks of packs that keep JPEG files.

@@ -42,7 +42,8 @@ def subset(
     pack : path
         The pack to take rows from.
     out : path
-        The file to create.
+        The file to create. If it is a symbolic link, the file that it leads to is written, and all other files are
+        created beside that file.
     splits : str or sequence of str
         Splits to take. Default: all.
     classes : str or sequence of str

@@ -39,7 +39,7 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int =
             output.require_not_begun(lock, ConvertOptions(overwrite=overwrite))
             lock.renew()
             try:
-                make_virtual(plan, output, lock, out.parent)
+                make_virtual(plan, output, lock, output.final.parent)
                 finish.publish(output, lock, overwrite, plan.tables.rejects)
             except BaseException:
                 output.structure.unlink(missing_ok=True)
@@ -47,7 +47,8 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int =
                 raise
         size = os.fstat(lock.descriptor).st_size
         seconds = {"write": time.perf_counter() - begin}
-        return CombineReport(str(out), plan.rows, size, 0, len(plan.tables.rejects), added=added, seconds=seconds)
+        rejects = len(plan.tables.rejects)
+        return CombineReport(str(output.final), plan.rows, size, 0, rejects, added=added, seconds=seconds)
     finally:
         lock.release()
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
-from h5pack.commands.arguments import comma_parts
+from h5pack.commands.arguments import comma_parts, output_file
 from h5pack.commands.convert import add_order, add_processes, add_source, given_options, print_result
 
 
@@ -25,7 +24,7 @@ def _add_append(commands: Any) -> None:
         "replaced when the new file is complete; if anything fails, PACK is unchanged.",
     )
     append.set_defaults(run=run_append)
-    append.add_argument("out", metavar="PACK", help="the pack to add images to")
+    append.add_argument("out", type=output_file, metavar="PACK", help="the pack to add images to")
     append.add_argument("source", metavar="SOURCE", help="new images: any source of h5pack convert")
     append.add_argument(
         "--split", metavar="NAME", help="put all new images into this split (default: the splits of SOURCE)"
@@ -46,7 +45,7 @@ def _add_join(commands: Any) -> None:
     )
     join.set_defaults(run=run_join)
     join.add_argument("packs", metavar="PACK", nargs="+", help="at least two packs with images of the same kind")
-    join.add_argument("out", metavar="OUT", help="the file to create")
+    join.add_argument("out", type=output_file, metavar="OUT", help="the file to create")
     join.add_argument(
         "--virtual", action="store_true", help="write HDF5 virtual datasets over the packs, which must stay in place"
     )
@@ -62,7 +61,7 @@ def _add_subset(commands: Any) -> None:
     )
     subset.set_defaults(run=run_subset)
     subset.add_argument("pack", metavar="PACK")
-    subset.add_argument("out", metavar="OUT", help="the file to create")
+    subset.add_argument("out", type=output_file, metavar="OUT", help="the file to create")
     subset.add_argument(
         "--split", dest="splits", action="append", default=[], metavar="NAME", help="take this split; repeatable"
     )
@@ -90,9 +89,6 @@ def run_append(arguments: argparse.Namespace) -> int:
     from h5pack.combine.append import append
 
     keywords = {**given_options(arguments), **_run_keywords(arguments)}
-    if os.path.islink(arguments.out):
-        # Messages name the table of rejects and unfinished files, which are beside the file that the link leads to.
-        arguments.out = os.path.realpath(arguments.out)
     report = append(arguments.out, arguments.source, split=arguments.split, only_new=arguments.only_new, **keywords)
     print_result(report, arguments)
     return 0

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
 
-from h5pack.commands.arguments import add_hdf5, add_workers, comma_parts, option_text
+from h5pack.commands.arguments import add_hdf5, add_workers, comma_parts, option_text, output_file
 from h5pack.errors import OptionsError, OutputExistsError
 from h5pack.system.parameters import invalid
 from h5pack.system.text import counted
@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
         help="a folder or archive of images, WebDataset or MDS shards, Parquet files, a manifest (CSV, TSV, JSONL), "
         "COCO annotations, or any HDF5 file",
     )
-    convert.add_argument("out", metavar="OUT", help="the HDF5 file to create")
+    convert.add_argument("out", type=output_file, metavar="OUT", help="the HDF5 file to create")
     add_source(convert)
     _add_layout(convert)
     _add_execution(convert)

@@ -172,7 +172,7 @@ def preview(
         stream = io.BytesIO()
         sheet.save(stream, file_format, quality=90, subsampling=0)
         with reporting_full_disk(target, "make room, or choose another folder"):
-            write_atomically(target, stream.getvalue())
+            write_atomically(Path(os.path.realpath(target)), stream.getvalue())
     names = source.catalog.names
     return PreviewReport(
         path=None if target is None else str(target),

@@ -286,6 +286,20 @@ def test_a_virtual_file_finds_packs_through_linked_folders(tmp_path: Path, packs
     assert h5pack.verify(tmp_path / "all.h5").rows == 12
 
 
+@pytest.mark.parametrize("virtual", [False, True])
+def test_the_file_behind_a_symbolic_link_is_replaced(tmp_path: Path, virtual: bool) -> None:
+    first, path, link = pack(tmp_path, "a", 4, ["x"]), tmp_path / "real" / "0" / "o.h5", tmp_path / "link.h5"
+    path.parent.mkdir(parents=True)
+    link.symlink_to("real/0/o.h5")
+    for overwrite in (False, True):
+        report = h5pack.join([first, first], link, virtual=virtual, overwrite=overwrite)
+        assert (report.path, os.readlink(link), leftovers(path.parent)) == (str(path), "real/0/o.h5", {"o.h5"})
+    with h5py.File(link) as file, h5py.File(first) as source:
+        assert sorted(map(bytes, file["images"])) == sorted([*map(bytes, source["images"])] * 2)
+    h5pack.subset(first, link, rows=[1], overwrite=True)
+    assert (os.readlink(link), len(h5pack.H5Dataset(path))) == ("real/0/o.h5", 1)
+
+
 def test_a_join_of_virtual_files_and_a_copy_of_one(tmp_path: Path) -> None:
     packs = two_packs(tmp_path, "pixels")
     third = pack(tmp_path, "c", 5, ["fox"])

@@ -71,6 +71,15 @@ def test_rows_are_shown_by_class(tmp_path: Path, stored: str) -> None:
     assert len({lefts[row] for row in first}) == 1
 
 
+def test_the_picture_behind_a_symbolic_link_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "o.png").symlink_to("far/picture")
+    preview(hdf5_file(tmp_path / "f.h5", images=PIXELS), tmp_path / "o.png")
+    assert (tmp_path / "o.png").is_symlink()
+    with Image.open(tmp_path / "far/picture") as picture:
+        assert picture.format == "PNG"
+
+
 def test_splits_stand_below_each_other(tmp_path: Path) -> None:
     folder = split_folders(tmp_path / "in", {"train": {"a": 9, "b": 5}, "val": {"b": 2}, "test": {"a": 1}})
     for number, path in enumerate(sorted(folder.rglob("*.jpg"))):

@@ -342,6 +342,26 @@ def test_an_output_that_was_completed_during_the_survey_is_accepted(
     assert (report.already_complete, report.images, leftovers(tmp_path)) == (True, 4, {"in", "o.h5"})
 
 
+@pytest.mark.parametrize("keywords", [{}, {"chunk_rows": 4, "shard_bytes": 1_090_000}])
+@pytest.mark.parametrize("exists", [False, True])
+def test_the_file_behind_a_symbolic_link_is_replaced(tmp_path: Path, keywords: dict[str, Any], exists: bool) -> None:
+    source, path, link = flat_folder(tmp_path / "in", 9), tmp_path / "real" / "o.h5", tmp_path / "links" / "link.h5"
+    path.parent.mkdir()
+    link.parent.mkdir()
+    link.symlink_to("../real/o.h5")
+    if exists:
+        path.write_bytes(b"x")
+        with pytest.raises(OutputExistsError) as caught:
+            h5pack.convert(source, link, **quick(**keywords))
+        assert caught.value.path == str(path)
+    report = h5pack.convert(source, link, **quick(overwrite=exists, **keywords))
+    assert (report.path, report.images) == (str(path), 9)
+    assert h5pack.convert(source, link, **quick(resume=True, **keywords)).already_complete
+    assert (os.readlink(link), leftovers(link.parent)) == ("../real/o.h5", {"link.h5"})
+    assert leftovers(path.parent) == {"o.h5"} | ({f"o-{number:05d}.h5" for number in range(report.shards)})
+    assert h5pack.verify(link, num_workers=1).rows == 9
+
+
 def test_files_of_a_killed_coordinator_are_removed_at_the_end(tmp_path: Path) -> None:
     source, output = flat_folder(tmp_path / "in", 4), Output(tmp_path / "o.h5")
     left = {f"o.h5.partial.{kind}-0123" for kind in ("owner", "probe")}
