@@ -6,6 +6,7 @@ Types of datasets are recognized by their attributes, because this package does 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -42,6 +43,8 @@ MASKS = ("mask", "masks")
 """The keys that masks have in samples."""
 _TRIED_SAMPLES = 16
 """Number of samples of which the first that can be read says which keys are masks."""
+_UNENCODABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
+"""NUL and surrogates that stand for no byte of a file name, which a `NameTable` cannot store."""
 _NOT_UINT8 = (
     "images must be uint8 (0 to 255); leave out the transform that changed them (such as ToTensor), or convert floats "
     "in 0..1 to uint8 after (255 * image).round()"
@@ -162,7 +165,8 @@ def map_style_catalog(dataset: MapStyleDataset, fields: ManifestColumns | None =
         # A subset may have no sample of some splits.
         used, ids = np.unique(splits[1], return_inverse=True)
         splits = tuple(splits[0][number] for number in used.tolist()), ids.astype(np.int32)
-    table = NameTable.of(name.replace("\0", "\\x00") or sample_name(index) for index, name in enumerate(names))
+    escaped = (_UNENCODABLE.sub(lambda found: ascii(found[0])[1:-1], name) for name in names)
+    table = NameTable.of(name or sample_name(index) for index, name in enumerate(escaped))
     masks = _mask_keys(dataset, known.count)
     return Catalog(
         "dataset",

@@ -169,6 +169,7 @@ OTHERS = ["/data/ant/1", "/data/ant/2", "/data/bee/1", "/data/bee/2"]
         ({"samples": [OTHERS[0]] * 4}, ["1"] * 4),
         ({"samples": [*NAMES[:3], OTHERS[0]]}, [*NAMES[:3], OTHERS[0]]),
         ({"filenames": ["x", "", "y\0", "y"]}, ["x", "00000001", "y\\x00", "y"]),
+        ({"filenames": ["\ud800", "\udcff", "\ud83d\ude00", "y"]}, ["\\ud800", "\udcff", "\\ud83d\\ude00", "y"]),
         *(({"samples": other}, None) for other in (NAMES[:3], [1, 2, 3, 4], "abcd", [(1, "a")] * 4, [()] * 4)),
     ],
 )
