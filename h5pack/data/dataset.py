@@ -22,7 +22,7 @@ from h5pack.format import schema
 from h5pack.format.fields import RaggedRows
 from h5pack.images.crops import DecodeCrop, RandomResizedCrop
 from h5pack.images.decode import image_of
-from h5pack.read.description import describe_file
+from h5pack.read.description import describe_file, require_tensors
 from h5pack.read.encoded import EncodedIndex, decoding_row
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.ragged import read_ragged, texts_of
@@ -148,6 +148,7 @@ class H5Dataset(BatchSource):
         self.path, self._pack = pack.path, pack
         if labels == schema.LABELS and pack.labels is None and images != schema.IMAGES:
             log_unused_labels(pack.path, images)
+        require_tensors(pack)
         self.split = split if split is None or isinstance(split, str) else chosen
         self.transform, self.target_transform = transform, target_transform
         self.classes, self.columns = pack.classes, pack.columns

@@ -162,6 +162,11 @@ def _entries_text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) + " numbers" if shape else "one number"
 
 
+def is_number(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype is bool, or numbers of at most 64 bits. PyTorch has no others, such as long doubles."""
+    return dtype.kind in "biuf" and dtype.itemsize <= 8
+
+
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
@@ -202,7 +207,7 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
     arrays = {row: array for row, array in given.items() if array.shape != (0,)}
     first = next(iter(arrays.values()), np.zeros(()))
     for row, array in arrays.items():
-        if array.dtype.kind not in "biuf":
+        if not is_number(array.dtype):
             raise FieldValueError(row, f"is {_short(values[row])}, neither numbers nor texts")
         beside_lists = not array.ndim and len(arrays) < len(given)
         expected = "others are lists" if beside_lists else f"others have {first.shape}"

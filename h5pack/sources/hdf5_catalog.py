@@ -19,7 +19,14 @@ import numpy.typing as npt
 
 from h5pack.errors import DamagedRowsError, H5PackError, OptionsError, PackFormatError, SourceError
 from h5pack.format import schema
-from h5pack.format.fields import FieldValueError, FieldValues, is_field_name, parse_texts, require_field_names
+from h5pack.format.fields import (
+    FieldValueError,
+    FieldValues,
+    is_field_name,
+    is_number,
+    parse_texts,
+    require_field_names,
+)
 from h5pack.read.chunk_index import index_checksums
 from h5pack.read.description import describe_file
 from h5pack.read.encoded import has_kept_images, is_encoded, is_mask_group
@@ -304,7 +311,7 @@ def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[s
             continue
         base, is_own = os.path.basename(name), name.partition("/")[0] in own
         fits = not is_own and is_field_name(base) and _has_rows(file, name, rows)
-        if fits and (file[name].dtype.kind in "biuf" or is_text(file[name])):
+        if fits and (is_number(file[name].dtype) or is_text(file[name])):
             found.setdefault(base, name)
     return list(found.values())
 
@@ -402,7 +409,7 @@ def _read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
             return parse_texts([text(value) for value in _read_all(path, dataset, name).tolist()])
         except FieldValueError as error:
             raise _dataset_error(path, name, f"row {error.row} {error}; leave it out") from None
-    if dataset.dtype.kind not in "biuf" or not dataset.shape:
+    if not is_number(dataset.dtype) or not dataset.shape:
         problem = f"holds {dataset.dtype}, but a field needs rows of numbers or one text per row; leave it out"
         raise _dataset_error(path, name, problem)
     return _read_all(path, dataset, name)

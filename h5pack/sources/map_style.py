@@ -16,7 +16,14 @@ import numpy.typing as npt
 
 from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.format import schema
-from h5pack.format.fields import FieldValueError, FieldValues, parse_ragged, parse_values, require_field_names
+from h5pack.format.fields import (
+    FieldValueError,
+    FieldValues,
+    is_number,
+    parse_ragged,
+    parse_values,
+    require_field_names,
+)
 from h5pack.images.decode import eight_bits
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.images.masks import mask_numbers, narrow_mask
@@ -37,6 +44,7 @@ from h5pack.sources.folders import split_order
 from h5pack.sources.hdf5_catalog import channel_axes
 from h5pack.sources.hdf5_rows import PixelForm
 from h5pack.sources.manifest import ManifestColumns
+from h5pack.system.text import error_line
 
 IMAGE, LABEL = "image", "label"
 MASKS = ("mask", "masks")
@@ -91,7 +99,7 @@ class MapStyleReader(SourceReader):
         except RejectedImageError:
             raise
         except Exception as error:
-            raise RejectedImageError(f"{key!r} cannot be converted to numbers ({error})") from error
+            raise RejectedImageError(f"{key!r} cannot be converted to numbers ({error_line(error)})") from error
 
     def read(self, index: int, name: str) -> npt.NDArray[np.uint8]:
         return self.sample(self.sample_index(index)).pixels
@@ -130,7 +138,7 @@ class MapStyleReader(SourceReader):
         except Exception as error:
             # Pillow decodes a lazily opened image only at this point, and NumPy rejects ragged lists and some tensors.
             raise RejectedImageError(
-                f"the dataset's sample cannot be converted to arrays ({type(error).__name__}: {error})"
+                f"the dataset's sample cannot be converted to arrays ({error_line(error)})"
             ) from error
 
     def _given(self, index: int) -> Any:
@@ -140,7 +148,7 @@ class MapStyleReader(SourceReader):
             try:
                 given = self.dataset[index]
             except Exception as error:
-                raise RejectedImageError(f"the dataset raised {type(error).__name__}: {error}") from error
+                raise RejectedImageError(f"the dataset raised {error_line(error)}") from error
             if self.masks:
                 object.__setattr__(self, "_last", (index, given))
         return given
@@ -395,9 +403,15 @@ def _value(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value):
         return [*value]
     array = np.asarray(value)
-    if array.dtype.kind not in "biuf":
-        raise RejectedImageError(f"the dataset gave {value!r:.60} as the value of a field; expected numbers or texts")
+    if not is_number(array.dtype):
+        problem = f"the dataset gave {_short(value)}, {array.dtype}, as the value of a field"
+        raise RejectedImageError(f"{problem}; expected texts, or numbers of at most 64 bits")
     return array
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _pixels(image: Any) -> npt.NDArray[np.uint8]:
@@ -439,5 +453,5 @@ def _label(label: Any) -> npt.NDArray[Any]:
     if array.dtype.kind in "iub" and array.ndim == 1 and array.size and array.min() >= 0 and array.max() <= 255:
         return array.astype(np.uint8)
     raise RejectedImageError(
-        f"the dataset gave the label {label!r}; expected an integer, or a 1-D array of integers in 0..255"
+        f"the dataset gave the label {_short(label)}; expected an integer, or a 1-D array of integers in 0..255"
     )

@@ -184,6 +184,16 @@ def test_any_hdf5_file_of_numbers(tmp_path: Path, dtype: str, shape: tuple[int, 
     assert np.array_equal(batch[0].numpy(), values[order])
 
 
+@pytest.mark.parametrize("name", ["images", "labels", "field"])
+def test_numbers_that_torch_does_not_have_are_refused_at_once(tmp_path: Path, name: str) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        for one in ("images", "labels", "field"):
+            file[one] = np.zeros((6, 9, 9), "g" if one == name else "f4")
+    with pytest.raises(PackFormatError) as caught:
+        h5pack.H5Dataset(tmp_path / "f.h5", fields=["field"])
+    assert caught.value.dataset == name
+
+
 def test_samples_end_with_fields_and_rows(rich_file: Path) -> None:
     fields = ["boxes", "/masks"]
     dataset = h5pack.H5Dataset(rich_file, fields=fields, with_rows=True, transform=lambda image: image.size)

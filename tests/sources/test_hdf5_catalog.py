@@ -182,6 +182,7 @@ def test_fields_are_rows_of_numbers(tmp_path: Path) -> None:
         file.create_dataset("larger than memory", (ROWS, 1 << 20, 1 << 20), np.float64, chunks=(1, 1024, 1024))
         file["meta/splits"] = file["other/age"] = age
         file["pairs"], file["cut"] = np.array([[b"a", b"b"]] * ROWS), np.array([b"a\0b"] * ROWS)
+        file["long double"] = np.zeros(ROWS, "g")
         file["vary"] = [f"é{row}" for row in range(ROWS)]
     texts = catalog(path, images="x", fields=("name", "vary")).fields
     assert [texts[name].kind for name in ("name", "vary")] == ["text", "text"]
@@ -190,7 +191,7 @@ def test_fields_are_rows_of_numbers(tmp_path: Path) -> None:
     made = catalog(path, images="x", fields=("meta/age",))
     assert list(made.fields) == ["age"]
     np.testing.assert_array_equal(made.fields["age"], age.astype("f4"), strict=True)
-    for field in ("pairs", "cut", "labels2", "larger than memory"):
+    for field in ("pairs", "cut", "labels2", "larger than memory", "long double"):
         with pytest.raises(SourceError) as caught:
             catalog(path, images="x", fields=(field,))
         assert caught.value.dataset == field

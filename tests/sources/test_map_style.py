@@ -19,6 +19,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset
 import h5pack
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SourceError
 from h5pack.pack.conversion import Conversion
+from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.map_style import MapStyleReader, map_style_catalog, with_labels
 from tests.makers import expected, pixels, quick, split_folders
 
@@ -78,6 +79,14 @@ def test_what_is_left_out_of_samples_is_named() -> None:
     assert parts == [(), ("[2]", "[3]"), ("id", "box"), ("mask",)]
 
 
+class Lines:
+    def __getitem__(self, index: int) -> Any:
+        raise ValueError("one\ntwo")
+
+    def __len__(self) -> int:
+        return 1
+
+
 class Failing:
     def __len__(self) -> int:
         return 1_234
@@ -95,11 +104,13 @@ def truncated() -> Image.Image:
 
 IMAGES: list[Any] = [
     *(COLOUR.astype(np.float32), torch.zeros(3, 9, 9), COLOUR.astype(np.int64), GRAY > 99, None, "x.jpg"),
+    *(COLOUR.astype(dtype) for dtype in ("g", "e", "F", "O", "M8[s]", "m8[s]", "V3", "S3", [("r", "u1")])),
     *(COLOUR[:, :9, :1].repeat(5, 2), COLOUR[None], COLOUR[:0], np.uint8(3), [[1, 2], [3]], {"img": COLOUR}, {}),
     *(Image.fromarray(GRAY.astype(np.int32)), Image.fromarray(GRAY.astype(np.float32)), truncated()),
 ]
 LABELS: list[Any] = [
     *("cat", 1.0, np.float32(2), [0, 256], [-1, 1], [], [[1, 2]], [0.5], 2**63, 2**70, {}, [[1], [1, 2]]),
+    *(np.eye(30), np.longdouble(1), np.complex64(1), np.datetime64("2020-01-01"), np.zeros(2, "V3")),
 ]
 
 
@@ -112,6 +123,7 @@ LABELS: list[Any] = [
         [{}],
         [{"img": COLOUR}],
         Failing(),
+        Lines(),
     ],
 )
 def test_other_samples_are_rejected_with_a_reason(dataset: Any) -> None:
@@ -339,6 +351,19 @@ def test_fields_of_samples_that_do_not_fit_are_errors_or_rejects(tmp_path: Path)
     for settings in ({"fields": ("a/b",)}, {"fields": ("box",), "box_columns": "box"}, {"text_columns": "caption"}):
         with pytest.raises(OptionsError):
             h5pack.convert(Described(), tmp_path / "o.h5", **quick(**settings))
+
+
+@pytest.mark.parametrize("dtype", ["g", "F", "O", "M8[s]", "V3", "S3", [("r", "u1")]])
+def test_fields_and_masks_that_torch_has_no_numbers_for_are_rejects(dtype: Any) -> None:
+    reader = MapStyleReader(
+        [{"image": COLOUR, "mask": GRAY.astype(dtype), "other": np.zeros((30, 30)).astype(dtype)}],
+        fields=ManifestColumns(fields=("other",)),
+        masks=("mask",),
+    )
+    for read in (lambda: reader.sample(0), lambda: reader.read_field(0, 0, "mask")):
+        with pytest.raises(RejectedImageError) as caught:
+            read()
+        assert "\n" not in str(caught.value)
 
 
 def test_masks_are_found_in_the_first_sample_that_can_be_read(tmp_path: Path) -> None:
