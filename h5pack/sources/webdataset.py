@@ -12,7 +12,7 @@ import numpy as np
 
 from h5pack.errors import SourceError
 from h5pack.sources.archives import REASONS, UNPLACED, ArchiveFile, ArchiveReader, Members, Storing
-from h5pack.sources.catalog import IMAGE_SUFFIXES, Catalog, NameTable, Note, Reject, unused_note
+from h5pack.sources.catalog import IMAGE_SUFFIXES, Catalog, NameFilter, NameTable, Note, Reject, unused_note
 from h5pack.sources.folders import is_visible
 from h5pack.sources.manifest import LABEL_COLUMNS, SPLIT_COLUMNS, ManifestColumns, TextTable, with_columns
 from h5pack.sources.shards import Shards
@@ -101,7 +101,7 @@ def _add_shard(
     """Add a shard's samples. `wanted` are the endings of the members to read for the columns that the user named."""
     reader = ArchiveReader.of(file, members)
     images: list[int] = []
-    for key, parts in _grouped(file, members, samples, prefix):
+    for key, parts in _grouped(file, members, samples, prefix, shards.wanted):
         found = {ending: n for ending, n in parts.items() if f".{ending}" in IMAGE_SUFFIXES}
         allowed = {ending: n for ending, n in found.items() if shards.wanted.allows(f"{prefix}{members.names[n]}")}
         # The .cls comes last, because its label replaces a value of the same name in the .json.
@@ -135,13 +135,14 @@ def _add_shard(
 
 
 def _grouped(
-    file: ArchiveFile, members: Members, samples: _Samples, prefix: str
+    file: ArchiveFile, members: Members, samples: _Samples, prefix: str, wanted: NameFilter
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """Yield the key of each sample, and the indices of its members by the endings of their names."""
     grouped: dict[str, dict[str, int]] = {}
     for number, (name, storing) in enumerate(zip(members.names, members.storings, strict=True)):
         if storing in UNPLACED and storing != Storing.REPLACED:
-            samples.rejects.append(Reject(f"{prefix}{name}", REASONS[Storing(storing)]))
+            if wanted.refusal(f"{prefix}{name}") is None:
+                samples.rejects.append(Reject(f"{prefix}{name}", REASONS[Storing(storing)]))
             continue
         if not all(map(is_visible, name.split("/"))):
             samples.ignored["hidden"] += 1

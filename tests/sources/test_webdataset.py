@@ -53,6 +53,9 @@ def samples(first: int, count: int) -> dict[str, bytes | str]:
     return found
 
 
+_PAIR: dict[str, bytes | str] = {"png": picture(), "cls": "1"}
+
+
 def opened(
     path: Path | str, kind: str | None = None, columns: ManifestColumns | None = None, **names: object
 ) -> Catalog:
@@ -90,6 +93,19 @@ def test_include_and_exclude_select_shards_and_samples(tmp_path: Path) -> None:
     assert opened(tmp_path).kind == "flat"
     assert len(opened(tmp_path, include=("s*.tar",))) == 12
     assert len(opened(tmp_path, "webdataset")) == 12
+
+
+@pytest.mark.parametrize(
+    ("names", "rejects"),
+    [({}, ["../out/2.png", "/3.png"]), ({"exclude": ("*out*",)}, ["/3.png"]), ({"include": ("a/*",)}, [])],
+)
+def test_rejects_are_images_that_the_patterns_select(
+    tmp_path: Path, names: dict[str, object], rejects: list[str]
+) -> None:
+    members = {f"{name}.{ending}": data for name in ("a/1", "../out/2", "/3") for ending, data in _PAIR.items()}
+    found = opened(shard(tmp_path / "s.tar", members), **names)
+    assert [reject.name for reject in found.rejects] == rejects
+    assert list(found.names) == ["a/1.png"]
 
 
 def test_an_archive_beside_linked_folders_of_images_is_no_shard(tmp_path: Path) -> None:
