@@ -202,16 +202,16 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
         if labels:
             require_dataset(file, labels, "labels=NAME")
         try:
-            opening = opening_ranges(path)
+            opening, links = opening_ranges(path), external_links(file)
             pack = describe_pack(file) if schema.FORMAT in file.attrs else None
             return FileReport(
                 path=os.fspath(path),
                 bytes=os.path.getsize(path),
                 pack=pack,
-                datasets=tuple(describe_dataset(file[name], labels, name) for name in dataset_names(file)),
+                datasets=tuple(describe_dataset(file[name], labels, name) for name in dataset_names(file, links)),
                 opening=opening,
                 opening_fix=_opening_fix(file, opening),
-                links=external_links(file),
+                links=links,
                 stats=_stats(file, pack or {}, labels) if stats else None,
             )
         except PackFormatError:
@@ -239,7 +239,7 @@ def opening_ranges(path: str | os.PathLike[str]) -> tuple[tuple[int, int], ...]:
     """Return the byte ranges that a program reads to open an HDF5 file; see `FileReport.opening`."""
     with _LoggedFile(path) as log:
         with h5py.File(log, "r") as file:
-            for name in ("/", *dataset_names(file, external=False)):
+            for name in ("/", *dataset_names(file, links=())):
                 found = file[name]
                 dict(found.attrs)
                 if isinstance(found, h5py.Dataset) and found.chunks is not None and found.ndim > 1:

@@ -167,10 +167,10 @@ def find_item(file: h5py.File, name: str) -> Any:
         return None
 
 
-def dataset_names(file: h5py.File, *, external: bool = True) -> list[str]:
+def dataset_names(file: h5py.File, links: Sequence[ExternalLink] | None = None) -> list[str]:
     """Return the paths of all datasets in a file, without a leading slash, in the order in which HDF5 visits them.
 
-    With `external`, the datasets in other files to which the file has links come last; broken links are skipped.
+    The datasets in other files to which the file has links come last. `links` are these links if they are known.
     """
     names: list[str] = []
 
@@ -179,8 +179,8 @@ def dataset_names(file: h5py.File, *, external: bool = True) -> list[str]:
             names.append(name)
 
     file.visititems(lambda name, item: add(item, name))
-    for link in external_links(file) if external else ():
-        target = file.get(link.name)
+    for link in external_links(file) if links is None else links:
+        target = file.get(link.name) if link.found else None
         add(target, link.name)
         if isinstance(target, h5py.Group):
             target.visititems(lambda name, item: add(item, f"{link.name}/{name}"))  # noqa: B023

@@ -338,6 +338,20 @@ def test_datasets_behind_links_to_other_files_are_described(tmp_path: Path) -> N
     assert "faults   none" not in broken.to_text()
 
 
+def test_a_missing_target_of_a_link_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["x"] = h5py.ExternalLink("none.h5", "x")
+    get, tried = h5py.Group.get, []
+
+    def counting(group: h5py.Group, name: str, *rest: Any, **keywords: Any) -> Any:
+        tried.extend([name] if name == "x" and not keywords else [])
+        return get(group, name, *rest, **keywords)
+
+    monkeypatch.setattr(h5py.Group, "get", counting)
+    assert not h5pack.info(tmp_path / "f.h5").links[0].found
+    assert tried == ["x"]
+
+
 def test_a_second_fix_packs_the_only_field_of_integers_as_labels(tmp_path: Path) -> None:
     path = tmp_path / "lab.h5"
     with h5py.File(path, "w") as file:
