@@ -41,6 +41,8 @@ class Closeable:
 class BatchIterator(Closeable, Iterator[Any]):
     """Base class of iterators over batches. The end of a ``with`` block closes the iterator.
 
+    If several threads share an iterator, each batch goes to one of them, and all get StopIteration at the end.
+
     A subclass implements `_next_batch` and `_release`, and may extend `_finish`. After an error or `close()`, ``next``
     raises `LoaderError`; after the last batch, StopIteration. `loader` is the loader's name in messages such
     as ``"begin a new one with iter(loader)"``.
@@ -50,8 +52,17 @@ class BatchIterator(Closeable, Iterator[Any]):
         self._loader_name = loader
         self._broken = ""
         self._ended = False
+        # Reentrant, because a signal handler may call ``next`` inside ``next``. `close` does not take it.
+        self._lock, self._process = threading.RLock(), os.getpid()
 
     def __next__(self) -> Any:
+        if self._process != os.getpid():
+            # Another thread of the parent process may hold the lock, and a forked child has no such thread.
+            self._lock, self._process = threading.RLock(), os.getpid()
+        with self._lock:
+            return self._checked_batch()
+
+    def _checked_batch(self) -> Any:
         if self._broken:
             raise LoaderError(
                 f"this iterator {self._broken} before the end of its epoch; begin a new one with "

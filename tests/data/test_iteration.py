@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 import h5pack
-from h5pack.data.iteration import BackgroundThreads, Ended, IdleThreads, ReusableThread, serial_torch
+from h5pack.data.iteration import BackgroundThreads, BatchIterator, Ended, IdleThreads, ReusableThread, serial_torch
 from h5pack.data.pipeline import Pipeline
 from h5pack.errors import LoaderError
 from tests.data import packs
@@ -88,6 +91,59 @@ def test_a_signal_handler_may_close_the_iterator_inside_next(
     assert consumer == [], "it was not closed"
     in_time(lambda: list(loader))
     loader.close()
+
+
+class Slow(BatchIterator):
+    """Ten batches. `entered` and `leave` say that a thread is in `_next_batch`, and may leave it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = list(range(10))
+        self.entered, self.leave = threading.Semaphore(0), threading.Semaphore(0)
+
+    def _next_batch(self) -> int:
+        if not self.left:
+            raise StopIteration
+        found = self.left[0]
+        self.entered.release()
+        assert self.leave.acquire(timeout=PATIENCE)
+        self.left.remove(found)
+        return found
+
+
+def test_threads_that_share_an_iterator_get_each_batch_once_and_its_end(tmp_path: Path) -> None:
+    slow = Slow()
+    loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5", rows=40)), 4, num_threads=2)
+    for iterator, batches in ((slow, 10), (iter(loader), 10)):
+        found: list[list[Any]] = [[] for _ in range(4)]
+        threads = [threading.Thread(target=lambda own: own.extend(iterator), args=(own,)) for own in found]  # noqa: B023
+        for thread in threads:
+            thread.start()
+        for _ in range(batches if iterator is slow else 0):
+            assert slow.entered.acquire(timeout=PATIENCE)
+            slow.leave.release()
+        for thread in threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+        assert sum(map(len, found)) == batches
+    loader.close()
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
+    iterator = Slow()
+    thread = threading.Thread(target=next, args=(iterator,))
+    thread.start()
+    assert iterator.entered.acquire(timeout=PATIENCE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        signal.alarm(int(PATIENCE))
+        iterator.entered, iterator.leave = threading.Semaphore(0), threading.Semaphore(1)
+        os._exit(next(iterator))
+    iterator.leave.release()
+    thread.join(PATIENCE)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_if_a_thread_cannot_start_the_others_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
