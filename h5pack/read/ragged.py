@@ -17,10 +17,11 @@ import numpy.typing as npt
 from h5pack.errors import DamagedRowsError, PackFormatError
 from h5pack.format import schema
 from h5pack.format.fields import RaggedRows, is_number
-from h5pack.read.chunk_index import ChunkIndex, index_dataset
+from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import attribute_names, dataset_error, find_item, require_dataset, text
 from h5pack.read.read_plan import MAX_GAP_BYTES
+from h5pack.read.virtual import index_rows
 from h5pack.system.arrays import limited_runs, run_edges
 
 _READ_BYTES = 8 * 1024 * 1024
@@ -81,7 +82,7 @@ def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
         name=name,
         kind=kind,
         offsets=offsets,
-        data=index_dataset(file, data, paths[0]),
+        data=index_rows(file, data, paths[0]),
         classes=attribute_names(file[name], schema.CLASSES),
     )
 

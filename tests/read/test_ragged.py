@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import h5pack
-from h5pack.errors import DamagedRowsError, H5PackError, PackFormatError
+from h5pack.errors import DamagedRowsError, H5PackError, PackChangedError, PackFormatError
 from h5pack.format.fields import RaggedRows
 from h5pack.read import ragged
 from h5pack.read.description import describe_file
@@ -186,6 +187,31 @@ def test_damaged_rows_are_found(pack: Path) -> None:
     with pytest.raises(DamagedRowsError) as caught:
         h5pack.H5Dataset(pack, fields=["captions"])[:]
     assert caught.value.rows == (row,), "a text without its NUL"
+
+
+@pytest.mark.parametrize("how", ["link", "virtual"])
+def test_entries_in_another_file_are_read_unless_it_is_missing_or_changed(pack: Path, how: str) -> None:
+    wanted, other = stored(pack, "boxes"), pack.with_name("other.h5")
+    with h5py.File(other, "w") as file:
+        file["x"] = wanted.data
+    with h5py.File(pack, "r+") as file:
+        del file["fields/boxes/data"]
+        if how == "link":
+            file["fields/boxes/data"] = h5py.ExternalLink("other.h5", "x")
+        else:
+            layout = h5py.VirtualLayout(wanted.data.shape, wanted.data.dtype)
+            layout[:] = h5py.VirtualSource("other.h5", "x", wanted.data.shape)
+            file.create_virtual_dataset("fields/boxes/data", layout)
+    engine, index = engine_of(pack, "boxes")
+    with contextlib.closing(engine):
+        found = read_ragged(engine, index, np.arange(COUNT), check=True)
+        assert found.data.tobytes() == wanted.data.tobytes()
+        other.write_bytes(other.read_bytes())
+        with pytest.raises(PackChangedError):
+            engine.check_unchanged()
+    other.unlink()
+    with pytest.raises(PackFormatError):
+        engine_of(pack, "boxes")
 
 
 def test_a_path_of_a_foreign_file_may_be_a_group_of_data_and_offsets(tmp_path: Path) -> None:
