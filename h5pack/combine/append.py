@@ -24,6 +24,7 @@ from h5pack.pack.plan import ConvertPlan
 from h5pack.read.hdf5 import encode_text, text
 from h5pack.sources.catalog import Catalog, Reject, one_split
 from h5pack.sources.map_style import MapStyleDataset
+from h5pack.system.parameters import require_local
 from h5pack.system.text import listed
 
 _OF_ROWS = (
@@ -99,6 +100,7 @@ def append(
     --------
     >>> h5pack.append("photos.h5", "new_photos")  # doctest: +SKIP
     """
+    require_local(pack)
     # Renaming the new file to a symbolic link would replace the link and leave the pack unchanged.
     path = Path(os.path.realpath(pack))
     old = open_part(path)

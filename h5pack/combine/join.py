@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -14,7 +13,8 @@ from h5pack.combine.parts import Part, merge, open_part
 from h5pack.combine.statistics import added_statistics
 from h5pack.combine.virtual_file import write_virtual
 from h5pack.errors import OptionsError
-from h5pack.system.files import absolute_path, require_other_file
+from h5pack.pack.options import output_path
+from h5pack.system.files import require_other_file
 
 
 def join(
@@ -63,11 +63,10 @@ def join(
     --------
     >>> h5pack.join(["monday.h5", "tuesday.h5"], "both.h5")  # doctest: +SKIP
     """
-    if isinstance(packs, (str, os.PathLike)) or len(packs) < 2:
+    if not isinstance(packs, Sequence) or isinstance(packs, (str, bytes)) or len(packs) < 2:
         raise OptionsError("packs must be a list of at least two packs", parameters=("packs",))
-    paths = [Path(absolute_path(path)) for path in packs]
-    target = Path(absolute_path(out))
-    parts: list[Part] = [open_part(path) for path in paths]
+    target = output_path(out)
+    parts: list[Part] = [open_part(path) for path in packs]
     require_other_file(target, itertools.chain.from_iterable(part.reader.paths() for part in parts))
     merged = merge(parts)
     order = np.argsort(merged.split_ids, kind="stable")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,8 @@ from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Reject
 from h5pack.sources.folders import split_order
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
 from h5pack.sources.hdf5_rows import HDF5RowReader
+from h5pack.system.files import absolute_path
+from h5pack.system.parameters import require_local
 
 Rows = npt.NDArray[np.int64]
 
@@ -102,8 +105,13 @@ def is_virtual(part: Part) -> bool:
     return bool(part.files) or part.index.library_reason is not None
 
 
-def open_part(path: Path) -> Part:
-    """Open a complete pack; raise SourceError if the HDF5 file is not a pack or lacks checksums of its rows."""
+def open_part(path: str | os.PathLike[str]) -> Part:
+    """Open a complete pack.
+
+    Raises OptionsError if `path` is no local path, and SourceError if the HDF5 file is not a pack, or has no checksums.
+    """
+    require_local(path)
+    path = Path(absolute_path(path))
     with open_file(path) as file:
         if schema.FORMAT not in file.attrs:
             raise SourceError(f"{path}: is not a pack; make a pack of it with 'h5pack convert'", path=path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -13,9 +12,10 @@ from h5pack.combine.combination import Combination, CombineReport, write_combina
 from h5pack.combine.parts import Part, Rows, merge, open_part
 from h5pack.combine.statistics import measured_statistics
 from h5pack.errors import NoImagesError, OptionsError
+from h5pack.pack.options import output_path
 from h5pack.sources.catalog import Catalog
 from h5pack.system.arrays import shuffled
-from h5pack.system.files import absolute_path, require_other_file
+from h5pack.system.files import require_other_file
 from h5pack.system.parameters import whole_number
 from h5pack.system.text import listed
 
@@ -75,8 +75,7 @@ def subset(
     --------
     >>> h5pack.subset("all.h5", "small.h5", splits="train", sample=1000)  # doctest: +SKIP
     """
-    path, target = Path(absolute_path(pack)), Path(absolute_path(out))
-    part = open_part(path)
+    target, part = output_path(out), open_part(pack)
     require_other_file(target, part.reader.paths())
     merged = merge([part])
     chosen = np.ones(len(part), np.bool_)
@@ -92,7 +91,8 @@ def subset(
         sample, seed = whole_number("sample", sample, 1), whole_number("seed", seed, 0, 2**63 - 1)
         order = np.sort(order[shuffled(len(order), seed)[:sample]])
     if not len(order):
-        raise NoImagesError(f"{path}: no row matches the given splits, classes and rows; choose others", path=path)
+        problem = "no row matches the given splits, classes and rows; choose others"
+        raise NoImagesError(f"{part.path}: {problem}", path=part.path)
     merged = _with_used_splits(merged, order)
     plan = Combination.of("subset", [part], merged, order, measured_statistics([part], merged, order))
     return write_combination(plan, target, overwrite=overwrite, resume=resume, progress=progress)
@@ -136,7 +136,7 @@ def _with_classes(merged: Catalog, names: tuple[str, ...]) -> Catalog:
 
 def _of_rows(part: Part, rows: Sequence[int] | str) -> np.ndarray:
     chosen = np.zeros(len(part), np.bool_)
-    found = _parsed(rows) if isinstance(rows, str) else np.asarray(rows)
+    found = _parsed(rows, len(part)) if isinstance(rows, str) else np.asarray(rows)
     if found.ndim != 1 or found.dtype.kind not in "iu" or (found < 0).any() or (found >= len(part)).any():
         raise OptionsError(
             f"{part.path}: rows must be numbers from 0 to {len(part) - 1:,}, or text such as '0:1000,5000:6000'",
@@ -147,10 +147,12 @@ def _of_rows(part: Part, rows: Sequence[int] | str) -> np.ndarray:
     return chosen
 
 
-def _parsed(rows: str) -> Rows:
-    """Return the row numbers in text such as "0:1000,7123"; return [-1], an invalid row, for invalid text."""
+def _parsed(rows: str, count: int) -> Rows:
+    """Return the row numbers in text such as "0:1000,7123"; return [-1] for invalid text or rows beyond `count`."""
     try:
         ranges = [[int(number) for number in one.split(":")] for one in rows.split(",")]
+        if any(number > count for one in ranges for number in one):
+            return np.array([-1])
         parts = [np.arange(*one) if len(one) == 2 else np.array(one) for one in ranges]
         return np.concatenate(parts) if all(len(one) in (1, 2) for one in ranges) else np.array([-1])
     except ValueError:

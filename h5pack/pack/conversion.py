@@ -24,7 +24,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ from h5pack.pack.encode import encode_images
 from h5pack.pack.estimate import estimate_seconds, table_seconds
 from h5pack.pack.journal import Journal, RowRecord, RowResults, SurveyJournal
 from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
-from h5pack.pack.options import ConvertOptions, refuse_reject, require_suitable
+from h5pack.pack.options import ConvertOptions, output_path, refuse_reject, require_suitable
 from h5pack.pack.output import ConvertReport, Output, OutputLock, PartFile, Stages
 from h5pack.pack.plan import ConvertPlan, NoRowsError, close_holes, make_plan
 from h5pack.pack.resume import UnfinishedPack, verify_existing
@@ -49,7 +48,7 @@ from h5pack.pack.survey import survey, survey_identity, with_placed_fields, with
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
-from h5pack.system.files import absolute_path, reporting_full_disk, require_other_file
+from h5pack.system.files import reporting_full_disk, require_other_file
 from h5pack.system.machine import available_cpus, release_free_memory
 from h5pack.system.parameters import require_local
 from h5pack.system.processes import run
@@ -77,12 +76,9 @@ class Conversion:
             raise OptionsError("client and part cannot be combined; give one of them", parameters=("client", "part"))
         if self.options.filter is not None:
             require_filter(self.options.filter)
-        for given in (source, out):
-            if isinstance(given, (str, os.PathLike)):
-                require_local(given)
-        if os.fspath(out).endswith(os.sep):
-            raise OptionsError(f"{os.fspath(out)}: names a folder; give the name of the file to create", path=out)
-        self.output = Output(Path(absolute_path(out)), f"-{secrets.token_hex(6)}" if self.options.part else "")
+        if isinstance(source, (str, os.PathLike)):
+            require_local(source)
+        self.output = Output(output_path(out), f"-{secrets.token_hex(6)}" if self.options.part else "")
         path = source if isinstance(source, (str, os.PathLike)) else ""
         if os.path.isfile(path):
             require_other_file(self.output.final, [path])

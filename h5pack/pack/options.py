@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from h5pack.errors import OptionsError, RejectedImageError
@@ -23,7 +24,8 @@ from h5pack.sources.detect import COLUMN_PARAMETERS, KINDS, SourceOptions
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.validation import require_field, training_split
-from h5pack.system.parameters import invalid, whole_number
+from h5pack.system.files import absolute_path
+from h5pack.system.parameters import invalid, require_local, whole_number
 
 LAYOUTS = ("nhwc", "nchw")
 MODES = ("rgb", "gray")
@@ -297,6 +299,15 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
         # The fields of samples are known only after the survey.
         of_samples = (*options.fields, *options.box_columns, *options.keypoint_columns)
         require_field(source, catalog, options.group_field, of_samples if catalog.reader.has_labels else catalog.fields)
+
+
+def output_path(out: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of an output; raise OptionsError if it is a URL, names a folder or is no path."""
+    require_local(out)
+    name = os.fsdecode(out)
+    if name.endswith(os.sep):
+        raise OptionsError(f"{name}: names a folder; give the name of the file to create", path=name)
+    return Path(absolute_path(name))
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:

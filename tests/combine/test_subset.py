@@ -94,6 +94,28 @@ def test_wrong_calls(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == {"a", "a.h5", "flat", "flat.h5", "v.h5"}
 
 
+def test_paths_and_rows_are_checked_before_anything_is_written(tmp_path: Path) -> None:
+    made, url = pack(tmp_path, "a", 4, ["x"]), "s3://bucket/o.h5"
+    for given, out in ((made, url), (url, "o.h5"), (made, f"{tmp_path}/o/"), (made, None), (None, "o.h5"), (3, "o.h5")):
+        with pytest.raises(OptionsError):
+            h5pack.subset(given, out)  # type: ignore[arg-type]
+        with pytest.raises(OptionsError):
+            h5pack.join([made, given], out)  # type: ignore[list-item, arg-type]
+    for packs in (None, 3, iter([made, made]), {made, tmp_path}):
+        with pytest.raises(OptionsError):
+            h5pack.join(packs, tmp_path / "o.h5")  # type: ignore[arg-type]
+    for given in (None, url):
+        with pytest.raises(OptionsError):
+            h5pack.append(given, tmp_path / "a")  # type: ignore[arg-type]
+    with pytest.raises(OptionsError):
+        h5pack.convert(tmp_path / "a" / "list.jsonl", None, **quick())  # type: ignore[arg-type]
+    for rows in ("0:1000000000000", "5", "99999999999999999999"):
+        with pytest.raises(OptionsError):
+            h5pack.subset(made, tmp_path / "o.h5", rows=rows)
+    assert leftovers(tmp_path) == {"a", "a.h5"}
+    assert h5pack.subset(str(made).encode(), bytes(tmp_path / "o.h5"), rows="0:2,2:4").images == 4  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", ["pixels", "jpeg", "gzip"])
 def test_a_finished_subset_is_complete_only_for_the_same_rows(tmp_path: Path, kind: str) -> None:
     path, out = pack(tmp_path, "a", 20, ["cat", "dog"], **KINDS[kind]), tmp_path / "o.h5"
