@@ -25,7 +25,7 @@ from h5pack.format import schema
 from h5pack.images.crops import DecodeCrop, RandomCrop, RandomResizedCrop, Resize
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.images.geometry import Placement
-from h5pack.images.headers import DecodePath, ImageHeader
+from h5pack.images.headers import DecodePath, ImageHeader, is_incomplete
 from h5pack.images.masks import PADDING, read_mask
 from h5pack.images.regions import MAX_SHARE, decode_top, region_decoder, scratch
 from h5pack.read.chunk_index import ChunkIndex
@@ -244,11 +244,12 @@ class CropDecoder:
         if not self.exact and (smaller := self._scaled(data, header, steps)) is not None:
             return smaller
         found = None
-        if height * width <= MAX_SHARE * header.height * header.width:
-            decoder = region_decoder(header.decode_path)
-            found = None if decoder is None else decoder.decode(data, header, steps.window)
-        if found is None:
-            found = decode_top(data, header, steps.window)
+        if header.decode_path != DecodePath.PILLOW and not is_incomplete(data):
+            if height * width <= MAX_SHARE * header.height * header.width:
+                decoder = region_decoder(header.decode_path)
+                found = None if decoder is None else decoder.decode(data, header, steps.window)
+            if found is None:
+                found = decode_top(data, header, steps.window)
         if found is not None:
             return found
         whole = scratch(header.height, header.width)

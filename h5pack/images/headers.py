@@ -16,6 +16,7 @@ from typing import BinaryIO
 from PIL import Image
 
 _SOF = (0xC0, 0xC1, 0xC2)
+_PROGRESSIVE, _ALL_COEFFICIENTS = 0xC2, (1 << 64) - 1
 _APP0, _APP1, _APP14, _SOS = 0xE0, 0xE1, 0xEE, 0xDA
 # Accepted segments: tables, restart intervals, comments, and APPn except APP1, which may contain an orientation.
 _ACCEPTED = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)} - {_APP1})
@@ -143,11 +144,37 @@ def with_height(data: bytes, height: int) -> bytes:
 
     `data` must be a JPEG for which `parse_jpeg` returns a header.
     """
+    position = _frame_position(data)
+    return b"".join((data[: position + 5], height.to_bytes(2, "big"), data[position + 7 :]))
+
+
+def is_incomplete(data: bytes) -> bool:
+    """Return whether a progressive JPEG has no scans for some of its coefficients, or for some of their bits.
+
+    Decoders estimate these coefficients from the blocks around, so pixels of a window depend on pixels outside of it.
+    `data` must be a JPEG for which `parse_jpeg` returns a header.
+    """
+    position = _frame_position(data)
+    if data[position + 1] != _PROGRESSIVE:
+        return False
+    components = data[position + 10 : position + 10 + 3 * data[position + 9] : 3]
+    known = dict.fromkeys(components, 0)  # a bit for each coefficient whose last bit is in one of the scans
+    # In a scan, every byte 0xFF of the compressed data is followed by 0 or a restart marker.
+    while (position := data.find(b"\xff\xda", position + 2)) >= 0:
+        body = data[position + 4 : position + 14]
+        end = 1 + 2 * body[0] if body else 0
+        if len(body) >= end + 3 and not body[end + 2] & 15:
+            for component in body[1:end:2]:
+                known[component] = known.get(component, 0) | (2 << body[end + 1]) - (1 << body[end])
+    return any(known[component] != _ALL_COEFFICIENTS for component in components)
+
+
+def _frame_position(data: bytes) -> int:
     position = 2
     while data[position + 1] not in _SOF:
         fill = data[position + 1] == 0xFF
         position += 1 if fill else 2 + (data[position + 2] << 8) + data[position + 3]
-    return b"".join((data[: position + 5], height.to_bytes(2, "big"), data[position + 7 :]))
+    return position
 
 
 def _frame(body: bytes, usual_colour: bool) -> ImageHeader | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -114,6 +115,21 @@ def test_regions_are_decoded_if_the_package_is_installed(kept: Path, monkeypatch
     monkeypatch.setattr(decoding, "region_decoder", counted)
     by_row(h5pack.H5Loader(h5pack.H5Dataset(kept, with_rows=True), 8, decode=CROP, num_threads=1))
     assert sum(usual(path) is not None for path in regions) >= 3
+
+
+@pytest.mark.parametrize("scans", [1, 4, 9])
+def test_crops_of_jpegs_without_all_scans_are_the_pixels_of_the_slow_twin(tmp_path: Path, scans: int) -> None:
+    rows = []
+    for seed in range(8):
+        whole = encode(pixels(seed, (90, 70)), quality=85, progressive=True, subsampling=seed % 3)
+        starts = [match.start() for match in re.finditer(b"\xff\xda", whole)]
+        rows.append(whole[: starts[scans]] + b"\xff\xd9")
+    loader = h5pack.H5Loader(
+        h5pack.H5Dataset(write_kept(tmp_path / "k.h5", rows), with_rows=True), 4, decode=CROP, seed=SEED
+    )
+    for epoch in range(3):
+        for row, image in by_row(loader).items():
+            assert torch.equal(image, drawn(rows[row], row, epoch)), (row, epoch)
 
 
 @pytest.mark.parametrize(

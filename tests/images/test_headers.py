@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 import struct
 import warnings
 import zlib
@@ -15,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 
-from h5pack.images.headers import DecodePath, ImageHeader, parse_jpeg, parse_png
+from h5pack.images.headers import DecodePath, ImageHeader, is_incomplete, parse_jpeg, parse_png
 from tests.makers import pixels
 
 EXIF = 0x0112
@@ -74,6 +75,17 @@ def test_plain_jpegs_are_parsed(subsampling: str, path: DecodePath, progressive:
         assert agrees(data) == ImageHeader(*size, path)
     gray = encoded(Image.fromarray(pixels(1, (31, 17), 1)), "JPEG", progressive=progressive)
     assert agrees(gray) == ImageHeader(31, 17, DecodePath.JPEG_GRAY)
+
+
+@pytest.mark.parametrize("settings", [{"subsampling": 0}, {"subsampling": 2, "restart_marker_rows": 1}])
+def test_progressive_jpegs_without_some_of_their_scans_are_found(settings: dict[str, Any]) -> None:
+    data = jpeg((40, 60), progressive=True, **settings)
+    scans = [match.start() for match in re.finditer(b"\xff\xda", data)]
+    assert len(scans) == 10
+    assert not is_incomplete(data)
+    assert all(is_incomplete(data[:scan] + b"\xff\xd9") for scan in scans[1:])
+    for other in (jpeg(), encoded(Image.fromarray(pixels(1, (31, 17), 1)), "JPEG", progressive=True)):
+        assert not is_incomplete(other)
 
 
 def test_the_size_comes_from_this_file_not_from_the_one_before() -> None:
