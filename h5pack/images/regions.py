@@ -73,6 +73,9 @@ class RegionDecoder:
     def decode(self, data: bytes, header: ImageHeader, window: Window) -> Pixels | None:
         """Return the pixels of a window within the image, uint8 (height, width, 3), or None if decoding fails."""
         codec, (top, left, height, width) = self._codec, window
+        if width == 1:
+            # nvImageCodec 0.9 does not interpolate the chroma of some windows of one column.
+            return None
         region = codec.Region(top, left, top + height, left + width)
         found = self._decoder.decode(codec.CodeStream(data).get_sub_code_stream(region=region))
         pixels = None if found is None else np.asarray(found)

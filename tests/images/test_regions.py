@@ -72,3 +72,20 @@ def test_images_without_an_end_and_damaged_ones_are_left_to_whole_decoding() -> 
     damaged = data[: tables + 5] + b"\xff" * 16 + data[tables + 21 :]
     assert regions.decode_top(damaged, header, window) is None
     assert regions.decode_top(data, regions.ImageHeader(48, 64, DecodePath.PILLOW), window) is None
+
+
+@pytest.mark.parametrize("kind", ["444", "422", "420", "gray"])
+def test_single_columns_and_rows_have_the_pixels_of_the_whole_image(kind: str) -> None:
+    pytest.importorskip("nvidia.nvimgcodec", reason="pip install nvidia-nvimgcodec-cu12")
+    data = jpeg(kind, (35, 50))
+    header = parse_jpeg(data)
+    assert header is not None
+    decoder = regions.region_decoder(header.decode_path)
+    assert decoder is not None
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    columns = [(0, left, 35, width) for width in (1, 2) for left in range(50 - width + 1)]
+    for top, left, height, width in [*columns, *((top, 0, 1, 50) for top in range(35))]:
+        found = decoder.decode(data, header, (top, left, height, width))
+        if found is not None:
+            assert np.array_equal(found, expected[top : top + height, left : left + width]), (top, left)
+        assert (found is None) == (width == 1)
