@@ -6,7 +6,8 @@ orientation, then resized by Pillow. Rules for special kinds of images:
 - gray is repeated into three channels; colour is converted to gray with Pillow's ITU-R 601 weights;
 - palette images are converted to their colours; transparency and alpha are dropped, never blended;
 - CMYK is converted with Pillow's formula, without profiles; ICC profiles are not applied;
-- 16-bit gray keeps its high byte (Pillow's own conversion would clip everything above 255 to white);
+- 16-bit gray keeps its high byte (Pillow's own conversion would clip everything above 255 to white); 12-bit gray keeps
+  its high 8 bits, and in both, a TIFF may store white as 0;
 - 32-bit and floating-point images are rejected, because no conversion suits all of them;
 - only the first frame of an animation or multi-page file is used.
 """
@@ -38,7 +39,7 @@ from h5pack.version import __version__
 MAX_PIXELS = 178_956_970
 """Default of `max_pixels`: images with more pixels are rejected as decompression bombs. Pillow has the same limit."""
 
-_TIFF_WIDTH, _TIFF_HEIGHT = 0x0100, 0x0101
+_TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_BITS, _TIFF_PHOTOMETRIC = 0x0100, 0x0101, 0x0102, 0x0106
 _LONG_HEAD_BYTES = 65_536
 _ENCODER_SLACK_BYTES = 1_024
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
@@ -293,14 +294,19 @@ class Decoder:
 
 
 def eight_bits(image: Image.Image) -> Image.Image:
-    """Load an image and return it with 8 bits per channel; 16-bit gray keeps its high byte.
+    """Load an image and return it with 8 bits per channel; 12-bit and 16-bit gray keeps its high 8 bits.
 
     Raise RejectedImageError if the image has 32-bit or floating-point pixels.
     """
     _refuse_deep(image)
     image.load()
     if image.mode in _16_BIT or image.mode == "I":
-        return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
+        pixels, bits = np.asarray(image).astype(np.int64), 16
+        if isinstance(image, TiffImageFile):
+            # Pillow scales and inverts the values of a TIFF only if they have at most 8 bits.
+            bits = image.tag_v2[_TIFF_BITS][0]
+            pixels = (1 << bits) - 1 - pixels if image.tag_v2[_TIFF_PHOTOMETRIC] == 0 else pixels
+        return Image.fromarray((pixels >> bits - 8).astype(np.uint8))
     return image
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import re
+import struct
 import threading
 import warnings
 from collections.abc import Iterator
@@ -118,6 +119,39 @@ def test_sixteen_bits_keep_their_high_byte(form: str, channels: int) -> None:
         turned = encoded(Image.fromarray(values), form, exif=oriented(6))
         assert np.array_equal(decoded(turned, channels), np.rot90(want, -1))
     assert np.array_equal(decoded(data, channels), want)
+
+
+def tiff(size: tuple[int, int], bits: int, photometric: int, planes: list[bytes]) -> bytes:
+    """An uncompressed TIFF file with a strip for each plane; if there is one, its pixels have one channel."""
+    count, (height, width) = len(planes), size
+    tags: dict[int, list[int]] = {
+        256: [width], 257: [height], 258: [bits] * count, 259: [1], 262: [photometric], 273: [0] * count, 277: [count],
+        278: [height], 279: [len(plane) for plane in planes], 284: [1 if count == 1 else 2],
+    }  # fmt: skip
+    end = 8 + 2 + 12 * len(tags) + 4
+    tags[273] = [end + 12 * count + sum(map(len, planes[:plane])) for plane in range(count)]
+    entries, further = [], b""
+    for tag, values in tags.items():
+        data = struct.pack(f"<{len(values)}I", *values)
+        if len(values) > 1:
+            data, further = struct.pack("<I", end + len(further)), further + data
+        entries.append(struct.pack("<HHI", tag, 4, len(values)) + data)
+    further = further.ljust(12 * count, b"\0")
+    return b"".join([b"II*\0\x08\0\0\0", struct.pack("<H", len(tags)), *entries, bytes(4), further, *planes])
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(("bits", "white_is_zero"), [(8, False), (8, True), (12, False), (16, False), (16, True)])
+def test_gray_tiffs_keep_their_high_bits(bits: int, white_is_zero: bool, channels: int) -> None:
+    values = np.random.default_rng(0).integers(0, 1 << bits, (9, 12))
+    if bits == 12:
+        first, second = values[:, ::2], values[:, 1::2]
+        stored = np.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], axis=2).astype(np.uint8)
+    else:
+        stored = values.astype(f"<u{bits // 8}")
+    found = decoded(tiff((9, 12), bits, 0 if white_is_zero else 1, [stored.tobytes()]), channels)
+    shown = (1 << bits) - 1 - values if white_is_zero else values
+    assert np.array_equal(found, np.repeat((shown >> bits - 8)[:, :, None], channels, axis=2))
 
 
 @pytest.mark.parametrize("value", [*range(10), 1536])
