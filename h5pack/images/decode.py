@@ -39,7 +39,8 @@ from h5pack.version import __version__
 MAX_PIXELS = 178_956_970
 """Default of `max_pixels`: images with more pixels are rejected as decompression bombs. Pillow has the same limit."""
 
-_TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_BITS, _TIFF_PHOTOMETRIC = 0x0100, 0x0101, 0x0102, 0x0106
+_TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_BITS, _TIFF_COMPRESSION, _TIFF_PHOTOMETRIC = 0x0100, 0x0101, 0x0102, 0x0103, 0x0106
+_TIFF_PLANAR, _SEPARATE = 0x011C, 2
 _LONG_HEAD_BYTES = 65_536
 _ENCODER_SLACK_BYTES = 1_024
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
@@ -356,6 +357,11 @@ def _refuse_programs(head: bytes) -> None:
 def _refuse_deep(image: Image.Image) -> None:
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
         raise RejectedImageError(f"{image.mode} pixels have 32 bits; convert the image to 8 or 16 bits first")
+    if isinstance(image, TiffImageFile) and image.tag_v2.get(_TIFF_PLANAR) == _SEPARATE:
+        # Pillow takes each byte of such a plane for a pixel.
+        bits = image.tag_v2.get(_TIFF_BITS, ())
+        if len(bits) > 1 and max(bits) > 8 and image.tag_v2.get(_TIFF_COMPRESSION, 1) == 1:
+            raise RejectedImageError("its planes of 16 bits are not compressed; save it with interleaved channels")
 
 
 def refuse_bomb(height: int, width: int, max_pixels: int) -> None:

@@ -154,6 +154,16 @@ def test_gray_tiffs_keep_their_high_bits(bits: int, white_is_zero: bool, channel
     assert np.array_equal(found, np.repeat((shown >> bits - 8)[:, :, None], channels, axis=2))
 
 
+def test_planes_of_sixteen_bits_are_rejected() -> None:
+    values = pixels(0, (9, 12)).transpose(2, 0, 1)
+    planes = [plane.tobytes() for plane in values]
+    assert np.array_equal(decoded(tiff((9, 12), 8, 2, planes)), values.transpose(1, 2, 0))
+    deep = [(plane.astype("<u2") * 257).tobytes() for plane in values]
+    with pytest.raises(RejectedImageError):
+        decoded(tiff((9, 12), 16, 2, deep))
+    assert np.array_equal(decoded(tiff((9, 12), 16, 1, deep[:1]), 1)[:, :, 0], values[0])
+
+
 @pytest.mark.parametrize("value", [*range(10), 1536])
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF", "MPO", "palette"])
 def test_every_orientation_is_turned_upright_once(form: str, value: int) -> None:
