@@ -234,7 +234,15 @@ def _is_images(kind: Any) -> bool:
         kind = next(
             (kind.field(number).type for number in range(kind.num_fields) if kind.field(number).name == "bytes"), None
         )
-    return kind is not None and (types.is_binary(kind) or types.is_large_binary(kind))
+    return kind is not None and (types.is_binary(kind) or types.is_large_binary(kind) or _is_view(kind, "binary"))
+
+
+def _is_view(kind: Any, name: str) -> bool:
+    """Return whether a type is the view type of binary values or strings, which pyarrow has from version 16 on."""
+    from pyarrow import types
+
+    check = getattr(types, f"is_{name}_view", None)
+    return check is not None and bool(check(kind))
 
 
 def _require_columns(file: ArchiveFile, table: _Table, schema: Any, image: str) -> None:
@@ -272,7 +280,7 @@ def _is_plain(kind: Any) -> bool:
         types.is_large_string,
         types.is_null,
     )
-    return any(check(value) for check in plain)
+    return any(check(value) for check in plain) or _is_view(value, "string")
 
 
 def _values(file: ArchiveFile, name: str) -> list[Any]:

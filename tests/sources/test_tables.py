@@ -104,6 +104,24 @@ def test_a_dataset_saved_to_disk_is_read(form: str, tmp_path: Path) -> None:
     assert [catalog.reader.read(index, "") for index in range(6)] == [png(index) for index in range(6)]
 
 
+@pytest.mark.skipif(not hasattr(pa, "binary_view"), reason="pip install 'pyarrow>=16'")
+def test_views_of_bytes_and_strings_are_read(tmp_path: Path) -> None:
+    """As Polars writes them by default."""
+    made = pa.table({
+        "image": pa.array([png(number) for number in range(4)], pa.binary_view()),
+        "label": pa.array(["fox", "cat", None, "fox"], pa.string_view()),
+        "text": pa.array(["a", "b" * 40, "c", ""], pa.string_view()),
+    })  # fmt: skip
+    with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as sink, pa.ipc.new_file(sink, made.schema) as writer:
+        writer.write_table(made)
+    for path in (tmp_path / "t.arrow", write(tmp_path / "t.parquet", made)):
+        catalog = opened(path, ManifestColumns(texts=("text",)))
+        assert [catalog.reader.read(index, "") for index in range(4)] == [png(index) for index in range(4)]
+        assert catalog.labels is not None
+        assert (catalog.labels.tolist(), catalog.label_names) == ([1, 0, -1, 1], ("cat", "fox"))
+        assert rows_of(catalog.fields["text"]) == ("text", ["a", "b" * 40, "c", ""])
+
+
 def test_columns_have_the_roles_of_a_manifests_columns(tmp_path: Path) -> None:
     made = table(
         range(4), w=[0.5, 1.25, -3.0, 4.0], big=[2**53 + 1, 2, 3, 4], kind=["b", "a", None, "b"],
