@@ -44,6 +44,7 @@ from h5pack.system.parameters import invalid
 from h5pack.system.text import format_bytes
 
 _FIELDS = "fields=[NAME]"  # In advice.
+_MATLAB_CLASS = "MATLAB_class"
 _SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
 _LABELS = ("labels", "label", "targets", "target", "y", "class", "category")
 # Matches the word for images in a dataset's name, such as "images", "train/images", "train_set_x" or "X".
@@ -141,7 +142,11 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         label_names=names,
         fields={tables[name]: column for name, column in columns.items()},
         pixel_fields=tuple(PixelField(tables[name], kind, rows_names) for name, kind in kinds.items()),
-        notes=(*twice, *_unused(file, images, rows, {images, labels, *fields}, labelled=labels is not None)),
+        notes=(
+            *twice,
+            *_transposed(file[images]),
+            *_unused(file, images, rows, {images, labels, *fields}, labelled=labels is not None),
+        ),
         about=f"images {images!r}" + ("" if labels is None else f", labels {labels!r}"),
     )
 
@@ -151,6 +156,16 @@ def _files_of(file: h5py.File, names: Iterable[str | None]) -> frozenset[SourceF
     items = [file.get(name) for name in names if name is not None]
     found = [part for item in items for part in (item.values() if isinstance(item, h5py.Group) else (item,))]
     return frozenset().union(*(files_of(one) for one in found if isinstance(one, h5py.Dataset)))
+
+
+def _transposed(images: h5py.Dataset | h5py.Group) -> tuple[Note, ...]:
+    """Return a note if MATLAB stored the images, because it stores the axes of arrays in reverse order."""
+    if _MATLAB_CLASS not in images.attrs or not isinstance(images, h5py.Dataset) or images.ndim < 3:
+        return ()
+    text = (
+        "MATLAB stores axes in reverse order, so images that were saved as (H, W, C, N) have their width before their"
+    )
+    return (Note(f"{text} height here; if so, save permute(X, [2 1 3 4]) in MATLAB"),)
 
 
 def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, labelled: bool) -> tuple[Note, ...]:

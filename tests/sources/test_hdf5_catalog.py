@@ -54,6 +54,15 @@ def test_hdf5_is_known_by_its_signature(tmp_path: Path) -> None:
         catalog(tmp_path / "broken.h5")
 
 
+def test_a_note_says_that_matlab_exchanged_height_and_width(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.mat", X=IMAGES.transpose(0, 3, 2, 1), labels=LABELS)
+    assert catalog(path).notes == ()
+    with h5py.File(path, "a") as file:
+        for dataset in file.values():
+            dataset.attrs["MATLAB_class"] = np.bytes_("uint8")
+    assert len(catalog(path).notes) == 1
+
+
 @pytest.mark.parametrize(
     ("held", "found"),
     [
