@@ -394,11 +394,17 @@ def _read_labels(path: Path, file: h5py.File, name: str) -> tuple[npt.NDArray[An
             columns = tuple(f"label_{column}" for column in range(values.shape[1]))
         return _byte_table(path, name, values), columns
     labels = values.astype(np.int64)
-    classes = attribute_names(dataset, schema.CLASSES)
+    classes = attribute_names(dataset, schema.CLASSES) or _enum_names(dataset)
     if classes is not None and len(labels) and not schema.NO_LABEL <= labels.min() <= labels.max() < len(classes):
         found = f"has {len(classes)} classes, but values from {labels.min()} to {labels.max()}"
         raise _label_error(path, name, found, _OTHER, _NONE)
     return labels, classes
+
+
+def _enum_names(dataset: h5py.Dataset) -> tuple[str, ...] | None:
+    """Return the names of the values 0, 1, ... of an HDF5 enum; None for other types, and if the values have gaps."""
+    names = {value: name for name, value in (h5py.check_enum_dtype(dataset.dtype) or {}).items()}
+    return tuple(names[value] for value in sorted(names)) if names and sorted(names) == [*range(len(names))] else None
 
 
 def _dataset_error(path: Path, name: str, problem: str, *parameters: str) -> SourceError:
