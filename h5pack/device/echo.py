@@ -140,10 +140,11 @@ class EchoLoader(LoaderWrapper):
         StateError
             If the loader keeps no state.
         """
-        state = self._state if self._cursor is not None else self._loaded or EchoState()
+        loader = super().state_dict()
+        state = self._state if self._cursor is not None else self._loaded or EchoState(loader.get("epoch", 0))
         return {
             "echo": self._settings(),
-            "loader": super().state_dict(),
+            "loader": loader,
             "epoch": state.epoch,
             "batch": state.batch,
             "showing": state.showing,

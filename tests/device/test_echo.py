@@ -156,6 +156,7 @@ def test_resumed_at_every_batch(dataset: h5pack.H5Dataset, kind: str) -> None:
             assert numbered_rows(batch) == whole[epoch][len(states) - 1]
             states.append(first.state_dict())
         states.append(first.state_dict())
+        assert [state["epoch"] for state in states] == [epoch] * (len(states) - 1) + [epoch + 1]
         for done, state in list(enumerate(map(through_json, states)))[:: 1 if epoch == 0 else 5]:
             loader = new()
             loader.load_state_dict(state)
