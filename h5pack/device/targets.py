@@ -61,6 +61,8 @@ class AxisMap:
         return replace(self, **parts)
 
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Types of masks that few of torch's operations support, and types of the same size that all support."""
 Axes = tuple[AxisMap, AxisMap]
 """The maps of rows and of columns."""
 
@@ -150,14 +152,15 @@ def move_masks(masks: torch.Tensor, axes: Axes) -> torch.Tensor:
     """
     height, width = (axis.input for axis in axes)
     channels_first = tuple(masks.shape[1:3]) != (height, width)
-    source = masks.movedim(1, -1) if channels_first else masks
+    source = masks.view(_SIGNED.get(masks.dtype, masks.dtype))
+    source = source.movedim(1, -1) if channels_first else source
     rows, columns = (axis.source() for axis in axes)
     known_rows, known_columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
     outside = (known_rows != rows)[:, :, None] | (known_columns != columns)[:, None, :]
     images = torch.arange(len(masks), device=masks.device)[:, None, None]
     moved = source[images, known_rows[:, :, None], known_columns[:, None, :]]
     moved.masked_fill_(outside.reshape(outside.shape + (1,) * (moved.ndim - 3)), 0)
-    return moved.movedim(-1, 1) if channels_first else moved
+    return (moved.movedim(-1, 1) if channels_first else moved).view(masks.dtype)
 
 
 def move_boxes(boxes: torch.Tensor | Sequence[torch.Tensor], axes: Axes) -> torch.Tensor | list[torch.Tensor]:

@@ -110,6 +110,10 @@ def test_masks_take_the_pixel_under_the_centre(name: str) -> None:
     assert torch.equal(moved, torch.stack([expected, -expected], -1).float())
     assert torch.equal(move_masks(two.movedim(-1, 1), axes), moved.movedim(-1, 1))
     assert torch.equal(move_masks(masks % 2 == 1, axes), expected % 2 == 1)
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        unsigned = move_masks((two + 40_000).to(dtype), axes)
+        assert unsigned.dtype == dtype
+        assert torch.equal(unsigned.long(), torch.where(moved == 0, 0, moved + 40_000).long())
 
 
 @every_crop
