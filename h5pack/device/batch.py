@@ -115,10 +115,11 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
 def batch_size_and_bytes(batch: Any) -> tuple[int | None, int]:
     """Return the length of the first tensor or array that has an axis, and the total bytes of all tensors and arrays.
 
-    The length is None if no tensor or array has an axis.
+    The length is None if no tensor or array has an axis. Sparse COO tensors have no `nbytes`, so they count as 0 bytes.
     """
     if isinstance(batch, torch.Tensor):
-        return (batch.shape[0] if batch.dim() else None), batch.nbytes
+        # Nested tensors have `size`, but not `shape`.
+        return (batch.size(0) if batch.dim() else None), 0 if batch.layout == torch.sparse_coo else batch.nbytes
     if not isinstance(batch, (list, tuple, Mapping)):
         # The batch may be an array of another library, such as NumPy.
         shape, nbytes = getattr(batch, "shape", ()), getattr(batch, "nbytes", 0)

@@ -162,6 +162,15 @@ def test_batches_are_unchanged_and_not_kept() -> None:
     assert kept() is None
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_batches_of_sparse_and_nested_tensors_are_counted() -> None:
+    batches = [torch.eye(3).to_sparse(), torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])]
+    monitor = FeedMonitor(batches, warn_stall=None)
+    assert all(got is given for got, given in zip(monitor, batches, strict=True))
+    assert monitor.report().images == 5
+    assert [batch_size_and_bytes(batch) for batch in batches] == [(3, 0), (2, 20)]
+
+
 def h5loader(dataset: h5pack.H5Dataset) -> Any:
     return h5pack.H5Loader(dataset, BATCH, seed=3)
 
