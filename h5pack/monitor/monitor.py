@@ -208,10 +208,9 @@ class FeedMonitor(LoaderWrapper):
         if self._recorder is not None:
             self._earlier_batches += self._recorder.counters.batches
         begun = time.perf_counter()
-        # A resumed epoch begins at the batch that is given in the loader's state, not at batch 0.
-        done = (self._loader_state() or {}).get("batches", 0)
-        self._first_batch = done if isinstance(done, int) else 0
         cursor, fetcher = self._begin(record=False)
+        # A resumed epoch does not begin at batch 0.
+        self._first_batch = self._first_number(self._loader_state())
         self._recorder = recorder = FeedRecorder(self, layers, begun, None if cuda is None else DeviceWait(cuda))
         # The step also waited while the loader started its workers.
         recorder.waited(time.perf_counter() - begun)

@@ -223,6 +223,18 @@ def test_around_an_echo_loader(dataset: h5pack.H5Dataset) -> None:
     assert inner.report().batches == 5
 
 
+@pytest.mark.parametrize("make", [h5loader, device_feed, sampler, lambda dataset: EchoLoader(h5loader(dataset), 3)])
+def test_steps_of_a_resumed_epoch_continue_those_before(dataset: h5pack.H5Dataset, make: Any) -> None:
+    whole, resumed = (FeedMonitor(make(dataset), warn_stall=None) for _ in range(2))
+    list(whole)
+    iterator = iter(whole)
+    labels_of(iterator, 3)
+    resumed.load_state_dict(whole.state_dict())
+    labels_of(iterator, 1)
+    labels_of(resumed, 1)
+    assert resumed.report().step == whole.report().step == len(whole) + 4
+
+
 def test_a_loader_without_state_or_dataset() -> None:
     monitor = FeedMonitor([torch.zeros(2)])
     report = monitor.report()
