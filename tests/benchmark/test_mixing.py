@@ -264,8 +264,10 @@ def test_labels_are_read_once_and_images_never(ordered: H5Dataset, monkeypatch: 
 def test_invalid_options_are_refused(ordered: H5Dataset, options: dict[str, Any]) -> None:
     if "indices" in options:
         options = {"dataset": Subset(ordered, options["indices"])}
-    with pytest.raises(OptionsError):
+    with pytest.raises(OptionsError) as caught:
         mixing_report(**{"dataset": ordered, **options})
+    if "batch_size" in options:
+        assert caught.value.parameters == ("batch_size",)
 
 
 def made(*figures: tuple[int, float, float]) -> tuple[mixing.OrderMixing, ...]:
