@@ -7,8 +7,9 @@ batch size and number of ranks, and after a resume.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,10 +80,19 @@ class ColorJitter:
     grayscale: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            largest = 0.5 if name == "hue" else 1
-            if not 0 <= value <= largest:
+        for name, value in vars(self).copy().items():
+            number, largest = checked_number(name, value), 0.5 if name == "hue" else 1
+            if not 0 <= number <= largest:
                 raise OptionsError(f"{name} is {value}; give a number from 0 to {largest}", parameters=(name,))
+            object.__setattr__(self, name, number)
+
+
+def checked_number(name: str, value: Any) -> float:
+    """Return the value of an option as a float; raise OptionsError if it is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise OptionsError(f"{name} is {value!r}; give a number", parameters=(name,)) from error
 
 
 class Changes(NamedTuple):
@@ -110,11 +120,14 @@ class Augmentation:
     level: float = 127.5  # The grey level that a change of contrast leaves unchanged.
 
     def __post_init__(self) -> None:
+        for name in ("flip", "vertical_flip", "erase"):
+            object.__setattr__(self, name, checked_number(name, getattr(self, name)))
         # These values are converted to tuples of floats because they are part of the key of a cached table.
         for name in ("erase_scale", "erase_ratio"):
-            values = tuple(float(value) for value in getattr(self, name))
+            given = getattr(self, name)
+            values = tuple(checked_number(name, value) for value in given) if isinstance(given, Iterable) else ()
             if len(values) != 2:
-                raise OptionsError(f"{name} has {len(values)} numbers; give two in ascending order", parameters=(name,))
+                raise OptionsError(f"{name} is {given!r}; give two numbers in ascending order", parameters=(name,))
             object.__setattr__(self, name, values)
         (low_area, high_area), (low_ratio, high_ratio) = self.erase_scale, self.erase_ratio
         is_crop = isinstance(self.crop, (RandomCrop, CenterCrop, RandomResizedCrop))

@@ -164,11 +164,11 @@ class Normalize:
         self.dtype = dtype
         self.layout = layout
         self.channels = channels
-        across, down = (0.5 if chance is True else float(chance) for chance in (flip, vertical_flip))
+        across, down = (0.5 if chance is True else chance for chance in (flip, vertical_flip))
         level = 127.5
         if mean is not None and len(self.mean) == 3:
             level = 255 * sum(weight * value for weight, value in zip(_GREY, self.mean, strict=True))
-        self.augmentation = Augmentation(across, crop or 0, float(erase), erase_scale, erase_ratio, down, color, level)
+        self.augmentation = Augmentation(across, crop or 0, erase, erase_scale, erase_ratio, down, color, level)
         self.keyed = self.augmentation.is_random
         self.fields = checked_fields(fields)
         self.seed = whole_number("seed", seed, 0)

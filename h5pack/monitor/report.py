@@ -94,11 +94,12 @@ class ReportOutputs:
         self._name, self._on_report, self._progress = name, on_report, progress
         self._bar: Any = None
         self._first_batch = 0
-        self._path = None if json_lines is None else os.path.abspath(json_lines)
+        self._path: str | None = None
         try:
-            if self._path is not None:
+            if json_lines is not None:
+                self._path = os.path.abspath(json_lines)
                 open(self._path, "a", encoding="utf-8").close()
-        except OSError as error:
+        except (OSError, TypeError) as error:
             raise OptionsError(f"json_lines: {error}; give a writable file", parameters=("json_lines",)) from error
         self._own_writer, self._writer = isinstance(tensorboard, (str, os.PathLike)), tensorboard
         if self._own_writer:

@@ -207,6 +207,7 @@ def test_boxes_lie_in_the_image() -> None:
         *(("erase_scale", value) for value in ((0.5, 0.2), (0.0, 0.2), (0.1,))),
         ("erase_ratio", (0.0, 1.0)),
         *(("crop", "8"), ("vertical_flip", 2), ("color", 0.5)),
+        *(("flip", "often"), ("erase", None), ("erase_scale", 0.3), ("erase_ratio", (None, 1))),
     ],
 )
 def test_invalid_options_are_refused(name: str, value: Any) -> None:
@@ -215,8 +216,10 @@ def test_invalid_options_are_refused(name: str, value: Any) -> None:
     assert caught.value.parameters == (name,)
 
 
-@pytest.mark.parametrize(("name", "value"), [("brightness", 1.5), ("hue", 0.6), ("grayscale", -0.1)])
-def test_invalid_colors_are_refused(name: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("brightness", 1.5), ("hue", 0.6), ("grayscale", -0.1), ("contrast", (0.8, 1.2))]
+)
+def test_invalid_colors_are_refused(name: str, value: Any) -> None:
     with pytest.raises(OptionsError) as caught:
         ColorJitter(**{name: value})
     assert caught.value.parameters == (name,)

@@ -294,6 +294,7 @@ def test_profilers_see_waits_and_steps_and_may_begin_and_stop_within_a_step(cloc
         *(("interval_seconds", value) for value in (0, "1", float("nan"))),
         *(("warn_stall", value) for value in (1.5, float("nan"), True)),
         ("json_lines", "/nowhere/at/all.jsonl"),
+        ("json_lines", 5),
         ("tensorboard", 5),
         ("on_report", 5),
     ],
