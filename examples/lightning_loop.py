@@ -1,7 +1,7 @@
 """A pack under Lightning: ``python examples/lightning_loop.py PACK FOLDER``.
 
 FOLDER receives the checkpoints. Kill it and run it again: it resumes after the step of the last checkpoint, because
-Lightning saves the state of loaders that have one. Needs ``pip install lightning``.
+Lightning saves the state of loaders that have one. Needs Lightning 2.6, ``pip install lightning``.
 """
 
 from __future__ import annotations

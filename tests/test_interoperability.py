@@ -49,7 +49,7 @@ class Found(NamedTuple):
 
 
 def pyfive() -> Any:
-    return pytest.importorskip("pyfive", reason="pyfive is not installed: scripts/install dev")
+    return pytest.importorskip("pyfive", minversion="1.1", reason="pyfive is not installed: scripts/install dev")
 
 
 def text_of(names: Any) -> list[str]:

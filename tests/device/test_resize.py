@@ -188,6 +188,7 @@ def test_normalize_crops_resizes_flips_and_erases(crop: ResizedCrop, layout: str
     assert torch.equal(out, result)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.8 cannot trace resized crops")
 def test_a_compiled_normalize_resizes() -> None:
     color = ColorJitter(0.4, 0.4, 0.4, 0.1, 0.2)
     torch._dynamo.reset()
