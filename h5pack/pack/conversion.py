@@ -43,8 +43,8 @@ from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
 from h5pack.pack.options import ConvertOptions, output_path, refuse_reject, require_suitable
 from h5pack.pack.output import ConvertReport, Output, OutputLock, PartFile, Stages
 from h5pack.pack.plan import ConvertPlan, NoRowsError, close_holes, make_plan
-from h5pack.pack.resume import UnfinishedPack, verify_existing
-from h5pack.pack.survey import survey, survey_identity, with_placed_fields, with_size_note
+from h5pack.pack.resume import UnfinishedPack, source_changed, verify_existing
+from h5pack.pack.survey import first_changed, survey, survey_identity, with_placed_fields, with_size_note
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
@@ -226,6 +226,9 @@ class Conversion:
             results = self._earlier_results(pack, check=not self.options.finish)
             if self.options.finish:
                 pack.require_all_parts(self._parts.count, results)
+                is_rejected = np.ones(len(plan.catalog), np.bool_)
+                is_rejected[plan.row_order.origins] = False
+                self._require_unchanged(pack, np.flatnonzero(is_rejected))
             resumed = int(results.settled.sum())
             written = self._write(pack, results)
         else:
@@ -323,14 +326,24 @@ class Conversion:
                     if self.options.strict:
                         _refuse_rejects(pack.plan, record)
 
+    def _require_unchanged(self, pack: UnfinishedPack, indices: npt.NDArray[np.int64]) -> None:
+        """Raise ResumeError if images have changed since another part of the array job surveyed them."""
+        plan = pack.plan
+        with self._stage("survey", len(indices)):
+            in_flight = 2 * self.num_workers
+            changed = first_changed(plan.catalog, self._executor, in_flight, self.options, indices, plan.fingerprints)
+        if changed is not None:
+            raise source_changed(plan, pack.journal, plan.catalog.shown(changed))
+
     def _write_part(self, pack: UnfinishedPack) -> ConvertReport:
         """Write the rows of this part that are not written yet."""
         assert self.options.part is not None
         assert isinstance(pack.lock, PartFile)
-        number, count = self.options.part
+        (number, count), plan = self.options.part, pack.plan
         rows = pack.part_rows(number, count)
         results = self._earlier_results(pack, check=True, rows=rows)
         missing = rows[~results.settled[rows]]
+        self._require_unchanged(pack, plan.catalog.reader.changing(np.sort(plan.row_order.origins[missing])))
         try:
             self._write_rows(pack, missing, results)
         finally:

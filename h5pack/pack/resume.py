@@ -236,7 +236,12 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
     if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
         other = "a label, split or field, or which images are rejected"
         name = plan.catalog.shown(int(changed[0])) if len(changed) else other
-        raise _refused(plan, journal, f"{plan.source} has changed since the conversion began (first change: {name})")
+        raise source_changed(plan, journal, name)
+
+
+def source_changed(plan: ConvertPlan, journal: Journal, name: str) -> ResumeError:
+    """Return the error for a source that has changed; `name` is that of the first image that has."""
+    return _refused(plan, journal, f"{plan.source} has changed since the conversion began (first change: {name})")
 
 
 def _refused(plan: ConvertPlan, journal: Journal, difference: str, *parameters: str) -> ResumeError:

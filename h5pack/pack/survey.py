@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,7 +102,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class _Task:
-    start: int
+    indices: Sequence[int]  # of the images in the catalog
     names: list[str]
     max_pixels: int
     shown: str  # how messages name the first image
@@ -285,14 +285,40 @@ def _tasks(catalog: Catalog, options: ConvertOptions, done: set[int]) -> Iterato
     """Yield tasks of consecutive images, except those whose first image is in `done`."""
     step = max(min(_TASK_IMAGES, max(1, len(catalog) // 16)), len(catalog) // _MAX_TASKS)
     for start in range(0, len(catalog), step):
-        if start in done:
-            continue
-        indices = range(start, min(start + step, len(catalog)))
-        masks = [(one.kind, one.files.at(indices)) for one in catalog.pixel_fields]
-        yield _Task(
-            start, catalog.names.at(indices), options.max_pixels, catalog.shown(start), masks,
-            resize=options.size is not None, keep=options.keep is not None,
-        )  # fmt: skip
+        if start not in done:
+            yield _task(catalog, options, range(start, min(start + step, len(catalog))))
+
+
+def _task(catalog: Catalog, options: ConvertOptions, indices: Sequence[int]) -> _Task:
+    masks = [(one.kind, one.files.at(indices)) for one in catalog.pixel_fields]
+    return _Task(
+        indices, catalog.names.at(indices), options.max_pixels, catalog.shown(indices[0]), masks,
+        resize=options.size is not None, keep=options.keep is not None,
+    )  # fmt: skip
+
+
+def first_changed(
+    catalog: Catalog,
+    executor: Executor,
+    max_in_flight: int,
+    options: ConvertOptions,
+    indices: npt.NDArray[np.int64],
+    fingerprints: npt.NDArray[np.uint64],
+) -> int | None:
+    """Survey images again; return the first whose fingerprint differs from that of an earlier survey, None if none.
+
+    `indices`, int64 (n,), are the images' catalog indices, ascending; `fingerprints`, uint64 (M,), are those of all
+    images. Images that are rejected have the fingerprint 0. Other arguments and errors are as in `survey`.
+    """
+    blocks = np.array_split(indices, max(1, min(16, len(indices)), len(indices) // _TASK_IMAGES))
+    tasks = (_task(catalog, options, block.tolist()) for block in blocks if len(block))
+    for block, (_, found, _) in zip(
+        blocks, run(executor, _survey, tasks, max_in_flight, ordered=True, resumable=options.resumable), strict=False
+    ):
+        changed = block[found.fingerprints != fingerprints[block]]
+        if len(changed):
+            return int(changed[0])
+    return None
 
 
 def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
@@ -300,12 +326,11 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
     reader: SourceReader = shared()
     found, labels = Survey.of(len(task.names)), []
     with strict_pillow():
-        for position, name in enumerate(task.names):
-            index = task.start + position
+        for position, (index, name) in enumerate(zip(task.indices, task.names, strict=True)):
             try:
                 image = reader.survey(index, name, task.max_pixels)
                 if task.masks:
-                    image, dtypes = _with_masks(reader, image, index, task)
+                    image, dtypes = _with_masks(reader, image, position, task)
                     found.mask_dtypes = _widest(found.mask_dtypes, dtypes)
                 if task.keep:
                     found.jpeg_bytes[position] = _jpeg_bytes(reader, index, name)
@@ -321,19 +346,22 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
             if reader.has_labels:
                 labels.append(image.label)
                 found.fields.append(image.fields)
-    return task.start, found, labels
+    return task.indices[0], found, labels
 
 
-def _with_masks(reader: SourceReader, image: SurveyedImage, index: int, task: _Task) -> tuple[SurveyedImage, list[str]]:
+def _with_masks(
+    reader: SourceReader, image: SurveyedImage, position: int, task: _Task
+) -> tuple[SurveyedImage, list[str]]:
     """Return `image` with a fingerprint that covers its masks and further images, and the dtype of each of these.
 
     Raises RejectedImageError if a mask differs from the image in size; without `resize`, also if a further image does.
     If the image may have an Exif orientation, a mask turned by 90 degrees is accepted here, and checked when decoded.
     """
     marks, dtypes = [image.fingerprint], []
+    index = task.indices[position]
     height, width, decode_path = image.header.height, image.header.width, image.header.decode_path
     for number, (kind, masks) in enumerate(task.masks):
-        name = masks[index - task.start]
+        name = masks[position]
         with naming_mask(name, kind):
             if kind == schema.IMAGE:
                 further = reader.survey(index, name, task.max_pixels)

@@ -313,6 +313,10 @@ class ArchiveReader(SourceReader):
         mark = name.encode("utf-8", "surrogateescape") + b"".join(b"\0%d" % part for part in parts)
         return SurveyedImage(header, fingerprint(mark))
 
+    def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        # Each fingerprint has the size and time of the file.
+        return indices[np.unique(self.file_ids[indices], return_index=True)[1]]
+
     def _file(self, index: int) -> ArchiveFile:
         number = int(self.file_ids[index])
         file = self.files[number]

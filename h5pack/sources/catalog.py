@@ -208,6 +208,10 @@ class SourceReader:
         data = self.read(index, name)
         return (data[:3], data[-2:], len(data)) if isinstance(data, bytes) else (b"", b"", 0)
 
+    def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return those of the images at `indices` whose fingerprints show whether any of these images has changed."""
+        return indices
+
     def uniform_size(self) -> tuple[int, int] | None:
         """Return (height, width) if all images are arrays of the same size, so that no survey is needed; else None."""
         return None

@@ -112,6 +112,10 @@ class MapStyleReader(SourceReader):
         mark = fingerprint(described.encode("utf-8", "surrogateescape"))
         return SurveyedImage(header, mark, label, unused, fields=fields)
 
+    def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        # Fingerprints do not depend on pixels, and take as long as reading the samples.
+        return indices[:0]
+
     def take(self, indices: npt.NDArray[np.int64]) -> MapStyleReader:
         return replace(self, indices=indices if self.indices is None else self.indices[indices])
 

@@ -86,6 +86,10 @@ class TableReader(SourceReader):
         parts = (len(data), file.identity.size, file.identity.modified_ns)
         return SurveyedImage(header, fingerprint(name.encode() + b"".join(b"\0%d" % part for part in parts)))
 
+    def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        # Each fingerprint has the size and time of the file.
+        return indices[np.unique(self.file_ids[indices], return_index=True)[1]]
+
     def _load(self, number: int, row_group: int) -> Any:
         """Return the values of the images in a row group, a ``pyarrow.ChunkedArray``."""
         file = self.files[number]

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,14 @@ from h5pack.errors import (
 from h5pack.pack import writer
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock, OwnerFile
+from h5pack.sources.archives import ArchiveReader
+from h5pack.sources.catalog import FileReader
+from h5pack.sources.map_style import MapStyleReader
 from h5pack.system.processes import SerialExecutor, run
-from tests.cluster.test_dask_client import compressed, folder, hdf5, kept_files, masks
+from tests.cluster.datasets import Pictures
+from tests.cluster.test_dask_client import archive, compressed, folder, hdf5, kept_files, masks
 from tests.crashing import convert_in_child, distinct_steps, interrupt, leftovers, wait_for
-from tests.makers import flat_folder, save
+from tests.makers import flat_folder, save, tar_file
 
 pytestmark = pytest.mark.usefixtures("impatient")
 FORK = multiprocessing.get_context("fork")
@@ -53,7 +58,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def local(source: Path, out: Path, options: dict[str, Any]) -> bytes:
-    h5pack.convert(source, out, num_workers=1, **options)
+    h5pack.convert(source, out, **{**options, "num_workers": 1})
     return out.read_bytes()
 
 
@@ -311,6 +316,83 @@ def test_rejected_images_of_the_source_are_the_same_in_parts(tmp_path: Path) -> 
     expected = local(source, tmp_path / "local.h5", options)
     assert (tmp_path / "o.h5").read_bytes() == expected
     assert (tmp_path / "o.h5.rejects.csv").read_text() == (tmp_path / "local.h5.rejects.csv").read_text()
+
+
+def changed_folder(root: Path) -> tuple[Any, dict[str, Any], Path]:
+    source, options = folder(root)
+    return source, options, source / "b/00030.jpg"
+
+
+def changed_file_to_encode(root: Path) -> tuple[Any, dict[str, Any], Path]:
+    source, options = kept_files(root)
+    return source, options, save(source / "b/c.png", 5, (33, 22))
+
+
+def changed_mask(root: Path) -> tuple[Any, dict[str, Any], Path]:
+    source, options = masks(root)
+    return source, options, source / "masks/9.png"
+
+
+def changed_archive(root: Path) -> tuple[Any, dict[str, Any], Path]:
+    source, options = archive(root)
+    return source, options, source
+
+
+@pytest.mark.parametrize("make", [changed_folder, changed_file_to_encode, changed_mask, changed_archive])
+def test_a_part_refuses_images_that_changed_since_another_part_surveyed_them(
+    make: Callable[[Path], tuple[Any, dict[str, Any], Path]], tmp_path: Path
+) -> None:
+    source, options, changed = make(tmp_path)
+    options |= {"num_workers": 1, "order": "sorted"}
+    out = tmp_path / "o.h5"
+    h5pack.convert(source, out, part="1/2", **options)
+    before = changed.stat()
+    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
+    for workers in (1, 2):
+        with pytest.raises(ResumeError):
+            h5pack.convert(source, out, part="2/2", **{**options, "num_workers": workers})
+    report = h5pack.convert(source, out, part="1/2", **options)
+    assert report.resumed_rows == report.images, "rows that are written are not surveyed again"
+    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
+    h5pack.convert(source, out, part="2/2", **options)
+    h5pack.convert(source, out, finish=True, **options)
+    assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
+
+
+@pytest.mark.parametrize("keep", [None, "jpeg"])
+def test_rejected_images_are_surveyed_again_at_the_end(keep: str | None, tmp_path: Path) -> None:
+    source, out = flat_folder(tmp_path / "in", 12), tmp_path / "o.h5"
+    options = {"num_workers": 1, "keep": keep}
+    whole, bad = (source / "00003.jpg").read_bytes(), source / "00003.jpg"
+    bad.write_bytes(whole[:40])
+    for part in ("1/2", "2/2"):
+        h5pack.convert(source, out, part=part, **options)
+    bad.write_bytes(whole)
+    with pytest.raises(ResumeError):
+        h5pack.convert(source, out, finish=True, **options)
+    assert not out.exists()
+    bad.write_bytes(whole[:40])
+    assert h5pack.convert(source, out, finish=True, **options).rejects == 1
+    assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
+
+
+def test_an_unchanged_image_is_surveyed_at_most_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: dict[str, int] = {}
+    for reader in (FileReader, ArchiveReader, MapStyleReader):
+
+        def counting(*arguments: Any, call: Any = reader.survey, name: str = reader.__name__) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return call(*arguments)
+
+        monkeypatch.setattr(reader, "survey", counting)
+    (flat_folder(tmp_path / "in", 11) / "bad.jpg").write_bytes(b"no image")
+    found = []
+    for source in (tmp_path / "in", tar_file(tmp_path / "in.tar", tmp_path / "in"), Pictures(11)):
+        for settings in ({"part": "1/2"}, {"part": "2/2"}, {"part": "2/2"}, {"finish": True}):
+            counts.clear()
+            h5pack.convert(source, tmp_path / f"{len(found) // 4}.h5", num_workers=1, chunk_rows=1, **settings)
+            found.append(sum(counts.values()))
+    assert found == [12 + 5, 6, 0, 1, 12 + 1, 1, 0, 1, 11, 0, 0, 0]
 
 
 def test_only_one_process_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
