@@ -87,10 +87,9 @@ class ShardedConversion(Conversion):
             needed = min(needed, plan.file_bytes + max(one.needed_bytes for one in plans))
         output.require_space(needed)
         shards = [output.shards / shard_path(output.final, number).name for number in range(len(plans))]
-        finals = {*map(self._final, shards), *shards_of(output.final, output.final)}
-        for path in finals:
+        for path in {*map(self._final, shards), *shards_of(output.final, output.final)}:
             require_other_file(path, plan.catalog.reader.paths())
-        if not self.options.continues:
+        if not self.options.continues or Journal(output.journal).plan() is None:
             self._require_free(shards, self.options.overwrite)
         lock = OutputLock(output, self._client is not None)
         try:

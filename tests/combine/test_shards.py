@@ -133,6 +133,24 @@ def test_an_output_is_replaced_at_the_end(tmp_path: Path) -> None:
         assert leftovers(tmp_path) == {"old", "new", *after}
 
 
+def test_a_refused_run_leaves_no_unfinished_file(tmp_path: Path) -> None:
+    found, out = flat_folder(tmp_path / "s", 30), tmp_path / "o.h5"
+    keywords = quick(chunk_rows=4, shard_bytes=1_090_000)
+    h5pack.convert(found, out, **keywords)
+    before = files(tmp_path)
+    changes = changes_in_child(lambda: h5pack.convert(found, out, overwrite=True, **keywords), kill_at=None)
+    step = changes.index("mkdir o.h5.partial.journal")
+    changes_in_child(lambda: h5pack.convert(found, out, overwrite=True, **keywords), kill_at=step)
+    unfinished = leftovers(tmp_path)
+    for _ in range(2):
+        with pytest.raises(OutputExistsError):
+            h5pack.convert(found, out, resume=True, **keywords)
+        assert leftovers(tmp_path) == unfinished
+    h5pack.convert(found, out, resume=True, overwrite=True, **keywords)
+    assert files(tmp_path) == before
+    assert leftovers(tmp_path) == {"s", *before}
+
+
 def test_images_that_cannot_be_decoded(tmp_path: Path) -> None:
     found, out = flat_folder(tmp_path / "s", 30), tmp_path / "o.h5"
     for number in (3, 4, 17):
