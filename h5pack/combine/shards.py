@@ -3,7 +3,8 @@
 All shards have one plan, so images, splits and their order are as in one large pack. The shards are written one
 after the other into the folder ``OUT.partial.shards``, and each is complete before the next one begins. When all
 shards are complete, the virtual file is written as ``OUT.partial``. Finally the shards are renamed, and then the
-virtual file. A resumed run sees from these files how far the interrupted run had come.
+virtual file. A resumed run sees from these files how far the interrupted run had come. A run that starts over completes
+these renames if they have begun: the old output is gone then, and only its virtual file lists its shards.
 
 A shard without any image that can be packed is left out; a file ``SHARD.rejects.json`` then lists its rejects.
 """
@@ -80,6 +81,8 @@ class ShardedConversion(Conversion):
     def _write_all(self, plan: ConvertPlan) -> ConvertReport:
         """Write all shards and the virtual file; the report counts all shards."""
         output, edges = self.output, plan.shard_edges()
+        if self.options.overwrite and not self.options.continues and output.shards.exists():
+            self._finish_renames()
         plans = [plan.between(start, stop) for start, stop in itertools.pairwise(edges)]
         needed = plan.needed_bytes
         if self.options.filter is not None:
@@ -100,6 +103,18 @@ class ShardedConversion(Conversion):
                 if not finish.is_complete(output.partial):
                     reports = [self._write_shard(one, path) for one, path in zip(plans, shards, strict=True)]
                 return self._publish(lock, shards, reports, overwrite)
+        finally:
+            lock.release()
+
+    def _finish_renames(self) -> None:
+        """Complete the renames that an interrupted run has begun, so that no shard remains without its virtual file."""
+        output = self.output
+        lock = OutputLock(output, self._client is not None)
+        try:
+            if finish.is_complete(output.partial):
+                held = [output.shards / path.name for path in shards_of(output.partial, output.final)]
+                if self._replaced.exists() or not all(path.exists() for path in held):
+                    self._rename(lock, overwrite=True)
         finally:
             lock.release()
 
@@ -135,6 +150,10 @@ class ShardedConversion(Conversion):
                     path=path,
                     parameters=("overwrite=True",),
                 )
+
+    @property
+    def _replaced(self) -> Path:
+        return self.output.shards / "replaced"
 
     def _final(self, shard: Path) -> Path:
         return self.output.final.with_name(shard.name)
@@ -177,25 +196,12 @@ class ShardedConversion(Conversion):
                 order = np.argsort(merged.split_ids, kind="stable")
                 virtual = Combination.of(None, parts, merged, order, added_statistics(parts, merged))
                 make_virtual(virtual, output, lock, output.shards)
-            with h5py.File(output.partial, "r", locking=False) as file:
-                images, rejects = len(file[schema.FILENAMES]), rejects_of(file)
-            # Move an old virtual file away first, because it must not refer to a mixture of old and new shards.
-            replaced = output.shards / "replaced"
-            if output.final.exists() and overwrite:
-                os.replace(output.final, replaced)
-            if replaced.exists():
-                for path in shards_of(replaced, output.final) - set(map(self._final, shards)):
-                    path.unlink(missing_ok=True)
-            for path in shards:
-                if path.exists():
-                    os.replace(path, self._final(path))
-            sync_path(output.final.parent)
-            finish.publish(output, lock, overwrite, rejects)
+            images, num_rejects = self._rename(lock, overwrite)
         size = sum(path.stat().st_size for path in (output.final, *map(self._final, shards)))
         return ConvertReport(
             path=str(output.final),
             images=images,
-            rejects=len(rejects),
+            rejects=num_rejects,
             bytes=size,
             num_workers=self.num_workers,
             resumed_rows=sum(one.resumed_rows for one in reports) if reports else images,
@@ -203,3 +209,21 @@ class ShardedConversion(Conversion):
             seconds=self._seconds,
             shards=len(shards),
         )
+
+    def _rename(self, lock: OutputLock, overwrite: bool) -> tuple[int, int]:
+        """Give the shards and the virtual file their final names; return the numbers of images and of rejects."""
+        output, shards = self.output, shards_of(self.output.partial, self.output.final)
+        with h5py.File(output.partial, "r", locking=False) as file:
+            images, rejects = len(file[schema.FILENAMES]), rejects_of(file)
+        # Move an old virtual file away first, because it must not refer to a mixture of old and new shards.
+        if output.final.exists() and overwrite:
+            os.replace(output.final, self._replaced)
+        if self._replaced.exists():
+            for path in shards_of(self._replaced, output.final) - shards:
+                path.unlink(missing_ok=True)
+        for path in sorted(shards):
+            if (output.shards / path.name).exists():
+                os.replace(output.shards / path.name, path)
+        sync_path(output.final.parent)
+        finish.publish(output, lock, overwrite, rejects)
+        return images, len(rejects)

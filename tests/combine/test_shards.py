@@ -133,6 +133,42 @@ def test_an_output_is_replaced_at_the_end(tmp_path: Path) -> None:
         assert leftovers(tmp_path) == {"old", "new", *after}
 
 
+@pytest.mark.parametrize("replaces", [True, False])
+def test_killed_while_files_are_renamed_and_started_over(tmp_path: Path, replaces: bool) -> None:
+    sources = [class_folders(tmp_path / name, {name: count}) for name, count in (("c", 20), ("b", 26), ("a", 36))]
+    out, keywords = tmp_path / "o.h5", quick(chunk_rows=4, shard_bytes=1_090_000)
+    made = []
+    for found in sources:
+        h5pack.convert(found, out, overwrite=True, **keywords)
+        made.append(files(tmp_path))
+    assert len(made[2]) > len(made[1]) > len(made[0]) > 2
+
+    def start(number: int, kill_at: int | None) -> list[str]:
+        work = lambda: h5pack.convert(sources[number], out, overwrite=True, **keywords)  # noqa: E731
+        return changes_in_child(work, kill_at)
+
+    def restore() -> None:
+        for path in [*tmp_path.glob("o*.h5"), out.with_name("o.h5.partial")]:
+            path.unlink(missing_ok=True)
+        for name, data in made[2].items() if replaces else ():
+            (tmp_path / name).write_bytes(data)
+
+    restore()
+    changes = start(1, None)
+    steps = [step for step in distinct_steps(changes, first=True) if changes[step].startswith(("replace", "unlink"))]
+    for number, step in enumerate(steps[-8:]):
+        restore()
+        start(1, step)
+        states = [made[2], made[1]] if replaces else [made[1]]
+        if number % 2:
+            # Started over, and killed while it completes the renames.
+            start(0, number)
+            assert not out.exists() or files(tmp_path) in states
+        start(0, None)
+        assert files(tmp_path) == made[0], f"killed at step {step}: {changes[step]}"
+        assert leftovers(tmp_path) == {"a", "b", "c", *made[0]}
+
+
 def test_a_refused_run_leaves_no_unfinished_file(tmp_path: Path) -> None:
     found, out = flat_folder(tmp_path / "s", 30), tmp_path / "o.h5"
     keywords = quick(chunk_rows=4, shard_bytes=1_090_000)
