@@ -30,7 +30,7 @@ from h5pack.pack.journal import JournalWriter
 from h5pack.pack.kept import ENCODED_IMAGE, EncodedPlaces, KeptPlan
 from h5pack.pack.options import refuse_reject
 from h5pack.pack.resume import UnfinishedPack
-from h5pack.pack.writer import join_groups, read_image, release, worker_for
+from h5pack.pack.writer import join_groups, new_token, read_image, release, worker_for
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.files import write_all
 from h5pack.system.processes import run, shared
@@ -70,6 +70,7 @@ class EncodeJob:
     max_pixels: int
     mask_dtypes: tuple[str, ...] = ()  # dtype of each field of masks
     durable: bool = False  # whether files must be flushed because other machines encode, too
+    token: str = field(default_factory=new_token)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import atexit
 import itertools
 import math
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,6 +43,11 @@ _TASKS_PER_WORKER = 16
 _SCATTERED_BYTES = 1024 * 1024
 
 
+def new_token() -> str:
+    """Return a token that makes a job differ from equal jobs of earlier conversions, whose files may be deleted."""
+    return secrets.token_hex(8)
+
+
 @dataclass(frozen=True)
 class WriteJob:
     """The parameters that all writing tasks of one conversion share."""
@@ -54,6 +60,7 @@ class WriteJob:
     durable: bool = False  # whether rows must be flushed because other machines write, too; see `_write_durably`
     keep: bool = False  # whether rows are the bytes of image files instead of pixels
     fields: tuple[PixelRows, ...] = ()
+    token: str = field(default_factory=new_token)
 
 
 @dataclass(frozen=True)

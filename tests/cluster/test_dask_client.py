@@ -130,6 +130,14 @@ def dataset(root: Path) -> tuple[Any, dict[str, Any]]:
     return Pictures(40), {"chunk_rows": 4}
 
 
+def test_a_cluster_converts_to_the_same_output_again(tmp_path: Path, client: Any) -> None:
+    source, options = kept_files(tmp_path)
+    for _ in range(3):
+        h5pack.convert(source, tmp_path / "o.h5", client=client, overwrite=True, **options)
+    h5pack.convert(source, tmp_path / "local.h5", num_workers=1, **options)
+    assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "local.h5").read_bytes()
+
+
 @pytest.mark.parametrize("make", [folder, kept_files, compressed, archive, hdf5, masks, dataset])
 def test_the_file_is_the_same_as_that_of_one_process(
     make: Callable[[Path], tuple[Any, dict[str, Any]]], tmp_path: Path, client: Any

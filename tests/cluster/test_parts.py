@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -184,6 +185,17 @@ def test_parts_must_agree(tmp_path: Path) -> None:
     with pytest.raises(OutputExistsError) as caught:
         h5pack.convert(source, tmp_path / "p.h5", num_workers=1, part="1/3", **options)
     assert caught.value.parameters == ("resume=True", "part='1/3'")  # A part never discards an unfinished file.
+
+
+def test_a_part_starts_over_in_the_same_process_after_its_journal_was_deleted(tmp_path: Path) -> None:
+    source, options = folder(tmp_path)
+    out = tmp_path / "o.h5"
+    for _ in range(2):
+        # The file stays, because a new one may, but need not, get its inode number.
+        shutil.rmtree(tmp_path / "o.h5.partial.journal", ignore_errors=True)
+        h5pack.convert(source, out, num_workers=1, part="1/1", overwrite=True, **options)
+    h5pack.convert(source, out, num_workers=1, finish=True, **options)
+    assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
 
 
 def test_parts_that_cannot_agree_name_the_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
