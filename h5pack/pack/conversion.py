@@ -3,7 +3,8 @@
 An interrupted conversion can be continued where it stopped. What a run finds decides what it does:
 
 - the output, but no ``OUT.partial``: it compares the output with the source and the options, and changes nothing. With
-  `overwrite`, it does so only if a journal shows that the interrupted run had replaced the output already;
+  `overwrite`, it does so only if a journal shows that the interrupted run had replaced the output already, or if there
+  is no journal and the run was to finish an array job;
 - ``OUT.partial.survey``: it continues the survey;
 - a journal with a plan: it surveys the images again, and requires the same plan and the same images. With `keep`, it
   encodes the images that are not encoded yet. It checks the rows that the journal lists, and writes all others;
@@ -113,7 +114,9 @@ class Conversion:
         output = self.output
         if not self.options.continues or not output.final.exists() or output.partial.exists():
             return None
-        if self.options.overwrite and (output.journal_identity() is None or Journal(output.journal).is_unfinished):
+        # A part may begin a new array job, but without a journal there is nothing to finish.
+        begins = output.journal_identity() is None and not self.options.finish
+        if self.options.overwrite and (begins or Journal(output.journal).is_unfinished):
             return None
         if output.parts.exists() and Journal(output.journal).written() is None:
             # All parts that have begun are still in their survey, or ended there; the output is an earlier one.

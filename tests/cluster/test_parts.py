@@ -506,6 +506,17 @@ def test_a_process_that_lost_the_output_begins_to_move_no_rows(tmp_path: Path, m
     assert not move_rows.called
 
 
+def test_an_array_job_that_replaces_an_output_is_finished_twice(tmp_path: Path) -> None:
+    source, out = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5"
+    options = {"num_workers": 1, "overwrite": True}
+    for _ in range(2):
+        for part in ("1/2", "2/2"):
+            assert not h5pack.convert(source, out, part=part, **options).already_complete
+        for again in (False, True):
+            assert h5pack.convert(source, out, finish=True, **options).already_complete == again
+        assert leftovers(tmp_path) == {"in", "o.h5"}
+
+
 @pytest.mark.parametrize("replaces", [False, True])
 def test_parts_that_ended_in_their_survey_are_not_finished(
     replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
