@@ -218,7 +218,7 @@ class Output:
         # would look like parts that are in their survey.
         # Coordinators and parts that were killed may have left files and folders of their own. Keep the probe of this
         # process (see `h5pack.cluster.dask_client`) while it needs it.
-        kinds: tuple[str, ...] = () if keep_survey else ("owner", "probe")
+        kinds: tuple[str, ...] = () if keep_survey else ("owner", "probe", "parts")
         kinds += ("new", "structure", "journal", "parts") if self.parts.exists() else ()
         private = tuple(f"{self.partial.name}.{kind}-" for kind in kinds)
         for path in self.final.parent.iterdir() if private else ():

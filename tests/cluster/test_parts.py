@@ -506,6 +506,14 @@ def test_a_process_that_lost_the_output_begins_to_move_no_rows(tmp_path: Path, m
     assert not move_rows.called
 
 
+def test_a_part_killed_before_it_records_the_job_leaves_nothing(tmp_path: Path) -> None:
+    source, out = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5"
+    convert_in_child(source, out, {"num_workers": 1, "part": "1/2"}, 1)
+    assert len(list(tmp_path.glob("o.h5.partial.parts-*"))) == 1
+    h5pack.convert(source, out, num_workers=1, resume=True)
+    assert leftovers(tmp_path) == {"in", "o.h5"}
+
+
 def test_an_array_job_that_replaces_an_output_is_finished_twice(tmp_path: Path) -> None:
     source, out = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5"
     options = {"num_workers": 1, "overwrite": True}
