@@ -450,13 +450,9 @@ class Catalog:
         """
         if not wanted.include and not wanted.exclude:
             return self
-        ignored = Counter(self.ignored)
-        kept = []
-        for number, name in enumerate(self.names):
-            if wanted.allows(name):
-                kept.append(number)
-            else:
-                ignored[str(wanted.refusal(name))] += 1
+        refusals = [None if wanted.allows(name) else str(wanted.refusal(name)) for name in self.names]
+        kept = [number for number, refusal in enumerate(refusals) if refusal is None]
+        ignored = Counter(self.ignored) + Counter(refusal for refusal in refusals if refusal is not None)
         return self if len(kept) == len(self) else replace(self.take(np.array(kept, np.int64)), ignored=dict(ignored))
 
     def limited(self, limit: int) -> Catalog:
@@ -469,10 +465,8 @@ def unused_note(kind: str, names: Sequence[str], advice: str, *parameters: str) 
     """Return a note that `names` are not packed; () if there are none. `kind` says what they are, such as "columns"."""
     if not names:
         return ()
-    shown = ", ".join(map(repr, names[:_MAX_NAMED])) + (
-        f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else ""
-    )
-    return (Note(f"not packed: {kind} {shown}; {advice}", parameters),)
+    more = f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else ""
+    return (Note(f"not packed: {kind} {', '.join(map(repr, names[:_MAX_NAMED]))}{more}; {advice}", parameters),)
 
 
 def one_split(count: int, name: str = "all") -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
