@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -32,6 +33,14 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # While modules are imported and tests are collected, nothing becomes garbage.
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Leave what lives as long as the process, all modules and tests, out of each collection of garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
