@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import h5pack
 from h5pack.doctor import diagnose, measure, target
+from h5pack.doctor.device_stages import DeviceStages
 from h5pack.monitor import monitor
 from h5pack.monitor.bottleneck import MIN_REPEATS
 from h5pack.monitor.probes import CpuTime
@@ -52,6 +54,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     fake = Machine()
     for module in (diagnose, measure, monitor, target):
         monkeypatch.setattr(module, "time", fake)
+    begin = DeviceStages.__init__
+
+    def begin_slowly(self: DeviceStages, *arguments: Any) -> None:
+        """Normalizing a batch takes time, or else it would be called a million times in a few seconds."""
+        begin(self, *arguments)
+        normalize = self._normalize
+        if normalize is not None:
+            self._normalize = lambda images: fake.work(0.001) or normalize(images)
+
+    monkeypatch.setattr(DeviceStages, "__init__", begin_slowly)
     monkeypatch.setattr(measure, "_ready_seconds", lambda: fake.busy)
     monkeypatch.setattr(CpuTime, "now", lambda *_: CpuTime(fake.busy, 0.0))
     monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.0, 0.0))
