@@ -17,6 +17,9 @@ from tests import stacks
 # spinning, and the processes of a parallel run keep the CPUs busy already.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Child processes would compile each module that they import, for half a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Each worker of a fork server would otherwise import torch again, for seconds.
 multiprocessing.set_forkserver_preload(["torch", "h5pack.data.dataset"])
 
