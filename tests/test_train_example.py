@@ -181,7 +181,9 @@ def test_no_thread_of_a_rank_outlives_its_process_group(
     # A thread of gloo that still holds a tensor when the interpreter is finalized would end the rank with SIGABRT.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     options = train.parse([str(pack), *SMALL, "--epochs", "1", "--spawn", "2"])
-    mp.spawn(begin_and_list_threads, (tmp_path, options, f"file://{tmp_path}/meeting"), 2)
+    meeting = f"file://{tmp_path}/meeting"
+    # Processes of the fork server have imported torch.
+    mp.start_processes(begin_and_list_threads, (tmp_path, options, meeting), 2, start_method="forkserver")
     for rank in range(2):
         names = (tmp_path / str(rank)).read_text().split()
         assert names
