@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import multiprocessing
 import os
 import re
 import runpy
@@ -34,6 +33,7 @@ from h5pack.pack.output import ConvertReport
 from h5pack.read.engine import ReadStats
 from h5pack.sources import detect
 from tests.doctor.test_report import report as doctor_report
+from tests.forking import output_of
 from tests.makers import split_folders
 
 ROOT = Path(__file__).parents[1]
@@ -288,12 +288,8 @@ def script_of(path: Path) -> str:
     return "if __name__ == '__main__':\n" + textwrap.indent(script, "    ") if lines else ""
 
 
-def run_script(script: Path, output: Path) -> None:
-    """Run a script as Python does, in this process of a fork server."""
-    multiprocessing.set_start_method(None, force=True)
-    descriptor = os.open(output, os.O_CREAT | os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
+def run_script(script: Path) -> None:
+    """Run a script as Python does, in this process."""
     os.chdir(script.parent)
     for name, folder in {"PATH": Path(sys.executable).parent, "PYTHONPATH": ROOT}.items():
         os.environ[name] = f"{folder}{os.pathsep}{os.environ.get(name, '')}"
@@ -303,15 +299,9 @@ def run_script(script: Path, output: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in PAGES if script_of(path)], ids=lambda path: path.name)
 def test_the_blocks_of_a_page_run_in_an_empty_folder(path: Path, tmp_path: Path) -> None:
-    script, output = tmp_path / "page/page.py", tmp_path / "output.txt"
-    script.parent.mkdir()
+    script = tmp_path / "page.py"
     script.write_text(script_of(path), encoding="utf-8")
-    # A process of the fork server has imported torch.
-    process = multiprocessing.get_context("forkserver").Process(target=run_script, args=(script, output))
-    process.start()
-    process.join(300)
-    process.kill()
-    assert process.exitcode == 0, output.read_text()
+    output_of(run_script, script)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

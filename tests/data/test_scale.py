@@ -2,70 +2,71 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+import torch
 
 import h5pack
+from tests.forking import output_of
 
 ROWS, SHAPE, CHUNK_ROWS, BATCH = 10_000_000, (32, 32, 3), 1_365, 512
 MEMORY = 400_000_000
-PEAK = """
-import itertools, json, sys, time
-import torch.utils.data, h5pack
-from h5pack import ChunkBatchSampler, ChunkSampler, H5Dataset, H5Loader
-def peak():
-    # Not ru_maxrss, which starts at the memory of the parent process.
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024
-before, start = peak(), time.process_time()
-"""
-LOADER = """
-dataset = H5Dataset(sys.argv[1], with_rows=True)
-loader = H5Loader(dataset, 512, shuffle=sys.argv[2], memory_bytes=int(sys.argv[3]))
-batches = iter(loader)
-images, labels, rows = next(batches)
-seconds = time.process_time() - start
-for _ in range(20):
-    next(batches)
-batches.close()
-marks = images.view(512, -1)[:, :8].contiguous().view(torch.int64)[:, 0]
-print(json.dumps({"seconds": seconds, "peak": peak() - before, "bytes": loader.memory_bytes,
-                  "rows": rows.tolist(), "marks": marks.tolist(), "labels": labels.tolist()}))
-"""
-SAMPLERS = """
-slowest, peaks = 0.0, []
-for path in sys.argv[1:]:
-    for shuffle, streams in itertools.product(("window", "full", "chunk", False), (1, 8)):
-        start = time.process_time()
-        dataset = H5Dataset(path)
-        batch = next(iter(ChunkBatchSampler(dataset, 256, shuffle=shuffle, streams=streams)))
-        rows = list(itertools.islice(ChunkSampler(dataset, shuffle=shuffle, streams=streams), 256))
-        slowest = max(slowest, time.process_time() - start)
-        for indices in (batch, rows):
-            assert len(dataset) == 10**9 and len(set(indices)) == 256 and max(indices) < 10**9
-            assert dataset.collate(dataset.__getitems__(indices)).images.shape == (256, 16)
-        del dataset
-    peaks.append(peak() - before)
-print(json.dumps({"seconds": slowest, "peaks": peaks}))
-"""
 
 
-def printed(script: str, seconds: float, *arguments: Any) -> dict[str, Any]:
+def peak() -> int:
+    """The largest memory of this process, without that of its parent, which ru_maxrss would have."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+
+def read_batches(path: Path, shuffle: str) -> None:
+    """Print the first batch of a loader, and what 21 batches cost."""
+    before, start = peak(), time.process_time()
+    dataset = h5pack.H5Dataset(path, with_rows=True)
+    loader = h5pack.H5Loader(dataset, BATCH, shuffle=shuffle, memory_bytes=MEMORY)
+    batches = iter(loader)
+    images, labels, rows = next(batches)
+    seconds = time.process_time() - start
+    for _ in range(20):
+        next(batches)
+    batches.close()
+    marks = images.view(BATCH, -1)[:, :8].contiguous().view(torch.int64)[:, 0]
+    found = {"seconds": seconds, "peak": peak() - before, "bytes": loader.memory_bytes}
+    print(json.dumps(found | {"rows": rows.tolist(), "marks": marks.tolist(), "labels": labels.tolist()}))
+
+
+def draw_batches(*paths: Path) -> None:
+    """Print the peaks of memory and the longest time of the first batches of samplers."""
+    before, slowest, peaks = peak(), 0.0, []
+    for path in paths:
+        for shuffle, streams in itertools.product(("window", "full", "chunk", False), (1, 8)):
+            start = time.process_time()
+            dataset = h5pack.H5Dataset(path)
+            batch = next(iter(h5pack.ChunkBatchSampler(dataset, 256, shuffle=shuffle, streams=streams)))
+            rows = list(itertools.islice(h5pack.ChunkSampler(dataset, shuffle=shuffle, streams=streams), 256))
+            slowest = max(slowest, time.process_time() - start)
+            for indices in (batch, rows):
+                assert len(dataset) == 10**9
+                assert len(set(indices)) == 256
+                assert max(indices) < 10**9
+                assert dataset.collate(dataset.__getitems__(indices)).images.shape == (256, 16)
+            del dataset
+        peaks.append(peak() - before)
+    print(json.dumps({"seconds": slowest, "peaks": peaks}))
+
+
+def printed(function: Callable[..., None], seconds: float, *arguments: Any) -> dict[str, Any]:
     """What a process of its own prints, whose first batch may take this many CPU seconds."""
-    command = [sys.executable, "-c", PEAK + script, *map(str, arguments)]
-    root = Path(__file__).parents[2]
-    process = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
-    assert (process.returncode, process.stderr) == (0, "")
-    found: dict[str, Any] = json.loads(process.stdout)
+    found: dict[str, Any] = json.loads(output_of(function, *arguments))
     assert found["seconds"] < seconds, "below 1 if nothing is computed for each row"
     return found
 
@@ -105,7 +106,7 @@ def test_ten_million_rows(large: Path, shuffle: str) -> None:
             os.pwrite(file.fileno(), np.int64(row).tobytes(), int(index.addresses[chunk]) + place * index.row_bytes)
             offset = int(labels.addresses[0]) + row * labels.row_bytes
             os.pwrite(file.fileno(), np.array(row % 100, labels.dtype).tobytes(), offset)
-    found = printed(LOADER, 10, large, shuffle, MEMORY)
+    found = printed(read_batches, 10, large, shuffle)
     assert found["rows"] == found["marks"] == wanted
     assert found["labels"] == [row % 100 for row in wanted]
     assert found["bytes"] <= MEMORY
@@ -117,7 +118,7 @@ def test_the_first_batch_of_a_billion_rows_takes_little_time_and_memory(tmp_path
     for path, chunks in zip(paths, (None, (512, 16)), strict=True):
         with h5py.File(path, "w") as file:
             file.create_dataset("images", (10**9, 16), "u1", chunks=chunks)
-    contiguous, chunked = printed(SAMPLERS, 5, *paths)["peaks"]
+    contiguous, chunked = printed(draw_batches, 5, *paths)["peaks"]
     assert contiguous < 100_000_000
     # The index of two million chunks: 135 MB measured, 70 bytes a chunk. A number for each row would take 8 GB.
     assert chunked < 200_000_000

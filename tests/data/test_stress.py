@@ -6,8 +6,6 @@ import faulthandler
 import gc
 import os
 import random
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from torch.utils.data import DataLoader
 import h5pack
 from tests.data import packs
 from tests.data.packs import threads_end
+from tests.forking import output_of
 
 ROWS, SHAPE, ROUNDS, LOADERS = 1_000, (32, 32, 3), 4, 6
 SECONDS = 300
@@ -144,7 +143,6 @@ def storm(path: str) -> None:
         made.round()
         measured.append(usage())
     assert made.seen > 8 * ROWS
-    print(measured)
     (open_before, before), (open_after, after) = measured[1], measured[-1]
     assert open_after <= open_before, measured
     assert after - before < 30, measured
@@ -153,8 +151,4 @@ def storm(path: str) -> None:
 
 def test_a_storm_leaves_no_wrong_pixel_and_nothing_behind(tmp_path: Path) -> None:
     path = packs.write(tmp_path / "f.h5", 50, images=packs.values(ROWS, SHAPE), labels=np.arange(ROWS))
-    command = [sys.executable, "-c", f"from tests.data.test_stress import storm; storm({str(path)!r})"]
-    root = Path(__file__).parents[2]
-    process = subprocess.run(command, timeout=SECONDS + 30, check=False, cwd=root, capture_output=True, text=True)
-    print(process.stdout)
-    assert (process.returncode, process.stderr) == (0, "")
+    assert output_of(storm, str(path)) == ""
