@@ -100,17 +100,20 @@ def plans(dataset: h5pack.H5Dataset) -> Iterator[OrderPlan]:
             yield OrderPlan(select_draws(dataset, rows)[1], batch_size, **settings, trim=cut, drop_last=cut)
 
 
+TURNS = ["mapped", "read", "mapped read", "read read mapped"]
+
+
 @pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("turns", ["mapped", "read", "mapped read", "read read mapped"])
+@pytest.mark.parametrize("turns", TURNS)
 def test_the_fewest_credits_are_enough(
     dataset: h5pack.H5Dataset, turns: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for an epoch that goes on from any batch, and for groups that are mapped and read in turn."""
     data, ready, ways = packs.values(), MappedDataset.ready, itertools.cycle(turns.split())
     monkeypatch.setattr(MappedDataset, "ready", lambda *runs: next(ways) == "mapped" and ready(*runs))
-    # One thread and four threads, and groups of one kind and of both, take turns with the plans.
-    first_plan = threads % 2 + 2 * (" " in turns)
-    for number, plan in enumerate(itertools.islice(plans(dataset), first_plan, None, 4)):
+    # Numbers of threads and kinds of groups take turns with the plans.
+    first_plan = 2 * TURNS.index(turns) + threads % 2
+    for number, plan in enumerate(itertools.islice(plans(dataset), first_plan, None, 8)):
         held = {"labels": HeldRows(dataset, "labels", plan.rows.unique_rows())} if number // 2 % 2 else {}
         expected: list[list[int]] = [[-1] * plan.batch_rows(batch) for batch in range(plan.num_batches)]
         for group in plan.chunk_groups(1):
