@@ -14,7 +14,7 @@ from h5pack.combine.statistics import added_statistics
 from h5pack.combine.virtual_file import write_virtual
 from h5pack.errors import OptionsError
 from h5pack.pack.options import output_path
-from h5pack.system.files import require_other_file
+from h5pack.system.files import require_other_files
 
 
 def join(
@@ -67,7 +67,7 @@ def join(
         raise OptionsError("packs must be a list of at least two packs", parameters=("packs",))
     target = output_path(out)
     parts: list[Part] = [open_part(path) for path in packs]
-    require_other_file(target, itertools.chain.from_iterable(part.reader.paths() for part in parts))
+    require_other_files([target], itertools.chain.from_iterable(part.reader.paths() for part in parts))
     merged = merge(parts)
     order = np.argsort(merged.split_ids, kind="stable")
     plan = Combination.of("join", parts, merged, order, added_statistics(parts, merged))

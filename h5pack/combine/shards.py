@@ -36,7 +36,7 @@ from h5pack.pack.plan import ConvertPlan, NoRowsError
 from h5pack.pack.resume import identity, require_same
 from h5pack.sources.catalog import Reject
 from h5pack.sources.map_style import MapStyleDataset
-from h5pack.system.files import reporting_full_disk, require_other_file, sync_path, write_atomically
+from h5pack.system.files import reporting_full_disk, require_other_files, sync_path, write_atomically
 
 
 def open_conversion(
@@ -90,8 +90,8 @@ class ShardedConversion(Conversion):
             needed = min(needed, plan.file_bytes + max(one.needed_bytes for one in plans))
         output.require_space(needed)
         shards = [output.shards / shard_path(output.final, number).name for number in range(len(plans))]
-        for path in {*map(self._final, shards), *shards_of(output.final, output.final)}:
-            require_other_file(path, plan.catalog.reader.paths())
+        finals = {*map(self._final, shards), *shards_of(output.final, output.final)}
+        require_other_files(finals, plan.catalog.reader.paths())
         if not self.options.continues or Journal(output.journal).plan() is None:
             self._require_free(shards, self.options.overwrite)
         lock = OutputLock(output, self._client is not None)

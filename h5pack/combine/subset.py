@@ -15,7 +15,7 @@ from h5pack.errors import NoImagesError, OptionsError
 from h5pack.pack.options import output_path
 from h5pack.sources.catalog import Catalog
 from h5pack.system.arrays import shuffled
-from h5pack.system.files import require_other_file
+from h5pack.system.files import require_other_files
 from h5pack.system.parameters import whole_number
 from h5pack.system.text import listed
 
@@ -76,7 +76,7 @@ def subset(
     >>> h5pack.subset("all.h5", "small.h5", splits="train", sample=1000)  # doctest: +SKIP
     """
     target, part = output_path(out), open_part(pack)
-    require_other_file(target, part.reader.paths())
+    require_other_files([target], part.reader.paths())
     merged = merge([part])
     chosen = np.ones(len(part), np.bool_)
     if splits:

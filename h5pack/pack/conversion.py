@@ -49,7 +49,7 @@ from h5pack.pack.survey import first_changed, survey, survey_identity, with_plac
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
-from h5pack.system.files import reporting_full_disk, require_other_file
+from h5pack.system.files import reporting_full_disk, require_other_files
 from h5pack.system.machine import available_cpus, release_free_memory
 from h5pack.system.parameters import require_local
 from h5pack.system.processes import run
@@ -82,7 +82,7 @@ class Conversion:
         self.output = Output(output_path(out), f"-{secrets.token_hex(6)}" if self.options.part else "")
         path = source if isinstance(source, (str, os.PathLike)) else ""
         if os.path.isfile(path):
-            require_other_file(self.output.final, [path])
+            require_other_files([self.output.final], [path])
         self._parts = PartsFolder(self.output.parts)
         self.output.check(self.options, lambda: self._parts.count)
         self.num_workers = self.options.num_workers or available_cpus()
@@ -133,7 +133,7 @@ class Conversion:
         """The images that the source lists."""
         found = open_source(self._source, self.options.source_options, self.output.final.parent)
         release_free_memory()
-        require_other_file(self.output.final, found.reader.paths())
+        require_other_files([self.output.final], found.reader.paths())
         require_suitable(_source_name(self._source), found, self.options)
         return found
 

@@ -197,14 +197,18 @@ def absolute_path(path: str | bytes | os.PathLike[str]) -> str:
     return found if os.path.realpath(found) == real else real
 
 
-def require_other_file(out: Path, inputs: Iterable[str | os.PathLike[str]]) -> None:
-    """Raise OptionsError if the output is one of the existing files `inputs`, possibly under another name."""
-    with contextlib.suppress(FileNotFoundError):
-        status = out.stat()
-        for path in inputs:
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(status, os.stat(path)):
-                    raise OptionsError(f"{out}: is one of the files to read; give the output another name", path=out)
+def require_other_files(outputs: Iterable[Path], inputs: Iterable[str | os.PathLike[str]]) -> None:
+    """Raise OptionsError if an output is one of the existing files `inputs`, possibly under another name."""
+    existing = {}
+    for out in outputs:
+        with contextlib.suppress(FileNotFoundError):
+            status = out.stat()
+            existing[status.st_dev, status.st_ino] = out
+    for path in inputs if existing else ():
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(path)
+            if (found := existing.get((status.st_dev, status.st_ino))) is not None:
+                raise OptionsError(f"{found}: is one of the files to read; give the output another name", path=found)
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool | None:
