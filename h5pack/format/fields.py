@@ -16,6 +16,7 @@ from h5pack.errors import OptionsError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.system.arrays import range_indices
+from h5pack.system.text import short_repr
 
 
 @dataclass(frozen=True)
@@ -144,17 +145,18 @@ def _numbers_of(row: int, value: Any) -> npt.NDArray[Any] | None:
     if value is None:
         return None
     if not isinstance(value, (list, tuple, np.ndarray)):
-        raise FieldValueError(row, f"contains {_short(value)}, which is not a list")
+        raise FieldValueError(row, f"contains {short_repr(value)}, which is not a list")
     try:
         array = np.asarray(value)
     except ValueError:
         raise FieldValueError(row, "contains lists of different lengths or depths") from None
     if not array.ndim:
-        raise FieldValueError(row, f"contains {_short(value)}, which is not a list")
+        raise FieldValueError(row, f"contains {short_repr(value)}, which is not a list")
     if not len(array):
         return None
     if not array.size or array.dtype.kind not in "biuf" or (array.dtype == np.uint64 and array.max() >= 2**63):
-        raise FieldValueError(row, f"contains {_short(value)}, whose entries are neither floats nor integers of int64")
+        problem = "whose entries are neither floats nor integers of int64"
+        raise FieldValueError(row, f"contains {short_repr(value)}, {problem}")
     return array
 
 
@@ -162,14 +164,9 @@ def _entries_text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) + " numbers" if shape else "one number"
 
 
-def is_number(dtype: np.dtype[Any]) -> bool:
+def is_numeric_dtype(dtype: np.dtype[Any]) -> bool:
     """Return whether a dtype is bool, or numbers of at most 64 bits. PyTorch has no others, such as long doubles."""
     return dtype.kind in "biuf" and dtype.itemsize <= 8
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _require_numbers(rows: RaggedRows, wrong: Any, problem: str) -> None:
@@ -207,8 +204,8 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
     arrays = {row: array for row, array in given.items() if array.shape != (0,)}
     first = next(iter(arrays.values()), np.zeros(()))
     for row, array in arrays.items():
-        if not is_number(array.dtype):
-            raise FieldValueError(row, f"is {_short(values[row])}, neither numbers nor texts")
+        if not is_numeric_dtype(array.dtype):
+            raise FieldValueError(row, f"is {short_repr(values[row])}, neither numbers nor texts")
         beside_lists = not array.ndim and len(arrays) < len(given)
         expected = "others are lists" if beside_lists else f"others have {first.shape}"
         if beside_lists or array.ndim != first.ndim or array.shape[1:] != first.shape[1:]:
@@ -240,12 +237,12 @@ def parse_texts(values: Sequence[Any]) -> RaggedRows:
     for row, value in enumerate(values):
         texts = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         if several and not isinstance(value, (list, tuple, type(None))):
-            raise FieldValueError(row, f"contains {_short(value)}, which is not a list")
+            raise FieldValueError(row, f"contains {short_repr(value)}, which is not a list")
         for text in texts:
             if not isinstance(text, str):
-                raise FieldValueError(row, f"contains {_short(text)}, which is not a text")
+                raise FieldValueError(row, f"contains {short_repr(text)}, which is not a text")
             if "\0" in text or not _is_unicode(text):
-                raise FieldValueError(row, f"contains {_short(text)}, which has a NUL or an unpaired surrogate")
+                raise FieldValueError(row, f"contains {short_repr(text)}, which has a NUL or an unpaired surrogate")
         rows.append(list(texts) if several else (texts[0] if texts else ""))
     return RaggedRows.of_texts(rows, schema.TEXTS if several else schema.TEXT)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from h5pack.errors import H5PackError, PackFormatError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
-from h5pack.format.fields import is_number
+from h5pack.format.fields import is_numeric_dtype
 from h5pack.read.chunk_index import ChunkIndex, index_checksums
 from h5pack.read.encoded import EncodedIndex, has_kept_images, index_encoded, index_kept, is_encoded, is_mask_group
 from h5pack.read.hdf5 import (
@@ -113,7 +113,7 @@ def describe_file(
 def require_tensors(pack: FileDescription) -> None:
     """Raise PackFormatError if a dataset holds numbers that PyTorch does not have, such as long doubles."""
     for name, index in pack.indexes.items():
-        if not is_number(index.dtype):
+        if not is_numeric_dtype(index.dtype):
             problem = f"holds {index.dtype}, which PyTorch does not have; store it as float64, or name another dataset"
             raise dataset_error(pack.path, name, problem)
 

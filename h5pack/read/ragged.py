@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from h5pack.errors import DamagedRowsError, PackFormatError
 from h5pack.format import schema
-from h5pack.format.fields import RaggedRows, is_number
+from h5pack.format.fields import RaggedRows, is_numeric_dtype
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import attribute_names, dataset_error, find_item, require_dataset, text
@@ -60,7 +60,7 @@ def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
     data, table = (require_dataset(file, path) for path in paths)
     if kind not in schema.RAGGED_KINDS:
         raise dataset_error(file.filename, name, f"is of the unknown kind {kind!r}; use a newer version of h5pack")
-    if data.ndim < 1 or not is_number(data.dtype) or 0 in data.shape[1:]:
+    if data.ndim < 1 or not is_numeric_dtype(data.dtype) or 0 in data.shape[1:]:
         raise dataset_error(file.filename, paths[0], f"is {data.dtype} {data.shape}, not rows of numbers; {_ADVICE}")
     wanted = _WANTED.get(kind)
     if wanted is not None and not (data.dtype == wanted[0] and data.shape[1:] in wanted[1]):

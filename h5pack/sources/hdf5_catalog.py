@@ -23,7 +23,7 @@ from h5pack.format.fields import (
     FieldValueError,
     FieldValues,
     is_field_name,
-    is_number,
+    is_numeric_dtype,
     parse_texts,
     require_field_names,
 )
@@ -326,7 +326,7 @@ def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[s
             continue
         base, is_own = os.path.basename(name), name.partition("/")[0] in own
         fits = not is_own and is_field_name(base) and _has_rows(file, name, rows)
-        if fits and (is_number(file[name].dtype) or is_text(file[name])):
+        if fits and (is_numeric_dtype(file[name].dtype) or is_text(file[name])):
             found.setdefault(base, name)
     return list(found.values())
 
@@ -430,7 +430,7 @@ def _read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
             return parse_texts([text(value) for value in _read_all(path, dataset, name).tolist()])
         except FieldValueError as error:
             raise _dataset_error(path, name, f"row {error.row} {error}; leave it out") from None
-    if not is_number(dataset.dtype) or not dataset.shape:
+    if not is_numeric_dtype(dataset.dtype) or not dataset.shape:
         problem = f"holds {dataset.dtype}, but a field needs rows of numbers or one text per row; leave it out"
         raise _dataset_error(path, name, problem)
     return _read_all(path, dataset, name)

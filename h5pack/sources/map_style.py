@@ -19,7 +19,7 @@ from h5pack.format import schema
 from h5pack.format.fields import (
     FieldValueError,
     FieldValues,
-    is_number,
+    is_numeric_dtype,
     parse_ragged,
     parse_values,
     require_field_names,
@@ -44,7 +44,7 @@ from h5pack.sources.folders import split_order
 from h5pack.sources.hdf5_catalog import channel_axes
 from h5pack.sources.hdf5_rows import PixelForm
 from h5pack.sources.manifest import ManifestColumns
-from h5pack.system.text import error_line
+from h5pack.system.text import error_line, short_repr
 
 IMAGE, LABEL = "image", "label"
 MASKS = ("mask", "masks")
@@ -407,15 +407,10 @@ def _value(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value):
         return [*value]
     array = np.asarray(value)
-    if not is_number(array.dtype):
-        problem = f"the dataset gave {_short(value)}, {array.dtype}, as the value of a field"
+    if not is_numeric_dtype(array.dtype):
+        problem = f"the dataset gave {short_repr(value)}, {array.dtype}, as the value of a field"
         raise RejectedImageError(f"{problem}; expected texts, or numbers of at most 64 bits")
     return array
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _pixels(image: Any) -> npt.NDArray[np.uint8]:
@@ -457,5 +452,5 @@ def _label(label: Any) -> npt.NDArray[Any]:
     if array.dtype.kind in "iub" and array.ndim == 1 and array.size and array.min() >= 0 and array.max() <= 255:
         return array.astype(np.uint8)
     raise RejectedImageError(
-        f"the dataset gave the label {_short(label)}; expected an integer, or a 1-D array of integers in 0..255"
+        f"the dataset gave the label {short_repr(label)}; expected an integer, or a 1-D array of integers in 0..255"
     )

@@ -28,6 +28,12 @@ def listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else ""
 
 
+def short_repr(value: object) -> str:
+    """Return the start of a value's repr, at most 60 characters, in one line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
 def format_bytes(count: float) -> str:
     """Return a number of bytes with a binary unit and at most three digits, such as "64 KiB" or "1.5 MiB"."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
