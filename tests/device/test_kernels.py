@@ -551,8 +551,9 @@ def test_operations_draw_with_few_launches() -> None:
         with Dispatched() as dispatched:
             draw_augmentation(key_of(4), 0, options, 32, 32)
         counts.append(dispatched.count)
-    # With views, which launch nothing.
-    assert all(count <= budget for count, budget in zip(counts, (47, 59, 138), strict=True)), counts
+    # With views, which launch nothing. Older versions of torch have a few more.
+    budgets = (45, 55, 130) if torch.__version__ >= (2, 13) else (47, 59, 138)
+    assert all(count <= budget for count, budget in zip(counts, budgets, strict=True)), counts
 
 
 # On a GPU.
