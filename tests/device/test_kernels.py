@@ -154,16 +154,17 @@ def check_wide_strides() -> None:
 
 
 class LastPrograms:
-    """A kernel of which only the last programs run."""
+    """A kernel of which only the programs of the last of `images` images run."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, images: int) -> None:
+        self.kernel, self.images = kernel, images
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         from triton.runtime.interpreter import interpreter_builder as builder
 
         width, height, depth = (*grid, 1, 1)[:3]
-        count = min(width * height * depth, 64)
+        # The image may begin in a program of the one before, and the number of programs may be rounded up.
+        count = width * height * depth // self.images + 4
 
         def run(*args: Any, **options: Any) -> None:
             # Triton's interpreter calls these with the size of the grid, and with the number of each program.
@@ -202,9 +203,9 @@ def check_far_results() -> None:
         out = torch.empty(count * one.numel(), dtype=torch.float16)
         out = out.view(count, 3, 65, 63) if layout == "contiguous" else out.view(images.shape).permute(0, 3, 1, 2)
         with (
-            patch.object(normalize, "_flat_kernel", LastPrograms(normalize._flat_kernel)),
-            patch.object(normalize, "image_kernel", LastPrograms(normalize.image_kernel)),
-            patch.object(resize, "_resize_kernel", LastPrograms(resize._resize_kernel)),
+            patch.object(normalize, "_flat_kernel", LastPrograms(normalize._flat_kernel, count)),
+            patch.object(normalize, "image_kernel", LastPrograms(normalize.image_kernel, count)),
+            patch.object(resize, "_resize_kernel", LastPrograms(resize._resize_kernel, count)),
             # Each program of the flat kernel takes one step.
             patch.object(normalize, "_FLAT_PROGRAMS", 1 << 31),
         ):
