@@ -20,8 +20,8 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.combine.parts import Part, Rows
-from h5pack.combine.row_copies import RowCopier, RowOrigins
+from h5pack.combine.parts import Part, RowOrigins, Rows
+from h5pack.combine.row_copies import RowCopier
 from h5pack.errors import OutputExistsError, ResumeError, SourceError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from h5pack.combine.combination import Combination, CombineReport, write_combination
-from h5pack.combine.parts import Part, merge, open_part
-from h5pack.combine.statistics import added_statistics
+from h5pack.combine.parts import Part, added_statistics, merge, open_part
 from h5pack.combine.virtual_file import write_virtual
 from h5pack.errors import OptionsError
 from h5pack.pack.options import output_path

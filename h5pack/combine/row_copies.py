@@ -8,44 +8,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.combine.parts import Part, Rows
+from h5pack.combine.parts import Part, RowOrigins, Rows
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.read.encoded import EncodedIndex
-from h5pack.system.arrays import consecutive_runs, equal_runs
+from h5pack.system.arrays import consecutive_runs
 from h5pack.system.files import clone_range, read_all, write_all
 
 _TASK_BYTES = 8 * 1024 * 1024
 _BLOCK = schema.ALIGNMENT_BYTES
-
-
-@dataclass(frozen=True)
-class RowOrigins:
-    """Where each row of a pack comes from."""
-
-    owners: npt.NDArray[np.int64]  # (N,): index of the row's part
-    rows: Rows  # (N,): number of the row in that part
-
-    @classmethod
-    def of(cls, parts: Sequence[Part], order: Rows) -> RowOrigins:
-        """Return the origins of the rows with the numbers `order`, counted consecutively through all parts."""
-        starts = np.cumsum([0, *map(len, parts)])
-        owners = np.searchsorted(starts, order, "right") - 1
-        return cls(owners, order - starts[owners])
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Divide rows `start` to ``stop - 1`` into runs of one part each; yield (index of the part, start, stop)."""
-        edges = (start + equal_runs(self.owners[start:stop])).tolist()
-        return ((int(self.owners[first]), first, last) for first, last in itertools.pairwise(edges))
 
 
 class RowCopier:
