@@ -179,7 +179,7 @@ def add_processes(group: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Convert the source and print the report; return the exit status."""
     from h5pack.cluster.dask_client import open_client
-    from h5pack.combine.shards import open_conversion
+    from h5pack.combine.convert import open_conversion
 
     verbose = not arguments.quiet and not arguments.json
     keywords = _keywords(arguments)

@@ -110,7 +110,7 @@ class Output:
         self.survey = self._beside(".partial.survey")  # see `h5pack.pack.journal.SurveyJournal`
         self.journal = self._beside(".partial.journal")  # a folder; see `h5pack.pack.journal`
         self.parts = self._beside(".partial.parts")  # a folder; see `h5pack.cluster.parts`
-        self.shards = self._beside(".partial.shards")  # a folder; see `h5pack.combine.shards`
+        self.shards = self._beside(".partial.shards")  # a folder; see `h5pack.combine.convert`
         self.owner = self._beside(".partial.owner")  # see `OwnerFile`
         # A sparse file with the pack's HDF5 metadata, which is then copied into `partial`.
         self.structure = self._beside(f".partial.structure{private}")

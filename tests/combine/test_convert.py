@@ -15,7 +15,7 @@ import pytest
 
 import h5pack
 from h5pack import cli
-from h5pack.combine.shards import open_conversion, shard_path, shards_of
+from h5pack.combine.convert import open_conversion, shard_path, shards_of
 from h5pack.errors import NoImagesError, OptionsError, OutputBusyError, OutputExistsError, ResumeError
 from h5pack.pack.output import Output, OutputLock
 from tests.combine.packs import SOURCE, contents, source
