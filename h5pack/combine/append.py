@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from h5pack.combine.combination import Combination, CombineReport, write_combination
+from h5pack.combine.combination import Combination
 from h5pack.combine.convert import shard_path
 from h5pack.combine.parts import Part, added_statistics, is_virtual, merge, open_part
-from h5pack.combine.virtual_file import write_virtual
+from h5pack.combine.write import CombineReport, write_combination, write_virtual
 from h5pack.errors import NoImagesError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.output import Output

@@ -26,7 +26,7 @@ import numpy as np
 
 from h5pack.combine.combination import Combination
 from h5pack.combine.parts import added_statistics, merge, open_part, rejects_of, stored_options
-from h5pack.combine.virtual_file import make_virtual
+from h5pack.combine.write import make_virtual
 from h5pack.errors import OutputExistsError
 from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from h5pack.combine.combination import Combination, CombineReport, write_combination
+from h5pack.combine.combination import Combination
 from h5pack.combine.parts import Part, added_statistics, merge, open_part
-from h5pack.combine.virtual_file import write_virtual
+from h5pack.combine.write import CombineReport, write_combination, write_virtual
 from h5pack.errors import OptionsError
 from h5pack.pack.options import output_path
 from h5pack.system.files import require_other_files

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from h5pack.combine.combination import Combination, CombineReport, write_combination
+from h5pack.combine.combination import Combination
 from h5pack.combine.parts import Part, Rows, measured_statistics, merge, open_part
+from h5pack.combine.write import CombineReport, write_combination
 from h5pack.errors import NoImagesError, OptionsError
 from h5pack.pack.options import output_path
 from h5pack.sources.catalog import Catalog

@@ -13,7 +13,7 @@ import pytest
 
 import h5pack
 from h5pack.combine.parts import open_part
-from h5pack.combine.row_copies import RowCopier
+from h5pack.combine.write import RowCopier
 from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from tests.combine.packs import KINDS, SOURCE, contents, pack, source
 from tests.crashing import changes_in_child, distinct_steps, leftovers, small_file_system
@@ -250,8 +250,8 @@ def test_blocks_are_shared_where_the_file_system_can(tmp_path: Path, monkeypatch
         os.pwrite(target, os.pread(source, count, start), offset)
         return True
 
-    monkeypatch.setattr("h5pack.combine.row_copies.clone_range", clone)
-    monkeypatch.setattr("h5pack.combine.row_copies._BLOCK", 4096)
+    monkeypatch.setattr("h5pack.combine.write.clone_range", clone)
+    monkeypatch.setattr("h5pack.combine.write._BLOCK", 4096)
     reads: list[int] = []
     read = RowCopier._read
     monkeypatch.setattr(RowCopier, "_read", lambda self, part, rows: reads.append(len(rows)) or read(self, part, rows))

@@ -1,0 +1,467 @@
+"""Writes the pack of a combination: copies its rows, or writes a virtual file that refers to the parts.
+
+The output gets its name once it is complete. Every step of copying can be repeated after a kill: uncompressed rows are
+copied again only if the bytes in the file do not match their checksums; a compressed output is written from the
+beginning.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+
+from h5pack.combine.combination import Combination
+from h5pack.combine.parts import Part, Rows
+from h5pack.errors import OutputExistsError, ResumeError
+from h5pack.format import schema
+from h5pack.format.checksums import crc32, row_checksums
+from h5pack.pack import finish
+from h5pack.pack.compression import compress_chunk, require_filter
+from h5pack.pack.file_structure import (
+    PackTables,
+    copy_structure,
+    create_file,
+    describe_dataset,
+    describe_file,
+    options_text,
+    require_group,
+    write_structure,
+)
+from h5pack.pack.journal import Journal
+from h5pack.pack.options import ConvertOptions
+from h5pack.pack.output import Output, OutputLock, Stages
+from h5pack.pack.resume import Unfinished
+from h5pack.read.chunk_index import ChunkIndex
+from h5pack.read.encoded import EncodedIndex
+from h5pack.read.hdf5 import open_file, text, utf8
+from h5pack.read.virtual_index import VirtualIndex
+from h5pack.system.arrays import consecutive_runs, run_edges
+from h5pack.system.files import clone_range, read_all, reporting_full_disk, sync_path, write_all
+from h5pack.system.machine import available_cpus
+from h5pack.system.processes import open_executor, run, shared
+from h5pack.system.text import format_bytes
+from h5pack.version import __version__
+
+_TASK_BYTES = 8 * 1024 * 1024
+_BLOCK = schema.ALIGNMENT_BYTES
+_MAPPING_BYTES = 512
+"""Upper bound on the bytes that one mapping (see `_VirtualRows`) takes in a virtual file, without the file name."""
+
+
+@dataclass(frozen=True)
+class CombineReport:
+    """The result of `append`, `join` or `subset`."""
+
+    path: str  #: the output
+    images: int  #: rows of the output
+    bytes: int  #: size of the output
+    copied_bytes: int = 0  #: bytes of rows that were written; rows that share disk blocks with a source do not count
+    rejects: int = 0  #: images that were not packed, listed in ``OUT.rejects.csv``
+    added: int = 0  #: rows that `append` added
+    seconds: dict[str, float] = field(default_factory=dict)
+    already_complete: bool = False  #: whether nothing was left to do, with ``resume=True`` or without new images
+
+    def to_text(self) -> str:
+        """Return the report as one or two lines of text."""
+        if self.already_complete:
+            return f"{self.path}: already complete"
+        size, copied, total = format_bytes(self.bytes), format_bytes(self.copied_bytes), sum(self.seconds.values())
+        images = f"{self.images:,} images" + (f" ({self.added:,} new)" if self.added else "")
+        text = f"done     {self.path}: {images}, {size}, {copied} of rows written, {total:.1f} s"
+        if self.rejects:
+            text += f"\nrejects  {self.rejects:,}, listed with reasons in {self.path}.rejects.csv"
+        return text
+
+
+class _UnfinishedFile(Unfinished):
+    """The unfinished file of a combination."""
+
+    plan: Combination
+
+    def __init__(self, plan: Combination, output: Output, lock: OutputLock, overwrite: bool, resume: bool) -> None:
+        self.plan, self.output, self.own_lock = plan, output, lock
+        self.structure = plan.structure
+        journal = Journal(output.journal)
+        before, now = journal.plan() if resume else None, self._identity()
+        self.resumes = before is not None
+        # As in `convert`, a resumed run may replace the output if it or the interrupted run was to overwrite it.
+        self.overwrite = bool(before and before.pop("overwrite", False)) or overwrite
+        if before is None:
+            output.require_not_begun(lock, ConvertOptions(overwrite=overwrite, resume=resume))
+            output.remove_leftovers()
+            lock.renew()
+        elif before != now:
+            raise ResumeError(
+                f"{output.partial}: was begun with other packs, options or another version of h5pack; resume with the "
+                "same ones, or start over with overwrite=True and without resume=True",
+                path=output.partial,
+                parameters=("overwrite=True", "resume=True"),
+            )
+        self.addresses = write_structure(output.structure, self.structure, plan.stored_rows(plan.rows), None)
+        copy_structure(output.structure, lock.descriptor, self.addresses, self.structure)
+        if before is None:
+            journal.start({**now, "overwrite": self.overwrite}, np.empty(0, np.uint64))
+        self.all_offsets = self.structure.row_offsets(self.addresses, plan.offsets)
+
+    def _identity(self) -> dict[str, Any]:
+        plan = self.plan
+        origins = crc32(plan.origins.rows, crc32(plan.origins.owners))
+        shape = [plan.rows, self.structure.chunk_rows, *self.structure.row_shape]
+        return {
+            "h5pack": __version__, "options": plan.options(), "shape": shape,
+            "tables": [plan.catalog.tables_checksum(), origins],
+        }  # fmt: skip
+
+
+def write_combination(
+    plan: Combination, out: Path, *, overwrite: bool, resume: bool, progress: bool, added: int = 0
+) -> CombineReport:
+    """Write the pack. Raises the errors of `h5pack.convert` about the output, and errors of reading the parts."""
+    output, stages = Output(out, permissions_of=plan.permissions_of(out)), Stages(progress)
+    output.check(ConvertOptions(overwrite=overwrite, resume=resume))
+    if resume and not overwrite and output.final.exists() and not output.partial.exists():
+        return _existing_report(plan, output)
+    lock = OutputLock(output)
+    try:
+        with reporting_full_disk(output.partial, "make room, then run again with resume=True", "resume=True"):
+            pack = _UnfinishedFile(plan, output, lock, overwrite, resume)
+            if plan.structure.compression is None:
+                copied = _copy_rows(pack, stages)
+                with stages("finish", plan.rows):
+                    finish.complete(pack, plan.tables)
+            else:
+                copied = _compress_rows(pack, stages)
+            finish.publish(output, lock, pack.overwrite, plan.tables.rejects)
+        size = os.fstat(lock.descriptor).st_size
+        return CombineReport(
+            str(output.final), plan.rows, size, copied, len(plan.tables.rejects), added=added, seconds=stages.seconds
+        )
+    finally:
+        lock.release()
+
+
+def _existing_report(plan: Combination, output: Output) -> CombineReport:
+    """Return the report of an output that is already complete.
+
+    Raise OutputExistsError if its options or its rows differ from the plan.
+    """
+    with open_file(output.final) as file:
+        same = text(file.attrs.get(schema.OPTIONS, b"")) == options_text(plan.options())
+        same = same and _has_rows(file, plan.tables)
+    if not same:
+        raise OutputExistsError(
+            f"{output.final}: exists, but was made of other rows; give another name, or overwrite=True without "
+            "resume=True to replace it",
+            path=output.final,
+            parameters=("overwrite=True", "resume=True"),
+        )
+    output.remove_leftovers()
+    return CombineReport(str(output.final), plan.rows, output.final.stat().st_size, already_complete=True)
+
+
+def _has_rows(file: h5py.File, tables: PackTables) -> bool:
+    """Return whether a pack has the images, file names, labels and splits of the given tables, in the same order."""
+    checksums = {schema.ENCODED if tables.encoded else schema.IMAGES: tables.checksums}
+    if tables.labels is not None:
+        checksums[schema.LABELS] = row_checksums(tables.labels)
+    return (
+        np.array_equal(file[schema.FILENAMES][()], utf8(tables.filenames))
+        and all(np.array_equal(file[f"{schema.CHECKSUMS}/{name}"][()], rows) for name, rows in checksums.items())
+        and [text(name) for name in file[schema.SPLIT_NAMES][()]] == [name for name, _, _ in tables.splits]
+        and file[schema.SPLIT_ROWS][()].tolist() == [list(rows) for _, *rows in tables.splits]
+    )
+
+
+def _copy_rows(pack: _UnfinishedFile, stages: Stages) -> int:
+    """Copy the rows of all datasets; return the number of copied (not shared) bytes."""
+    plan, total, num_threads = pack.plan, 0, available_cpus()
+    with (
+        stages("copy", plan.rows * len(pack.all_offsets)) as advance,
+        ThreadPoolExecutor(num_threads) as threads,
+    ):
+        for number in range(len(pack.all_offsets)):
+            copier = RowCopier(pack, number)
+            for rows, copied in run(threads, copier.copy, copier.tasks(), 2 * num_threads):
+                total += copied
+                advance(rows)
+    return total
+
+
+class RowCopier:
+    """Copies the rows of one dataset to their offsets in an unfinished file, from any number of threads.
+
+    If the file system supports it, disk blocks are shared between the files. Otherwise, rows are read, compared with
+    their checksums, and written. Threads suffice, because most of this work releases the GIL. `number` is the position
+    of the dataset in `Part.pixel_datasets`. If the file is resumed, rows whose bytes it already has are not copied.
+    """
+
+    def __init__(self, pack: _UnfinishedFile, number: int) -> None:
+        self._parts, self._origins, self._number = pack.plan.parts, pack.plan.origins, number
+        self._offsets, self._checksums = pack.all_offsets[number], pack.plan.tables.all_checksums[number]
+        self._descriptor, self._resumes = pack.own_lock.descriptor, pack.resumes
+        self._copied_parts: set[int] = set()  # indices of parts that cannot share disk blocks with the file
+
+    def tasks(self) -> Iterator[tuple[int, int]]:
+        """Yield the (start, stop) rows of each task, which are contiguous in the file."""
+        for start, count in self._offsets.runs(np.arange(len(self._origins)), _TASK_BYTES):
+            yield start, start + count
+
+    def copy(self, task: tuple[int, int]) -> tuple[int, int]:
+        """Copy the rows of a task, or share their blocks on disk; return the number of rows, and bytes of copied rows.
+
+        Raises DamagedRowsError if copied rows do not match their checksums, and OSError if writing fails. Shared rows
+        are not checked.
+        """
+        copied = 0
+        for owner, start, stop in self._origins.runs(*task):
+            if owner not in self._copied_parts and self._clone(owner, start, stop):
+                continue
+            if self._resumes and self._is_written(start, stop):
+                continue
+            data = self._read(self._parts[owner], self._origins.rows[start:stop])
+            write_all(self._descriptor, data, self._offsets.offset(start))
+            copied += len(data)
+        return task[1] - task[0], copied
+
+    def _clone(self, owner: int, start: int, stop: int) -> bool:
+        """Share the disk blocks of rows that are contiguous in their part; copy the partial blocks at both ends.
+
+        Returns False, without having copied anything, if sharing is not possible.
+        """
+        part = self._parts[owner]
+        source = self._source_range(part, start, stop)
+        if source is None:
+            return False
+        first, count = source
+        target = self._offsets.offset(start)
+        head = -first % _BLOCK
+        middle = (count - head) // _BLOCK * _BLOCK
+        if (target - first) % _BLOCK or middle <= 0:
+            return False
+        descriptor = part.engine.storage.open()
+        if not clone_range(descriptor, self._descriptor, first + head, middle, target + head):
+            self._copied_parts.add(owner)
+            return False
+        for begin, end in ((0, head), (head + middle, count)):
+            write_all(self._descriptor, read_all(descriptor, end - begin, first + begin), target + begin)
+        return True
+
+    def _source_range(self, part: Part, start: int, stop: int) -> tuple[int, int] | None:
+        """Return the offset and the size in bytes of rows in their part's file; None if they are not contiguous."""
+        rows = self._origins.rows[start:stop]
+        index = part.engine.indexes[part.pixel_datasets[self._number]]
+        if len(consecutive_runs(rows)) != 2:
+            return None
+        count = int(self._offsets.edges(start, stop - start)[-1])
+        if isinstance(index, EncodedIndex):
+            base = index.base if index.library_reason is None else None
+            return None if base is None else (base + int(index.offsets[rows[0]]), count)
+        first, last = index.offset_of(int(rows[0])), index.offset_of(int(rows[-1]))
+        if first is None or last is None or last - first != count - index.row_bytes:
+            return None
+        return first, count
+
+    def _is_written(self, start: int, stop: int) -> bool:
+        edges = self._offsets.edges(start, stop - start).tolist()
+        data = memoryview(read_all(self._descriptor, edges[-1], self._offsets.offset(start)))
+        wanted = self._checksums[start:stop].tolist()
+        if len(data) < edges[-1]:
+            return False
+        return all(crc32(data[a:b]) == one for (a, b), one in zip(itertools.pairwise(edges), wanted, strict=True))
+
+    def _read(self, part: Part, rows: Rows) -> bytes | memoryview:
+        dataset, engine = part.pixel_datasets[self._number], part.engine
+        if not isinstance(engine.indexes[dataset], EncodedIndex):
+            return part.read_pixels(dataset, rows).reshape(-1).view(np.uint8).data
+        found = engine.read_bytes(dataset, rows)
+        engine.check(dataset, rows, found)
+        return b"".join(found)
+
+
+def _compress_rows(pack: _UnfinishedFile, stages: Stages) -> int:
+    """Write the compressed output; return the total size of its chunks in bytes."""
+    plan, step, num_workers, total = pack.plan, pack.structure.chunk_rows, available_cpus(), 0
+    datasets = len(pack.structure.datasets)
+    with (
+        stages("compress", plan.rows * datasets) as advance,
+        open_executor(num_workers, None, plan) as executor,
+    ):
+
+        def chunks() -> Iterator[bytes]:
+            nonlocal total
+            tasks = ((number, start) for number in range(datasets) for start in range(0, plan.rows, step))
+            for data in run(executor, _compressed_chunk, tasks, 2 * num_workers, ordered=True):
+                total += len(data)
+                yield data
+                advance(step)
+
+        finish.complete_compressed(pack, plan.tables, chunks(), executor)
+    return total
+
+
+def _compressed_chunk(task: tuple[int, int]) -> bytes:
+    """Return the compressed bytes of a chunk. `task` is (position of the dataset, first row of the chunk).
+
+    If a part has a chunk of the same rows with the same compression, that chunk's bytes are reused.
+    """
+    plan: Combination = shared()
+    number, start = task
+    structure = plan.structure
+    compression = structure.compression
+    assert compression is not None
+    require_filter(compression)
+    _, shape, dtype = structure.datasets[number]
+    stop = min(start + structure.chunk_rows, plan.rows)
+    chunk = np.zeros((structure.chunk_rows, *shape), dtype)
+    for owner, first, last in plan.origins.runs(start, stop):
+        part, rows = plan.parts[owner], plan.origins.rows[first:last]
+        if last - first == len(chunk) and part.options.get("compression") == compression.name:
+            stored = _stored_chunk(part, number, rows)
+            if stored is not None:
+                return stored
+        chunk[first - start : last - start] = part.read_pixels(part.pixel_datasets[number], rows)
+    return compress_chunk(chunk, compression)
+
+
+def _stored_chunk(part: Part, number: int, rows: Rows) -> bytes | None:
+    """Return the bytes of a part's chunk if it has exactly these rows and matches its checksum, else None."""
+    index = part.engine.indexes[part.pixel_datasets[number]]
+    chunk, within = divmod(int(rows[0]), index.chunk_rows)
+    whole = len(rows) == index.chunk_rows and not within and len(consecutive_runs(rows)) == 2
+    if not whole or index.codec is None or index.stored_checksums is None or index.filter_masks[chunk]:
+        return None
+    data = read_all(part.engine.storage.open(), int(index.sizes[chunk]), int(index.addresses[chunk]))
+    return data if crc32(data) == int(index.stored_checksums[chunk]) else None
+
+
+def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int = 0) -> CombineReport:
+    """Write the virtual file of a combination. Interrupted calls are not resumed, because writing takes little time."""
+    begin = time.perf_counter()
+    output = Output(out, permissions_of=plan.permissions_of(out))
+    output.check(ConvertOptions(overwrite=overwrite), resumable=False)
+    lock = OutputLock(output)
+    try:
+        with reporting_full_disk(output.partial, "make room, then run again"):
+            output.require_not_begun(lock, ConvertOptions(overwrite=overwrite))
+            lock.renew()
+            try:
+                make_virtual(plan, output, lock, output.final.parent)
+                finish.publish(output, lock, overwrite, plan.tables.rejects)
+            except BaseException:
+                output.structure.unlink(missing_ok=True)
+                output.partial.unlink(missing_ok=True)
+                raise
+        size = os.fstat(lock.descriptor).st_size
+        seconds = {"write": time.perf_counter() - begin}
+        rejects = len(plan.tables.rejects)
+        return CombineReport(str(output.final), plan.rows, size, 0, rejects, added=added, seconds=seconds)
+    finally:
+        lock.release()
+
+
+def make_virtual(plan: Combination, output: Output, lock: OutputLock, folder: Path) -> None:
+    """Replace ``OUT.partial`` by the virtual file, which refers to packs by paths relative to `folder`."""
+    lock.create(output.structure)
+    _write(plan, output.structure, folder)
+    sync_path(output.structure)
+    lock.replace(output.structure)
+
+
+def _write(plan: Combination, path: Path, folder: Path) -> None:
+    mappings = [list(_mappings(plan, number)) for number in range(1 + len(plan.pixel_rows))]
+    files = {one.file for found in mappings for one in found}
+    # Store % as %%, because HDF5 would replace %b in a name by a number.
+    names = {file: os.fsencode(_relative(file, folder).replace("%", "%%")) for file in files}
+    room = sum(len(names[one.file]) + _MAPPING_BYTES for found in mappings for one in found)
+    room += plan.structure.metadata_bytes
+    # HDF5 1.8 has no virtual datasets, so `compat` is not possible.
+    structure = replace(plan.structure, compat=False, compression=None, metadata_bytes=room)
+    lengths = [plan.stored_rows(plan.rows), *[plan.rows] * len(structure.fields)]
+    with create_file(path, structure) as file:
+        for (name, row_shape, dtype), found, rows in zip(structure.datasets, mappings, lengths, strict=True):
+            shape = (rows, *row_shape)
+            require_group(file, os.path.dirname(name))
+            dataset = _create(file, name, shape, dtype, _sources(shape, found, names))
+            describe_dataset(dataset, structure)
+        describe_file(file, structure, plan.tables)
+
+
+class _VirtualRows(NamedTuple):
+    """Consecutive rows of a virtual dataset (bytes, if images are encoded), and where they are stored."""
+
+    first: int  # first row in the virtual dataset
+    length: int
+    file: str
+    dataset: str
+    start: int  # first row in the source dataset
+    rows: int  # number of rows of the whole source dataset
+
+
+def _mappings(plan: Combination, number: int) -> Iterator[_VirtualRows]:
+    """Yield mappings in ascending order of rows. Rows of a virtual part are mapped to the files that store them."""
+    for owner, start, stop in plan.origins.runs(0, plan.rows):
+        part, rows = plan.parts[owner], plan.origins.rows[start:stop]
+        index = part.engine.indexes[part.pixel_datasets[number]]
+        for low, high in itertools.pairwise(consecutive_runs(rows).tolist()):
+            first, begin, end = start + low, int(rows[low]), int(rows[high - 1]) + 1
+            if isinstance(index, EncodedIndex) and plan.offsets is not None:
+                data = index.data
+                first, begin, end = int(plan.offsets[first]), int(index.offsets[begin]), int(index.offsets[end])
+            else:
+                data = index
+            if begin < end:
+                yield from _sources_of(str(part.path), data, first, begin, end)
+
+
+def _sources_of(path: str, index: ChunkIndex, first: int, begin: int, end: int) -> Iterator[_VirtualRows]:
+    if not isinstance(index, VirtualIndex):
+        yield _VirtualRows(first, end - begin, path, index.name, begin, index.rows)
+        return
+    ranges = index.ranges(begin, end)
+    counts = np.diff(np.append(ranges.firsts, end))
+    starts = ranges.firsts + ranges.shifts
+    # A range ends where its chunk ends, so join ranges that follow each other in one source.
+    joins = (np.diff(ranges.source_ids) == 0) & (starts[1:] == starts[:-1] + counts[:-1])
+    for low, high in itertools.pairwise(run_edges(~joins).tolist()):
+        source = index.sources[int(ranges.source_ids[low])]
+        count, start = int(counts[low:high].sum()), int(starts[low])
+        here = first + int(ranges.firsts[low]) - begin
+        yield _VirtualRows(here, count, source.file.path, source.index.name, start, source.index.rows)
+
+
+def _sources(shape: tuple[int, ...], mappings: list[_VirtualRows], names: dict[str, bytes]) -> h5py.h5p.PropDCID:
+    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    create.set_obj_track_times(False)
+    origin = (0,) * (len(shape) - 1)
+    for one in mappings:
+        here, there = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((one.rows, *shape[1:]))
+        here.select_hyperslab((one.first, *origin), (one.length, *shape[1:]))
+        there.select_hyperslab((one.start, *origin), (one.length, *shape[1:]))
+        create.set_virtual(here, names[one.file], one.dataset.replace("%", "%%").encode(), there)
+    return create
+
+
+def _relative(path: str, folder: Path) -> str:
+    """Return the path of a file relative to `folder`, along symbolic links if that is right, else along real folders.
+
+    For the system, ".." leads from a linked folder to the parent of the link's target.
+    """
+    found = os.path.relpath(path, folder)
+    parent, name = os.path.split(path)
+    if os.path.realpath(folder / os.path.dirname(found)) != os.path.realpath(parent):
+        found = os.path.relpath(os.path.join(os.path.realpath(parent), name), os.path.realpath(folder))
+    return found
+
+
+def _create(file: h5py.File, name: str, shape: tuple[int, ...], dtype: str, create: h5py.h5p.PropDCID) -> h5py.Dataset:
+    kind, space = h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple(shape)
+    return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, create))
