@@ -38,7 +38,7 @@ from benchmarks.common import (
     spread,
     write_result,
 )
-from h5pack.benchmark.readers import through_library
+from h5pack.benchmark.sweep import through_library
 from h5pack.read.codecs import MallocBuffer
 from h5pack.system.machine import machine_facts
 

@@ -52,7 +52,7 @@ from benchmarks.common import (
     write_result,
 )
 from h5pack.benchmark.ceilings import MemoryCopy, interleaved, sequential, touch
-from h5pack.benchmark.readers import through_library
+from h5pack.benchmark.sweep import through_library
 from h5pack.system.files import drop_cache
 from h5pack.system.machine import machine_facts
 

@@ -14,9 +14,8 @@ import pytest
 from h5pack.benchmark import sweep
 from h5pack.benchmark.cases import BenchCase, FileVariant, Measurement
 from h5pack.benchmark.ceilings import Ceilings, PageState
-from h5pack.benchmark.readers import LibraryReader, ReadTiming, SharedDatasets, open_reader
 from h5pack.benchmark.sample import scratch_folder
-from h5pack.benchmark.sweep import Sweep
+from h5pack.benchmark.sweep import LibraryReader, ReadTiming, SharedDatasets, Sweep, open_reader
 from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, input_of, sample_of, write_cut_chunks
 from tests.crashing import gone
 from tests.makers import class_folders
