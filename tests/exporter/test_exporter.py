@@ -21,7 +21,6 @@ from h5pack.errors import DamagedRowsError, NoImagesError, OptionsError, OutputE
 from h5pack.exporter import exporter
 from h5pack.exporter.exporter import ExportReport, export
 from h5pack.exporter.image_files import open_rows
-from h5pack.format.checksums import row_checksums
 from h5pack.read.hdf5 import dataset_names
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from tests.crashing import leftovers
@@ -508,17 +507,6 @@ def test_nothing_is_written_without_images(tmp_path: Path) -> None:
         with pytest.raises(error):
             export(tmp_path / source, tmp_path / "out", **keywords)
     assert leftovers(tmp_path) == {"f.h5", "one.h5"}
-
-
-def test_fields_of_a_pack_are_exported_by_default(tmp_path: Path) -> None:
-    h5pack.convert(flat_folder(tmp_path / "in", 3), tmp_path / "a.h5", **quick(order="sorted"))
-    with h5py.File(tmp_path / "a.h5", "a") as file:
-        file["fields/seen"] = np.array([True, False, True])
-        file["checksums/fields/seen"] = row_checksums(file["fields/seen"][()])
-    export(tmp_path / "a.h5", tmp_path / "out", **one())
-    lines = (tmp_path / "out" / "manifest.csv").read_text().splitlines()
-    rows = (f"{row:05d}.png,all,{seen},{row},{row:05d}.jpg" for row, seen in enumerate((1, 0, 1)))
-    assert lines == ["path,split,seen,row,source", *rows]
 
 
 @pytest.mark.parametrize("wide", [False, True])
