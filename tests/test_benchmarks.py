@@ -14,8 +14,8 @@ from benchmarks import chunk_size, cluster, compare, compressed, convert, foreig
 from benchmarks.common import RESULTS, spread
 from h5pack.benchmark.bench import BenchRun
 from h5pack.benchmark.ceilings import interleaved
-from tests.benchmark.files import StepClock
 from tests.makers import class_folders, run_benchmark
+from tests.monitor.fake_clock import FakeClock
 
 
 def test_convert_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_read_benchmark(tmp_path: Path) -> None:
 def test_chunk_size_benchmark_and_its_settings_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A clock of its own, so that the time suffices on a busy machine.
     monkeypatch.setattr(
-        BenchRun.__init__, "__kwdefaults__", {**BenchRun.__init__.__kwdefaults__, "clock": StepClock(step=0.05)}
+        BenchRun.__init__, "__kwdefaults__", {**BenchRun.__init__.__kwdefaults__, "clock": FakeClock(tick=0.05)}
     )
     images = class_folders(tmp_path / "images", {"a": 50, "b": 50}, (64, 48))
     (tmp_path / "scratch").mkdir()

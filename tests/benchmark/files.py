@@ -1,4 +1,4 @@
-"""Input files of the bench's tests, samples of them, and a clock that no load disturbs."""
+"""Input files of the bench's tests, and samples of them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,10 @@ import numpy as np
 
 from h5pack.benchmark.cases import BenchSettings
 from h5pack.benchmark.sample import BenchInput, BenchSample, find_input, make_sample
+from tests.monitor.fake_clock import FakeClock
 
 SIZE = (64, 48)
 ROW_BYTES = 64 * 48 * 3
-
-
-class StepClock:
-    """A clock that advances by `step` seconds a call, and by what `advance` adds."""
-
-    def __init__(self, step: float = 0.0) -> None:
-        self.now, self.step = 0.0, step
-
-    def __call__(self) -> float:
-        self.now += self.step
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        """Let time pass."""
-        self.now += seconds
 
 
 def write_cut_chunks(path: Path) -> Path:
@@ -46,4 +32,4 @@ def input_of(path: Path) -> BenchInput:
 
 def sample_of(path: Path, scratch: Path, **settings: Any) -> BenchSample:
     """A sample without time limit."""
-    return make_sample(input_of(path), BenchSettings(**settings), scratch, StepClock(), BenchSettings.seconds)
+    return make_sample(input_of(path), BenchSettings(**settings), scratch, FakeClock(), BenchSettings.seconds)

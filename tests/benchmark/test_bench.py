@@ -23,8 +23,9 @@ from h5pack.benchmark.sample import find_input
 from h5pack.benchmark.sweep import Sweep
 from h5pack.cli import main
 from h5pack.errors import H5PackError, NoSpaceError, OptionsError
-from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, write_cut_chunks
+from tests.benchmark.files import ROW_BYTES, SIZE, write_cut_chunks
 from tests.makers import class_folders, flat_folder, save, split_folders
+from tests.monitor.fake_clock import FakeClock
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 def bench(source: Path, scratch: Path, **settings: Any) -> BenchReport:
     """A bench of 12 s on a clock whose every reading takes 40 ms, so that each case is measured."""
     made = make_settings(**{"seconds": 12.0, "scratch": os.fspath(scratch), **settings})
-    return BenchRun(source, made, clock=StepClock(step=0.04)).run()
+    return BenchRun(source, made, clock=FakeClock(tick=0.04)).run()
 
 
 def speeds(report: BenchReport, order: str, engine: str, cache: str) -> dict[str, tuple[float, ...]]:
@@ -268,7 +269,7 @@ def test_the_command_prints_an_answer_that_works(
     folder = split_folders(tmp_path / "in", {"training": {"a": 15, "b": 15}, "test": {"a": 5, "b": 5}}, SIZE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        BenchRun.__init__, "__kwdefaults__", {**BenchRun.__init__.__kwdefaults__, "clock": StepClock(step=0.04)}
+        BenchRun.__init__, "__kwdefaults__", {**BenchRun.__init__.__kwdefaults__, "clock": FakeClock(tick=0.04)}
     )
     options = "--seconds 6 --chunk-rows 4,16 --batch-size 8 --orders window --engines direct --cache hot --workers 0"
     assert main(["bench", os.fspath(folder), *options.split(), "--plot", "b.png"]) == 0

@@ -15,8 +15,9 @@ from h5pack.benchmark.cases import BenchSettings
 from h5pack.benchmark.sample import BenchSample, _Packer, find_input, make_sample, scratch_folder, usual_sizes
 from h5pack.combine.convert import convert
 from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, WorkerError
-from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, input_of, sample_of, write_cut_chunks
+from tests.benchmark.files import ROW_BYTES, SIZE, input_of, sample_of, write_cut_chunks
 from tests.makers import class_folders, flat_folder, save
+from tests.monitor.fake_clock import FakeClock
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_sizes_near_the_default_are_not_compared_with_it() -> None:
 
 def test_variants_that_come_late_are_left_out(folder: Path, scratch: Path) -> None:
     settings = BenchSettings(seconds=1.0, chunk_rows=(4, 16))
-    sample = make_sample(input_of(folder), settings, scratch, StepClock(step=10.0), settings.seconds)
+    sample = make_sample(input_of(folder), settings, scratch, FakeClock(tick=10.0), settings.seconds)
     assert labels(sample) == ["4 rows"]
     assert "16 rows, contiguous" in sample.notes[0]
 

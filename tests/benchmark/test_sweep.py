@@ -16,9 +16,10 @@ from h5pack.benchmark.cases import BenchCase, FileVariant, Measurement
 from h5pack.benchmark.ceilings import Ceilings, PageState
 from h5pack.benchmark.sample import scratch_folder
 from h5pack.benchmark.sweep import LibraryReader, ReadTiming, SharedDatasets, Sweep, open_reader
-from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, input_of, sample_of, write_cut_chunks
+from tests.benchmark.files import ROW_BYTES, SIZE, input_of, sample_of, write_cut_chunks
 from tests.crashing import gone
 from tests.makers import class_folders
+from tests.monitor.fake_clock import FakeClock
 
 
 def case_of(
@@ -97,7 +98,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FileVari
 
 
 def measure(
-    variants: list[FileVariant], cases: list[BenchCase], seconds: float, clock: StepClock, **options: Any
+    variants: list[FileVariant], cases: list[BenchCase], seconds: float, clock: FakeClock, **options: Any
 ) -> list[Measurement]:
     found: list[Measurement] = []
     Sweep(variants, 0, lambda: None, clock).measure(cases, seconds, found, **options)
@@ -108,7 +109,7 @@ class Faked:
     """Readers and page caches that take the seconds in `seconds` on a fake clock, and log what they are asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.clock, self.log = StepClock(), list[str]()
+        self.clock, self.log = FakeClock(), list[str]()
         self.kept: str | None = None  # Why pages stay in the cache.
         self.seconds = {"full": 0.05, "sequential": 0.05, "window": 0.05, "drop": 0.0}
         monkeypatch.setattr(sweep, "open_reader", self.open)
@@ -119,7 +120,7 @@ class Faked:
 
     def drop(self) -> str | None:
         self.log.append("drop")
-        self.clock.advance(self.seconds["drop"])
+        self.clock.now += self.seconds["drop"]
         return self.kept
 
 
@@ -129,7 +130,7 @@ class FakeReader:
 
     def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
         self.faked.log.append("load" if once else self.order)
-        self.faked.clock.advance(self.faked.seconds[self.order])
+        self.faked.clock.now += self.faked.seconds[self.order]
         return ReadTiming(100, self.faked.seconds[self.order], None)
 
     def close(self) -> None:
@@ -147,7 +148,7 @@ def test_a_slow_case_gets_fewer_repeats_and_every_case_one(variants: list[FileVa
     counts = {one.case.order: len(one.speeds) for one in measure(variants, cases, 3.05, faked.clock)}
     # The window shuffle has four sixths of the time, the others one; a repeat takes twice its reader's seconds.
     assert counts == {"full": 1, "sequential": 5, "window": 17}
-    assert faked.clock.now <= 3.05
+    assert faked.clock.now <= 103.05
 
 
 def test_cases_that_decide_get_three_repeats_even_late_but_not_too_late(
@@ -155,7 +156,7 @@ def test_cases_that_decide_get_three_repeats_even_late_but_not_too_late(
 ) -> None:
     faked.seconds["full"] = 0.4
     cases = [case_of("4 rows", order) for order in ("full", "window")]
-    counts = {one.case.order: len(one.speeds) for one in measure(variants, cases, 1.0, faked.clock, end=10.0)}
+    counts = {one.case.order: len(one.speeds) for one in measure(variants, cases, 1.0, faked.clock, end=110.0)}
     # A repeat runs its reader twice.
     assert counts["full"] == 3
     assert counts["window"] >= 3
@@ -168,7 +169,7 @@ def test_a_ceiling_is_measured_beside_each_repeat(variants: list[FileVariant], m
     ceilings, asked = Ceilings([], 8, 1, 4, 2), list[BenchCase]()
     monkeypatch.setattr(ceilings, "measure", lambda case: (asked.append(case), float(len(asked)))[1])
     single = case_of("4 rows", "single")
-    found, other = measure(variants, [WINDOW, single], 1.0, StepClock(step=0.05), ceilings=ceilings)
+    found, other = measure(variants, [WINDOW, single], 1.0, FakeClock(tick=0.05), ceilings=ceilings)
     # Only of H5Loader, which is compared with it.
     assert asked == len(found.speeds) * [WINDOW]
     assert (found.ceilings, other.ceilings) == (tuple(range(1, len(asked) + 1)), ())
@@ -220,7 +221,7 @@ def test_cases_that_cannot_be_measured_say_why(
 
 
 def test_direct_reads_request_each_byte_once(variants: list[FileVariant]) -> None:
-    (found,) = measure(variants, [BenchCase("4 rows", "window", "direct", "hot", 8, 2, 1)], 1.0, StepClock(step=0.05))
+    (found,) = measure(variants, [BenchCase("4 rows", "window", "direct", "hot", 8, 2, 1)], 1.0, FakeClock(tick=0.05))
     # The labels' few bytes come on top.
     assert found.amplification == pytest.approx(1.0, abs=0.01)
     assert found.hit_rate == pytest.approx(0.75)
@@ -241,7 +242,7 @@ def test_cold_cases_read_the_disk_though_libraries_cache_chunks(tmp_path: Path) 
         variants = sample_of(path, scratch, chunk_rows=(10,), contiguous=False).variants
         kinds = [(order, engine) for order in ("window", "full", "single") for engine in ("direct", "tuned", "default")]
         cases = [case_of("as it is", *kind, "cold") for kind in kinds]
-        found = measure(variants, cases, 3.0, StepClock(step=0.05))
+        found = measure(variants, cases, 3.0, FakeClock(tick=0.05))
     assert len({one.reason for one in found}) == 1
     for one in found:
         assert one.reason is not None or (one.amplification or 0) > 0.9, one.case
@@ -251,6 +252,6 @@ def test_hot_cases_read_decoded_chunks_from_memory_as_later_epochs_do(tmp_path: 
     path = write_compressed(tmp_path / "small.h5", (1_000, 64, 64, 3), 1)
     with scratch_folder(tmp_path) as scratch:
         variants = sample_of(path, scratch, chunk_rows=(10,), contiguous=False, rows=1_000).variants
-        (found,) = measure(variants, [case_of("as it is", "window", "direct", "hot")], 0.1, StepClock(step=0.05))
+        (found,) = measure(variants, [case_of("as it is", "window", "direct", "hot")], 0.1, FakeClock(tick=0.05))
     assert found.speeds
     assert found.amplification == 0

@@ -10,7 +10,7 @@ from h5pack.monitor.monitor import FeedMonitor
 
 
 class FakeClock:
-    """Stands in for the module `time`; each reading takes `tick` seconds."""
+    """Stands in for the module `time`, or for a function of it; each reading takes `tick` seconds."""
 
     def __init__(self, tick: float = 0.0) -> None:
         self.now, self.tick = 100.0, tick
@@ -18,6 +18,8 @@ class FakeClock:
     def perf_counter(self) -> float:
         self.now += self.tick
         return self.now
+
+    __call__ = perf_counter
 
     def time(self) -> float:
         return self.now

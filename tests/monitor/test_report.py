@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import h5pack
 from h5pack.errors import OptionsError
 from h5pack.monitor.monitor import FeedMonitor
 from h5pack.monitor.probes import GpuStatus
@@ -110,20 +109,3 @@ def test_a_tensorboard_folder_gets_a_writer_that_close_closes(tmp_path: Path, mo
         pickle.loads(pickle.dumps(monitor))
         assert not made[str(tmp_path)].closed
     assert made[str(tmp_path)].closed
-
-
-def test_steps_of_a_resumed_epoch_follow_those_before(dataset: h5pack.H5Dataset) -> None:
-    loader = h5pack.H5Loader(dataset, 8)
-    iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
-    state = loader.state_dict()
-    loader.close()
-
-    writer = FakeWriter()
-    monitor = FeedMonitor(loader, interval_seconds=1e-9, tensorboard=writer, warn_stall=None)
-    monitor.load_state_dict(state)
-    assert len(list(monitor)) == len(loader) - 3
-    steps = [step for _, _, step in writer.scalars]
-    assert min(steps) >= 3
-    assert max(steps) <= len(loader)
