@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from h5pack.errors import DamagedRowsError, OptionsError, OutputExistsError, SourceError
+from h5pack.exporter.contents import MANIFEST, ExportNames, Manifest, NameRules, name_files, plan_manifest
 from h5pack.exporter.image_files import (
     SUFFIXES,
     ExportForm,
@@ -27,8 +28,6 @@ from h5pack.exporter.image_files import (
     export_tasks,
     open_rows,
 )
-from h5pack.exporter.manifest import Manifest, plan_manifest
-from h5pack.exporter.names import MANIFEST, ExportNames, NameRules, name_files
 from h5pack.pack.options import check_choice, parse_range
 from h5pack.pack.output import Stages
 from h5pack.read.encoded import EncodedIndex
@@ -127,8 +126,8 @@ def export(
     """Write the images of an HDF5 file as PNG or JPEG files, in one folder per split and class.
 
     The files get the names stored in the HDF5 file, with the suffix of the export format (the rules are in
-    `h5pack.exporter.names`). ``manifest.csv`` in `folder` lists the split, labels and fields of every exported row in
-    stored order. The folder appears under the name `folder` only once it is complete. An interrupted call, even one
+    `h5pack.exporter.contents`). ``manifest.csv`` in `folder` lists the split, labels and fields of every exported row
+    in stored order. The folder appears under the name `folder` only once it is complete. An interrupted call, even one
     ended by SIGKILL, can be continued with ``resume=True``.
 
     Parameters
