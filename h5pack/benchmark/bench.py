@@ -165,7 +165,7 @@ def make_settings(**keywords: Any) -> BenchSettings:
     return BenchSettings(**keywords)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Comparison:
     """The measurements that decide the recommendation. They end before `end`, and are added to `report`."""
 
@@ -176,32 +176,34 @@ class _Comparison:
     ceilings: Ceilings
     clock: Callable[[], float]
     end: float  # As returned by `clock`.
+    cache: str = "hot"  # Page-cache state of the cases that compare variants.
 
-    def compare(self, cases: Sequence[BenchCase]) -> tuple[str, float]:
-        """Measure the cases that compare variants; return their page-cache state, and the seconds of one turn."""
-        turn, cache, left, found = 0.0, "hot", self.end - self.clock(), self.report.measurements
+    def compare(self, cases: Sequence[BenchCase]) -> float:
+        """Measure the cases that compare variants; return the seconds of one turn."""
+        turn, left, found = 0.0, self.end - self.clock(), self.report.measurements
         for cache in deciding_caches(self.workload, self.settings.caches):
+            self.cache = cache
             chosen = [case for case in cases if case == self.workload.case(case.variant, cache)]
             turn = self.sweep.measure(chosen, _COMPARE_SHARE * left, found, self.ceilings, end=self.end)
             if any(one.speeds for one in found):
                 break
-        return cache, turn
+        return turn
 
-    def run_off(self, cache: str) -> bool:
+    def run_off(self) -> bool:
         """Measure the fastest variants again, side by side; then compare windows, numbers of threads and workers.
 
         Return whether any repeats were added. Further calls may add more repeats.
         """
         workload, left, before = self.workload, self.end - self.clock(), self._repeats()
-        chosen = choose(self.findings(cache))
-        if chosen is None or not chosen.compared or missing(self.findings(cache)):
+        chosen = choose(self.findings)
+        if chosen is None or not chosen.compared or missing(self.findings):
             return False
-        cases = finalists(self.findings(cache))
+        cases = finalists(self.findings)
         found = self.report.run_off
         self.sweep.measure(cases, _FINALISTS_SHARE * left, found, self.ceilings, reload_each_repeat=True)
-        chosen = choose(self.findings(cache)) or chosen
+        chosen = choose(self.findings) or chosen
         counts = sorted({count for count in (*_TRIED, workload.cpus) if count <= min(workload.cpus, max(_TRIED))})
-        usual = workload.case(chosen.variant, cache)
+        usual = workload.case(chosen.variant, self.cache)
         threads = [replace(usual, num_threads=count) for count in self.settings.num_threads or counts]
         windows = [replace(usual, window=window) for window in self.settings.window]
         alone = replace(usual, num_threads=1)
@@ -215,15 +217,16 @@ class _Comparison:
     def _repeats(self) -> int:
         return sum(len(one.speeds) for one in self.report.run_off)
 
-    def with_first_epoch(self, chosen: Recommendation) -> _Comparison:
-        """Return this comparison, with the speeds of first epochs added to its workload if only these decode chunks."""
+    def measure_first_epoch(self, chosen: Recommendation) -> None:
+        """Add the speeds of first epochs to the workload if only these decode chunks."""
         speeds = self.sweep.first_epoch(self.workload.case(chosen.variant, chosen.judged_by), self.end)
-        return replace(self, workload=replace(self.workload, first_epoch=speeds))
+        self.workload = replace(self.workload, first_epoch=speeds)
 
-    def findings(self, cache: str) -> Findings:
-        """Return the measurements so far, to be judged by a page-cache state."""
+    @property
+    def findings(self) -> Findings:
+        """The measurements so far."""
         report = self.report
-        return Findings(report.variants, report.measurements, report.run_off, self.workload, cache)
+        return Findings(report.variants, report.measurements, report.run_off, self.workload, self.cache)
 
 
 class BenchRun:
@@ -321,22 +324,22 @@ class BenchRun:
         comparison = _Comparison(report, workload, settings, sweep, ceilings, self._clock, end)
         try:
             with self._phase("comparing chunk sizes"):
-                cache, turn = comparison.compare(every)
+                turn = comparison.compare(every)
             with self._phase("run-off"):
-                more = comparison.run_off(cache)
+                more = comparison.run_off()
                 # If there are no other cases, all of the time goes to the run-off.
                 while more and len(report.measurements) == len(every) and end - self._clock() > _REST_TURNS * turn:
-                    more = comparison.run_off(cache)
+                    more = comparison.run_off()
         finally:
             report.ceilings += ceilings.results()
-        chosen = choose(comparison.findings(cache))
-        report.missing = missing(comparison.findings(cache), sample.not_packed)
+        chosen = choose(comparison.findings)
+        report.missing = missing(comparison.findings, sample.not_packed)
         failed = {one.case for one in report.measurements if one.reason not in (None, NO_TIME)}
         if chosen is not None and not report.missing:
-            comparison = comparison.with_first_epoch(chosen)
-            report.recommendation = choose(comparison.findings(cache))
+            comparison.measure_first_epoch(chosen)
+            report.recommendation = choose(comparison.findings)
         # More time would not help if all deciding cases failed, or none of them was asked for.
-        elif not failed.issuperset(case for case in every if case == workload.case(case.variant, cache)):
+        elif not failed.issuperset(case for case in every if case == workload.case(case.variant, comparison.cache)):
             needed = report.seconds["packing"] + report.seconds["warming up"] + (MIN_REPEATS + 1) * turn
             report.enough_seconds = math.ceil(LEEWAY * max(needed, settings.seconds))
         ceilings.copy = None  # Free the memory of its arrays.
@@ -346,7 +349,7 @@ class BenchRun:
         self._measure_others(report, every, sweep, end)
         if not report.missing:
             # Choose again: the reasons include h5py's speed on the input file, which was measured only now.
-            report.recommendation = choose(comparison.findings(cache))
+            report.recommendation = choose(comparison.findings)
 
     def _measure_others(self, report: BenchReport, every: Sequence[BenchCase], sweep: Sweep, end: float) -> None:
         """Measure the cases that do not decide the recommendation, as far as time allows."""
