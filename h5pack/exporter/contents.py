@@ -29,7 +29,7 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -128,7 +128,7 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
         beside = zip(mask_folders, suffixes, strict=True)
         return [path, *(f"{folder}/{stem}{suffix}" for folder, suffix in beside)]
 
-    folders = {folder for path in paths for file in files_of(path) for folder in _parents(file)}
+    folders = {str(above) for path in paths for file in files_of(path) for above in PurePosixPath(file).parents} - {"."}
     for index in _make_distinct(paths, files_of, folders, rules.fold):
         renamed[index] = source.has_names
     masks = [NameTable.of(files_of(path)[number] for path in paths) for number in range(1, 1 + len(suffixes))]
@@ -233,14 +233,6 @@ def _too_long(path: str, rules: NameRules) -> bool:
     encoded = path.encode("utf-8", "surrogatepass")
     max_bytes = rules.max_name_bytes - _SPARE_BYTES
     return len(encoded) > _MAX_PATH_BYTES or max(map(len, encoded.split(b"/"))) > max_bytes
-
-
-def _parents(path: str) -> Iterator[str]:
-    """Yield all parent folders of a relative path, innermost first."""
-    folder = path.rpartition("/")[0]
-    while folder:
-        yield folder
-        folder = folder.rpartition("/")[0]
 
 
 @dataclass(frozen=True)
