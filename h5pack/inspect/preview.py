@@ -166,7 +166,7 @@ def preview(
     _require_size(len(rows) * (1 + len(source.catalog.pixel_fields)) * tile, tile, file_format="PNG")
     index_of = dict(zip(rows, np.searchsorted(source.rows, rows).tolist(), strict=True))
     pictures, errors = _read(path, source, index_of, tile)
-    lines = [*_title_lines(path, source, seed), *_split_lines(shown)]
+    lines = list(_lines(os.path.basename(path), source, seed, shown))
     sheet = _draw(lines, pictures, _captions(source.catalog, index_of), file_format)
     if target is not None:
         stream = io.BytesIO()
@@ -311,15 +311,12 @@ class _Line(NamedTuple):
     rows: Sequence[int] = ()
 
 
-def _title_lines(path: str | os.PathLike[str], source: SourceRows, seed: int | None) -> Iterator[_Line]:
+def _lines(name: str, source: SourceRows, seed: int | None, shown: list[ShownSplit]) -> Iterator[_Line]:
     form, index = source.reader.form, source.reader.index
     pixels = "encoded images" if form is None else f"{index.dtype} {index.row_shape}"
-    yield _Line(os.path.basename(path), _TITLE)
+    yield _Line(name, _TITLE)
     yield _Line(f"{source.reader.images}: {counted(len(source), 'row')} of {pixels}", color=_GRAY)
     yield _Line("evenly spaced rows" if seed is None else f"rows drawn with seed {seed}", color=_GRAY)
-
-
-def _split_lines(shown: list[ShownSplit]) -> Iterator[_Line]:
     for split in shown:
         count = counted(split.rows, "row") + (f", {counted(split.named, 'class')}" if split.named else "")
         yield _Line()
