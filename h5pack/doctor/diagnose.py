@@ -26,7 +26,7 @@ from h5pack.doctor.measure import (
     min_total_seconds,
     with_one_thread,
 )
-from h5pack.doctor.report import STAGE_TITLES, DoctorReport
+from h5pack.doctor.report import DoctorReport
 from h5pack.doctor.target import DiagnoseSettings, Target
 from h5pack.errors import OptionsError, SizesDifferError
 from h5pack.format import schema
@@ -238,7 +238,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         for run in sorted(runs, key=lambda run: not self._is_needed(run.stage)):
             self._runs[run.stage] = run
             needed = self._is_needed(run.stage)
-            self._show(f"{STAGE_TITLES[run.stage]}, a trial")
+            self._show(f"{run.stage.words}, a trial")
             least = 2 * self._batch_seconds if run.stage is Stage.EVERYTHING else 0.0
             fits = self._left() > (least if needed else min_total_seconds(one.cost for one in tried))
             if fits and self._guarded(run.stage, run.try_out):
@@ -272,7 +272,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
 
     def _repeat(self, run: StageRun, seconds: float) -> bool:
         """Measure a repeat of a stage; return whether that succeeded."""
-        self._show(f"{STAGE_TITLES[run.stage]}, repeat {len(run.repeats) + 1}")
+        self._show(f"{run.stage.words}, repeat {len(run.repeats) + 1}")
         return self._guarded(run.stage, partial(run.repeat, seconds))
 
     def _small_measurements(self) -> dict[str, Any]:
@@ -321,7 +321,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         alone = StageRun(Stage.EVERYTHING, partial(with_one_thread, together.run), together.prepare, cost=most)
         costs = [run.cost for run in (*hot, *more)]
         if self._left() > min_total_seconds(costs) + most.total_seconds:
-            self._show(f"{STAGE_TITLES[Stage.EVERYTHING]}, with one thread, a trial")
+            self._show(f"{Stage.EVERYTHING.words}, with one thread, a trial")
             if not self._guarded(Stage.EVERYTHING, alone.try_out):
                 return []
             if self._left() > min_total_seconds((*costs, alone.cost)):
@@ -355,7 +355,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             self.target.reasons[stage] = str(error)
         except Exception as error:
             # The user's transform and model may raise any exception, on any batch.
-            self.target.record_failure(stage, error, f"'{STAGE_TITLES[stage]}' failed")
+            self.target.record_failure(stage, error, f"'{stage.words}' failed")
         return False
 
     def _results(self) -> dict[Stage, StageResult]:

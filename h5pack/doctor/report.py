@@ -11,7 +11,7 @@ from typing import Any
 
 from h5pack.benchmark.plots import check_plot_file, save_figure
 from h5pack.format import schema
-from h5pack.monitor.advice import BOTTLENECK_WORDS, Advice, threads_advice
+from h5pack.monitor.advice import Advice, threads_advice
 from h5pack.monitor.bottleneck import (
     INTERRUPTED,
     MIN_REPEATS,
@@ -25,17 +25,6 @@ from h5pack.monitor.bottleneck import (
 )
 from h5pack.system.text import counted, listed
 
-STAGE_TITLES = {
-    Stage.COLD_STORED: "storage cold, stored order",
-    Stage.COLD: "storage cold, loader's order",
-    Stage.HOT: "storage hot",
-    Stage.LOADER: "loader only",
-    Stage.TRANSFORM: "loader and transform",
-    Stage.COPY: "host-to-device copy",
-    Stage.NORMALIZE: "normalize",
-    Stage.STEP: "step alone",
-    Stage.EVERYTHING: "everything together",
-}
 _SMALL_GAIN = 1.05
 _SLOWDOWN = 1.25  # The text mentions a slowdown of the step in the loop if it is at least this factor.
 _FEW_BATCHES = 8  # In an epoch with fewer batches, the wait for the first batch takes much of the time.
@@ -180,7 +169,7 @@ def _stage_json(result: StageResult) -> dict[str, Any]:
     median, low, high, repeats = (None, None, None, 0) if result.rates is None else astuple(result.rates)
     return {
         "key": result.stage.value,
-        "name": STAGE_TITLES[result.stage],
+        "name": result.stage.words,
         "images_per_s": median,
         "min": low,
         "max": high,
@@ -196,12 +185,12 @@ def _waterfall(report: DoctorReport) -> list[str]:
     medians = [result.rates.median for result in report.stages if result.rates is not None]
     low = 10 ** math.floor(math.log10(max(min(medians, default=1.0), 1e-3)))
     high = max(medians, default=10.0)
-    width = max(map(len, STAGE_TITLES.values()))
+    width = max(len(stage.words) for stage in Stage)
     lines = [
         f"{'stage':{width}}  {'images/s':>9}  {'lowest - highest':>19}  {'CPUs':>4}  log scale from {rate_text(low)}"
     ]
     for result in report.stages:
-        title, rates = f"{STAGE_TITLES[result.stage]:{width}}", result.rates
+        title, rates = f"{result.stage.words:{width}}", result.rates
         if rates is None:
             lines.append(f"{title}  not measured: {result.reason}")
             continue
@@ -235,8 +224,8 @@ def _not_measured_text(verdict: Verdict, evidence: Evidence, enough_seconds: flo
     assert verdict.stage is not None
     result, feed = evidence.stages.get(verdict.stage), evidence.rates(evidence.feed_stage)
     reason = (None if result is None else result.reason) or INTERRUPTED
-    text = f"No verdict: '{STAGE_TITLES[verdict.stage]}' was not measured ({reason})."
-    return text if feed is None else f"{text} '{STAGE_TITLES[evidence.feed_stage]}' reaches {feed}."
+    text = f"No verdict: '{verdict.stage.words}' was not measured ({reason})."
+    return text if feed is None else f"{text} '{evidence.feed_stage.words}' reaches {feed}."
 
 
 def _too_little_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
@@ -244,7 +233,7 @@ def _too_little_text(verdict: Verdict, evidence: Evidence, enough_seconds: float
     rates = evidence.rates(verdict.stage)
     times = "never measured" if rates is None else f"measured only {counted(rates.repeats, 'time')}"
     return (
-        f"Too little was measured to say what limits the training: '{STAGE_TITLES[verdict.stage]}' was {times}, and "
+        f"Too little was measured to say what limits the training: '{verdict.stage.words}' was {times}, and "
         f"{MIN_REPEATS} times are needed. Give at least seconds={enough_seconds:g}."
         f"{_known_text(evidence)}{_threads_text(evidence)}"
     )
@@ -258,7 +247,7 @@ def _noisy_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> 
         assert rates is not None
         why = f"repeats of the same loop reach {rate_text(rates.low)} to {rate_text(rates.high)} images/s"
     elif verdict.stage is not None:
-        why = f"'{STAGE_TITLES[verdict.stage]}' reaches {evidence.rates(verdict.stage)}"
+        why = f"'{verdict.stage.words}' reaches {evidence.rates(verdict.stage)}"
         why += f", but the loop, which contains this stage, is faster: {evidence.rates(Stage.EVERYTHING)}"
     return (
         f"The measurements are too noisy to say what limits the training: {why}. Measure again when nothing else uses "
@@ -326,7 +315,7 @@ def _unsteady_text(evidence: Evidence) -> str:
     """Return a sentence that names the stages whose repeats differ too much; empty if there are none."""
     known = {stage: evidence.rates(stage) for stage in (Stage.NORMALIZE, Stage.STEP, Stage.EVERYTHING)}
     ranges = [
-        f"'{STAGE_TITLES[stage]}' ({rate_text(rates.low)} to {rate_text(rates.high)} images/s)"
+        f"'{stage.words}' ({rate_text(rates.low)} to {rate_text(rates.high)} images/s)"
         for stage, rates in known.items()
         if rates is not None and not rates.is_steady
     ]
@@ -374,7 +363,7 @@ _VERDICT_TEXTS: dict[Outcome, Callable[[Verdict, Evidence, float], str]] = {
 
 
 def _named(bottlenecks: Sequence[Bottleneck]) -> str:
-    return " or ".join(BOTTLENECK_WORDS[name] for name in bottlenecks)
+    return " or ".join(name.words for name in bottlenecks)
 
 
 def bottleneck_stage(name: Bottleneck, evidence: Evidence) -> Stage:
@@ -394,7 +383,7 @@ def _grounds(name: Bottleneck, evidence: Evidence) -> str:
     elif name is Bottleneck.DECODING:
         words = "rows are read through the HDF5 library" if evidence.encoding is None else evidence.encoding.value
         why = f", and {words} in every epoch"
-    return f"'{STAGE_TITLES[stage]}' reaches {evidence.rates(stage)}{why}"
+    return f"'{stage.words}' reaches {evidence.rates(stage)}{why}"
 
 
 def draw_stages(report: DoctorReport, path: str | os.PathLike[str]) -> None:
@@ -412,7 +401,7 @@ def draw_stages(report: DoctorReport, path: str | os.PathLike[str]) -> None:
     low = min(medians, default=1.0) / 3
     for height, result in enumerate(report.stages):
         _draw_bar(axes, height, result, low, result.stage in limits)
-    axes.set_yticks(range(len(report.stages)), [STAGE_TITLES[result.stage] for result in report.stages])
+    axes.set_yticks(range(len(report.stages)), [result.stage.words for result in report.stages])
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlim(low, max(medians, default=10.0) * 4)

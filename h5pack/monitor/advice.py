@@ -128,17 +128,6 @@ class Remedy(Enum):
     )
 
 
-BOTTLENECK_WORDS = {
-    Bottleneck.STORAGE: "storage",
-    Bottleneck.DECODING: "decoding",
-    Bottleneck.LOADER: "the loader",
-    Bottleneck.TRANSFORM: "the transform on the host",
-    Bottleneck.COPY: "the copy to the device",
-    Bottleneck.NORMALIZE: "normalizing",
-    Bottleneck.STEP: "the step",
-}
-
-
 @dataclass(frozen=True)
 class Advice:
     """One recommendation: a template and the numbers and names to insert into it."""

@@ -18,34 +18,45 @@ from typing import Any
 from h5pack.read.chunk_index import ChunkIndex
 
 
-class Bottleneck(Enum):
+class _Named(Enum):
+    """An enumeration whose members are written as their value, and the words for it in texts."""
+
+    words: str
+
+    def __new__(cls, value: str, words: str = "") -> _Named:
+        member = object.__new__(cls)
+        member._value_, member.words = value, words
+        return member
+
+
+class Bottleneck(_Named):
     """The possible bottlenecks, in the order in which an image passes through them."""
 
-    STORAGE = "storage"
-    DECODING = "decoding"
-    LOADER = "loader"
-    TRANSFORM = "transform"
-    COPY = "copy"
-    NORMALIZE = "normalize"
-    STEP = "step"
+    STORAGE = "storage", "storage"
+    DECODING = "decoding", "decoding"
+    LOADER = "loader", "the loader"
+    TRANSFORM = "transform", "the transform on the host"
+    COPY = "copy", "the copy to the device"
+    NORMALIZE = "normalize", "normalizing"
+    STEP = "step", "the step"
 
 
 FEED = frozenset({Bottleneck.STORAGE, Bottleneck.DECODING, Bottleneck.LOADER, Bottleneck.TRANSFORM})
 """The bottlenecks on the host, before the copy to the device."""
 
 
-class Stage(Enum):
+class Stage(_Named):
     """The stages that `h5pack.diagnose` measures. COLD stages read from the disk, and HOT reads from the page cache."""
 
-    COLD_STORED = "storage_cold_stored_order"
-    COLD = "storage_cold"
-    HOT = "storage_hot"
-    LOADER = "loader"
-    TRANSFORM = "transform"
-    COPY = "copy"
-    NORMALIZE = "normalize"
-    STEP = "step"
-    EVERYTHING = "everything"
+    COLD_STORED = "storage_cold_stored_order", "storage cold, stored order"
+    COLD = "storage_cold", "storage cold, loader's order"
+    HOT = "storage_hot", "storage hot"
+    LOADER = "loader", "loader only"
+    TRANSFORM = "transform", "loader and transform"
+    COPY = "copy", "host-to-device copy"
+    NORMALIZE = "normalize", "normalize"
+    STEP = "step", "step alone"
+    EVERYTHING = "everything", "everything together"
 
 
 @dataclass(frozen=True)

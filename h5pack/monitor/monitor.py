@@ -30,7 +30,7 @@ from h5pack.device.loader_wrapper import (
 )
 from h5pack.device.profiling import ProfilerRanges
 from h5pack.errors import OptionsError
-from h5pack.monitor.advice import BOTTLENECK_WORDS, advise
+from h5pack.monitor.advice import advise
 from h5pack.monitor.bottleneck import Encoding, Evidence, judge
 from h5pack.monitor.probes import CpuTime, DeviceWait, GpuProbe, GpuStatus
 from h5pack.monitor.report import FeedReport, ReportOutputs
@@ -405,7 +405,7 @@ def stall_text(layers: list[Any], report: FeedReport, transform_seconds: float |
     advice = " ".join(one.text for one in advise(verdict, evidence) if one.moves)
     return (
         f"the step waited {100 * report.stall_fraction:.0f} % of the last {report.seconds:.1f} s for "
-        f"{type(layers[-1]).__name__}; the bottleneck is {BOTTLENECK_WORDS[verdict.bottlenecks[0]]}. {advice}"
+        f"{type(layers[-1]).__name__}; the bottleneck is {verdict.bottlenecks[0].words}. {advice}"
     )
 
 

@@ -18,7 +18,7 @@ from h5pack.doctor import diagnose as module
 from h5pack.doctor import target as target_module
 from h5pack.doctor.diagnose import Diagnosis
 from h5pack.doctor.measure import Repeat, StageRun
-from h5pack.doctor.report import STAGE_TITLES, DoctorReport
+from h5pack.doctor.report import DoctorReport
 from h5pack.doctor.target import Target
 from h5pack.errors import OptionsError, SizesDifferError
 from h5pack.monitor.advice import Remedy
@@ -134,7 +134,7 @@ def test_every_stage_is_measured_or_has_a_reason(path: Path, machine: Machine) -
     }  # fmt: skip
     assert 0 < report.seconds <= 2.0
     assert not any("load average" in text for text in report.unknown)
-    assert f"{STAGE_TITLES[Stage.EVERYTHING]}, repeat 1" in shown
+    assert f"{Stage.EVERYTHING.words}, repeat 1" in shown
     found = report.to_json()
     assert set(found) == {
         "path", "split", "images", "rows", "hot_rows", "device", "step", "labels", "normalize", "stages", "bottleneck",

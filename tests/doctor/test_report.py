@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from h5pack.doctor.report import STAGE_TITLES, DoctorReport, TargetSummary, draw_stages
+from h5pack.doctor.report import DoctorReport, TargetSummary, draw_stages
 from h5pack.monitor.advice import advise
 from h5pack.monitor.bottleneck import MAX_STALL, Bottleneck, Evidence, Rates, Stage, StageResult, judge
 from tests.monitor.figures import evidence
@@ -48,7 +48,7 @@ def test_the_text_begins_with_the_verdict_and_what_to_do() -> None:
         "step: built in; normalize: Normalize",
     ]
     lines = table.splitlines()
-    rows = {stage: line for stage in Stage for line in lines if line.startswith(f"{STAGE_TITLES[stage]}  ")}
+    rows = {stage: line for stage in Stage for line in lines if line.startswith(f"{stage.words}  ")}
     assert list(rows) == list(Stage)
     for part in ("850", "833 - 867", " 3.9  "):
         assert part in rows[Stage.LOADER]
@@ -216,7 +216,7 @@ def test_every_stage_has_a_bar_and_the_bottleneck_a_color(tmp_path: Path, monkey
     draw_stages(found, tmp_path / "a.png")
     axes = figures[0].axes[0]
     medians = [one.rates.median for one in found.stages if one.rates is not None]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [STAGE_TITLES[one.stage] for one in found.stages]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [one.stage.words for one in found.stages]
     ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
     assert ends == pytest.approx(medians)
     color = axes.patches[ends.index(850)].get_facecolor()
