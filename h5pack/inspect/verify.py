@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import h5py
@@ -82,7 +82,7 @@ class VerifyReport:
 
 @dataclass
 class _Rows:
-    """The rows of a large dataset, which several workers check.
+    """The rows of a large dataset, which several workers check, or those of one task, which begin at row `start`.
 
     `offsets` is None if the rows must be read through the HDF5 library, because they are compressed, virtual, or were
     repacked by another program. In this case, `chunk_rows` and `chunk_bytes` are the size of a chunk (in a virtual
@@ -95,6 +95,12 @@ class _Rows:
     chunk_rows: int = 0
     chunk_bytes: int = 0
     stored_checksums: npt.NDArray[np.uint32] | None = None  # of each chunk, as in `ChunkIndex`
+    path: str = ""  # path of the file
+    start: int = 0
+
+    def __str__(self) -> str:
+        """Describe the rows for the error message if a worker process dies."""
+        return f"{self.path} rows {self.start}-{self.start + len(self.checksums) - 1}"
 
 
 @dataclass
@@ -109,22 +115,6 @@ class _Structure:
     damaged: dict[str, list[int]] = field(default_factory=dict)
     large: list[_Rows] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)  # names of all large datasets, including those that cannot be checked
-
-
-@dataclass(frozen=True)
-class _DecodeTask:
-    """Rows of whole chunks to read through the HDF5 library and compare with their checksums."""
-
-    path: str
-    dataset: str
-    start: int
-    chunk_rows: int
-    checksums: npt.NDArray[np.uint32]
-    stored_checksums: npt.NDArray[np.uint32] | None  # checksums of the chunks' stored bytes, if known
-
-    def __str__(self) -> str:
-        """Describe the rows for the error message if a worker process dies."""
-        return f"{self.path} rows {self.start}-{self.start + len(self.checksums) - 1}"
 
 
 def verify(
@@ -205,15 +195,14 @@ def _checked(path: str, rows: _Rows, executor: Executor, in_flight: int) -> Iter
     chunks = max(1, _TASK_BYTES // rows.chunk_bytes)
     step, stored = rows.chunk_rows * chunks, rows.stored_checksums
     decode_tasks = (
-        _DecodeTask(
-            path,
-            rows.name,
-            number * step,
-            rows.chunk_rows,
-            rows.checksums[number * step : (number + 1) * step],
-            None if stored is None else stored[number * chunks : (number + 1) * chunks],
+        replace(
+            rows,
+            path=path,
+            start=start,
+            checksums=rows.checksums[start : start + step],
+            stored_checksums=None if stored is None else stored[start // rows.chunk_rows :][:chunks],
         )
-        for number in range(-(-len(rows.checksums) // step))
+        for start in range(0, len(rows.checksums), step)
     )
     return run(executor, _decode_counted, decode_tasks, in_flight, resumable=False)
 
@@ -381,10 +370,10 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
             problems.append(f"splits/rows: the splits do not cover the {rows:,} rows in order")
 
 
-def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
+def _decode_counted(task: _Rows) -> tuple[int, list[int]]:
     """Check a task's rows; return their number, and the rows that differ from their checksums or cannot be read."""
     with open_file(task.path) as file:
-        images = file[task.dataset]
+        images = file[task.name]
         require_filters(images)
         # A cache of one chunk suffices, because chunks are read in order.
         if not images.is_virtual:
