@@ -48,7 +48,8 @@ def measured(
     if speed is None:
         speed = SPEEDS[order] * ENGINE_SHARES[engine] * (1.0 if cache == "hot" else 0.2) + (variant.chunk_rows or 0)
     amplification = 1.0 if engine == "direct" else None
-    return Measurement(dataclasses.replace(case, **changes), (1.04 * speed, speed, 0.97 * speed), amplification, 0.5)
+    case, speeds = dataclasses.replace(case, **changes), (1.04 * speed, speed, 0.97 * speed)
+    return Measurement(case, speeds, amplification, 0.5, turns=(0, 1, 2))
 
 
 def failed(variant: FileVariant, order: str, engine: str, cache: str, reason: str = "pages stay") -> Measurement:

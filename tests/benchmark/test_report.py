@@ -245,7 +245,7 @@ def test_a_report_survives_json() -> None:
         again = BenchReport.from_json(found)
         assert json.loads(json.dumps(again.to_json())) == found
         assert again.recommendation == report.recommendation
-        assert [one.case for one in again.run_off] == [one.case for one in report.run_off]
+        assert [(one.case, one.turns) for one in again.run_off] == [(one.case, one.turns) for one in report.run_off]
     assert "/scratch" not in json.dumps(reports.file_report().to_json())
 
 
