@@ -20,7 +20,6 @@ import torch
 from h5pack.benchmark.cases import usable_seconds
 from h5pack.doctor.measure import (
     NotMeasured,
-    StageCost,
     StageRun,
     measure_in_turns,
     min_total_seconds,
@@ -149,10 +148,10 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         self._measuring = 0.0  # time.perf_counter() at the start of the first repeat; 0 before
         self._batch_seconds = 0.0  # minimum time that the device needs for a batch; 0 if unknown
         self._complete = False
-        # The loop with all of PyTorch's threads and with one, if they are to be compared; and the cost of a repeat of
-        # the latter, if there was no time for it.
+        # The loop with all of PyTorch's threads and with one, if they are to be compared; and the latter, if there was
+        # no time for it.
         self._loops: tuple[StageRun, StageRun] | None = None
-        self._left_out: StageCost | None = None
+        self._left_out: StageRun | None = None
         images, labels = detect_names(settings.path, settings.images, settings.labels)
         self.target = Target(replace(settings, images=images, labels=labels))
 
@@ -192,13 +191,13 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         hot += self._try_out_loops(hot)
         self._measuring = time.perf_counter()
         # Cold stages drop the file from the page cache. They run last, so that the cache has to be filled only once.
-        needed, left = min_total_seconds(run.cost for run in hot), self._left()
+        needed, left = min_total_seconds(hot), self._left()
         for_hot = max(needed, left * len(hot) / (len(hot) + _COLD_STAGES))
         self._take_turns(hot, min(self._end, self._measuring + for_hot))
         # If other processes slowed down the repeats, a stage may have too few. Repeat it before the cold stages.
         needed_runs = [run for run in hot if self._is_needed(run.stage)]
         while late := next((run for run in needed_runs if self._lacks_repeats(run)), None):
-            self._repeat(late, late.cost.min_seconds)
+            self._repeat(late, late.min_seconds)
         measured = self._small_measurements()
         self._take_turns(self._try_out(target.cold_runs()), self._end)
         self._complete = True
@@ -240,11 +239,11 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             needed = self._is_needed(run.stage)
             self._show(f"{run.stage.words}, a trial")
             least = 2 * self._batch_seconds if run.stage is Stage.EVERYTHING else 0.0
-            fits = self._left() > (least if needed else min_total_seconds(one.cost for one in tried))
+            fits = self._left() > (least if needed else min_total_seconds(tried))
             if fits and self._guarded(run.stage, run.try_out):
-                others_fit = self._left() > min_total_seconds(one.cost for one in (*tried, run))
+                others_fit = self._left() > min_total_seconds((*tried, run))
                 tried += [run] if needed or others_fit else []
-            hopeless = not fits or self._is_hopeless(min_total_seconds(one.cost for one in tried))
+            hopeless = not fits or self._is_hopeless(min_total_seconds(tried))
             if needed and not self._measuring and hopeless:
                 self._refuse()
         return tried
@@ -264,7 +263,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
 
     def _lacks_repeats(self, run: StageRun) -> bool:
         """Return whether a stage has too few repeats, and there is time for another repeat."""
-        fits = _LEEWAY * run.cost.total_seconds <= self._left()
+        fits = _LEEWAY * run.total_seconds <= self._left()
         return fits and len(run.repeats) < MIN_REPEATS and run.stage not in self.target.reasons
 
     def _take_turns(self, runs: Sequence[StageRun], end: float) -> None:
@@ -290,7 +289,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         run, step = self._runs.get(Stage.STEP), target.step
         if run is not None and step is not None and Stage.STEP not in target.reasons:
             found["one_thread_ratio"] = self._one_thread_ratio()
-            enough = max(6 * run.cost.min_seconds, seconds)
+            enough = max(6 * run.min_seconds, seconds)
             if enough < min(0.05 * budget, 0.25 * self._left()):
                 measure("half_batch_ratio", Stage.STEP, lambda: target.stages.half_batch_ratio(step, enough))
             else:
@@ -317,17 +316,17 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         if more and not self._guarded(Stage.EVERYTHING, together.try_out):
             return []
         # With one thread, the loop may take up to `threads` times as long, but it may also take less time.
-        most = StageCost(threads * together.cost.min_seconds, together.cost.overhead_seconds)
-        alone = StageRun(Stage.EVERYTHING, partial(with_one_thread, together.run), together.prepare, cost=most)
-        costs = [run.cost for run in (*hot, *more)]
-        if self._left() > min_total_seconds(costs) + most.total_seconds:
+        alone = StageRun(Stage.EVERYTHING, partial(with_one_thread, together.run), together.prepare)
+        alone.min_seconds, alone.overhead_seconds = threads * together.min_seconds, together.overhead_seconds
+        others = (*hot, *more)
+        if self._left() > min_total_seconds(others) + alone.total_seconds:
             self._show(f"{Stage.EVERYTHING.words}, with one thread, a trial")
             if not self._guarded(Stage.EVERYTHING, alone.try_out):
                 return []
-            if self._left() > min_total_seconds((*costs, alone.cost)):
+            if self._left() > min_total_seconds((*others, alone)):
                 self._loops = together, alone
                 return [*more, alone]
-        self._left_out = alone.cost
+        self._left_out = alone
         return []
 
     def _one_thread_ratio(self) -> float | None:
@@ -337,7 +336,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         pairs = zip(*(run.repeats for run in self._loops), strict=False)
         ratios: list[float] = sorted(alone.rate / together.rate for together, alone in pairs if together.images)
         if len(ratios) < MIN_REPEATS:
-            self._left_out = self._loops[1].cost
+            self._left_out = self._loops[1]
             return None
         low, middle, high = ratios[0], statistics.median(ratios), ratios[-1]
         if (middle > FASTER_ALONE and low > 1) or high <= FASTER_ALONE:
@@ -387,9 +386,8 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         The estimate includes at least `min_seconds` for the measurements.
         """
         before = (self._measuring or time.perf_counter()) - self._begun
-        costs = [run.cost for run in self._runs.values()]
-        costs += [] if self._left_out is None else [self._left_out]
-        measuring = max(min_seconds, min_total_seconds(costs))
+        runs = [*self._runs.values(), *([] if self._left_out is None else [self._left_out])]
+        measuring = max(min_seconds, min_total_seconds(runs))
         if not self._measuring and Stage.EVERYTHING not in self._runs:
             # `measuring` does not include the loop yet, which needs two batches. Each batch takes at least as long as
             # all other stages together.

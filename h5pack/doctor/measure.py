@@ -57,40 +57,27 @@ class Repeat:
         return self.images / max(self.seconds, 1e-9)
 
 
-@dataclass(frozen=True)
-class StageCost:
-    """The duration of the shortest possible repeat of a stage, in seconds."""
-
-    min_seconds: float = MIN_SECONDS  # the measured part
-    overhead_seconds: float = 0.0  # before and after the measured part
-
-    @property
-    def total_seconds(self) -> float:
-        """Duration of the shortest possible repeat, with the overhead."""
-        return self.min_seconds + self.overhead_seconds
-
-
-def min_total_seconds(costs: Iterable[StageCost]) -> float:
+def min_total_seconds(runs: Iterable[StageRun]) -> float:
     """Return how many seconds it takes to measure each stage `MIN_REPEATS` times, as briefly as possible."""
-    return MIN_REPEATS * sum(cost.total_seconds for cost in costs)
+    return MIN_REPEATS * sum(run.total_seconds for run in runs)
 
 
-def repeats_within(costs: Sequence[StageCost], seconds: float) -> int:
+def repeats_within(runs: Sequence[StageRun], seconds: float) -> int:
     """Return the number of repeats of each stage: MAX_REPEATS if they fit into half of `seconds`, else MIN_REPEATS."""
-    roomy = seconds >= 2 * MAX_REPEATS / MIN_REPEATS * min_total_seconds(costs)
+    roomy = seconds >= 2 * MAX_REPEATS / MIN_REPEATS * min_total_seconds(runs)
     return MAX_REPEATS if roomy else MIN_REPEATS
 
 
-def next_seconds(left: float, cost: StageCost, others: Iterable[StageCost]) -> float | None:
-    """Return for how many seconds to measure a repeat of cost `cost`, if `left` seconds are left.
+def next_seconds(left: float, run: StageRun, others: Iterable[StageRun]) -> float | None:
+    """Return for how many seconds to measure a repeat of `run`, if `left` seconds are left.
 
-    `others` are the costs of the repeats that follow. Each repeat gets its minimum and an equal share of the remaining
-    time. Return None if even the minimum does not fit.
+    `others` are the repeats that follow. Each repeat gets its minimum and an equal share of the remaining time. Return
+    None if even the minimum does not fit.
     """
-    if cost.total_seconds > left:
+    if run.total_seconds > left:
         return None
     following = [other.total_seconds for other in others]
-    return cost.min_seconds + max(0.0, left - cost.total_seconds - sum(following)) / (1 + len(following))
+    return run.min_seconds + max(0.0, left - run.total_seconds - sum(following)) / (1 + len(following))
 
 
 def measure_in_turns(
@@ -101,12 +88,12 @@ def measure_in_turns(
     `measure` measures one repeat of a stage for a number of seconds. It returns false if the stage has failed.
     """
     failed: set[Stage] = set()
-    order = list(interleaved(runs, repeats_within([run.cost for run in runs], end - clock())))
+    order = list(interleaved(runs, repeats_within(runs, end - clock())))
     for number, run in enumerate(order):
         if run.stage in failed:
             continue
-        others = [other.cost for other in order[number + 1 :] if other.stage not in failed]
-        seconds = next_seconds(end - clock(), run.cost, others)
+        others = [other for other in order[number + 1 :] if other.stage not in failed]
+        seconds = next_seconds(end - clock(), run, others)
         if seconds is not None and not measure(run, seconds):
             failed.add(run.stage)
 
@@ -392,18 +379,25 @@ class StageRun:
     prepare: Callable[[], None] | None = None  # called before each measurement, not measured
     note: str | None = None  # a remark for the report, such as which rows are measured
     repeats: list[Repeat] = field(default_factory=list)
-    cost: StageCost = StageCost()
+    min_seconds: float = MIN_SECONDS  # duration of the measured part of the shortest possible repeat
+    overhead_seconds: float = 0.0  # time that a repeat takes before and after the measured part
+
+    @property
+    def total_seconds(self) -> float:
+        """Duration of the shortest possible repeat, with the overhead."""
+        return self.min_seconds + self.overhead_seconds
 
     def try_out(self) -> None:
         """Measure as briefly as possible, to warm up and to learn the cost of a repeat."""
         took, measured = self._measure(0.0)
-        self.cost = StageCost(max(MIN_SECONDS, measured.seconds), max(0.0, took - measured.seconds))
+        self.min_seconds = max(MIN_SECONDS, measured.seconds)
+        self.overhead_seconds = max(0.0, took - measured.seconds)
 
     def repeat(self, seconds: float) -> None:
         """Measure one more repeat. Its time beyond `seconds` is the expected overhead of the next repeat."""
         took, measured = self._measure(seconds)
         self.repeats.append(measured)
-        self.cost = StageCost(self.cost.min_seconds, max(0.0, took - max(seconds, self.cost.min_seconds)))
+        self.overhead_seconds = max(0.0, took - max(seconds, self.min_seconds))
 
     def _measure(self, seconds: float) -> tuple[float, Repeat]:
         """Prepare and measure a repeat; return the total duration and the repeat.

@@ -73,5 +73,5 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every repeat takes its minimum, whatever the budget: for tests that are not about numbers."""
-    monkeypatch.setattr(measure, "next_seconds", lambda left, cost, others: cost.min_seconds)
-    monkeypatch.setattr(measure, "repeats_within", lambda costs, seconds: MIN_REPEATS)
+    monkeypatch.setattr(measure, "next_seconds", lambda left, run, others: run.min_seconds)
+    monkeypatch.setattr(measure, "repeats_within", lambda runs, seconds: MIN_REPEATS)

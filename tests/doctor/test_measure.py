@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -21,7 +22,6 @@ from h5pack.doctor.measure import (
     ChunkReader,
     Meter,
     Repeat,
-    StageCost,
     StageRun,
     busy_fraction,
     measure_calls,
@@ -37,7 +37,8 @@ from tests.data.packs import ROWS, converted, values, write
 from tests.doctor.conftest import Machine
 from tests.monitor.fake_clock import FakeClock
 
-QUICK, SLOW = StageCost(), StageCost(1.0, 0.1)
+QUICK = StageRun(Stage.LOADER, lambda seconds: Repeat(1, seconds))
+SLOW = replace(QUICK, min_seconds=1.0, overhead_seconds=0.1)
 
 
 @pytest.fixture
@@ -68,14 +69,14 @@ def test_turns_end_in_time_however_long_repeats_take(seed: int) -> None:
     names = random.sample(list(Stage), random.randint(1, 6))
     runs = [StageRun(stage, lambda seconds: Repeat(1, seconds)) for stage in names]
     for run in runs:
-        run.cost = StageCost(random.uniform(0.02, 0.5), random.uniform(0.0, 0.1))
-    budget = random.choice((0.1, 0.5, 1.0, 1.2, 4.0)) * min_total_seconds(run.cost for run in runs)
+        run.min_seconds, run.overhead_seconds = random.uniform(0.02, 0.5), random.uniform(0.0, 0.1)
+    budget = random.choice((0.1, 0.5, 1.0, 1.2, 4.0)) * min_total_seconds(runs)
     end, longest, counts = clock.now + budget, 0.0, dict.fromkeys(names, 0)
 
     def measure(run: StageRun, seconds: float) -> bool:
         nonlocal longest
-        took = (seconds + run.cost.overhead_seconds) * random.uniform(1.0, noise)
-        assert clock.now + run.cost.total_seconds <= end
+        took = (seconds + run.overhead_seconds) * random.uniform(1.0, noise)
+        assert clock.now + run.total_seconds <= end
         clock.now += took
         longest = max(longest, took)
         counts[run.stage] += 1
@@ -84,7 +85,7 @@ def test_turns_end_in_time_however_long_repeats_take(seed: int) -> None:
     measure_in_turns(runs, end, measure, clock.perf_counter)
     # Only the last repeat can be late, by as much as the machine was slower than when it was tried out.
     assert clock.now <= end + (1 - 1 / noise) * longest + 1e-9
-    if noise == 1.0 and budget >= min_total_seconds(run.cost for run in runs) * (1 + 1e-9):
+    if noise == 1.0 and budget >= min_total_seconds(runs) * (1 + 1e-9):
         assert min(counts.values()) >= MIN_REPEATS
         assert clock.now == pytest.approx(end)
     assert max(counts.values()) <= MAX_REPEATS
@@ -326,7 +327,7 @@ def test_a_trial_prepares_and_finds_the_cost(clock: FakeClock) -> None:
 
     found = StageRun(Stage.EVERYTHING, run, prepare)
     found.try_out()
-    assert (found.cost, found.repeats) == (StageCost(0.25, 0.125), [])
+    assert (found.min_seconds, found.overhead_seconds, found.repeats) == (0.25, 0.125, [])
     found.repeat(2.0)
     assert calls == ["prepare", "run 0", "prepare", "run 2"]
 
