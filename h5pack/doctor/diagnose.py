@@ -284,7 +284,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         def measure(name: str, stage: Stage, call: Callable[[], Any]) -> None:
             self._guarded(stage, lambda: found.update({name: call()}))
 
-        measure("read_busy_fraction", Stage.HOT, lambda: target.read_busy_fraction(seconds))
+        measure("read_busy_fraction", Stage.HOT, lambda: target.reader.busy_fraction(seconds, target.hot_rows))
         measure("transform_busy_fraction", Stage.TRANSFORM, lambda: target.transform_busy_fraction(seconds))
         run, step = self._runs.get(Stage.STEP), target.step
         if run is not None and step is not None and Stage.STEP not in target.reasons:

@@ -185,8 +185,8 @@ class Target:
 
     `failures` maps a stage to its error in one line, which mostly comes from the user's code. `reasons` maps a stage to
     the reason why it is not measured. Stages measured with a filled page cache read the first `hot_rows` rows of the
-    split. `fits_cache` is true if the page cache can hold the whole split. Raises OptionsError and PackFormatError as
-    `diagnose` does.
+    split, by `reader`. `fits_cache` is true if the page cache can hold the whole split. Raises OptionsError and
+    PackFormatError as `diagnose` does.
     """
 
     def __init__(self, settings: DiagnoseSettings) -> None:
@@ -214,7 +214,7 @@ class Target:
         self.failures: dict[Stage, str] = {}
         self.reasons: dict[Stage, str] = {}
         self.loaders = HostLoaders(self.dataset, replace(settings, batch_size=self.batch_size), self._pinned)
-        self._reader = ChunkReader(self.dataset)
+        self.reader = ChunkReader(self.dataset)
         self.hot_rows = len(self.dataset)
         self.fits_cache = self._stored_bytes() <= _CACHED_FRACTION * available_memory()
         self._pages = PageState(self.dataset)
@@ -227,7 +227,7 @@ class Target:
     def warm(self, seconds: float) -> None:
         """Read rows into the page cache for about `seconds`, but at least one shuffle window and two batches."""
         min_rows = max(self._settings.window * self.index.group_rows, 2 * self.batch_size)
-        self.hot_rows = max(self._reader.warm(seconds, min(min_rows, len(self.dataset))), 1)
+        self.hot_rows = max(self.reader.warm(seconds, min(min_rows, len(self.dataset))), 1)
 
     def load_sample(self) -> None:
         """Load one batch, with the user's transform if that works."""
@@ -340,7 +340,7 @@ class Target:
         threads = max(1, self.loaders.parallel)
 
         def read(seconds: float) -> Repeat:
-            return self._reader.run(seconds, threads, self.hot_rows)
+            return self.reader.run(seconds, threads, self.hot_rows)
 
         runs = [StageRun(Stage.HOT, read, note=how), self._loader_run(Stage.LOADER, note=some)]
         if not self.has_transform:
@@ -365,7 +365,7 @@ class Target:
 
         def stored(seconds: float) -> Repeat:
             # Read each row only once, because the page cache holds it afterwards.
-            return self._reader.run(seconds, 1, rows, begin=next(turns) * _GOLDEN % 1, once=True)
+            return self.reader.run(seconds, 1, rows, begin=next(turns) * _GOLDEN % 1, once=True)
 
         runs = [StageRun(Stage.COLD_STORED, stored, self._drop), self._loader_run(Stage.COLD)]
         return runs if self.fits_cache else [*runs, *self.loop(prepare=self._drop)]
@@ -406,10 +406,6 @@ class Target:
         reason = self._pages.drop()
         if reason is not None:
             raise NotMeasured(reason)
-
-    def read_busy_fraction(self, seconds: float) -> float:
-        """Read rows from the page cache in one thread; return the fraction of time in which it does not wait."""
-        return self._reader.busy_fraction(seconds, self.hot_rows)
 
     def transform_busy_fraction(self, seconds: float) -> float | None:
         """Call the transform in one thread; return the fraction of time in which the thread does not wait, if known."""
