@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from h5pack.combine.convert import open_conversion, shard_path, shards_of
 from h5pack.errors import NoImagesError, OptionsError, OutputBusyError, OutputExistsError, ResumeError
 from h5pack.pack.output import Output, OutputLock
 from tests.combine.packs import SOURCE, contents, source
-from tests.crashing import changes_in_child, distinct_steps, leftovers
+from tests.crashing import changes_in_child, convert_in_child, distinct_steps, leftovers
 from tests.makers import class_folders, flat_folder, quick, save, split_folders, truncate
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -91,19 +92,24 @@ def test_shards_are_loaded_and_combined_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pixels", "gzip", "max_side"])
 def test_killed_at_every_step_and_resumed(tmp_path: Path, kind: str) -> None:
-    found, out = source(tmp_path / "s", "a", 21, ["x", "y"]), tmp_path / "o.h5"
+    found, first = source(tmp_path / "s", "a", 21, ["x", "y"]), ["pixels", "gzip", "max_side"].index(kind) * 2
     keywords = quick(**SOURCE, **KINDS[kind])
-    changes = changes_in_child(lambda: h5pack.convert(found, out, **keywords), kill_at=None)
-    whole = files(tmp_path)
+    require_resumed(found, tmp_path / "o.h5", keywords, lambda changes: distinct_steps(changes, first=True)[first::7])
+
+
+def require_resumed(found: Path, out: Path, keywords: dict[str, Any], steps: Callable[[list[str]], list[int]]) -> None:
+    """Require that a conversion that is killed at some of its steps and resumed gives the same files."""
+    changes = convert_in_child(found, out, keywords, None)
+    whole = files(out.parent)
     assert len(whole) > 2
-    for step in distinct_steps(changes, first=True)[["pixels", "gzip", "max_side"].index(kind) * 2 :: 7]:
+    for step in steps(changes):
         for name in whole:
-            (tmp_path / name).unlink(missing_ok=True)
-        changes_in_child(lambda: h5pack.convert(found, out, **keywords), kill_at=step)
-        assert not out.exists() or files(tmp_path) == whole
+            out.with_name(name).unlink(missing_ok=True)
+        convert_in_child(found, out, keywords, step)
+        assert not out.exists() or files(out.parent) == whole
         h5pack.convert(found, out, resume=True, **keywords)
-        assert files(tmp_path) == whole, f"killed at step {step}: {changes[step]}"
-        assert leftovers(tmp_path) == {"s", *whole}
+        assert files(out.parent) == whole, f"killed at step {step}: {changes[step]}"
+        assert leftovers(out.parent) - {f"{out.name}.rejects.csv"} == {"s", *whole}
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -118,14 +124,14 @@ def test_an_output_is_replaced_at_the_end(tmp_path: Path) -> None:
     h5pack.convert(old, out, overwrite=True, **keywords)
     before = files(tmp_path)
     assert len(before) > len(after) > 2
-    changes = changes_in_child(lambda: h5pack.convert(new, out, overwrite=True, **keywords), kill_at=None)
+    changes = convert_in_child(new, out, {**keywords, "overwrite": True}, None)
     assert files(tmp_path) == after
     for step in distinct_steps(changes, first=True)[-14:]:
         for name in files(tmp_path):
             (tmp_path / name).unlink()
         for name, data in before.items():
             (tmp_path / name).write_bytes(data)
-        changes_in_child(lambda: h5pack.convert(new, out, overwrite=True, **keywords), kill_at=step)
+        convert_in_child(new, out, {**keywords, "overwrite": True}, step)
         # The virtual file never refers to shards of two conversions.
         assert not out.exists() or files(tmp_path) in (before, after)
         h5pack.convert(new, out, resume=True, **keywords)
@@ -174,9 +180,9 @@ def test_a_refused_run_leaves_no_unfinished_file(tmp_path: Path) -> None:
     keywords = quick(chunk_rows=4, shard_bytes=1_090_000)
     h5pack.convert(found, out, **keywords)
     before = files(tmp_path)
-    changes = changes_in_child(lambda: h5pack.convert(found, out, overwrite=True, **keywords), kill_at=None)
+    changes = convert_in_child(found, out, {**keywords, "overwrite": True}, None)
     step = changes.index("mkdir o.h5.partial.journal")
-    changes_in_child(lambda: h5pack.convert(found, out, overwrite=True, **keywords), kill_at=step)
+    convert_in_child(found, out, {**keywords, "overwrite": True}, step)
     unfinished = leftovers(tmp_path)
     for _ in range(2):
         with pytest.raises(OutputExistsError):
@@ -239,19 +245,16 @@ def test_a_shard_without_images_is_left_out(tmp_path: Path, kind: str, number: i
 
 
 def test_killed_while_a_shard_without_images_is_left_out_and_resumed(tmp_path: Path) -> None:
-    keywords, out = quick(**SMALL["pixels"]), tmp_path / "o.h5"
+    keywords = quick(**SMALL["pixels"])
     found, _ = damaged_shard(tmp_path / "s", keywords, 1)
-    changes = changes_in_child(lambda: h5pack.convert(found, out, **keywords), kill_at=None)
-    whole = files(tmp_path)
-    steps = [step for step in distinct_steps(changes, first=True) if changes[step].split()[1].startswith("o-00001.h5")]
-    assert any(".rejects.json" in changes[step] for step in steps)
-    for step in [*steps[-7:], steps[-1] + 1]:
-        for name in whole:
-            (tmp_path / name).unlink(missing_ok=True)
-        changes_in_child(lambda at=step: h5pack.convert(found, out, **keywords), kill_at=step)  # type: ignore[misc]
-        assert not out.exists() or files(tmp_path) == whole
-        h5pack.convert(found, out, resume=True, **keywords)
-        assert files(tmp_path) == whole, f"killed at step {step}: {changes[step]}"
+
+    def of_the_shard(changes: list[str]) -> list[int]:
+        steps = distinct_steps(changes, first=True)
+        steps = [step for step in steps if changes[step].split()[1].startswith("o-00001.h5")]
+        assert any(".rejects.json" in changes[step] for step in steps)
+        return [*steps[-7:], steps[-1] + 1]
+
+    require_resumed(found, tmp_path / "o.h5", keywords, of_the_shard)
 
 
 def test_a_shard_without_images_leaves_no_file_of_an_old_output(tmp_path: Path) -> None:
@@ -354,12 +357,12 @@ def test_a_shard_with_rows_of_the_source_is_not_replaced(tmp_path: Path) -> None
 def test_another_conversion_is_not_resumed(tmp_path: Path) -> None:
     found, out = flat_folder(tmp_path / "s", 30), tmp_path / "o.h5"
     keywords = quick(chunk_rows=4, shard_bytes=1_090_000)
-    changes = changes_in_child(lambda: h5pack.convert(found, out, **keywords), kill_at=None)
+    changes = convert_in_child(found, out, keywords, None)
     for name in files(tmp_path):
         (tmp_path / name).unlink()
     # When the first shard has just got its name.
     step = changes.index("replace o-00000.h5.partial")
-    changes_in_child(lambda: h5pack.convert(found, out, **keywords), kill_at=step + 1)
+    convert_in_child(found, out, keywords, step + 1)
     assert (Output(out).shards / "o-00000.h5").exists()
     for others in (unsharded(keywords), {**keywords, "shard_bytes": "2MB"}, {**keywords, "seed": 1}):
         with pytest.raises(ResumeError):

@@ -29,7 +29,7 @@ from h5pack.errors import (
 from h5pack.pack.output import Output
 from tests.combine.packs import KINDS, contents, pack, two_packs
 from tests.crashing import changes_in_child, distinct_steps, leftovers
-from tests.makers import class_folders, flat_folder, quick, truncate
+from tests.makers import class_folders, flat_folder, hdf5_file, quick, truncate
 
 
 @pytest.mark.parametrize("virtual", [False, True])
@@ -201,8 +201,7 @@ def test_wrong_calls(tmp_path: Path) -> None:
     first = pack(tmp_path, "a", 4, ["x"])
     flat = flat_folder(tmp_path / "flat", 3)
     (tmp_path / "text.h5").write_text("no HDF5")
-    with h5py.File(tmp_path / "other.h5", "w") as file:
-        file["images"] = np.zeros((4, 9, 9, 3), np.uint8)
+    hdf5_file(tmp_path / "other.h5", images=np.zeros((4, 9, 9, 3), np.uint8))
     for packs in ([first], first, []):
         with pytest.raises(OptionsError):
             h5pack.join(packs, tmp_path / "o.h5")
