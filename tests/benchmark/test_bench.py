@@ -26,6 +26,7 @@ from h5pack.errors import H5PackError, NoSpaceError, OptionsError
 from tests.benchmark.files import ROW_BYTES, SIZE, write_cut_chunks
 from tests.makers import class_folders, flat_folder, save, split_folders
 from tests.monitor.fake_clock import FakeClock
+from tests.read.encoded_files import write_encoded
 
 
 @pytest.fixture(scope="module")
@@ -196,12 +197,8 @@ def test_an_input_file_is_compared_with_packs_of_it(tmp_path: Path) -> None:
 
 
 def test_encoded_images_of_several_sizes_are_compared(tmp_path: Path) -> None:
-    path = tmp_path / "encoded.h5"
-    with h5py.File(path, "w") as file:
-        images = file.create_dataset("images", (20,), h5py.vlen_dtype(np.uint8))
-        for row in range(20):
-            jpeg = save(tmp_path / "one.jpg", row, (32 + row % 3, 40)).read_bytes()
-            images[row] = np.frombuffer(jpeg, np.uint8)
+    images = (save(tmp_path / "one.jpg", row, (32 + row % 3, 40)).read_bytes() for row in range(20))
+    path = write_encoded(tmp_path / "encoded.h5", list(images))
     settings = {"orders": ("window", "single"), "engines": ("direct", "default"), "num_workers": 0}
     report = bench(path, tmp_path, chunk_rows=2, size=32, contiguous=False, caches="hot", **settings)
     assert [one.label for one in report.variants] == ["as it is", "2 rows"]

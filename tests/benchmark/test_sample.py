@@ -16,7 +16,7 @@ from h5pack.benchmark.sample import BenchSample, _Packer, find_input, make_sampl
 from h5pack.combine.convert import convert
 from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, WorkerError
 from tests.benchmark.files import ROW_BYTES, SIZE, input_of, sample_of, write_cut_chunks
-from tests.makers import class_folders, flat_folder, save
+from tests.makers import class_folders, flat_folder, hdf5_file, save
 from tests.monitor.fake_clock import FakeClock
 
 
@@ -140,9 +140,8 @@ def test_an_input_behind_links_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"labels": "y"}])
 def test_names_of_classes_as_labels_do_not_stop_a_benchmark(tmp_path: Path, given: dict[str, str]) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["x"], file["y"] = np.zeros((40, 8, 8, 3), np.uint8), ["cat", "dog"] * 20
-    found = find_input(tmp_path / "f.h5", tmp_path, BenchSettings(**given))
+    path = hdf5_file(tmp_path / "f.h5", x=np.zeros((40, 8, 8, 3), np.uint8), y=["cat", "dog"] * 20)
+    found = find_input(path, tmp_path, BenchSettings(**given))
     assert (found.num_images, found.options["labels"], "fields" in found.options) == (40, "y", False)
 
 
@@ -215,8 +214,7 @@ def test_scratch_needs_a_folder_and_space(folder: Path, scratch: Path, monkeypat
 
 @pytest.mark.parametrize(("num_images", "rows"), [(None, 44), (40, 24), (10_000, 156), (10**6, 1_364)])
 def test_the_default_chunks_are_those_of_the_judged_dataset(tmp_path: Path, num_images: int | None, rows: int) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["x"] = np.zeros((3_000, 32, 32, 3), np.uint8)
+    path = hdf5_file(tmp_path / "f.h5", x=np.zeros((3_000, 32, 32, 3), np.uint8))
     with scratch_folder(tmp_path) as scratch:
-        sample = sample_of(tmp_path / "f.h5", scratch, num_images=num_images, chunk_rows=(8,), contiguous=False)
+        sample = sample_of(path, scratch, num_images=num_images, chunk_rows=(8,), contiguous=False)
     assert (sample.rows, sample.default_chunk_rows) == (3_000, rows)

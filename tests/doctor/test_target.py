@@ -23,6 +23,7 @@ from h5pack.monitor.bottleneck import Encoding, Evidence
 from tests.data.packs import ROWS, converted, threads_end, values, write
 from tests.doctor import users
 from tests.makers import flat_folder, quick, save
+from tests.read.encoded_files import write_encoded
 
 
 def settings(path: str | Path, **changes: Any) -> DiagnoseSettings:
@@ -120,10 +121,7 @@ def test_a_batch_larger_than_a_quarter_of_the_rows_is_lowered(
 def test_what_a_file_decodes_is_known(tmp_path: Path) -> None:
     picture = io.BytesIO()
     Image.fromarray(np.zeros((9, 7, 3), np.uint8)).save(picture, "png")
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        rows = file.create_dataset("images", (40,), h5py.vlen_dtype(np.uint8))
-        for number in range(40):
-            rows[number] = np.frombuffer(picture.getvalue(), np.uint8)
+    write_encoded(tmp_path / "x.h5", 40 * [picture.getvalue()])
     for path, encoding, is_float in (
         (write(tmp_path / "z.h5", compression="gzip", images=values()), Encoding.CHUNKS, False),
         (write(tmp_path / "p.h5", chunks=(10, 8, 12, 3), images=values()), Encoding.PARTS, False),

@@ -181,11 +181,10 @@ def test_packing_the_folders_of_an_export_loses_only_an_order_of_its_own(
 
 
 def test_what_the_manifest_loses_of_lists_is_reported(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["images"] = PIXELS[:2]
-        file["large/data"], file["large/offsets"] = np.zeros((9, 999)), np.array([0, 4, 9])
-        file["short/data"], file["short/offsets"] = np.arange(3, dtype=np.int16), np.array([0, 1, 3])
-    report = export(tmp_path / "f.h5", tmp_path / "out", **one(fields=("large", "short")))
+    large = {"large/data": np.zeros((9, 999)), "large/offsets": np.array([0, 4, 9])}
+    short = {"short/data": np.arange(3, dtype=np.int16), "short/offsets": np.array([0, 1, 3])}
+    source = hdf5_file(tmp_path / "f.h5", images=PIXELS[:2], **large, **short)
+    report = export(source, tmp_path / "out", **one(fields=("large", "short")))
     assert [name for line in report.lost for name in ("large", "short") if name in line] == ["large", "short"]
     assert "[1, 2]" in (tmp_path / "out" / "manifest.csv").read_text()
 
