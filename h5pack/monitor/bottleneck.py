@@ -435,16 +435,15 @@ class _StageRules:
             return self._loader_causes()
         if Stage.LOADER not in self.rates:
             return (Bottleneck.TRANSFORM,)
-        outer, inner = _which_limits(self.rates[Stage.TRANSFORM], self.rates[Stage.LOADER])
-        return (*(self._loader_causes() if inner else ()), *((Bottleneck.TRANSFORM,) if outer else ()))
+        loader, transform = self.rates[Stage.LOADER], self.rates[Stage.TRANSFORM]
+        return _causes(transform, Bottleneck.TRANSFORM, loader, self._loader_causes())
 
     def _loader_causes(self) -> tuple[Bottleneck, ...]:
         busy = self.evidence.read_busy_fraction
         below = _feed_cause(self.evidence, waits=busy is not None and busy < _WAITS)
         if Stage.HOT not in self.rates or below is Bottleneck.LOADER:
             return (Bottleneck.LOADER,)
-        outer, inner = _which_limits(self.rates[Stage.LOADER], self.rates[Stage.HOT])
-        return (*((below,) if inner else ()), *((Bottleneck.LOADER,) if outer else ()))
+        return _causes(self.rates[Stage.LOADER], Bottleneck.LOADER, self.rates[Stage.HOT], (below,))
 
     def _first_epoch(self) -> Rates | None:
         cold, together = self.rates.get(Stage.COLD), self.rates[Stage.EVERYTHING]
@@ -452,14 +451,14 @@ class _StageRules:
         return cold if slower and cold is not None and not _alike(cold, together) else None
 
 
-def _which_limits(outer: Rates, inner: Rates) -> tuple[bool, bool]:
-    """Return two flags: whether the outer stage itself limits its speed, and whether the inner stage limits it."""
+def _causes(outer: Rates, own: Bottleneck, inner: Rates, within: tuple[Bottleneck, ...]) -> tuple[Bottleneck, ...]:
+    """Return what limits an outer stage: `own` if it does so itself, `within` if it is the inner stage, or both."""
     share = outer.median / inner.median
     if share < _EXPLAINS[0] and outer.high < _APART * _EXPLAINS[0] * inner.low:
-        return True, False
+        return (own,)
     if share >= _EXPLAINS[1] and outer.low >= _EXPLAINS[0] * inner.high:
-        return False, True
-    return True, True
+        return within
+    return (*within, own)
 
 
 def _slowest(speeds: Collection[Rates]) -> Rates:
