@@ -41,9 +41,18 @@ _LATER = (
     "mask_columns", "image_columns", "text_columns", "box_columns", "keypoint_columns", "box_format", "shard_bytes",
     "val_groups",
 )  # fmt: skip
-# Options that cannot be combined with `keep`, and options that require it.
+# Options that cannot be combined with `keep`.
 _OF_PIXELS = ("size", "fit", "resample", "draft", "mode", "layout", "chunk_rows", "chunk_bytes", "compression")
-_OF_KEPT = ("max_side", "quality")
+# Options of which only one may be given, and why.
+_EXCLUSIVE = (
+    (("resume", "part", "finish"), ""),
+    (("chunk_rows", "chunk_bytes"), ", because both set the size of a chunk"),
+    (("shard_bytes", "compat"), ", because HDF5 1.8 has no virtual datasets"),
+    (("shard_bytes", "part"), ", because the parts of an array job write one file"),
+    (("shard_bytes", "finish"), ", because the parts of an array job write one file"),
+)
+# Options that can only be used with another one.
+_DEPENDENT = ((("draft", "fit", "resample"), "size"), (("max_side", "quality"), "keep"), (("val_groups",), "val"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,66 +155,43 @@ class ConvertOptions:
             if getattr(self, name) is not None:
                 self._make_int(name, 1)
         self._make_int("seed", 0, 2**63 - 1)
-        ways = [name for name in ("resume", "part", "finish") if getattr(self, name)]
-        if self.shard_bytes is not None:
-            self._check_shards()
-        if len(ways) > 1:
-            given = tuple("part" if name == "part" else f"{name}=True" for name in ways)
-            raise OptionsError(f"{' and '.join(given)} cannot be combined; give only one of them", parameters=given)
         self._make_int("quality", 1, 100)
-        self._check_keep()
         if self.val is not None:
             check_fraction("val", self.val)
         if not isinstance(self.val_groups, (str, type(None))):
             raise invalid("val_groups", self.val_groups, " is not the name of a field")
-        if self.val_groups is not None and self.val is None:
-            given = (f"val_groups={self.val_groups!r}", "val")
-            raise OptionsError(f"{given[0]} cannot be used without val; give val, too", parameters=given)
-        if self.chunk_rows is not None and self.chunk_bytes is not None:
-            raise OptionsError(
-                "chunk_rows and chunk_bytes both set the size of a chunk; give only one of them",
-                parameters=("chunk_rows", "chunk_bytes"),
-            )
         parse_compression(self.compression)
         # Creating the source options validates their values.
         _ = self.source_options
-        unused = [name for name in ("draft", "fit", "resample") if getattr(self, name) != getattr(ConvertOptions, name)]
-        if self.size is None and unused:
-            names = ", ".join(unused)
-            raise OptionsError(f"{names} cannot be used without size; give size, too", parameters=(*unused, "size"))
+        self._check_combinations()
 
     def _make_int(self, name: str, minimum: int, maximum: int | None = None) -> None:
         # The options are written to the pack as JSON, which NumPy's integers cannot be.
         object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum, maximum))
 
-    def _check_shards(self) -> None:
-        """Raise OptionsError for options that cannot be combined with `shard_bytes`."""
-        reasons = {
-            "compat": "HDF5 1.8 has no virtual datasets",
-            "part": "the parts of an array job write one file",
-            "finish": "the parts of an array job write one file",
-        }
-        for name, reason in reasons.items():
-            if getattr(self, name):
-                given = ("shard_bytes", f"{name}=True" if name != "part" else name)
-                problem = f"{' and '.join(given)} cannot be combined, because {reason}; give only one of them"
-                raise OptionsError(problem, parameters=given)
+    def _check_combinations(self) -> None:
+        """Raise OptionsError if options exclude each other, or if one requires another that is not given."""
+        for names, reason in _EXCLUSIVE:
+            both = [f"{name}=True" if getattr(self, name) is True else name for name in self._given(names)]
+            if len(both) > 1:
+                problem = f"{' and '.join(both)} cannot be combined{reason}; give only one of them"
+                raise OptionsError(problem, parameters=both)
+        given = self._given(_OF_PIXELS) if self.keep is not None else []
+        if given:
+            advice = "leave out keep='jpeg' or these options"
+            advice += ", or limit the size with max_side" if "size" in given else ""
+            problem = f"{', '.join(given)} cannot be used with keep='jpeg', which stores image files; {advice}"
+            raise OptionsError(problem, parameters=(*given, "keep='jpeg'", "max_side"))
+        for dependent, required in _DEPENDENT:
+            given = self._given(dependent)
+            if given and getattr(self, required) is None:
+                other = "keep='jpeg'" if required == "keep" else required
+                problem = f"{', '.join(given)} cannot be used without {other}; give {other}, too"
+                raise OptionsError(problem, parameters=(*given, other))
 
-    def _check_keep(self) -> None:
-        """Raise OptionsError if options of pixels are given with `keep`, or options of `keep` without it."""
-        names = _OF_KEPT if self.keep is None else _OF_PIXELS
-        given = tuple(name for name in names if getattr(self, name) != getattr(ConvertOptions, name))
-        if not given:
-            return
-        if self.keep is None:
-            problem = "cannot be used without keep='jpeg'; give keep='jpeg', too"
-        else:
-            problem = (
-                "cannot be used with keep='jpeg', which stores image files; leave out keep='jpeg' or these options"
-            )
-            if "size" in given:
-                problem += ", or limit the size with max_side"
-        raise OptionsError(f"{', '.join(given)} {problem}", parameters=(*given, "keep='jpeg'", "max_side"))
+    def _given(self, names: Sequence[str]) -> list[str]:
+        """Return those of the options `names` that differ from their defaults."""
+        return [name for name in names if getattr(self, name) != getattr(ConvertOptions, name)]
 
     @property
     def in_array_job(self) -> bool:
