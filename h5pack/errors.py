@@ -28,6 +28,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class H5PackError(Exception):
@@ -69,6 +73,18 @@ class H5PackError(Exception):
         self.dataset = dataset
         self.rows = tuple(int(row) for row in rows)
         self.parameters = tuple(parameters)
+
+    @classmethod
+    def at(
+        cls,
+        path: str | os.PathLike[str],
+        problem: str,
+        *parameters: str,
+        dataset: str | None = None,
+        rows: Sequence[int] = (),
+    ) -> Self:
+        """Return the error about a file or folder: its message is the path, a colon and the `problem`."""
+        return cls(f"{path}: {problem}", path=path, dataset=dataset, rows=rows, parameters=parameters)
 
 
 class OptionsError(H5PackError, ValueError):

@@ -134,7 +134,7 @@ class CropDecoder:
             problem = f"{', '.join(map(repr, unmoved))} cannot be cropped with the images; leave them out of fields"
             parameters = ["decode", "fields"]
         if problem:
-            raise OptionsError(f"{path}: {problem}", path=path, dataset=images.name, parameters=parameters)
+            raise OptionsError.at(path, problem, *parameters, dataset=images.name)
         if not isinstance(crop, DecodeCrop):
             raise OptionsError(
                 f"decode is {crop!r}; give RandomResizedCrop(size), CenterCrop(size, resize=size) or Resize((height, "

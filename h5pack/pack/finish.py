@@ -46,12 +46,10 @@ _COPY_BYTES = 8 * 1024 * 1024
 
 def _require_free(output: Output, overwrite: bool) -> None:
     if not overwrite and output.final.exists():
-        raise OutputExistsError(
-            f"{output.final}: was created by another program meanwhile; to replace it, run again with resume=True and "
-            "overwrite=True",
-            path=output.final,
-            parameters=("resume=True", "overwrite=True"),
+        problem = (
+            "was created by another program meanwhile; to replace it, run again with resume=True and overwrite=True"
         )
+        raise OutputExistsError.at(output.final, problem, "resume=True", "overwrite=True")
 
 
 def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
@@ -253,12 +251,11 @@ def require_sound(
             for number, one in enumerate(expected)
         )
     if not sound:
-        raise H5PackError(
-            f"{path}: the file does not contain the written data; check the disk, then run again with "
-            "resume=True, or with finish=True if this run had it",
-            path=path,
-            parameters=("resume=True", "finish=True"),
+        problem = (
+            "the file does not contain the written data; check the disk, then run again with "
+            "resume=True, or with finish=True if this run had it"
         )
+        raise H5PackError.at(path, problem, "resume=True", "finish=True")
 
 
 def _is_sound_dataset(file: h5py.File, expected: Expected, addresses: npt.NDArray[np.int64] | None) -> bool:

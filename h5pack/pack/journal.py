@@ -130,19 +130,16 @@ def read_encoded(encoded: EncodedFile, size: int) -> bytes:
     if len(found) == size and zlib.crc32(found) == encoded.checksum:
         return found
     if dataset is not None:
-        raise DamagedRowsError(
-            f"{path}: {dataset!r} row {row} differs from the stored checksum; run 'h5pack verify' on it, then restore "
-            "the file or convert again",
-            path=path,
-            dataset=dataset,
-            rows=[row],
+        problem = (
+            f"{dataset!r} row {row} differs from the stored checksum; run 'h5pack verify' on it, then restore "
+            "the file or convert again"
         )
-    raise ResumeError(
-        f"{path}: does not contain what was written to it; check the disk, then run again with resume=True (parts of "
-        "an array job without it)",
-        path=path,
-        parameters=("resume=True",),
+        raise DamagedRowsError.at(path, problem, dataset=dataset, rows=[row])
+    problem = (
+        "does not contain what was written to it; check the disk, then run again with resume=True (parts of "
+        "an array job without it)"
     )
+    raise ResumeError.at(path, problem, "resume=True")
 
 
 class RowResults:
@@ -258,12 +255,8 @@ class Journal:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise ResumeError(
-                f"{self.folder}: the journal is damaged ({error}); start over with overwrite=True and without "
-                "resume=True",
-                path=self.folder,
-                parameters=("overwrite=True", "resume=True"),
-            ) from error
+            problem = f"the journal is damaged ({error}); start over with overwrite=True and without resume=True"
+            raise ResumeError.at(self.folder, problem, "overwrite=True", "resume=True") from error
         return plan
 
     def fingerprints(self) -> npt.NDArray[np.uint64]:
@@ -425,10 +418,9 @@ def _wait_for_writer(path: Path) -> None:
     deadline = time.monotonic() + _WAIT_SECONDS
     while is_locked(path):
         if time.monotonic() > deadline:
-            raise OutputBusyError(
-                f"{path}: a worker process of the interrupted run is still writing to this file; stop that process, "
-                "then run again with resume=True",
-                path=path,
-                parameters=("resume=True",),
+            problem = (
+                "a worker process of the interrupted run is still writing to this file; stop that process, "
+                "then run again with resume=True"
             )
+            raise OutputBusyError.at(path, problem, "resume=True")
         time.sleep(0.02)

@@ -266,19 +266,13 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
     further images, and `keep` if samples have further images.
     """
     if options.draft and catalog.pixel_fields:
-        raise OptionsError(
-            f"{source}: draft=True cannot be used for images with masks or further images; leave out draft=True",
-            path=source,
-            parameters=("draft=True",),
-        )
+        problem = "draft=True cannot be used for images with masks or further images; leave out draft=True"
+        raise OptionsError.at(source, problem, "draft=True")
     if options.keep is not None and any(one.kind == schema.IMAGE for one in catalog.pixel_fields):
         # In an HDF5 file, further images are found without `image_columns`.
         parameters = (f"keep={options.keep!r}", *(("image_columns",) if options.image_columns else ()))
-        raise OptionsError(
-            f"{source}: {parameters[0]} cannot store further images of a sample; leave out {' or '.join(parameters)}",
-            path=source,
-            parameters=parameters,
-        )
+        problem = f"{parameters[0]} cannot store further images of a sample; leave out {' or '.join(parameters)}"
+        raise OptionsError.at(source, problem, *parameters)
     if options.val is not None:
         training_split(source, catalog, options.val)  # Raises OptionsError if no split can be divided.
     if options.group_field is not None:
@@ -292,7 +286,7 @@ def output_path(out: str | os.PathLike[str]) -> Path:
     require_local(out)
     name = os.fsdecode(out)
     if name.endswith(os.sep):
-        raise OptionsError(f"{name}: names a folder; give the name of the file to create", path=name)
+        raise OptionsError.at(name, "names a folder; give the name of the file to create")
     return Path(absolute_path(name))
 
 

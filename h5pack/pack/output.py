@@ -136,27 +136,21 @@ class Output:
         if len(os.fsencode(self.final.name)) > max_bytes - _MAX_ENDING_BYTES:
             problem = "the name is too long for the temporary files beside it"
             advice = f"give a name of at most {max_bytes - _MAX_ENDING_BYTES} bytes"
-            raise SourceError(f"{self.final}: {problem}; {advice}", path=self.final)
+            raise SourceError.at(self.final, f"{problem}; {advice}")
         # Count the parts after looking for files. Otherwise, a part that begins in between would look like another run.
         has_unfinished = self.partial.exists() or self.parts.exists()
         begun_parts = count_parts()
         is_complete = self.final.exists() and not self.partial.exists()
         overwrite, resume = options.overwrite, options.resume
         if options.finish and not begun_parts and not is_complete:
-            raise IncompletePackError(
-                f"{self.final}: no part of it was written; write all parts, from part='1/N' to part='N/N', first",
-                path=self.final,
-                parameters=("part='1/N'", "part='N/N'"),
-            )
+            problem = "no part of it was written; write all parts, from part='1/N' to part='N/N', first"
+            raise IncompletePackError.at(self.final, problem, "part='1/N'", "part='N/N'")
         resume = resume or (options.continues and (begun_parts > 0 or is_complete))
         if self.final.is_dir():
-            raise OutputExistsError(f"{self.final}: is a folder; give the name of a file", path=self.final)
+            raise OutputExistsError.at(self.final, "is a folder; give the name of a file")
         if self.final.exists() and not overwrite and not resume:
-            raise OutputExistsError(
-                f"{self.final}: exists; give another name, or overwrite=True to replace it",
-                path=self.final,
-                parameters=("overwrite=True",),
-            )
+            problem = "exists; give another name, or overwrite=True to replace it"
+            raise OutputExistsError.at(self.final, problem, "overwrite=True")
         if has_unfinished and not overwrite and not resume:
             if self.partial.exists() and is_locked(self.partial):
                 raise OutputBusyError(_busy(self), path=self.final)
@@ -195,12 +189,11 @@ class Output:
                 held += os.stat(path).st_blocks * 512
         free = free_bytes(self.final.parent)
         if needed - held > free:
-            raise NoSpaceError(
-                f"{self.final}: needs {needed - held:,} more bytes, but {self.final.parent} has only {free:,} free; "
-                f"make room and run again{' with resume=True' if resumable else ''}, or choose another output",
-                path=self.final,
-                parameters=("resume=True",) if resumable else (),
+            problem = (
+                f"needs {needed - held:,} more bytes, but {self.final.parent} has only {free:,} free; "
+                f"make room and run again{' with resume=True' if resumable else ''}, or choose another output"
             )
+            raise NoSpaceError.at(self.final, problem, *("resume=True",) if resumable else ())
 
     def journal_identity(self) -> tuple[int, int] | None:
         """Return the device and inode numbers of the journal's folder; None if it does not exist."""
@@ -284,7 +277,7 @@ class OwnerFile:
     def confirm(self) -> None:
         """Raise OutputBusyError if another process has taken the file over."""
         if _owner_of(self.path).get("token") != self._token:
-            raise OutputBusyError(f"{self.path}: another process continues this conversion", path=self.path)
+            raise OutputBusyError.at(self.path, "another process continues this conversion")
 
     def release(self) -> None:
         """Remove the file, unless another process has taken it over."""

@@ -415,12 +415,11 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
         if catalog.kind == "manifest" and rejects[0].reason in MISSING_FILE_REASONS:
             folder = options.root or os.path.dirname(os.path.abspath(source))
             advice = f"relative paths start from {folder}; if that is wrong, give root"
-        raise NoImagesError(
-            f"{source}: none of its {len(catalog):,} {catalog.noun}s can be read as an image ({rejects[0].shown}: "
-            f"{rejects[0].reason}); {advice}",
-            path=source,
-            parameters=("root",),
+        problem = (
+            f"none of its {len(catalog):,} {catalog.noun}s can be read as an image ({rejects[0].shown}: "
+            f"{rejects[0].reason}); {advice}"
         )
+        raise NoImagesError.at(source, problem, "root")
     if survey.labels is not None or catalog.reader.has_labels:
         catalog = with_labels(catalog, survey.labels, survey.unused)
     if options.val is not None:
@@ -486,11 +485,10 @@ def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDAr
             f"{text} ({found[key][0]:,}, such as {catalog.shown(found[key][1])})"
             for text, key in zip(common, which, strict=True)
         )
-        raise SizesDifferError(
-            f"{source}: its images have {len(found):,} sizes, most often {first}, then {second}; give "
-            f"size='{common[0]}' or another size to resize them (fit says how: crop, pad or stretch)",
-            path=source,
-            parameters=(f"size='{common[0]}'", "fit"),
+        problem = (
+            f"its images have {len(found):,} sizes, most often {first}, then {second}; give "
+            f"size='{common[0]}' or another size to resize them (fit says how: crop, pad or stretch)"
         )
+        raise SizesDifferError.at(source, problem, f"size='{common[0]}'", "fit")
     (size,) = found
     return size >> 32, size & 0xFFFFFFFF

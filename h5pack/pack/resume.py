@@ -89,18 +89,14 @@ class UnfinishedPack(Unfinished):
         before = self.journal.plan() if plan.options.continues else None
         self.overwrite = plan.options.overwrite or (before is not None and bool(before["overwrite"]))
         if output.final.exists() and not self.overwrite:
-            raise OutputExistsError(
-                f"{output.final}: was created by another program meanwhile; add overwrite=True to replace it",
-                path=output.final,
-                parameters=("overwrite=True",),
-            )
+            problem = "was created by another program meanwhile; add overwrite=True to replace it"
+            raise OutputExistsError.at(output.final, problem, "overwrite=True")
         if before is None and plan.options.finish:
-            raise IncompletePackError(
-                f"{output.partial}: no part has written any rows; run all parts again, or write all rows here with "
-                "resume=True instead of finish=True",
-                path=output.partial,
-                parameters=("resume=True", "finish=True"),
+            problem = (
+                "no part has written any rows; run all parts again, or write all rows here with "
+                "resume=True instead of finish=True"
             )
+            raise IncompletePackError.at(output.partial, problem, "resume=True", "finish=True")
         self._resumes = before is not None
         if before is not None:
             require_same(plan, self.journal, before)
@@ -131,7 +127,7 @@ class UnfinishedPack(Unfinished):
         before = self.journal.plan()
         if before is None:
             problem = "was removed while this part started, perhaps because all parts are finished; run the part again"
-            raise ResumeError(f"{self.journal.folder}: {problem}", path=self.journal.folder)
+            raise ResumeError.at(self.journal.folder, problem)
         require_same(self.plan, self.journal, before)
 
     def allocate(self, plan: ConvertPlan) -> None:
@@ -199,13 +195,12 @@ class UnfinishedPack(Unfinished):
         rows = len(results.settled) - int(results.settled.sum())
         shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
         again = f"part='{missing[0]}/{count}'"
-        raise IncompletePackError(
-            f"{self.output.partial}: not all rows of part {shown} of {count} are written ({rows:,} are missing); "
+        problem = (
+            f"not all rows of part {shown} of {count} are written ({rows:,} are missing); "
             f"run each of these parts again ({again} first), or write the rest here with resume=True instead of "
-            "finish=True",
-            path=self.output.partial,
-            parameters=(again, "resume=True", "finish=True"),
+            "finish=True"
         )
+        raise IncompletePackError.at(self.output.partial, problem, again, "resume=True", "finish=True")
 
 
 def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) -> None:
@@ -251,7 +246,7 @@ def _refused(plan: ConvertPlan, journal: Journal, difference: str, *parameters: 
         parameters = (*parameters, "overwrite=True", "resume=True")
     else:
         advice = f"give the same options and source, or delete all of {partial}* to start over"
-    return ResumeError(f"{partial}: {difference}; {advice}", path=partial, parameters=parameters)
+    return ResumeError.at(partial, f"{difference}; {advice}", *parameters)
 
 
 def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tuple[int, int]:
@@ -323,8 +318,5 @@ def _same_field(file: h5py.File, name: str, values: FieldValues, origins: npt.ND
 
 
 def _different(path: Path, difference: str) -> OutputExistsError:
-    return OutputExistsError(
-        f"{path}: exists, and {difference}; give another name, or overwrite=True without resume=True to replace it",
-        path=path,
-        parameters=("overwrite=True", "resume=True"),
-    )
+    problem = f"exists, and {difference}; give another name, or overwrite=True without resume=True to replace it"
+    return OutputExistsError.at(path, problem, "overwrite=True", "resume=True")

@@ -400,7 +400,7 @@ def _jpeg_bytes(reader: SourceReader, index: int, name: str) -> int:
             assert isinstance(data, bytes)
             row_decoder().pixels(data)
     except OSError as error:
-        raise SourceError(f"{name}: cannot be read ({error}); repair the storage, then try again", path=name) from error
+        raise SourceError.at(name, f"cannot be read ({error}); repair the storage, then try again") from error
     return size
 
 

@@ -197,9 +197,7 @@ class _Worker:
         self.file = RowFile(job.path, job.io)
         self.field_files = [RowFile(job.path, job.io) for _ in job.fields]
         if os.fstat(self.file.descriptor).st_ino != job.inode:
-            raise OutputBusyError(
-                f"{job.path}: was replaced by another conversion; wait until that has finished", path=job.path
-            )
+            raise OutputBusyError.at(job.path, "was replaced by another conversion; wait until that has finished")
 
     def close(self) -> None:
         for file in (self.file, *self.field_files):
@@ -415,12 +413,11 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
     except RejectedImageError:
         data = b""
     if not isinstance(data, bytes) or len(data) != size:
-        raise SourceError(
-            f"{name}: had {size:,} bytes when the conversion began, and has changed; restore it, then run again with "
-            "resume=True (without it for a part of an array job), or start over with overwrite=True",
-            path=name,
-            parameters=("resume=True", "overwrite=True"),
+        problem = (
+            f"had {size:,} bytes when the conversion began, and has changed; restore it, then run again with "
+            "resume=True (without it for a part of an array job), or start over with overwrite=True"
         )
+        raise SourceError.at(name, problem, "resume=True", "overwrite=True")
     return data
 
 
@@ -433,10 +430,9 @@ def read_image(reader: SourceReader, index: int, name: str, field: int | None = 
         source = reader.read(index, name) if field is None else reader.read_field(field, index, name)
     except OSError as error:
         # The survey could read this file, so either the storage has failed or the source was changed since.
-        raise SourceError(
-            f"{name}: {error.strerror or error}, although the survey could read it; restore the source, then run "
-            "again with resume=True (without it for a part of an array job)",
-            path=name,
-            parameters=("resume=True",),
-        ) from error
+        problem = (
+            f"{error.strerror or error}, although the survey could read it; restore the source, then run "
+            "again with resume=True (without it for a part of an array job)"
+        )
+        raise SourceError.at(name, problem, "resume=True") from error
     return source

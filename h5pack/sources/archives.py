@@ -135,12 +135,11 @@ class ArchiveFile:
         except FileNotFoundError:
             same = False
         if not same:
-            raise SourceError(
-                f"{self.path}: was replaced, rewritten or removed during the conversion; if it is complete, start "
-                "over with overwrite=True",
-                path=self.path,
-                parameters=("overwrite=True",),
+            problem = (
+                "was replaced, rewritten or removed during the conversion; if it is complete, start "
+                "over with overwrite=True"
             )
+            raise SourceError.at(self.path, problem, "overwrite=True")
 
     @contextlib.contextmanager
     def parsing(self, problem: str) -> Iterator[None]:
@@ -156,7 +155,7 @@ class ArchiveFile:
 
     def damaged(self, problem: str) -> SourceError:
         """Return the error for a damaged archive; its message begins with the archive's path and `problem`."""
-        return SourceError(f"{self.path}: {problem}; download or make it again", path=self.path)
+        return SourceError.at(self.path, f"{problem}; download or make it again")
 
 
 class _Extent(io.RawIOBase):
@@ -306,9 +305,8 @@ class ArchiveReader(SourceReader):
                 open_file = lambda: io.BytesIO(self._unzipped(index, None))  # noqa: E731
             header = read_header(head, open_file, max_pixels)
         except OSError as error:
-            raise SourceError(
-                f"{file.path}: {name} cannot be read ({error}); repair the storage, then try again", path=file.path
-            ) from error
+            problem = f"{name} cannot be read ({error}); repair the storage, then try again"
+            raise SourceError.at(file.path, problem) from error
         parts = (offset, size, int(self.checksums[index]), file.identity.size, file.identity.modified_ns)
         mark = name.encode("utf-8", "surrogateescape") + b"".join(b"\0%d" % part for part in parts)
         return SurveyedImage(header, fingerprint(mark))

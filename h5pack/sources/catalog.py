@@ -253,7 +253,7 @@ def _survey_error(name: str, error: OSError | ValueError) -> H5PackError:
     """Return the error for a file that cannot be read: RejectedImageError, or SourceError if the storage fails."""
     reason = missing_file_reason(error) if isinstance(error, OSError) else "its name is not a valid file name"
     if reason is None:
-        return SourceError(f"{name}: cannot be read ({error}); repair the storage, then try again", path=name)
+        return SourceError.at(name, f"cannot be read ({error}); repair the storage, then try again")
     return RejectedImageError(reason)
 
 

@@ -41,10 +41,8 @@ def celeba(root: Path, wanted: NameFilter) -> Catalog:
     folder = _image_folder(root)
     attributes_path = _table_path(root, "list_attr_celeba")
     if folder is None or attributes_path is None:
-        raise SourceError(
-            f"{root}: not CelebA as distributed; give the folder with {_IMAGES}/ and list_attr_celeba.txt (or .csv)",
-            path=root,
-        )
+        problem = f"not CelebA as distributed; give the folder with {_IMAGES}/ and list_attr_celeba.txt (or .csv)"
+        raise SourceError.at(root, problem)
     attributes = _read(attributes_path, None, skip=1)
     tables = {"attributes": attributes}
     for role, stem in (("partition", "list_eval_partition"), ("identity", "identity_CelebA")):
@@ -53,7 +51,7 @@ def celeba(root: Path, wanted: NameFilter) -> Catalog:
             tables[role] = _read(path, ("image_id", role))
     for table in tables.values():
         if len(table.header) < 2:
-            raise SourceError(f"{table.path}: the table has no column after the file names; {_AGAIN}", path=table.path)
+            raise SourceError.at(table.path, f"the table has no column after the file names; {_AGAIN}")
 
     found = walk(str(root), wanted, folder)
     images = [name[len(folder) + 1 :] for name in found.below("")]

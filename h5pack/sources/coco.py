@@ -82,7 +82,7 @@ def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
     """
     files = _annotation_files(path) if path.is_dir() else {_split_of(path): [path]}
     if not files:
-        raise SourceError(f"{path}: has no {_FOLDER}/{_INSTANCES}_*.json; give a file of annotations", path=path)
+        raise SourceError.at(path, f"has no {_FOLDER}/{_INSTANCES}_*.json; give a file of annotations")
     splits = split_order(_short(name) for name in files)
     top = Path(root) if root is not None else path if path.is_dir() else None
     found, folders = _Annotations(), []
@@ -148,23 +148,23 @@ def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int
             raise TypeError("its images, annotations or categories are not a list")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise SourceError(f"{path}: is not COCO's JSON ({problem}); give a file of annotations", path=path) from error
+        raise SourceError.at(path, f"is not COCO's JSON ({problem}); give a file of annotations") from error
     known: set[int] = set()
     for number, entry in enumerate(entries):
         _add_image(path, number, entry, images, split, known)
     for category in categories:
         if not isinstance(category, dict) or not isinstance(category.get("id"), int):
-            raise SourceError(f"{path}: the category {category!r:.60} has no integer id; correct it", path=path)
+            raise SourceError.at(path, f"the category {category!r:.60} has no integer id; correct it")
         name = str(category.get("name", category["id"]))
         if found.categories.setdefault(category["id"], name) != name:
             other = found.categories[category["id"]]
             problem = f"category {category['id']} is named {name!r}, but was named {other!r} before; correct it"
-            raise SourceError(f"{path}: {problem}", path=path)
+            raise SourceError.at(path, problem)
     for number, annotation in enumerate(annotations):
         try:
             _add(found, images, annotation)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise SourceError(f"{path}: annotation {number} is malformed ({error!r}); correct it", path=path) from error
+            raise SourceError.at(path, f"annotation {number} is malformed ({error!r}); correct it") from error
 
 
 def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], split: int, known: set[int]) -> None:
@@ -178,9 +178,9 @@ def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], s
             raise ValueError(image_id, *size)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         problem = f"image {number} has no valid id, file_name or size ({error!r}); correct it"
-        raise SourceError(f"{path}: {problem}", path=path) from error
+        raise SourceError.at(path, problem) from error
     if image_id in known or (image_id in images and images[image_id].name != name):
-        raise SourceError(f"{path}: two images have the id {image_id}; correct it", path=path)
+        raise SourceError.at(path, f"two images have the id {image_id}; correct it")
     known.add(image_id)
     images.setdefault(image_id, _Image(name, split, image_id, size))
 

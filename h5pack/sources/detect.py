@@ -63,7 +63,7 @@ def open_source(
         except OSError as error:
             failed = error.filename or source
             problem = f"cannot be read ({error.strerror or error}); make it readable, or repair the storage"
-            raise SourceError(f"{failed}: {problem}", path=failed) from error
+            raise SourceError.at(failed, problem) from error
         where, path = str(Path(source)), source
     else:
         catalog = _open_dataset(source, options)
@@ -97,7 +97,7 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
         parameter = f"source_kind={kind!r}"
         folder = "folder" if kind == "celeba" else "folder or an archive"
         needed = "file, not a folder" if path.is_dir() else f"{folder}, not this file"
-        raise SourceError(f"{path}: {parameter} needs a {needed}; check the path", path=path, parameters=(parameter,))
+        raise SourceError.at(path, f"{parameter} needs a {needed}; check the path", parameter)
     if archive:
         return _open_archive(path, archive, options, kind, scratch)
     _refuse_unused(str(path), kind, options)
@@ -158,7 +158,7 @@ def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
 
 
 def _missing(path: Path) -> SourceError:
-    return SourceError(f"{path}: no such file or folder; check the path", path=path)
+    return SourceError.at(path, "no such file or folder; check the path")
 
 
 def _open_mds(path: Path, options: SourceOptions) -> Catalog:
@@ -178,7 +178,7 @@ def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -
     shards = find_shards(path, names, TAR_SUFFIXES if kind == "webdataset" else TABLE_SUFFIXES)
     if not shards.names:
         what = "tar" if kind == "webdataset" else "Parquet or Arrow"
-        raise NoImagesError(f"{path}: no {what} files; check the path, include and exclude", path=path)
+        raise NoImagesError.at(path, f"no {what} files; check the path, include and exclude")
     if kind == "parquet":
         return tables(shards, options.columns)
     return webdataset(shards, (open_tar(one, scratch) for one in shards.paths), options.columns)

@@ -80,11 +80,8 @@ def walk(root: str, names: NameFilter, top: str = "") -> Listing:
             if names.excludes_below(folder):
                 found.ignored["excluded folders"] += 1
                 continue
-            raise SourceError(
-                f"{path}: the folder cannot be listed ({error.strerror}); make it readable, or skip it with exclude",
-                path=path,
-                parameters=("exclude",),
-            ) from error
+            problem = f"the folder cannot be listed ({error.strerror}); make it readable, or skip it with exclude"
+            raise SourceError.at(path, problem, "exclude") from error
         stack += [(name, above | {identity}) for name in below]
         if "/" not in folder:
             found.subfolders[folder] = sorted(map(os.path.basename, below))
@@ -261,12 +258,11 @@ def refuse_pairs(found: Listing, folders: list[str]) -> None:
     fewest = min(map(len, stems))
     if fewest and 2 * len(stems[0] & stems[1]) >= fewest:
         pairs = "source_kind='pairs'"
-        raise SourceError(
-            f"{found.root}: {images!r} and {targets!r} hold files of the same names, so they are probably images and "
-            f"their masks, not classes; pack them as pairs with {pairs}, or as classes with {kind}",
-            path=found.root,
-            parameters=(pairs, kind),
+        problem = (
+            f"{images!r} and {targets!r} hold files of the same names, so they are probably images and "
+            f"their masks, not classes; pack them as pairs with {pairs}, or as classes with {kind}"
         )
+        raise SourceError.at(found.root, problem, pairs, kind)
 
 
 def _plain(folder: str) -> str:
@@ -358,12 +354,11 @@ def _roles(root: str, folders: list[str]) -> tuple[str, list[str]]:
         images, targets = images or others, targets or others
     if len(images) != 1 or not targets:
         names = ", ".join(map(repr, folders)) or "none"
-        raise SourceError(
-            f"{root}: its folders ({names}) must be one folder of images and one or several of masks; name them "
-            "'images' and 'masks', or skip other folders with exclude",
-            path=root,
-            parameters=("exclude",),
+        problem = (
+            f"its folders ({names}) must be one folder of images and one or several of masks; name them "
+            "'images' and 'masks', or skip other folders with exclude"
         )
+        raise SourceError.at(root, problem, "exclude")
     return images[0], targets
 
 
@@ -376,7 +371,7 @@ def splits(found: Listing) -> Catalog:
     split_names = split_order(folder for folder in folders if any(found.below(folder)))
     if not split_names:
         names = ", ".join(folders) or "there are none"
-        raise NoImagesError(f"{root}: no images in its split folders ({names}); check the path", path=root)
+        raise NoImagesError.at(root, f"no images in its split folders ({names}); check the path")
     if found.folders.get(""):
         raise _mixed(found.root, "split", repr(found.names("")[0]), "move them into a split, or skip them with exclude")
     labelled = [split for split in split_names if _has_classes(found, split)]
@@ -427,12 +422,11 @@ def arranged(found: Listing, kind: str) -> Catalog:
         return splits(found)
     if kind == "folder" and named:
         other = next(folder for folder in filled if folder not in named)
-        raise SourceError(
-            f"{found.root}: {named[0]!r} looks like a split and {other!r} like a class; give source_kind='splits' or "
-            "source_kind='classes', or leave one out with exclude",
-            path=found.root,
-            parameters=("source_kind='splits'", "source_kind='classes'", "exclude"),
+        problem = (
+            f"{named[0]!r} looks like a split and {other!r} like a class; give source_kind='splits' or "
+            "source_kind='classes', or leave one out with exclude"
         )
+        raise SourceError.at(found.root, problem, "source_kind='splits'", "source_kind='classes'", "exclude")
     if kind == "folder":
         refuse_pairs(found, filled)
     return classes(found)

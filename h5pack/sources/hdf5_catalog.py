@@ -93,7 +93,7 @@ def hdf5_catalog(path: Path, datasets: HDF5Datasets, wanted: NameFilter) -> Cata
             raise
         except Exception as error:
             # On damaged files, h5py may raise any exception type.
-            raise SourceError(f"{path}: its metadata is damaged ({error}); restore the file", path=path) from error
+            raise SourceError.at(path, f"its metadata is damaged ({error}); restore the file") from error
     return catalog.filtered(wanted)
 
 
@@ -109,13 +109,8 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         fields = tuple(own_fields(file))
     form = None if pack.indexes[images].is_encoded else _form(path, require_dataset(file, images), datasets)
     if form is None and (datasets.channel_axis or datasets.value_range):
-        raise OptionsError(
-            f"{path}: {images!r} holds encoded images; leave out channel_axis and value_range, which apply to "
-            "arrays only",
-            path=path,
-            dataset=images,
-            parameters=("channel_axis", "value_range"),
-        )
+        problem = f"{images!r} holds encoded images; leave out channel_axis and value_range, which apply to arrays only"
+        raise OptionsError.at(path, problem, "channel_axis", "value_range", dataset=images)
     kinds = {name: kind for name in fields if (kind := _pixel_kind(file, name, form, images))}
     masks = tuple(kinds)
     if not datasets.own_fields:
@@ -208,7 +203,7 @@ def find_images(file: h5py.File) -> str:
     if found:
         problem = f"{', '.join(map(repr, found))} look like images"
     path, parameter = file.filename, "images=NAME"
-    raise SourceError(f"{path}: {problem}; choose one with {parameter}", path=path, parameters=(parameter,))
+    raise SourceError.at(path, f"{problem}; choose one with {parameter}", parameter)
 
 
 def detect_names(path: str | os.PathLike[str], images: str, labels: str) -> tuple[str, str]:
@@ -408,7 +403,7 @@ def _enum_names(dataset: h5py.Dataset) -> tuple[str, ...] | None:
 
 
 def _dataset_error(path: Path, name: str, problem: str, *parameters: str) -> SourceError:
-    return SourceError(f"{path}: {name!r} {problem}", path=path, dataset=name, parameters=parameters)
+    return SourceError.at(path, f"{name!r} {problem}", *parameters, dataset=name)
 
 
 def _label_error(path: Path, name: str, found: str, *advice: str) -> SourceError:

@@ -74,11 +74,8 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
     table = read_json_lines(path) if path.suffix.lower() in JSON_LINES else read_delimited(path)
     path_column = columns.path or _usual(table.header, _PATHS)
     if path_column is None:
-        raise SourceError(
-            f"{path}: no column of image paths found among {', '.join(table.header)}; name it with path_column",
-            path=path,
-            parameters=("path_column",),
-        )
+        problem = f"no column of image paths found among {', '.join(table.header)}; name it with path_column"
+        raise SourceError.at(path, problem, "path_column")
     names = table.column(path_column)
     kinds = dict.fromkeys(columns.masks, schema.MASK) | dict.fromkeys(columns.images, schema.IMAGE)
     further = {column: table.column(column) for column in kinds}
@@ -268,7 +265,7 @@ class TextTable:
         """Return the values of a column; if it does not exist, raise a SourceError that lists the columns."""
         if name not in self.header:
             columns = ", ".join(self.header)
-            raise SourceError(f"{self.path}: no column {name!r}; its columns are {columns}", path=self.path)
+            raise SourceError.at(self.path, f"no column {name!r}; its columns are {columns}")
         return self.load(name)
 
     def _cell(self, row: int, name: str, value: Any) -> str:
@@ -291,7 +288,7 @@ def read_json_lines(path: Path) -> TextTable:
                     if not isinstance(records[-1], dict):
                         raise ValueError("it is not an object")
     except UnicodeDecodeError as error:
-        raise SourceError(f"{path}: is not UTF-8 ({error}); save it in UTF-8", path=path) from error
+        raise SourceError.at(path, f"is not UTF-8 ({error}); save it in UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise SourceError(
             f"{path} line {number}: cannot be read as JSON ({error}); each line must be an object", path=path
@@ -310,9 +307,9 @@ def read_delimited(path: Path) -> TextTable:
             reader = csv.reader(stream, delimiter=delimiter)
             lines = [(reader.line_num, cells) for cells in reader]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise SourceError(f"{path}: is not a table in UTF-8 ({error}); save it as CSV in UTF-8", path=path) from error
+        raise SourceError.at(path, f"is not a table in UTF-8 ({error}); save it as CSV in UTF-8") from error
     if not lines:
-        raise SourceError(f"{path}: the file is empty; its first line must name the columns", path=path)
+        raise SourceError.at(path, "the file is empty; its first line must name the columns")
     header = tuple(cell.strip() for cell in lines[0][1])
     return _rectangular(path, header, lines[1:])
 
@@ -326,10 +323,10 @@ def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> Te
         with path.open(encoding="utf-8-sig") as stream:
             lines = [(number, line.split()) for number, line in enumerate(stream, 1)]
     except UnicodeDecodeError as error:
-        raise SourceError(f"{path}: is not text in UTF-8 ({error}); download it again", path=path) from error
+        raise SourceError.at(path, f"is not text in UTF-8 ({error}); download it again") from error
     if header is None:
         if len(lines) <= skip:
-            raise SourceError(f"{path}: has no line that names the columns; download it again", path=path)
+            raise SourceError.at(path, "has no line that names the columns; download it again")
         header = ("image_id", *lines[skip][1])
         skip += 1
     return _rectangular(path, header, lines[skip:])

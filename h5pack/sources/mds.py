@@ -78,7 +78,7 @@ def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
     folders = [""] if (path / INDEX).is_file() else sorted(below)
     found = [(name, shard) for folder in folders for name, shard in _read_index(path, folder)]
     if not found:
-        raise SourceError(f"{path}: has no {INDEX} of MDS shards; check the path", path=path)
+        raise SourceError.at(path, f"has no {INDEX} of MDS shards; check the path")
     shards = Shards(path, [name for name, _ in found], names)
     opened = [shard for _, shard in found]
     image = columns.path or _find_images(opened[0])
@@ -86,9 +86,7 @@ def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
     readers = []
     for shard, name in zip(opened, shards.names, strict=True):
         if shard.encodings != opened[0].encodings:
-            raise SourceError(
-                f"{shard.file.path}: has other columns than the first shard; pack them separately", path=shard.file.path
-            )
+            raise SourceError.at(shard.file.path, "has other columns than the first shard; pack them separately")
         images += [f"{name.removesuffix('.mds')}/{row:08d}" for row in range(len(shard.begins))]
         readers.append(_reader(shard, image))
     counts = [len(shard.begins) for shard in opened]
@@ -121,12 +119,12 @@ def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
                 raise ValueError("its shards are described wrongly")
             if one.get("zip_data") and not (root / name).is_file():
                 problem = "is missing, because the shards are compressed; decompress them, for example with 'zstd -d'"
-                raise SourceError(f"{root / name}: {problem}", path=root / name)
+                raise SourceError.at(root / name, problem)
             yield name, _read_shard(root / name, encodings, sizes, int(one["samples"]))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         if isinstance(error, SourceError):
             raise
-        raise SourceError(f"{path}: cannot be read as an index of MDS shards ({error}); check it", path=path) from error
+        raise SourceError.at(path, f"cannot be read as an index of MDS shards ({error}); check it") from error
 
 
 def _read_shard(path: Path, encodings: dict[str, str], fixed: Sequence[int], samples: int) -> _Shard:
@@ -165,23 +163,21 @@ def _find_images(shard: _Shard) -> str:
         if found:
             break
     held = ", ".join(f"{name!r} {encoding}" for name, encoding in shard.encodings.items())
-    raise SourceError(
-        f"{shard.file.path}: it is unclear which column holds the images (found: {held}); name a column of jpeg, png "
-        "or bytes with path_column",
-        path=shard.file.path,
-        parameters=("path_column",),
+    problem = (
+        f"it is unclear which column holds the images (found: {held}); name a column of jpeg, png "
+        "or bytes with path_column"
     )
+    raise SourceError.at(shard.file.path, problem, "path_column")
 
 
 def _reader(shard: _Shard, image: str) -> ArchiveReader:
     if shard.encodings.get(image, "").split(":")[0] not in _IMAGES:
         held = ", ".join(f"{name!r} {encoding}" for name, encoding in shard.encodings.items())
-        raise SourceError(
-            f"{shard.file.path}: {image!r} is not a column of image files (found: {held}); name a column of jpeg, "
-            "png or bytes with path_column",
-            path=shard.file.path,
-            parameters=("path_column",),
+        problem = (
+            f"{image!r} is not a column of image files (found: {held}); name a column of jpeg, "
+            "png or bytes with path_column"
         )
+        raise SourceError.at(shard.file.path, problem, "path_column")
     offsets, sizes = shard.extents(image)
     zeros = np.zeros(len(offsets), np.int32)
     storings = np.full(len(offsets), Storing.RAW, np.uint8)
@@ -193,10 +189,8 @@ def _cells(shard: _Shard, column: str) -> list[Any]:
     encoding = shard.encodings[column]
     kind = _NUMBERS.get(encoding)
     if kind is None and encoding not in _TEXTS:
-        raise SourceError(
-            f"{shard.file.path}: column {column!r} holds {encoding}, neither numbers nor text; leave it out",
-            path=shard.file.path,
-        )
+        problem = f"column {column!r} holds {encoding}, neither numbers nor text; leave it out"
+        raise SourceError.at(shard.file.path, problem)
     offsets, sizes = shard.extents(column)
     if kind is not None and (sizes != kind.itemsize).any():
         raise shard.file.damaged(f"column {column!r} has values that are not {encoding}")

@@ -119,10 +119,10 @@ def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shar
     for name in [str(path)] if os.path.exists(path) else expand_braces(str(path)):
         paths[name] = None
         if len(paths) > _MAX_FILES:
-            raise SourceError(f"{path}: names more than {_MAX_FILES:,} files; give a pattern of fewer files", path=path)
+            raise SourceError.at(path, f"names more than {_MAX_FILES:,} files; give a pattern of fewer files")
     missing = next((one for one in paths if not os.path.isfile(one)), None)
     if missing is not None:
-        raise SourceError(f"{missing}: no such file; check the pattern", path=missing)
+        raise SourceError.at(missing, "no such file; check the pattern")
     root = os.path.commonpath([os.path.dirname(one) for one in paths])
     return Shards(Path(root), [os.path.relpath(one, root) if root else one for one in paths], wanted)
 

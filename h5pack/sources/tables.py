@@ -79,9 +79,8 @@ class TableReader(SourceReader):
         try:
             data = self.read(index, name)
         except OSError as error:
-            raise SourceError(
-                f"{file.path}: {name} cannot be read ({error}); repair the storage, then try again", path=file.path
-            ) from error
+            problem = f"{name} cannot be read ({error}); repair the storage, then try again"
+            raise SourceError.at(file.path, problem) from error
         header = read_header(data, partial(io.BytesIO, data), max_pixels)
         parts = (len(data), file.identity.size, file.identity.modified_ns)
         return SurveyedImage(header, fingerprint(name.encode() + b"".join(b"\0%d" % part for part in parts)))
@@ -117,9 +116,7 @@ class _Table:
             import pyarrow
             from pyarrow import parquet
         except ImportError as error:
-            raise SourceError(
-                f"{file.path}: Parquet and Arrow files need pyarrow; run pip install pyarrow", path=file.path
-            ) from error
+            raise SourceError.at(file.path, "Parquet and Arrow files need pyarrow; run pip install pyarrow") from error
         self._parquet: Any = None
         if file.path.lower().endswith(".arrow"):
             self._table = _memory_mapped(pyarrow, file.path)
@@ -225,10 +222,10 @@ def _find_images(file: ArchiveFile, schema: Any) -> str:
         return str(found[0])
     if found:
         problem = f"{', '.join(map(repr, found))} look like images; choose one with path_column"
-        raise SourceError(f"{file.path}: {problem}", path=file.path, parameters=("path_column",))
+        raise SourceError.at(file.path, problem, "path_column")
     held = ", ".join(f"{name!r} {schema.field(name).type}" for name in schema.names)
     problem = f"has no column of images, that is, of type binary or a struct with a field 'bytes' (found: {held})"
-    raise SourceError(f"{file.path}: {problem}; check the path", path=file.path)
+    raise SourceError.at(file.path, f"{problem}; check the path")
 
 
 def _is_images(kind: Any) -> bool:
@@ -252,14 +249,13 @@ def _is_view(kind: Any, name: str) -> bool:
 def _require_columns(file: ArchiveFile, table: _Table, schema: Any, image: str) -> None:
     """Raise SourceError unless a file has the columns of the first file, and row groups that fit into memory."""
     if image not in table.schema.names or not _is_images(table.schema.field(image).type):
-        raise SourceError(
-            f"{file.path}: has no column {image!r} of images (its columns are {', '.join(table.schema.names)}); name "
-            "another column with path_column",
-            path=file.path,
-            parameters=("path_column",),
+        problem = (
+            f"has no column {image!r} of images (its columns are {', '.join(table.schema.names)}); name "
+            "another column with path_column"
         )
+        raise SourceError.at(file.path, problem, "path_column")
     if table.schema.names != schema.names:
-        raise SourceError(f"{file.path}: has other columns than the first file; pack them separately", path=file.path)
+        raise SourceError.at(file.path, "has other columns than the first file; pack them separately")
     size = table.largest_group_bytes(image)
     if size > available_memory() // 2:
         raise SourceError(
@@ -293,7 +289,7 @@ def _values(file: ArchiveFile, name: str) -> list[Any]:
     kind = table.schema.field(name).type
     if not _is_plain(kind):
         problem = "neither numbers, text nor lists of these; leave it out"
-        raise SourceError(f"{file.path}: column {name!r} holds {kind}, {problem}", path=file.path)
+        raise SourceError.at(file.path, f"column {name!r} holds {kind}, {problem}")
     with file.parsing(f"column {name!r} cannot be read"):
         values = table.column(name).to_pylist()
     file.require_unchanged()
@@ -310,14 +306,13 @@ def _with_class_names(catalog: Catalog, files: Sequence[ArchiveFile], column: st
     for one, others in zip(files, stored, strict=True):
         if others != names:
             problem = f"column {column!r} has other classes than in the first file; pack the files separately"
-            raise SourceError(f"{one.path}: {problem}", path=one.path)
+            raise SourceError.at(one.path, problem)
     if not isinstance(names, list) or not names:
         return catalog
     if len(labels) and not -1 <= labels.min() <= labels.max() < len(names):
-        raise SourceError(
-            f"{file.path}: column {column!r} has {len(names)} classes, but values from {labels.min()} to "
-            f"{labels.max()}; name another column with label_columns",
-            path=file.path,
-            parameters=("label_columns",),
+        problem = (
+            f"column {column!r} has {len(names)} classes, but values from {labels.min()} to "
+            f"{labels.max()}; name another column with label_columns"
         )
+        raise SourceError.at(file.path, problem, "label_columns")
     return replace(catalog, label_names=tuple(map(str, names)))

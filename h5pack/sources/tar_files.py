@@ -61,9 +61,8 @@ def _decompressor(path: Path, start: bytes) -> BinaryIO:
         try:
             zstd = importlib.import_module("compression.zstd")
         except ImportError:
-            raise SourceError(
-                f"{path}: compressed with zstd, which needs Python 3.14; decompress it with 'zstd -d'", path=path
-            ) from None
+            problem = "compressed with zstd, which needs Python 3.14; decompress it with 'zstd -d'"
+            raise SourceError.at(path, problem) from None
         return cast(BinaryIO, zstd.open(path))
     module = gzip if start.startswith(_GZIP) else bz2 if start.startswith(_BZIP2) else lzma
     return cast(BinaryIO, module.open(path))

@@ -113,11 +113,8 @@ def _add_shard(
         if len(allowed) > 1:
             endings = " and ".join(f".{ending}" for ending in sorted(allowed))
             example = f"include='*.{min(allowed)}'"
-            raise SourceError(
-                f"{file.path}: sample {key!r} has several images, {endings}; choose one, for example with {example}",
-                path=file.path,
-                parameters=(example,),
-            )
+            problem = f"sample {key!r} has several images, {endings}; choose one, for example with {example}"
+            raise SourceError.at(file.path, problem, example)
         (number,) = allowed.values()
         images.append(number)
         samples.names.append(f"{prefix}{members.names[number]}")
@@ -150,10 +147,8 @@ def _grouped(
         key, ending = _split_name(name)
         parts = grouped.setdefault(key, {})
         if storing == Storing.REPLACED or ending in parts:
-            raise SourceError(
-                f"{file.path}: sample {key!r} has two members .{ending}; make the shard again with unique sample keys",
-                path=file.path,
-            )
+            problem = f"sample {key!r} has two members .{ending}; make the shard again with unique sample keys"
+            raise SourceError.at(file.path, problem)
         parts[ending] = number
     yield from grouped.items()
 
@@ -185,4 +180,4 @@ def _cells(reader: ArchiveReader, name: str, members: Members, number: int) -> d
 
 
 def _unreadable(file: ArchiveFile, name: str, problem: str) -> SourceError:
-    return SourceError(f"{file.path}: {name!r} cannot be read ({problem}); make the shard again", path=file.path)
+    return SourceError.at(file.path, f"{name!r} cannot be read ({problem}); make the shard again")

@@ -179,9 +179,9 @@ def file_system_type(path: str | os.PathLike[str]) -> str | None:
 def require_writable(folder: Path) -> None:
     """Raise SourceError unless `folder` exists and files can be created in it."""
     if not folder.is_dir():
-        raise SourceError(f"{folder}: the folder for the output does not exist; create it", path=folder)
+        raise SourceError.at(folder, "the folder for the output does not exist; create it")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise SourceError(f"{folder}: no permission to create files in this folder; choose another", path=folder)
+        raise SourceError.at(folder, "no permission to create files in this folder; choose another")
 
 
 def absolute_path(path: str | bytes | os.PathLike[str]) -> str:
@@ -208,7 +208,7 @@ def require_other_files(outputs: Iterable[Path], inputs: Iterable[str | os.PathL
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(path)
             if (found := existing.get((status.st_dev, status.st_ino))) is not None:
-                raise OptionsError(f"{found}: is one of the files to read; give the output another name", path=found)
+                raise OptionsError.at(found, "is one of the files to read; give the output another name")
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool | None:

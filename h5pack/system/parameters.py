@@ -24,10 +24,8 @@ def require_local(path: str | os.PathLike[str]) -> None:
         raise OptionsError(f"path is {path!r}; give the path of a file", parameters=("path",))
     name = os.fspath(path)
     if isinstance(name, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
-        raise OptionsError(
-            f"{name}: a URL; h5pack reads and writes files only, so mount or download the data, and give its path",
-            path=name,
-        )
+        problem = "a URL; h5pack reads and writes files only, so mount or download the data, and give its path"
+        raise OptionsError.at(name, problem)
 
 
 def require_callable(name: str, value: Any) -> None:

@@ -275,11 +275,8 @@ def _require_importable_main(advice: str) -> None:
     if path is None or name.rpartition(".")[2] == "__main__":
         return
     if not os.path.exists(path):
-        raise WorkerError(
-            f"{path}: worker processes cannot import the main program, which is not in a file; save it to disk{advice}",
-            path=path,
-            parameters=(ONE_WORKER,),
-        )
+        problem = f"worker processes cannot import the main program, which is not in a file; save it to disk{advice}"
+        raise WorkerError.at(path, problem, ONE_WORKER)
     line = _unguarded_line(main, path)
     if line is not None:
         raise WorkerError(
