@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,31 @@ def distinct_steps(changes: list[str], *, first: bool) -> list[int]:
     return sorted(
         {at for found in kinds.values() for at in (found[:1] if first else (found[len(found) // 2], found[-1]))}
     )
+
+
+def require_resumes(
+    source: Path, out: Path, settings: dict[str, Any], choose: Callable[[list[str]], Iterable[int]]
+) -> bytes:
+    """Kill a conversion at the steps that `choose` selects from its changes; resumed, it must leave the same files.
+
+    Return the bytes of the output.
+    """
+    changes = convert_in_child(source, out, settings, kill_at=None)
+    whole, complete = _files_beside(out), h5pack.convert(source, out, **settings, resume=True)
+    for step in choose(changes):
+        for name in whole:
+            (out.parent / name).unlink()
+        convert_in_child(source, out, settings, kill_at=step)
+        # If the output exists, only cleaning up was left.
+        assert not out.exists() or out.read_bytes() == whole[out.name]
+        report = h5pack.convert(source, out, **settings, resume=True)
+        assert (report.images, report.rejects) == (complete.images, complete.rejects)
+        assert _files_beside(out) == whole, f"killed at step {step}: {changes[step]}"
+    return whole[out.name]
+
+
+def _files_beside(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.parent.glob(f"{out.name}*")}
 
 
 def changes_in_child(work: Callable[[], Any], kill_at: int | None) -> list[str]:
@@ -112,12 +137,10 @@ def _file_of(argument: Any) -> str:
     return re.sub(r"rows-.*\.log", "rows.log", os.path.basename(os.fsdecode(argument))) + way
 
 
-def convert_until_held(
-    source: Path, out: Path, keywords: dict[str, Any], held: tuple[object, str], calls: int
-) -> tuple[Any, list[int]]:
+def kill_while_held(source: Path, out: Path, keywords: dict[str, Any], held: tuple[object, str], calls: int) -> None:
     """Convert in a forked child with 2 workers, each of which stops at its call of a function after `calls` calls.
 
-    Return the child, a multiprocessing.Process, and its workers, when both of them wait there for a signal.
+    Kill the child when both of them wait there for a signal; the workers must end, too.
     """
     owner, name = held
     call = getattr(owner, name)
@@ -140,12 +163,22 @@ def convert_until_held(
     wait_for(lambda: len(leftovers(folder)) == 2 or not child.is_alive())
     workers = [int(worker) for worker in leftovers(folder)]
     shutil.rmtree(folder)
-    return child, workers
+    child.kill()
+    child.join()
+    assert [gone(worker) for worker in workers] == [True, True]
 
 
 def interrupt(*_: object, **__: object) -> None:
     """What a patched function does that interrupts the work."""
     raise KeyboardInterrupt
+
+
+def convert_until(target: str, source: Path, out: Path, settings: dict[str, Any]) -> None:
+    """Convert until a function is called, such as ``h5pack.pack.finish.complete``, and interrupt the work there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            h5pack.convert(source, out, **settings)
 
 
 def lose_pages(path: Path) -> None:

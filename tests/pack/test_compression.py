@@ -39,15 +39,7 @@ from h5pack.pack.conversion import Conversion
 from h5pack.pack.finish import is_complete
 from h5pack.pack.options import ConvertOptions
 from h5pack.system.processes import run
-from tests.crashing import (
-    convert_in_child,
-    convert_until_held,
-    distinct_steps,
-    gone,
-    interrupt,
-    leftovers,
-    lose_pages,
-)
+from tests.crashing import convert_in_child, convert_until, distinct_steps, kill_while_held, leftovers, lose_pages
 from tests.exporter.folders import flip
 from tests.makers import flat_folder, quick
 
@@ -313,10 +305,7 @@ def test_killed_again_and_again_while_resuming(packs: dict[str, Path], source: P
 def test_lost_pages_of_the_rows_are_decoded_again(packs: dict[str, Path], source: Path, tmp_path: Path) -> None:
     """A power cut before the compression: the journal knows more than the disk."""
     out = tmp_path / "o.h5"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finish, "compress", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            h5pack.convert(source, out, **options("zstd"))
+    convert_until("h5pack.pack.finish.compress", source, out, options("zstd"))
     lose_pages(tmp_path / "o.h5.partial")
     h5pack.convert(source, out, **options("zstd", resume=True))
     assert out.read_bytes() == packs["zstd"].read_bytes()
@@ -347,10 +336,7 @@ def test_another_conversion_is_kept_out_until_the_end(
 @pytest.mark.parametrize("chunks", [0, 2])
 def test_killed_while_workers_compress(packs: dict[str, Path], source: Path, tmp_path: Path, chunks: int) -> None:
     out = tmp_path / "o.h5"
-    child, workers = convert_until_held(source, out, options("zstd"), (compression, "compress_chunk"), chunks)
-    child.kill()
-    child.join()
-    assert [gone(worker) for worker in workers] == [True, True]
+    kill_while_held(source, out, options("zstd"), (compression, "compress_chunk"), chunks)
     assert leftovers(tmp_path) >= {"o.h5.partial", "o.h5.partial.journal", "o.h5.partial.compressed"}
     h5pack.convert(source, out, **options("zstd", resume=True, num_workers=2))
     assert out.read_bytes() == packs["zstd"].read_bytes()

@@ -26,7 +26,7 @@ from h5pack.errors import (
 from h5pack.format.checksums import row_checksums
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.writer import join_groups
-from tests.crashing import convert_in_child, distinct_steps, leftovers
+from tests.crashing import convert_in_child, distinct_steps, leftovers, require_resumes
 from tests.exporter.folders import flip
 from tests.makers import flat_folder, hdf5_file, quick, split_folders
 from tests.read.encoded_files import encode, write_encoded
@@ -198,16 +198,12 @@ def test_if_all_values_are_out_of_range_the_error_names_value_range(tmp_path: Pa
 
 
 def test_killed_at_every_step_and_resumed(tmp_path: Path) -> None:
-    source, out = write(tmp_path / "f.h5", STORED["cut and gzip"]), tmp_path / "o.h5"
-    changes = convert_in_child(source, out, quick(chunk_rows=11), kill_at=None)
-    whole = out.read_bytes()
-    # The other changes are those of every conversion.
-    writes = (step for step in distinct_steps(changes, first=False) if changes[step].startswith(("pwrite", "write")))
-    for step in writes:
-        out.unlink()
-        convert_in_child(source, out, quick(chunk_rows=11), kill_at=step)
-        h5pack.convert(source, out, **quick(chunk_rows=11, resume=True))
-        assert out.read_bytes() == whole, f"killed at step {step}: {changes[step]}"
+    def writes(changes: list[str]) -> list[int]:
+        """The other changes are those of every conversion."""
+        return [step for step in distinct_steps(changes, first=False) if changes[step].startswith(("pwrite", "write"))]
+
+    source = write(tmp_path / "f.h5", STORED["cut and gzip"])
+    require_resumes(source, tmp_path / "o.h5", quick(chunk_rows=11), writes)
     assert leftovers(tmp_path) == {"f.h5", "o.h5"}
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from h5pack.pack.file_structure import FileStructure, PackTables, write_structur
 from h5pack.pack.journal import RowRecord
 from tests.crashing import (
     convert_in_child,
-    convert_until_held,
+    convert_until,
     distinct_steps,
     gone,
-    interrupt,
+    kill_while_held,
     leftovers,
     lose_pages,
+    require_resumes,
     wait_for,
 )
 from tests.makers import flat_folder, quick
@@ -51,21 +53,9 @@ def options(order: str, **settings: Any) -> dict[str, Any]:
 
 def test_killed_at_every_step(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
     """SIGKILL at, or in the middle of, every kind of call that changes a file, in every phase; orders take turns."""
-    out = tmp_path / "o.h5"
-    changes = convert_in_child(source, out, options(order), kill_at=None)
-    rejects = (tmp_path / "o.h5.rejects.csv").read_bytes()
-    assert out.read_bytes() == whole
-    for step in distinct_steps(changes, first=order == "shuffled"):
-        out.unlink()
-        (tmp_path / "o.h5.rejects.csv").unlink()
-        convert_in_child(source, out, options(order), kill_at=step)
-        # If the output exists, only cleaning up was left.
-        assert not out.exists() or out.read_bytes() == whole
-        report = h5pack.convert(source, out, **options(order, resume=True))
-        assert (report.images, report.rejects) == (76, 4)
-        assert out.read_bytes() == whole, f"killed at step {step}: {changes[step]}"
-        assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
-        assert (tmp_path / "o.h5.rejects.csv").read_bytes() == rejects
+    steps = partial(distinct_steps, first=order == "shuffled")
+    assert require_resumes(source, tmp_path / "o.h5", options(order), steps) == whole
+    assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
 
 
 def test_killed_again_while_resuming(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
@@ -80,11 +70,8 @@ def test_killed_again_while_resuming(source: Path, order: str, whole: bytes, tmp
 
 @pytest.mark.parametrize("images", [0, 11])
 def test_killed_while_workers_write(source: Path, order: str, whole: bytes, tmp_path: Path, images: int) -> None:
-    out, decode = tmp_path / "o.h5", (Decoder, "decode")
-    child, workers = convert_until_held(source, out, options(order), decode, images)
-    child.kill()
-    child.join()
-    assert [gone(worker) for worker in workers] == [True, True]
+    out = tmp_path / "o.h5"
+    kill_while_held(source, out, options(order), (Decoder, "decode"), images)
     report = h5pack.convert(source, out, **options(order, resume=True, num_workers=2))
     assert (report.resumed_rows > 0) == (images > 0)
     assert out.read_bytes() == whole
@@ -235,10 +222,7 @@ def test_lost_pages_after_the_rows_moved_are_decoded_again(
 ) -> None:
     """A power cut while rows close up: the journal knows more than the disk, and a moved row's origin is gone."""
     out = tmp_path / "o.h5"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("h5pack.pack.finish.complete", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            h5pack.convert(source, out, **options(order))
+    convert_until("h5pack.pack.finish.complete", source, out, options(order))
     lose_pages(tmp_path / "o.h5.partial")
     h5pack.convert(source, out, **options(order, resume=True))
     assert out.read_bytes() == whole

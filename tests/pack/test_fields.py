@@ -13,7 +13,7 @@ import pytest
 import h5pack
 from h5pack.errors import OptionsError, OutputExistsError, ResumeError
 from h5pack.pack.conversion import Conversion
-from tests.crashing import convert_in_child, distinct_steps, leftovers
+from tests.crashing import convert_in_child, distinct_steps, leftovers, require_resumes
 from tests.makers import FIELDS, annotated_images, quick, truncate
 
 NAMES = ["boxes", "points", "caption", "captions", "sizes", "score"]
@@ -88,14 +88,8 @@ def test_killed_and_resumed_the_bytes_are_the_same(tmp_path: Path) -> None:
     truncate(tmp_path / "in" / "004.jpg", 0.7)
     source, out, settings = tmp_path / "in" / "list.jsonl", tmp_path / "out" / "o.h5", quick(**FIELDS, size=16)
     out.parent.mkdir()
-    changes = convert_in_child(source, out, settings, kill_at=None)
-    whole = out.read_bytes()
-    for step in distinct_steps(changes, first=True)[4::7]:
-        out.unlink()
-        convert_in_child(source, out, settings, kill_at=step)
-        h5pack.convert(source, out, **settings, resume=True)
-        assert out.read_bytes() == whole, f"killed at step {step}: {changes[step]}"
-        assert leftovers(out.parent) == {"o.h5", "o.h5.rejects.csv"}
+    require_resumes(source, out, settings, lambda changes: distinct_steps(changes, first=True)[4::7])
+    assert leftovers(out.parent) == {"o.h5", "o.h5.rejects.csv"}
 
 
 @pytest.mark.parametrize("change", ["caption", "boxes", "sizes"])

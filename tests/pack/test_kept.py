@@ -30,7 +30,7 @@ from h5pack.pack import kept, writer
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.kept import plan_data_chunks
 from h5pack.sources.catalog import FileReader
-from tests.crashing import convert_in_child, convert_until_held, distinct_steps, gone, interrupt, leftovers
+from tests.crashing import convert_until, distinct_steps, interrupt, kill_while_held, leftovers, require_resumes
 from tests.makers import hdf5_file, pixels, quick, save, truncate
 from tests.read.encoded_files import decoded, encode, write_encoded
 from tests.read.files import flip
@@ -120,26 +120,14 @@ def test_the_file_does_not_depend_on_workers_or_ways_of_writing(source: Path, wh
 
 def test_killed_at_every_third_step(source: Path, whole: bytes, tmp_path: Path) -> None:
     """`test_killed_while_images_are_encoded` has other steps of the same phases."""
-    out = tmp_path / "o.h5"
-    changes = convert_in_child(source, out, options(), kill_at=None)
-    assert out.read_bytes() == whole
-    for step in distinct_steps(changes, first=True)[::3]:
-        out.unlink()
-        (tmp_path / "o.h5.rejects.csv").unlink()
-        convert_in_child(source, out, options(), kill_at=step)
-        assert not out.exists() or out.read_bytes() == whole
-        report = h5pack.convert(source, out, **options(resume=True))
-        assert (report.images, report.rejects) == (56, 4)
-        assert out.read_bytes() == whole, f"killed at step {step}: {changes[step]}"
-        assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
+    third = lambda changes: distinct_steps(changes, first=True)[::3]  # noqa: E731
+    assert require_resumes(source, tmp_path / "o.h5", options(), third) == whole
+    assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
 
 
 def test_killed_while_workers_copy(source: Path, whole: bytes, tmp_path: Path) -> None:
     out = tmp_path / "o.h5"
-    child, workers = convert_until_held(source, out, options(), (writer, "kept_bytes"), 9)
-    child.kill()
-    child.join()
-    assert [gone(worker) for worker in workers] == [True, True]
+    kill_while_held(source, out, options(), (writer, "kept_bytes"), 9)
     assert h5pack.convert(source, out, **options(resume=True, num_workers=2)).resumed_rows > 0
     assert out.read_bytes() == whole
 
@@ -148,10 +136,7 @@ def test_lost_and_changed_bytes_are_copied_again(source: Path, whole: bytes, tmp
     """A power cut: the journal says that all rows are written, but the disk has lost some."""
     out = tmp_path / "o.h5"
     for when in ("finish.complete", "conversion.finish.make_tables"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"h5pack.pack.{when}", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                h5pack.convert(source, out, **options())
+        convert_until(f"h5pack.pack.{when}", source, out, options())
         partial = tmp_path / "o.h5.partial"
         data = bytearray(partial.read_bytes())
         data[-40_000:-30_000] = bytes(10_000)
@@ -340,27 +325,19 @@ def test_encoded_images_do_not_depend_on_workers(mixed: Path, whole_mixed: bytes
 
 
 def test_killed_while_images_are_encoded(mixed: Path, whole_mixed: bytes, tmp_path: Path) -> None:
-    out = tmp_path / "o.h5"
-    changes = convert_in_child(mixed, out, options(**MIXED), kill_at=None)
-    assert out.read_bytes() == whole_mixed
-    last = max(step for step, change in enumerate(changes) if "encoded-" in change and "unlink" not in change)
-    early = distinct_steps(changes[: last + 12], first=False)[::2]
-    for step in early + distinct_steps(changes, first=False)[2 * len(early) :: 3]:
-        for path in (out, tmp_path / "o.h5.rejects.csv"):
-            path.unlink()
-        convert_in_child(mixed, out, options(**MIXED), kill_at=step)
-        h5pack.convert(mixed, out, **options(resume=True, **MIXED))
-        assert out.read_bytes() == whole_mixed, f"killed at step {step}: {changes[step]}"
-        assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
+    def steps(changes: list[str]) -> list[int]:
+        last = max(step for step, change in enumerate(changes) if "encoded-" in change and "unlink" not in change)
+        early = distinct_steps(changes[: last + 12], first=False)[::2]
+        return early + distinct_steps(changes, first=False)[2 * len(early) :: 3]
+
+    assert require_resumes(mixed, tmp_path / "o.h5", options(**MIXED), steps) == whole_mixed
+    assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
 
 
 def test_lost_encoded_bytes_are_encoded_again(mixed: Path, whole_mixed: bytes, tmp_path: Path) -> None:
     out = tmp_path / "o.h5"
     for when in ("resume.UnfinishedPack.allocate", "finish.complete"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"h5pack.pack.{when}", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                h5pack.convert(mixed, out, **options(**MIXED))
+        convert_until(f"h5pack.pack.{when}", mixed, out, options(**MIXED))
         (data,) = (tmp_path / "o.h5.partial.journal").glob("encoded-*.bin")
         data.write_bytes(bytes(3_000) + data.read_bytes()[3_000:-500])
         h5pack.convert(mixed, out, **options(resume=True, **MIXED))
@@ -372,10 +349,7 @@ def test_a_damaged_copy_of_an_encoded_image_does_not_hide_an_intact_one(
     mixed: Path, whole_mixed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, folder = tmp_path / "o.h5", tmp_path / "o.h5.partial.journal"
-    with monkeypatch.context() as patch:
-        patch.setattr("h5pack.pack.resume.UnfinishedPack.allocate", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            h5pack.convert(mixed, out, **options(**MIXED))
+    convert_until("h5pack.pack.resume.UnfinishedPack.allocate", mixed, out, options(**MIXED))
     (log,), (data,) = folder.glob("encoded-*.log"), folder.glob("encoded-*.bin")
     shutil.copy(log, folder / "encoded-~.log")
     (folder / "encoded-~.bin").write_bytes(bytes(data.stat().st_size))

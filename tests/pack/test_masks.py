@@ -20,7 +20,7 @@ import h5pack
 from h5pack.errors import DamagedRowsError, OptionsError, PackFormatError, ResumeError, SourceError
 from h5pack.format.checksums import row_checksums
 from h5pack.pack.conversion import Conversion
-from tests.crashing import convert_in_child, distinct_steps, interrupt, leftovers, lose_pages
+from tests.crashing import convert_until, distinct_steps, leftovers, lose_pages, require_resumes
 from tests.makers import expected, hdf5_file, numbers, pair_folders, pixels, quick, save, tar_file, truncate, zip_file
 
 SETTINGS = quick(source_kind="pairs", chunk_rows=8)
@@ -82,19 +82,11 @@ def compression(request: pytest.FixtureRequest) -> str:
 def test_killed_at_every_step(source: Path, tmp_path: Path, compression: str) -> None:
     """Also when masks move, because images or masks cannot be decoded, and fewer chunks remain."""
     out, settings = tmp_path / "o.h5", {**SETTINGS, "compression": compression}
-    changes = convert_in_child(source, out, settings, kill_at=None)
-    whole = out.read_bytes()
-    rejects = (tmp_path / "o.h5.rejects.csv").read_bytes()
-    for step in distinct_steps(changes, first=True)[:: 1 if compression == "none" else 4]:
-        out.unlink()
-        convert_in_child(source, out, settings, kill_at=step)
-        assert not out.exists() or out.read_bytes() == whole
-        report = h5pack.convert(source, out, **settings, resume=True)
-        assert (report.images, report.rejects) == (47, 13)
-        assert out.read_bytes() == whole, f"killed at step {step}: {changes[step]}"
-        assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
-        assert (tmp_path / "o.h5.rejects.csv").read_bytes() == rejects
-    assert h5pack.verify(out).ok
+    every = 1 if compression == "none" else 4
+    require_resumes(source, out, settings, lambda changes: distinct_steps(changes, first=True)[::every])
+    assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
+    report = h5pack.verify(out)
+    assert (report.ok, report.rows) == (True, 47)
 
 
 @pytest.mark.parametrize("settings", [{"num_workers": 3}, {"io": "buffered"}, {"num_workers": 2, "io": "direct"}])
@@ -108,10 +100,7 @@ def test_workers_and_ways_of_writing_give_the_same_bytes(source: Path, tmp_path:
 def test_lost_pages_are_decoded_again(source: Path, tmp_path: Path, where: str) -> None:
     out = tmp_path / "o.h5"
     h5pack.convert(source, tmp_path / "whole.h5", **SETTINGS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"h5pack.pack.finish.{where}", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            h5pack.convert(source, out, **SETTINGS)
+    convert_until(f"h5pack.pack.finish.{where}", source, out, SETTINGS)
     lose_pages(tmp_path / "o.h5.partial")
     h5pack.convert(source, out, **SETTINGS, resume=True)
     assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
@@ -120,10 +109,7 @@ def test_lost_pages_are_decoded_again(source: Path, tmp_path: Path, where: str) 
 def test_a_damaged_row_of_masks_alone_is_written_again(source: Path, tmp_path: Path) -> None:
     out, partial = tmp_path / "o.h5", tmp_path / "o.h5.partial"
     h5pack.convert(source, tmp_path / "whole.h5", **SETTINGS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("h5pack.pack.journal.Journal.save_written", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            h5pack.convert(source, out, **SETTINGS)
+    convert_until("h5pack.pack.journal.Journal.save_written", source, out, SETTINGS)
     with h5py.File(tmp_path / "whole.h5") as file:
         offset = file["fields/masks"].id.get_chunk_info(2).byte_offset
     with partial.open("r+b") as file:
@@ -136,10 +122,7 @@ def test_a_damaged_row_of_masks_alone_is_written_again(source: Path, tmp_path: P
 
 def test_a_changed_mask_ends_a_resume(tmp_path: Path) -> None:
     source, out = pair_folders(tmp_path / "in", 12), tmp_path / "o.h5"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("h5pack.pack.finish.complete", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            h5pack.convert(source, out, **SETTINGS)
+    convert_until("h5pack.pack.finish.complete", source, out, SETTINGS)
     Image.fromarray(numbers(99, (20, 14))).save(source / "masks" / "004.png")
     with pytest.raises(ResumeError, match=r"images/004\.jpg"):
         h5pack.convert(source, out, **SETTINGS, resume=True)
@@ -380,16 +363,9 @@ def test_masks_of_kept_files_follow_orientation_and_size(tmp_path: Path, setting
 
 @pytest.mark.parametrize("settings", [{}, {"max_side": 40}])
 def test_kept_masks_are_resumed_at_every_step(source: Path, tmp_path: Path, settings: dict[str, int]) -> None:
-    out, keywords = tmp_path / "o.h5", {**KEPT, **settings}
-    changes = convert_in_child(source, out, keywords, kill_at=None)
-    whole = out.read_bytes()
-    for step in distinct_steps(changes, first=True)[:: 4 if settings else 2]:
-        out.unlink()
-        convert_in_child(source, out, keywords, kill_at=step)
-        assert not out.exists() or out.read_bytes() == whole
-        h5pack.convert(source, out, **keywords, resume=True)
-        assert out.read_bytes() == whole, f"killed at step {step}: {changes[step]}"
-        assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
+    out, keywords, every = tmp_path / "o.h5", {**KEPT, **settings}, 4 if settings else 2
+    whole = require_resumes(source, out, keywords, lambda changes: distinct_steps(changes, first=True)[::every])
+    assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
     h5pack.convert(source, tmp_path / "p.h5", **{**keywords, "num_workers": 3})
     assert (tmp_path / "p.h5").read_bytes() == whole
 
