@@ -285,12 +285,7 @@ class Decoder:
                 raise RejectedImageError(
                     f"its size is {image.height}x{image.width}, but the others are {options.height}x{options.width}"
                 )
-            if options.fit == "crop":
-                image = ImageOps.fit(image, size, self._resample)
-            elif options.fit == "pad":
-                image = pad_image(image, size, self._resample)
-            else:
-                image = image.resize(size, self._resample)
+            image = resized(image, size, options.fit, self._resample)
         _copy_pixels(image, out)
 
 
@@ -311,12 +306,18 @@ def eight_bits(image: Image.Image) -> Image.Image:
     return image
 
 
-def pad_image(image: Image.Image, size: tuple[int, int], resample: Image.Resampling, border: int = 0) -> Image.Image:
-    """Scale an image to fit into `size`, (width, height), and fill the borders with the value `border`.
+def resized(
+    image: Image.Image, size: tuple[int, int], fit: str, resample: Image.Resampling, border: int = 0
+) -> Image.Image:
+    """Return an image resized to `size`, (width, height); for `fit`, see `h5pack.convert`. Padding has value `border`.
 
     Unlike in ``ImageOps.pad``, both sides of a very thin image keep at least one pixel. If one side were scaled to 0
     pixels, Pillow before version 13 would raise ValueError, and later versions would return a black image.
     """
+    if fit == "crop":
+        return ImageOps.fit(image, size, resample)
+    if fit == "stretch":
+        return image.resize(size, resample)
     width, height = size
     if round(image.width / image.height * height) == 0:
         image = image.resize((1, height), resample)

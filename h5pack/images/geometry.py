@@ -46,7 +46,7 @@ class Placement:
             crop[wide, 0], crop[~wide, 1] = wanted * old[wide, 1], old[~wide, 0] / wanted
             scale = new / crop
             return cls(scale, -(old - crop) / 2 * scale, new)
-        # As in `pad_image`: both sides get at least one pixel.
+        # As in `resized`: both sides get at least one pixel.
         inner = new.copy()
         inner[wide, 1] = np.maximum(1, np.rint(old[wide, 1] / old[wide, 0] * width))
         inner[~wide, 0] = np.maximum(1, np.rint(ratio[~wide] * height))

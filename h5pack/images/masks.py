@@ -15,17 +15,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
+from PIL import Image
 
 from h5pack.errors import RejectedImageError
-from h5pack.images.decode import (
-    MAX_PIXELS,
-    PixelOptions,
-    Upright,
-    pad_image,
-    refuse_bomb,
-    rejecting,
-)
+from h5pack.images.decode import MAX_PIXELS, PixelOptions, Upright, refuse_bomb, rejecting, resized
 from h5pack.images.headers import SIDEWAYS, TURNS, orientation_of
 
 _MODES = {"1": "|u1", "L": "|u1", "P": "|u1", "I;16": "<i4", "I;16L": "<i4", "I;16B": "<i4", "I;16N": "<i4", "I": "<i4"}
@@ -108,17 +101,11 @@ class MaskDecoder:
         `source` is the bytes of a file, or pixels (h, w). `image` is `Decoder.upright` after decoding the mask's image.
         """
         pixels = self.pixels(source, image)
-        size = (self._options.width, self._options.height)
         if pixels.shape != out.shape:
             # The sizes differ only with `options.resize`. Without it, an image of another size was rejected before.
-            found, filling = Image.fromarray(pixels), PADDING[self._dtype]
-            if self._options.fit == "crop":
-                found = ImageOps.fit(found, size, Image.Resampling.NEAREST)
-            elif self._options.fit == "pad":
-                found = pad_image(found, size, Image.Resampling.NEAREST, filling)
-            else:
-                found = found.resize(size, Image.Resampling.NEAREST)
-            pixels = np.asarray(found)
+            size = (self._options.width, self._options.height)
+            found, border = Image.fromarray(pixels), PADDING[self._dtype]
+            pixels = np.asarray(resized(found, size, self._options.fit, Image.Resampling.NEAREST, border))
         out[...] = pixels
 
     def pixels(self, source: bytes | npt.NDArray[Any], image: Upright) -> npt.NDArray[Any]:
