@@ -466,17 +466,18 @@ def _is_exact(decode_jpeg: Callable[..., npt.NDArray[np.uint8]], decode_path: in
         # To convert colour to gray, libjpeg drops the chroma, but Pillow's convert("L") computes a weighted sum of RGB.
         return False
     mode, colorspace = ("L", "GRAY") if channels == 1 else ("RGB", "RGB")
-    for sample in sample_jpegs(DecodePath(decode_path)):
-        with Image.open(io.BytesIO(sample)) as image:
-            expected = np.asarray(image.convert(mode))
+    for sample, expected in sample_jpegs(DecodePath(decode_path), mode):
         found = decode_jpeg(sample, colorspace, fastdct=False, fastupsample=False)
         if not np.array_equal(np.squeeze(found), expected):
             return False
     return True
 
 
-def sample_jpegs(decode_path: DecodePath) -> Iterator[bytes]:
-    """Yield small JPEGs of a kind, with an odd size: baseline and progressive, each in low and high quality."""
+def sample_jpegs(decode_path: DecodePath, mode: str) -> Iterator[tuple[bytes, npt.NDArray[np.uint8]]]:
+    """Yield small JPEGs of a kind and their pixels from Pillow in `mode`.
+
+    They have an odd size, and are baseline and progressive, each in low and high quality.
+    """
     height, width = 37, 53
     y, x = np.mgrid[:height, :width]
     waves = np.stack([np.sin(x * y / 40 + phase) * 90 + 2 * x + y for phase in range(3)], axis=2)
@@ -489,4 +490,5 @@ def sample_jpegs(decode_path: DecodePath) -> Iterator[bytes]:
         for quality in (50, 95):
             stream = io.BytesIO()
             image.save(stream, "JPEG", quality=quality, progressive=progressive, **cast("dict[str, Any]", settings))
-            yield stream.getvalue()
+            with Image.open(stream) as decoded:
+                yield stream.getvalue(), np.asarray(decoded.convert(mode))

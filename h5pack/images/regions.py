@@ -7,7 +7,6 @@ image to the end of the window. Each of the two is used if it is installed and g
 from __future__ import annotations
 
 import functools
-import io
 import os
 import threading
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from h5pack.images.decode import held_stderr, sample_jpegs
 from h5pack.images.headers import DecodePath, ImageHeader, with_height
@@ -153,9 +151,7 @@ def _paths_of_tops() -> frozenset[DecodePath]:
 
 
 def _is_exact(decode: Callable[[bytes, ImageHeader, Window], Pixels | None], path: DecodePath) -> bool:
-    for data in sample_jpegs(path):
-        with Image.open(io.BytesIO(data)) as image:
-            expected = np.asarray(image.convert("RGB"))
+    for data, expected in sample_jpegs(path, "RGB"):
         header = ImageHeader(expected.shape[0], expected.shape[1], path)
         for window in ((0, 0, header.height, header.width), (7, 11, 23, 35), (17, 1, 1, 51), (16, 16, 16, 32)):
             found, (top, left, height, width) = decode(data, header, window), window
