@@ -1,4 +1,4 @@
-"""The command `h5pack convert`: its arguments and its output."""
+"""The commands `h5pack convert`, `append`, `join` and `subset`: their arguments and their output."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ from h5pack.system.text import counted
 
 
 def add(commands: Any) -> None:
-    """Add this command and its arguments to the parser."""
+    """Add these commands and their arguments to the parser."""
+    _add_convert(commands)
+    _add_append(commands)
+    _add_join(commands)
+    _add_subset(commands)
+
+
+def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
         "convert",
         help="pack the images of a folder, an archive or any HDF5 file into a new HDF5 file",
         description="Pack the images of a folder, an archive, a manifest or any HDF5 file into a new HDF5 file. OUT "
         "appears only when the file is complete.",
     )
-    convert.set_defaults(run=run)
+    convert.set_defaults(run=_run_convert)
     convert.add_argument(
         "source",
         metavar="SOURCE",
@@ -32,12 +39,12 @@ def add(commands: Any) -> None:
         "COCO annotations, or any HDF5 file",
     )
     convert.add_argument("out", type=output_file, metavar="OUT", help="the HDF5 file to create")
-    add_source(convert)
+    _add_source(convert)
     _add_layout(convert)
     _add_execution(convert)
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
+def _add_source(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how to read a source."""
     what = parser.add_argument_group("what to pack")
     what.add_argument(
@@ -126,7 +133,7 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
     )
 
     file = convert.add_argument_group("file layout")
-    add_order(file)
+    _add_order(file)
     file.add_argument("--chunk-rows", metavar="N", help="number of rows per chunk, or auto (default)")
     file.add_argument("--chunk-bytes", metavar="SIZE", help="maximum size of a chunk, such as 4MiB")
     file.add_argument(
@@ -141,7 +148,7 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
     file.add_argument("--compat", action="store_true", help="write a file that HDF5 1.8 can read")
 
 
-def add_order(group: Any) -> None:
+def _add_order(group: Any) -> None:
     """Add the options that determine the order of the rows."""
     group.add_argument(
         "--order", metavar="ORDER", help="order of the rows: shuffled (default), or sorted (the order of the source)"
@@ -151,7 +158,7 @@ def add_order(group: Any) -> None:
 
 def _add_execution(convert: argparse.ArgumentParser) -> None:
     how = convert.add_argument_group("execution options")
-    add_processes(how)
+    _add_processes(how)
     how.add_argument("--io", metavar="HOW", help="how to write OUT: direct (O_DIRECT), buffered or auto (default)")
     how.add_argument(
         "--cluster", metavar="ADDRESS",
@@ -169,14 +176,82 @@ def _add_execution(convert: argparse.ArgumentParser) -> None:
     how.add_argument("--quiet", action="store_true", help="print no plan, no progress and no summary")
 
 
-def add_processes(group: Any) -> None:
+def _add_processes(group: Any) -> None:
     """Add the options for worker processes, and ``--strict``."""
     add_workers(group)
     group.add_argument("--start-method", metavar="METHOD", help="how to start processes: fork, forkserver or spawn")
     group.add_argument("--strict", action="store_true", help="stop at the first image that cannot be packed")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _add_append(commands: Any) -> None:
+    append = commands.add_parser(
+        "append",
+        help="add new images to a pack",
+        description="Add the images of SOURCE to PACK, packed with the options that PACK was made with. PACK is "
+        "replaced when the new file is complete; if anything fails, PACK is unchanged.",
+    )
+    append.set_defaults(run=_run_append)
+    append.add_argument("out", type=output_file, metavar="PACK", help="the pack to add images to")
+    append.add_argument("source", metavar="SOURCE", help="new images: any source of h5pack convert")
+    append.add_argument(
+        "--split", metavar="NAME", help="put all new images into this split (default: the splits of SOURCE)"
+    )
+    append.add_argument(
+        "--only-new", action="store_true", help="leave out images whose names are in PACK already, instead of failing"
+    )
+    _add_source(append)
+    _add_order(append.add_argument_group("order of the new rows"))
+    _add_processes(_add_run_options(append, "discard an interrupted append"))
+
+
+def _add_join(commands: Any) -> None:
+    join = commands.add_parser(
+        "join",
+        help="make one pack of several",
+        description="Make one pack of the rows of several packs, or with --virtual a small file that refers to them.",
+    )
+    join.set_defaults(run=_run_join)
+    join.add_argument("packs", metavar="PACK", nargs="+", help="at least two packs with images of the same kind")
+    join.add_argument("out", type=output_file, metavar="OUT", help="the file to create")
+    join.add_argument(
+        "--virtual", action="store_true", help="write HDF5 virtual datasets over the packs, which must stay in place"
+    )
+    _add_run_options(join, "replace OUT when the new file is complete")
+
+
+def _add_subset(commands: Any) -> None:
+    subset = commands.add_parser(
+        "subset",
+        help="make a pack of some rows of another",
+        description="Make a pack of some rows of another, in the same order. A row is taken if all of --split, "
+        "--classes and --rows allow it.",
+    )
+    subset.set_defaults(run=_run_subset)
+    subset.add_argument("pack", metavar="PACK")
+    subset.add_argument("out", type=output_file, metavar="OUT", help="the file to create")
+    subset.add_argument(
+        "--split", dest="splits", action="append", default=[], metavar="NAME", help="take this split; repeatable"
+    )
+    subset.add_argument(
+        "--classes", type=comma_parts, default=(), metavar="A,B", help="take these classes, numbered in this order"
+    )
+    subset.add_argument(
+        "--rows", metavar="RANGES", help="take these rows, such as 0:1000,5000:6000,7123 (the end is not included)"
+    )
+    subset.add_argument("--sample", type=int, metavar="N", help="take at most N of the rows, drawn at random")
+    subset.add_argument("--seed", type=int, default=0, metavar="N", help="seed of --sample (default 0)")
+    _add_run_options(subset, "replace OUT when the new file is complete")
+
+
+def _add_run_options(parser: argparse.ArgumentParser, overwrite: str) -> Any:
+    group = parser.add_argument_group("execution options")
+    group.add_argument("--overwrite", action="store_true", help=overwrite)
+    group.add_argument("--resume", action="store_true", help="continue an interrupted run with the same arguments")
+    group.add_argument("--quiet", action="store_true", help="print no progress and no summary")
+    return group
+
+
+def _run_convert(arguments: argparse.Namespace) -> int:
     """Convert the source and print the report; return the exit status."""
     from h5pack.cluster.dask_client import open_client
     from h5pack.combine.convert import open_conversion
@@ -203,11 +278,11 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.dry_run:
                 return 0
             report = conversion.run()
-        print_result(report, arguments)
+        _print_result(report, arguments)
     return 0
 
 
-def print_result(report: Any, arguments: argparse.Namespace) -> None:
+def _print_result(report: Any, arguments: argparse.Namespace) -> None:
     """Print the report of a command that wrote `arguments.out`: as JSON with ``--json``, nothing with ``--quiet``."""
     if arguments.json:
         print(json.dumps(asdict(report), indent=1))
@@ -236,11 +311,11 @@ def _print_plan(conversion: Any, plan: Any, arguments: argparse.Namespace) -> No
 
 def _keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the given arguments as keywords of `h5pack.convert`."""
-    values = {**given_options(arguments), "chunk_rows": _chunk_rows(arguments.chunk_rows)}
+    values = {**_given_options(arguments), "chunk_rows": _chunk_rows(arguments.chunk_rows)}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def _given_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the given arguments that are fields of `ConvertOptions`, by field name."""
     from h5pack.pack.options import ConvertOptions
 
@@ -254,3 +329,37 @@ def _chunk_rows(text: str | None) -> int | None:
     if not text.isdigit():
         raise invalid("chunk_rows", text, " is invalid; give a whole number or auto")
     return int(text)
+
+
+def _run_append(arguments: argparse.Namespace) -> int:
+    """Append images; return the exit status."""
+    from h5pack.combine.append import append
+
+    keywords = {**_given_options(arguments), **_run_keywords(arguments)}
+    report = append(arguments.out, arguments.source, split=arguments.split, only_new=arguments.only_new, **keywords)
+    _print_result(report, arguments)
+    return 0
+
+
+def _run_join(arguments: argparse.Namespace) -> int:
+    """Join packs; return the exit status."""
+    from h5pack.combine.join import join
+
+    keywords = _run_keywords(arguments)
+    _print_result(join(arguments.packs, arguments.out, virtual=arguments.virtual, **keywords), arguments)
+    return 0
+
+
+def _run_subset(arguments: argparse.Namespace) -> int:
+    """Make a subset; return the exit status."""
+    from h5pack.combine.subset import subset
+
+    names = ("splits", "classes", "rows", "sample", "seed")
+    keywords = {**{name: getattr(arguments, name) for name in names}, **_run_keywords(arguments)}
+    _print_result(subset(arguments.pack, arguments.out, **keywords), arguments)
+    return 0
+
+
+def _run_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
+    progress = not arguments.quiet and not arguments.json
+    return {"overwrite": arguments.overwrite, "resume": arguments.resume, "progress": progress}
