@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from h5pack.commands import bench, convert, doctor, export, inspect
+from h5pack.commands import bench, convert, doctor, inspect
 from h5pack.commands.arguments import option_text
 from h5pack.errors import H5PackError, OptionsError
 from h5pack.version import __version__
@@ -179,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"h5pack {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
-    for module in (convert, inspect, export, bench, doctor):
+    for module in (convert, inspect, bench, doctor):
         module.add(commands)
     for command in commands.choices.values():
         command.set_defaults(parser=command)
