@@ -20,8 +20,9 @@ from h5pack.images import decode
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, image_of, read_header, strict_pillow
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.pack.options import RESAMPLES
-from tests.images.test_headers import chunk, encoded, oriented
+from tests.images.test_headers import chunk, oriented
 from tests.makers import pixels
+from tests.read.encoded_files import encode
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -63,42 +64,42 @@ GRAY = Image.fromarray(pixels(1, (23, 17), 1))
 ALPHA = Image.merge("RGBA", [*RGB.split(), GRAY])
 FRAMES = {"save_all": True, "append_images": [Image.fromarray(pixels(5, (23, 17)))], "duration": 50}
 FILES = {
-    "one bit png": encoded(RGB.convert("1"), "PNG"),
-    "one bit tiff": encoded(RGB.convert("1"), "TIFF"),
-    "gray png": encoded(GRAY, "PNG"),
-    "gray jpeg": encoded(GRAY, "JPEG"),
-    "gray with alpha": encoded(Image.merge("LA", [GRAY, GRAY]), "PNG"),
-    "gray with a transparent value": encoded(GRAY, "PNG", transparency=90),
-    "palette": encoded(RGB.quantize(20), "PNG"),
-    "palette with a transparent colour": encoded(RGB.quantize(20), "PNG", transparency=2),
-    "palette with transparent colours": encoded(RGB.quantize(4), "PNG", transparency=bytes([0, 80, 255, 9])),
-    "palette gif": encoded(RGB.quantize(20), "GIF", transparency=2),
-    "palette bmp": encoded(RGB.quantize(20), "BMP"),
-    "rgb png": encoded(RGB, "PNG"),
-    "rgb with a transparent colour": encoded(RGB, "PNG", transparency=(1, 2, 3)),
-    "rgb bmp": encoded(RGB, "BMP"),
-    "rgb ppm": encoded(RGB, "PPM"),
-    "rgb tiff": encoded(RGB, "TIFF", compression="tiff_lzw"),
-    "rgb webp": encoded(RGB, "WEBP", quality=60),
-    "rgb jpeg 2000": encoded(RGB, "JPEG2000"),
-    "rgba png": encoded(ALPHA, "PNG"),
-    "rgba webp": encoded(ALPHA, "WEBP", lossless=True),
-    "ycbcr jpeg": encoded(RGB, "JPEG"),
-    "ycbcr tiff": encoded(RGB.convert("YCbCr"), "TIFF", compression="tiff_lzw"),
-    "rgb jpeg": encoded(RGB, "JPEG", keep_rgb=True),
-    "cmyk jpeg": encoded(RGB.convert("CMYK"), "JPEG"),
-    "cmyk tiff": encoded(RGB.convert("CMYK"), "TIFF"),
-    "icc profile": encoded(RGB, "JPEG", icc_profile=bytes(40_000)),
-    "animated gif": encoded(RGB.quantize(20), "GIF", **FRAMES),
-    "animated png": encoded(RGB, "PNG", **FRAMES),
-    "animated webp": encoded(RGB, "WEBP", **FRAMES),
-    "pages of a tiff": encoded(RGB, "TIFF", **FRAMES),
-    "mpo": encoded(RGB, "MPO", **FRAMES),
+    "one bit png": encode(RGB.convert("1"), "PNG"),
+    "one bit tiff": encode(RGB.convert("1"), "TIFF"),
+    "gray png": encode(GRAY, "PNG"),
+    "gray jpeg": encode(GRAY, "JPEG"),
+    "gray with alpha": encode(Image.merge("LA", [GRAY, GRAY]), "PNG"),
+    "gray with a transparent value": encode(GRAY, "PNG", transparency=90),
+    "palette": encode(RGB.quantize(20), "PNG"),
+    "palette with a transparent colour": encode(RGB.quantize(20), "PNG", transparency=2),
+    "palette with transparent colours": encode(RGB.quantize(4), "PNG", transparency=bytes([0, 80, 255, 9])),
+    "palette gif": encode(RGB.quantize(20), "GIF", transparency=2),
+    "palette bmp": encode(RGB.quantize(20), "BMP"),
+    "rgb png": encode(RGB, "PNG"),
+    "rgb with a transparent colour": encode(RGB, "PNG", transparency=(1, 2, 3)),
+    "rgb bmp": encode(RGB, "BMP"),
+    "rgb ppm": encode(RGB, "PPM"),
+    "rgb tiff": encode(RGB, "TIFF", compression="tiff_lzw"),
+    "rgb webp": encode(RGB, "WEBP", quality=60),
+    "rgb jpeg 2000": encode(RGB, "JPEG2000"),
+    "rgba png": encode(ALPHA, "PNG"),
+    "rgba webp": encode(ALPHA, "WEBP", lossless=True),
+    "ycbcr jpeg": encode(RGB, "JPEG"),
+    "ycbcr tiff": encode(RGB.convert("YCbCr"), "TIFF", compression="tiff_lzw"),
+    "rgb jpeg": encode(RGB, "JPEG", keep_rgb=True),
+    "cmyk jpeg": encode(RGB.convert("CMYK"), "JPEG"),
+    "cmyk tiff": encode(RGB.convert("CMYK"), "TIFF"),
+    "icc profile": encode(RGB, "JPEG", icc_profile=bytes(40_000)),
+    "animated gif": encode(RGB.quantize(20), "GIF", **FRAMES),
+    "animated png": encode(RGB, "PNG", **FRAMES),
+    "animated webp": encode(RGB, "WEBP", **FRAMES),
+    "pages of a tiff": encode(RGB, "TIFF", **FRAMES),
+    "mpo": encode(RGB, "MPO", **FRAMES),
     "16-bit rgb ppm": b"P6 3 2 65535\n" + bytes(range(100, 136)),
 }
 HAS_AVIF = "avif" in features.modules and features.check("avif")
 if HAS_AVIF:
-    FILES["avif"] = encoded(RGB, "AVIF", quality=70)
+    FILES["avif"] = encode(RGB, "AVIF", quality=70)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -115,8 +116,8 @@ def test_sixteen_bits_keep_their_high_byte(form: str, channels: int) -> None:
     if form == "PPM":
         data = b"P5 12 9 65535\n" + values.astype(">u2").tobytes()
     else:
-        data = encoded(Image.fromarray(values), form)
-        turned = encoded(Image.fromarray(values), form, exif=oriented(6))
+        data = encode(Image.fromarray(values), form)
+        turned = encode(Image.fromarray(values), form, exif=oriented(6))
         assert np.array_equal(decoded(turned, channels), np.rot90(want, -1))
     assert np.array_equal(decoded(data, channels), want)
 
@@ -171,9 +172,9 @@ def test_every_orientation_is_turned_upright_once(form: str, value: int) -> None
         pytest.skip("this Pillow reads no AVIF")
     channels = 1 if value % 2 else 3
     if form == "palette":
-        data = encoded(RGB.quantize(9), "PNG", exif=oriented(value), transparency=bytes([0, 3, 9]))
+        data = encode(RGB.quantize(9), "PNG", exif=oriented(value), transparency=bytes([0, 3, 9]))
     else:
-        data = encoded(RGB, form, exif=oriented(value), **(FRAMES if form == "MPO" else {}))
+        data = encode(RGB, form, exif=oriented(value), **(FRAMES if form == "MPO" else {}))
     want = slow(data, channels)
     assert (header_of(data).height, header_of(data).width) == want.shape[:2]
     assert header_of(data).orientation in range(1, 9)
@@ -184,10 +185,10 @@ def test_every_orientation_is_turned_upright_once(form: str, value: int) -> None
 @pytest.mark.parametrize("form", ["PNG", "PNG text", "WEBP"])
 def test_damaged_exif_data_is_no_orientation(form: str) -> None:
     if form == "PNG text":
-        png = encoded(RGB, "PNG")
+        png = encode(RGB, "PNG")
         data = png[:33] + chunk(b"tEXt", b"Raw profile type exif\0\nexif\n    9\nnot hex\n") + png[33:]
     else:
-        data = encoded(RGB, form, exif=b"Exif\0\0garbage, not TIFF")
+        data = encode(RGB, form, exif=b"Exif\0\0garbage, not TIFF")
     header, (height, width) = header_of(data), RGB.size[::-1]
     assert (header.height, header.width, header.orientation) == (height, width, 1)
     with Image.open(io.BytesIO(data)) as image:
@@ -209,7 +210,7 @@ def fitted(
 def test_resizing_is_pillows_own(fit: str, resample: str) -> None:
     names = ("rgb png", "ycbcr jpeg", "gray jpeg", "palette with transparent colours", "cmyk jpeg")
     thin = ((1, 1), (2, 3)) if fit == "pad" else ((1, 40), (40, 1), (1, 1), (2, 3))
-    lines = [encoded(Image.fromarray(pixels(3, size)), "JPEG") for size in thin]
+    lines = [encode(pixels(3, size)) for size in thin]
     for number, data in enumerate([*(FILES[name] for name in names), *lines]):
         for size in ((23, 17), (50, 31), (7, 60), (1, 1)):
             channels = 1 if number % 2 else 3
@@ -221,7 +222,7 @@ def test_resizing_is_pillows_own(fit: str, resample: str) -> None:
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_line_is_padded_on_both_sides(form: str, turned: bool) -> None:
     image = Image.fromarray(pixels(3, (1, 40)))
-    data = encoded(image.transpose(Image.Transpose.ROTATE_90) if turned else image, form)
+    data = encode(image.transpose(Image.Transpose.ROTATE_90) if turned else image, form)
     found = decoded(data, 3, resize=True, size=(6, 10) if turned else (10, 6), fit="pad", resample="box")
     found = found.transpose(1, 0, 2) if turned else found
     line = Image.fromarray(slow(data).transpose(1, 0, 2) if turned else slow(data)).resize((6, 1), Image.Resampling.BOX)
@@ -236,9 +237,9 @@ def drawn_jpeg(drawn: random.Random, number: int) -> bytes:
     if drawn.random() < 0.3:
         settings[drawn.choice(["restart_marker_blocks", "restart_marker_rows"])] = drawn.randint(1, 5)
     if drawn.random() < 0.2:
-        return encoded(Image.fromarray(pixels(number, size, 1)), "JPEG", **settings)
+        return encode(pixels(number, size, 1), **settings)
     colour = {"subsampling": drawn.randint(0, 2)} if drawn.random() < 0.9 else {"subsampling": 0, "keep_rgb": True}
-    return encoded(Image.fromarray(pixels(number, size)), "JPEG", **settings, **colour)
+    return encode(pixels(number, size), **settings, **colour)
 
 
 simplejpeg_only = pytest.mark.skipif(decode._simplejpeg() is None, reason="simplejpeg is not installed")
@@ -269,7 +270,7 @@ def test_a_decoder_with_other_pixels_is_not_used(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(decode, "_simplejpeg", lambda: inexact)
     for subsampling, kind in enumerate((DecodePath.JPEG_444, DecodePath.JPEG_422, DecodePath.JPEG_420)):
-        data = encoded(Image.fromarray(pixels(1, (20, 30))), "JPEG", subsampling=subsampling)
+        data = encode(pixels(1, (20, 30)), subsampling=subsampling)
         for _ in range(2):
             assert np.array_equal(decoded(data), slow(data))
         assert used.count(kind) == (1 if kind == DecodePath.JPEG_422 else 4 + 2)
@@ -285,7 +286,7 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def test_pillows_decoder_is_called_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for images of other sizes and modes in turn; none has pixels of the one before."""
-    files = [encoded(Image.fromarray(pixels(seed, (23, 17 + seed % 2))), "JPEG") for seed in range(6)]
+    files = [encode(pixels(seed, (23, 17 + seed % 2))) for seed in range(6)]
     files.insert(3, FILES["gray jpeg"])
     expected = [fitted(data, (12, 9)) for data in files]
     monkeypatch.setattr(decode, "_simplejpeg", lambda: None)
@@ -313,7 +314,7 @@ def test_the_fast_decoder_gives_pillows_pixels(seed: int, fast: str) -> None:
 
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
 def test_progressive_images_without_their_last_scans(subsampling: int, fast: str) -> None:
-    data = encoded(Image.fromarray(pixels(2, (61, 45))), "JPEG", progressive=True, subsampling=subsampling)
+    data = encode(pixels(2, (61, 45)), progressive=True, subsampling=subsampling)
     for scan in [*re.finditer(rb"\xff\xda", data)][1:]:
         first_scans = data[: scan.start()] + b"\xff\xd9"
         assert outcome(first_scans, None) == outcome(first_scans, DecodePath.PILLOW)
@@ -345,7 +346,7 @@ JPEGS = {
 
 @pytest.mark.parametrize("settings", [pytest.param(value, id=name) for name, value in JPEGS.items()])
 def test_cut_and_damaged_jpegs_have_the_same_outcome_with_either_decoder(settings: dict[str, Any], fast: str) -> None:
-    data = encoded(Image.fromarray(pixels(4, (41, 30))), "JPEG", **settings)
+    data = encode(pixels(4, (41, 30)), **settings)
     outcomes = [same_with_and_without(data[:keep]) for keep in [*range(1, len(data), 11), len(data) - 1, len(data)]]
     assert outcomes.count("truncated") > len(outcomes) / 3
     drawn = random.Random(len(settings))
@@ -384,8 +385,8 @@ def test_reasons_depend_on_the_image_alone() -> None:
         (b"no image at all", "not an image, or of an unknown format"),
         (FILES["ycbcr jpeg"][:-20], "truncated"),
         (FILES["rgb png"][:-200], "truncated"),
-        (encoded(Image.fromarray(np.zeros((3, 4), np.float32)), "TIFF"), "F pixels have 32 bits"),
-        (encoded(Image.fromarray(np.zeros((3, 4), np.int32)), "TIFF"), "I pixels have 32 bits"),
+        (encode(Image.fromarray(np.zeros((3, 4), np.float32)), "TIFF"), "F pixels have 32 bits"),
+        (encode(Image.fromarray(np.zeros((3, 4), np.int32)), "TIFF"), "I pixels have 32 bits"),
     ],
 )
 def test_reasons(data: bytes, reason: str) -> None:
@@ -425,7 +426,7 @@ def test_bombs_are_refused_by_the_survey_and_by_the_decoder(name: str) -> None:
 def test_messages_of_libtiff_become_the_reason(capfd: pytest.CaptureFixture[str]) -> None:
     """libtiff would write them to the terminal, in between the progress of a conversion."""
     noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    data = encoded(Image.fromarray(noise), "TIFF", compression="tiff_lzw")
+    data = encode(Image.fromarray(noise), "TIFF", compression="tiff_lzw")
     damaged = data[:60] + b"\xff" * 1940 + data[2000:]
     # The first kind of message begins with the file's name, the second with that of a function of libtiff.
     for broken in (damaged, data[:60] + bytes(1940) + data[2000:]) * 2:
@@ -472,7 +473,7 @@ def test_pillows_settings_hold_until_the_last_thread_is_done(monkeypatch: pytest
 
 def test_pillows_warnings_are_no_reason_to_refuse() -> None:
     tag = b"\0\1\x12\0\x03\0\0\0\1\0\6"
-    data = encoded(RGB, "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\5\1" + tag[2:])
+    data = encode(RGB, "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\5\1" + tag[2:])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with strict_pillow():
@@ -482,11 +483,11 @@ def test_pillows_warnings_are_no_reason_to_refuse() -> None:
 @pytest.mark.parametrize("value", [1, 6])
 @pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
 def test_draft_decodes_jpegs_reduced_and_at_the_planned_size(fit: str, value: int) -> None:
-    data = encoded(Image.fromarray(pixels(8, (400, 300))), "JPEG", quality=95, exif=oriented(value))
+    data = encode(pixels(8, (400, 300)), quality=95, exif=oriented(value))
     draft = decoded(data, resize=True, size=(40, 70), fit=fit, draft=True)
     with Image.open(io.BytesIO(data)) as image:
         image.draft(None, (40, 70) if value == 6 else (70, 40))
-        reduced = encoded(ImageOps.exif_transpose(image), "PNG")
+        reduced = encode(ImageOps.exif_transpose(image), "PNG")
     assert np.array_equal(draft, fitted(reduced, (40, 70), fit))
     assert not np.array_equal(draft, decoded(data, resize=True, size=(40, 70), fit=fit))
     # Draft changes only JPEGs.

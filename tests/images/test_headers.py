@@ -18,19 +18,14 @@ from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 
 from h5pack.images.headers import DecodePath, ImageHeader, is_incomplete, parse_jpeg, parse_png
 from tests.makers import pixels
+from tests.read.encoded_files import encode
 
 EXIF = 0x0112
 KEEPS_RGB = [int(number) for number in PIL.__version__.split(".")[:2]] >= [10, 2]
 
 
-def encoded(image: Image.Image, form: str, **settings: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, form, **settings)
-    return stream.getvalue()
-
-
 def jpeg(size: tuple[int, int] = (20, 14), seed: int = 0, **settings: Any) -> bytes:
-    return encoded(Image.fromarray(pixels(seed, size)), "JPEG", **settings)
+    return encode(pixels(seed, size), **settings)
 
 
 def oriented(value: int) -> Image.Exif:
@@ -73,7 +68,7 @@ def test_plain_jpegs_are_parsed(subsampling: str, path: DecodePath, progressive:
     for seed, size in enumerate([(1, 1), (7, 9), (16, 16), (33, 1_001)]):
         data = jpeg(size, seed, quality=(1, 75, 100)[seed % 3], subsampling=subsampling, progressive=progressive)
         assert agrees(data) == ImageHeader(*size, path)
-    gray = encoded(Image.fromarray(pixels(1, (31, 17), 1)), "JPEG", progressive=progressive)
+    gray = encode(pixels(1, (31, 17), 1), progressive=progressive)
     assert agrees(gray) == ImageHeader(31, 17, DecodePath.JPEG_GRAY)
 
 
@@ -84,7 +79,7 @@ def test_progressive_jpegs_without_some_of_their_scans_are_found(settings: dict[
     assert len(scans) == 10
     assert not is_incomplete(data)
     assert all(is_incomplete(data[:scan] + b"\xff\xd9") for scan in scans[1:])
-    for other in (jpeg(), encoded(Image.fromarray(pixels(1, (31, 17), 1)), "JPEG", progressive=True)):
+    for other in (jpeg(), encode(pixels(1, (31, 17), 1), progressive=True)):
         assert not is_incomplete(other)
 
 
@@ -97,7 +92,7 @@ def test_the_size_comes_from_this_file_not_from_the_one_before() -> None:
 @pytest.mark.parametrize("value", [0, 1, 3, 6, 9])
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_an_orientation_is_never_overlooked(form: str, value: int) -> None:
-    data = encoded(Image.fromarray(pixels(0)), form, exif=oriented(value))
+    data = encode(pixels(0), form, exif=oriented(value))
     assert parsed(data) is None
     with Image.open(io.BytesIO(data)) as image:
         assert ImageOps.exif_transpose(image).size == ((20, 14) if value == 6 else (14, 20))
@@ -138,8 +133,8 @@ def test_an_adobe_mark_may_stand_behind_the_frame_header(transform: int, before:
 def test_unusual_colour_is_left_to_pillow() -> None:
     image = Image.fromarray(pixels(0))
     for data in (
-        *([encoded(image, "JPEG", keep_rgb=True)] if KEEPS_RGB else []),
-        encoded(image.convert("CMYK"), "JPEG"),
+        *([encode(image, "JPEG", keep_rgb=True)] if KEEPS_RGB else []),
+        encode(image.convert("CMYK"), "JPEG"),
         jpeg().replace(b"JFIF\0", b"JFXF\0").replace(b"\3\1\x22\0\2\x11\1\3\x11", b"\3R\x22\0G\x11\1B\x11"),
     ):
         assert shown_size(data) == (20, 14)
@@ -190,7 +185,7 @@ PNGS: dict[str, tuple[Image.Image, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PNGS)
 def test_plain_pngs_are_parsed(name: str) -> None:
     image, settings = PNGS[name]
-    data = encoded(image, "PNG", **settings)
+    data = encode(image, "PNG", **settings)
     assert agrees(data) == ImageHeader(20, 14, DecodePath.PILLOW)
     # With a wrong CRC, Pillow must decide.
     assert parse_png(io.BytesIO(data[:19] + bytes([data[19] ^ 1]) + data[20:])) is None
@@ -200,7 +195,7 @@ def chunk(name: bytes, body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
 
 
-PNG = encoded(Image.fromarray(pixels(0)), "PNG")
+PNG = encode(pixels(0), "PNG")
 TIFF_TURNED = oriented(6).tobytes()[6:]
 RAW_PROFILE = f"\nexif\n{len(TURNED):8}\n{TURNED.hex()}\n".encode()
 TURNING = {
@@ -229,17 +224,17 @@ def test_other_texts_in_a_png_are_passed_over() -> None:
     info.add_text("Title", "a")
     info.add_text("k", "b" * 5_000, zip=True)
     info.add_text("Exif comment", "c")
-    assert agrees(encoded(Image.fromarray(pixels(0)), "PNG", pnginfo=info)) == ImageHeader(20, 14, DecodePath.PILLOW)
+    assert agrees(encode(pixels(0), "PNG", pnginfo=info)) == ImageHeader(20, 14, DecodePath.PILLOW)
 
 
 SMALL = {
     "jpeg": jpeg((9, 7)),
     "progressive": jpeg((9, 7), progressive=True),
-    "rgb jpeg": encoded(Image.fromarray(pixels(0)), "JPEG", keep_rgb=True),
+    "rgb jpeg": encode(pixels(0), keep_rgb=True),
     "exif jpeg": jpeg((9, 7), exif=oriented(6), comment=b"hello"),
-    "png": encoded(Image.fromarray(pixels(0, (9, 7))), "PNG"),
-    "exif png": encoded(Image.fromarray(pixels(0, (9, 7))), "PNG", exif=oriented(6)),
-    "palette png": encoded(Image.fromarray(pixels(0, (9, 7))).quantize(4), "PNG"),
+    "png": encode(pixels(0, (9, 7)), "PNG"),
+    "exif png": encode(pixels(0, (9, 7)), "PNG", exif=oriented(6)),
+    "palette png": encode(Image.fromarray(pixels(0, (9, 7))).quantize(4), "PNG"),
 }
 
 

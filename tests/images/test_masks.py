@@ -18,6 +18,7 @@ from h5pack.errors import RejectedImageError
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, Upright
 from h5pack.images.headers import TURNS, DecodePath
 from h5pack.images.masks import MaskDecoder, narrow_mask, read_mask_header
+from tests.read.encoded_files import encode
 
 
 def pixel_options(size: tuple[int, int], fit: str = "crop", **changes: Any) -> PixelOptions:
@@ -26,12 +27,6 @@ def pixel_options(size: tuple[int, int], fit: str = "crop", **changes: Any) -> P
         "draft": False, "max_pixels": MAX_PIXELS,
     }  # fmt: skip
     return PixelOptions(**{**given, **changes})
-
-
-def encoded(image: Image.Image, form: str = "PNG", **settings: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, form, **settings)
-    return stream.getvalue()
 
 
 def with_orientation(value: int) -> Image.Exif:
@@ -79,7 +74,7 @@ def test_every_pixel_is_the_nearest_one_of_the_same_window(
     image, mask = np.zeros((*size, 3), np.uint8), np.zeros(size, dtype)
     decoder.decode(pixels, DecodePath.PILLOW, image)
     stored = Image.fromarray(numbers.astype(np.uint16 if wide else np.uint8))
-    MaskDecoder(options, dtype).decode(encoded(stored), decoder.upright, mask)
+    MaskDecoder(options, dtype).decode(encode(stored, "PNG"), decoder.upright, mask)
     border = -1 if wide else 255
     rows = slow_places(height, out_height, width, out_width, fit)
     columns = slow_places(width, out_width, height, out_height, fit)
@@ -102,14 +97,14 @@ def test_a_mask_is_turned_with_its_image(value: int, own: bool) -> None:
     options = pixel_options(shape, resize=False)
     decoder = Decoder(options)
     image, mask = np.zeros((*shape, 3), np.uint8), np.zeros(shape, np.uint8)
-    decoder.decode(encoded(photo, exif=with_orientation(value)), DecodePath.PILLOW, image)
+    decoder.decode(encode(photo, "PNG", exif=with_orientation(value)), DecodePath.PILLOW, image)
     settings = {"exif": with_orientation(value)} if own else {}
-    MaskDecoder(options, "|u1").decode(encoded(Image.fromarray(numbers), **settings), decoder.upright, mask)
+    MaskDecoder(options, "|u1").decode(encode(numbers, "PNG", **settings), decoder.upright, mask)
     assert np.array_equal(mask, image[:, :, 0])
     assert decoder.upright == Upright(*shape, value)
     if value > 4:
         upright = np.asarray(Image.fromarray(numbers).transpose(TURNS[value]))
-        MaskDecoder(options, "|u1").decode(encoded(Image.fromarray(upright)), decoder.upright, mask)
+        MaskDecoder(options, "|u1").decode(encode(upright, "PNG"), decoder.upright, mask)
         assert np.array_equal(mask, upright), "a mask of the upright size is upright already"
 
 
@@ -117,9 +112,9 @@ def test_a_tiff_that_pillow_turns_itself_turns_its_mask() -> None:
     numbers = np.arange(12 * 12, dtype=np.uint8).reshape(12, 12)
     decoder = Decoder(pixel_options((12, 12), resize=False))
     image, mask = np.zeros((12, 12, 3), np.uint8), np.zeros((12, 12), np.uint8)
-    data = encoded(Image.fromarray(np.stack([numbers] * 3, axis=2)), "TIFF", exif=with_orientation(3))
+    data = encode(np.stack([numbers] * 3, axis=2), "TIFF", exif=with_orientation(3))
     decoder.decode(data, DecodePath.PILLOW, image)
-    MaskDecoder(pixel_options((12, 12)), "|u1").decode(encoded(Image.fromarray(numbers)), decoder.upright, mask)
+    MaskDecoder(pixel_options((12, 12)), "|u1").decode(encode(numbers, "PNG"), decoder.upright, mask)
     assert np.array_equal(mask, image[:, :, 0])
 
 
@@ -133,11 +128,11 @@ def palette_image(numbers: npt.NDArray[np.uint8]) -> Image.Image:
 
 NUMBERS = np.array([[0, 1, 20], [255, 3, 4]], np.uint8)
 FORMS = {
-    "L": (encoded(Image.fromarray(NUMBERS)), NUMBERS),
-    "P": (encoded(palette_image(NUMBERS)), NUMBERS),
-    "1": (encoded(Image.fromarray(NUMBERS > 3)), NUMBERS > 3),
-    "I;16": (encoded(Image.fromarray(NUMBERS.astype(np.uint16) * 257)), NUMBERS.astype(int) * 257),
-    "I": (encoded(Image.fromarray(NUMBERS.astype(np.int32) * -70_000), "TIFF"), NUMBERS.astype(int) * -70_000),
+    "L": (encode(NUMBERS, "PNG"), NUMBERS),
+    "P": (encode(palette_image(NUMBERS), "PNG"), NUMBERS),
+    "1": (encode(Image.fromarray(NUMBERS > 3), "PNG"), NUMBERS > 3),
+    "I;16": (encode(NUMBERS.astype(np.uint16) * 257, "PNG"), NUMBERS.astype(int) * 257),
+    "I": (encode(NUMBERS.astype(np.int32) * -70_000, "TIFF"), NUMBERS.astype(int) * -70_000),
 }
 
 
@@ -153,7 +148,7 @@ def test_the_numbers_of_each_mode_are_kept(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "F", "CMYK"])
 def test_colors_are_no_numbers(mode: str) -> None:
-    data = encoded(Image.new(mode, (3, 2)), "TIFF")
+    data = encode(Image.new(mode, (3, 2)), "TIFF")
     with pytest.raises(RejectedImageError, match=mode):
         read_mask_header(lambda: io.BytesIO(data), MAX_PIXELS)
     with pytest.raises(RejectedImageError, match=mode):
@@ -167,8 +162,8 @@ def test_colors_are_no_numbers(mode: str) -> None:
         (b"text", "not an image"),
         (b"", "not an image"),
         (FORMS["I;16"][0], "more bits"),
-        (encoded(Image.new("L", (4, 2))), "2x4, but its image's size is 2x3"),
-        (encoded(Image.new("L", (2, 3))), "3x2, but its image's size is 2x3"),
+        (encode(Image.new("L", (4, 2)), "PNG"), "2x4, but its image's size is 2x3"),
+        (encode(Image.new("L", (2, 3)), "PNG"), "3x2, but its image's size is 2x3"),
     ],
 )
 def test_what_is_no_mask_of_the_image_is_rejected(data: bytes, reason: str) -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 from h5pack.images import regions
 from h5pack.images.headers import DecodePath, parse_jpeg, with_height
 from tests.makers import pixels
+from tests.read.encoded_files import encode
 
 SIZES = [(41, 35), (48, 64), (17, 90), (65, 16)]
 KINDS: dict[str, dict[str, Any]] = {
@@ -26,10 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def jpeg(kind: str, size: tuple[int, int]) -> bytes:
-    stream = io.BytesIO()
-    image = pixels(3, size, 1) if kind == "gray" else pixels(3, size)
-    Image.fromarray(image).save(stream, "JPEG", quality=88, **KINDS[kind])
-    return stream.getvalue()
+    return encode(pixels(3, size, 1 if kind == "gray" else 3), quality=88, **KINDS[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 import h5pack
 from h5pack.errors import H5PackError, NoImagesError, NoSpaceError, RejectedImageError, ResumeError, SourceError
@@ -33,6 +32,7 @@ from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from tests.crashing import convert_in_child, small_file_system
 from tests.makers import class_folders, flat_folder, pixels, quick, save, split_folders, tar_file, truncate, zip_file
+from tests.read.encoded_files import encode
 from tests.sources.test_folders import touch
 
 FORMS: dict[str, Callable[[Path, Path], Path]] = {
@@ -69,9 +69,7 @@ def reasons(path: Path) -> dict[str, str]:
 
 
 def jpeg(seed: int = 0) -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(pixels(seed)).save(stream, "jpeg")
-    return stream.getvalue()
+    return encode(pixels(seed))
 
 
 def add(archive: tarfile.TarFile, name: str, data: bytes = b"", **attributes: object) -> None:

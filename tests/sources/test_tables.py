@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import pickle
@@ -15,7 +14,6 @@ import h5py
 import numpy as np
 import pyarrow as pa
 import pytest
-from PIL import Image
 from pyarrow import parquet
 
 import h5pack
@@ -26,13 +24,12 @@ from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns
 from tests.makers import pixels, quick
+from tests.read.encoded_files import encode
 from tests.sources.test_manifest import rows_of
 
 
 def png(seed: int) -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(pixels(seed)).save(stream, "png")
-    return stream.getvalue()
+    return encode(pixels(seed), "PNG")
 
 
 def table(numbers: range, features: dict[str, Any] | None = None, **columns: Any) -> pa.Table:

@@ -12,7 +12,6 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from PIL import Image
 
 import h5pack
 from h5pack.errors import NoImagesError, OptionsError, SourceError
@@ -22,13 +21,12 @@ from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.shards import Shards, expand_braces, find_shards
 from tests.makers import pixels, quick, save
+from tests.read.encoded_files import encode
 from tests.sources.test_manifest import rows_of
 
 
 def picture(seed: int = 0) -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(pixels(seed)).save(stream, "png")
-    return stream.getvalue()
+    return encode(pixels(seed), "PNG")
 
 
 def shard(path: Path, members: Mapping[str, bytes | str | dict[str, object]]) -> Path:
