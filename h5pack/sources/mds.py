@@ -162,22 +162,18 @@ def _find_images(shard: _Shard) -> str:
             return found[0]
         if found:
             break
-    held = ", ".join(f"{name!r} {encoding}" for name, encoding in shard.encodings.items())
-    problem = (
-        f"it is unclear which column holds the images (found: {held}); name a column of jpeg, png "
-        "or bytes with path_column"
-    )
-    raise SourceError.at(shard.file.path, problem, "path_column")
+    raise _wrong_column(shard, "it is unclear which column holds the images")
+
+
+def _wrong_column(shard: _Shard, problem: str) -> SourceError:
+    found = ", ".join(f"{name!r} {encoding}" for name, encoding in shard.encodings.items())
+    advice = "name a column of jpeg, png or bytes with path_column"
+    return SourceError.at(shard.file.path, f"{problem} (found: {found}); {advice}", "path_column")
 
 
 def _reader(shard: _Shard, image: str) -> ArchiveReader:
     if shard.encodings.get(image, "").split(":")[0] not in _IMAGES:
-        held = ", ".join(f"{name!r} {encoding}" for name, encoding in shard.encodings.items())
-        problem = (
-            f"{image!r} is not a column of image files (found: {held}); name a column of jpeg, "
-            "png or bytes with path_column"
-        )
-        raise SourceError.at(shard.file.path, problem, "path_column")
+        raise _wrong_column(shard, f"{image!r} is not a column of image files")
     offsets, sizes = shard.extents(image)
     zeros = np.zeros(len(offsets), np.int32)
     storings = np.full(len(offsets), Storing.RAW, np.uint8)
