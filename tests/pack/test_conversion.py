@@ -673,7 +673,6 @@ def test_groups_are_a_field_with_several_values(tmp_path: Path) -> None:
         (source, {"val": 0.5, "val_groups": "one", "fields": "a/two"}),
         (source, {"val": 0.5, "val_groups": "one", "fields": "one"}),
         (source, {"val": 0.5, "val_groups": "b/two", "fields": "a/two"}),
-        (source, {"val_groups": "one"}),
         (source, {"val": 0.5, "val_groups": 5}),
         (Unread(), {"val": 0.5, "val_groups": "unknown", "fields": "person"}),
     ]
@@ -681,6 +680,9 @@ def test_groups_are_a_field_with_several_values(tmp_path: Path) -> None:
         with pytest.raises(OptionsError) as caught:
             h5pack.convert(given, out, **quick(**options))
         assert f"val_groups={options['val_groups']!r}" in caught.value.parameters
+    with pytest.raises(OptionsError) as caught:
+        h5pack.convert(source, out, **quick(val_groups="one"))
+    assert caught.value.parameters == ("val_groups", "val")
     for name in ("two", "a/two", "/a/two"):
         h5pack.convert(source, out, **quick(val=0.5, val_groups=name, fields=("one", "a/two"), overwrite=True))
         assert sorted(map(len, splits_of(out).values())) == [1, 8]
