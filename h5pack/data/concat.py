@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 
 from h5pack.data.buffers import SharedMemory
-from h5pack.data.collate import BatchSource, SampleBatch, positions_of
 from h5pack.data.dataset import H5Dataset, batch_fields
 from h5pack.data.decoding import NO_KEY, DrawKey
+from h5pack.data.samples import BatchSource, SampleBatch, positions_of
 from h5pack.errors import OptionsError
 
 Rows = npt.NDArray[np.int64]

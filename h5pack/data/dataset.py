@@ -14,9 +14,16 @@ import numpy.typing as npt
 import torch
 
 from h5pack.data.buffers import SharedMemory
-from h5pack.data.collate import BatchSource, SampleBatch, out_of_range, positions_of
 from h5pack.data.decoding import NO_KEY, CropDecoder, DrawKey, moves
-from h5pack.data.samples import name_fields, sample_type, split_list
+from h5pack.data.samples import (
+    BatchSource,
+    SampleBatch,
+    name_fields,
+    out_of_range,
+    positions_of,
+    sample_type,
+    split_list,
+)
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
 from h5pack.format.fields import RaggedRows

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 import h5pack
-from h5pack.data.collate import SampleBatch
+from h5pack.data.samples import SampleBatch
 from h5pack.errors import DamagedRowsError, OptionsError, PackChangedError, PackFormatError
 from tests.data import packs
 from tests.data.packs import all_same, same
