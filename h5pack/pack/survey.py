@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,7 +102,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class _Task:
-    indices: Sequence[int]  # of the images in the catalog
+    indices: list[int]  # of the images in the catalog
     names: list[str]
     max_pixels: int
     shown: str  # how messages name the first image
@@ -149,7 +149,7 @@ def survey(
             result.add(start, part, columns)
             advance(len(part.heights))
         done.add(start)
-    tasks = _tasks(catalog, options, done)
+    tasks = _tasks(catalog, options, range(count), done)
     for start, part, found in run(executor, _survey, tasks, max_in_flight, resumable=journal is not None):
         result.add(start, part, columns)
         if labels:
@@ -281,20 +281,19 @@ def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey,
     result.fingerprints[:] = reader.fingerprints(np.arange(len(result.heights)))
 
 
-def _tasks(catalog: Catalog, options: ConvertOptions, done: set[int]) -> Iterator[_Task]:
-    """Yield tasks of consecutive images, except those whose first image is in `done`."""
-    step = max(min(_TASK_IMAGES, max(1, len(catalog) // 16)), len(catalog) // _MAX_TASKS)
-    for start in range(0, len(catalog), step):
-        if start not in done:
-            yield _task(catalog, options, range(start, min(start + step, len(catalog))))
-
-
-def _task(catalog: Catalog, options: ConvertOptions, indices: Sequence[int]) -> _Task:
-    masks = [(one.kind, one.files.at(indices)) for one in catalog.pixel_fields]
-    return _Task(
-        indices, catalog.names.at(indices), options.max_pixels, catalog.shown(indices[0]), masks,
-        resize=options.size is not None, keep=options.keep is not None,
-    )  # fmt: skip
+def _tasks(
+    catalog: Catalog, options: ConvertOptions, indices: range | npt.NDArray[np.int64], done: Container[int] = ()
+) -> Iterator[_Task]:
+    """Yield tasks of the images with these catalog indices, except tasks whose first image is in `done`."""
+    step = max(min(_TASK_IMAGES, max(1, len(indices) // 16)), len(indices) // _MAX_TASKS)
+    for start in range(0, len(indices), step):
+        if indices[start] not in done:
+            block = [int(index) for index in indices[start : start + step]]
+            masks = [(one.kind, one.files.at(block)) for one in catalog.pixel_fields]
+            yield _Task(
+                block, catalog.names.at(block), options.max_pixels, catalog.shown(block[0]), masks,
+                resize=options.size is not None, keep=options.keep is not None,
+            )  # fmt: skip
 
 
 def first_changed(
@@ -310,14 +309,14 @@ def first_changed(
     `indices`, int64 (n,), are the images' catalog indices, ascending; `fingerprints`, uint64 (M,), are those of all
     images. Images that are rejected have the fingerprint 0. Other arguments and errors are as in `survey`.
     """
-    blocks = np.array_split(indices, max(1, min(16, len(indices)), len(indices) // _TASK_IMAGES))
-    tasks = (_task(catalog, options, block.tolist()) for block in blocks if len(block))
-    for block, (_, found, _) in zip(
-        blocks, run(executor, _survey, tasks, max_in_flight, ordered=True, resumable=options.resumable), strict=False
-    ):
+    tasks = _tasks(catalog, options, indices)
+    count = 0
+    for _, found, _ in run(executor, _survey, tasks, max_in_flight, ordered=True, resumable=options.resumable):
+        block = indices[count : count + len(found.fingerprints)]
         changed = block[found.fingerprints != fingerprints[block]]
         if len(changed):
             return int(changed[0])
+        count += len(block)
     return None
 
 
