@@ -469,9 +469,9 @@ def unused_note(kind: str, names: Sequence[str], advice: str, *parameters: str) 
     return (Note(f"not packed: {kind} {', '.join(map(repr, names[:_MAX_NAMED]))}{more}; {advice}", parameters),)
 
 
-def one_split(count: int, name: str = "all") -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+def one_split(count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
     """Return the `split_names` and `split_ids` of a source without splits."""
-    return (name,), np.zeros(count, np.int32)
+    return ("all",), np.zeros(count, np.int32)
 
 
 def split_ids(
