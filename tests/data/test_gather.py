@@ -54,6 +54,17 @@ def test_damage_is_found_when_rows_are_held(tmp_path: Path) -> None:
         HeldRows(h5pack.H5Dataset(path, check=True), "labels", np.arange(45))
 
 
+def mapped_images(paths: Path | list[Path]) -> MappedDataset:
+    """The images of one file, or of several, all in the page cache."""
+    for path in paths if isinstance(paths, list) else [paths]:
+        make_hot(path)
+    dataset = h5pack.H5Dataset(paths)
+    mapped, rows = dataset.engine.mapped("images"), np.arange(len(dataset))
+    assert mapped is not None
+    assert mapped.ready(rows, rows)
+    return mapped
+
+
 @pytest.mark.parametrize("chunks", [None, 1, 10])
 @pytest.mark.parametrize(
     ("shape", "dtype", "unit"),
@@ -63,12 +74,8 @@ def test_mapped_rows_are_those_of_the_file(
     tmp_path: Path, shape: tuple[int, ...], dtype: str, unit: int, chunks: int | None
 ) -> None:
     values = packs.values(shape=shape, dtype=dtype)
-    path = packs.write(tmp_path / "f.h5", chunks, images=values)
-    make_hot(path)
-    mapped = h5pack.H5Dataset(path).engine.mapped("images")
-    assert mapped is not None
+    mapped = mapped_images(packs.write(tmp_path / "f.h5", chunks, images=values))
     everything = np.arange(packs.ROWS)
-    assert mapped.ready(everything, everything)
     found = CachedRows(mapped)
     if mapped.array is None:
         assert unit % found._unit == 0, "chunks may begin at any multiple of 8 bytes"
@@ -86,13 +93,9 @@ def test_mapped_rows_of_several_files_are_those_of_the_files(tmp_path: Path, sha
     values = packs.values(3 * packs.ROWS, shape)
     parts = np.split(values, [40, 51, 200])
     paths = [packs.write(tmp_path / f"{number}.h5", 10, images=part) for number, part in enumerate(parts)]
-    for path in paths:
-        make_hot(path)
-    mapped = h5pack.H5Dataset(paths).engine.mapped("images")
-    assert mapped is not None
+    mapped = mapped_images(paths)
     assert mapped.mapping._address % (2 << 20) == 0
     everything, random = np.arange(len(values)), np.random.default_rng(0)
-    assert mapped.ready(everything, everything)
     cached = CachedRows(mapped)
     window = np.concatenate([np.arange(first, first + 30) for first in (190, 20, 111, 35)])
     for wanted in (everything, window, random.choice(everything, 500), np.array([51, 50, 51, 39, 40]), everything[:0]):
@@ -106,12 +109,8 @@ def test_mapped_rows_of_several_files_are_those_of_the_files(tmp_path: Path, sha
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_each_of_several_files_is_checked(tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [packs.write(tmp_path / f"{number}.h5", 10, images=packs.values(50, (577,))) for number in range(3)]
-    for path in paths:
-        make_hot(path)
-    mapped = h5pack.H5Dataset(paths).engine.mapped("images")
-    assert mapped is not None
+    mapped = mapped_images(paths)
     assert mapped.array is not None
-    assert mapped.ready(np.arange(150), np.arange(150))
     cached, out = CachedRows(mapped), np.empty((10, 577), np.uint8)
     whole, others = cached.locate(np.arange(0, 150, 15)), cached.locate(np.arange(10))
     copied: list[bool] = []
@@ -132,11 +131,7 @@ def test_each_of_several_files_is_checked(tmp_path: Path, when: str, monkeypatch
 
 
 def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
-    path = packs.write(tmp_path / "f.h5", 10, images=packs.values(shape=(577,)))
-    make_hot(path)
-    mapped = h5pack.H5Dataset(path).engine.mapped("images")
-    assert mapped is not None
-    assert mapped.ready(np.arange(packs.ROWS), np.arange(packs.ROWS))
+    mapped = mapped_images(packs.write(tmp_path / "f.h5", 10, images=packs.values(shape=(577,))))
     seen: list[Any] = []
 
     def work() -> None:
