@@ -45,8 +45,12 @@ def parameter_names(function: Any) -> tuple[str, ...]:
 def whole_number(name: str, value: Any, minimum: int | None, maximum: int | None = None) -> int:
     """Return a parameter's value as a Python int; raise OptionsError if it is a bool, no integer, or out of bounds."""
     low, high = -math.inf if minimum is None else minimum, math.inf if maximum is None else maximum
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if isinstance(value, bool) or number is None or not low <= number <= high:
         allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         bound = "" if minimum is None else f" {allowed}"
         raise OptionsError(f"{name} is {value!r}; it must be a whole number{bound}", parameters=(name,))
-    return operator.index(value)
+    return number

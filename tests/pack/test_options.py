@@ -27,6 +27,7 @@ from h5pack.sources.manifest import ManifestColumns
         *(("fit", "squash"), ("resample", "BICUBIC"), ("mode", "rgba"), ("layout", "chw"), ("order", "random")),
         *(("io", "mmap"), ("start_method", "thread"), ("source_kind", "zip"), ("limit", 0), ("limit", True)),
         *(("num_workers", -2), ("max_pixels", 0), ("chunk_rows", 0), ("chunk_rows", 2.0), ("chunk_bytes", 0)),
+        ("limit", np.array([3, 4])),
         *(("size", (0, 4)), ("size", (4,)), ("size", (4, 4, 3)), ("size", (4, -1)), ("size", 0), ("size", 4.5)),
         *(("include", 5), ("fields", [3]), ("label_columns", b"a")),
         *(("seed", -1), ("seed", 2**63), ("value_range", (1, 2, 3))),
