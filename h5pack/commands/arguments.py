@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -14,14 +13,6 @@ from typing import Any
 def comma_parts(value: str | None) -> tuple[str, ...]:
     """Split a text at commas and strip white space from each part; return an empty tuple for None."""
     return () if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
-
-
-def output_file(value: str) -> str:
-    """Return the path of the file to write: if `value` is a symbolic link, that of the file which it leads to.
-
-    Messages name the table of rejects and unfinished files, which are beside that file.
-    """
-    return os.path.realpath(value) if os.path.islink(value) else value
 
 
 def add_workers(group: Any) -> None:

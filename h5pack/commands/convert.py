@@ -10,9 +10,9 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
 
-from h5pack.commands.arguments import add_hdf5, add_workers, comma_parts, option_text, output_file
+from h5pack.commands.arguments import add_hdf5, add_workers, comma_parts, option_text
 from h5pack.errors import OptionsError, OutputExistsError
-from h5pack.system.parameters import invalid
+from h5pack.system.parameters import invalid, output_file
 from h5pack.system.text import counted
 
 

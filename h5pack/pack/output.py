@@ -30,6 +30,7 @@ from h5pack.system.files import (
     sync_path,
 )
 from h5pack.system.machine import free_bytes
+from h5pack.system.parameters import output_file
 from h5pack.system.text import counted, format_bytes
 
 _BEAT_SECONDS = 5.0
@@ -99,11 +100,8 @@ class Output:
     """Paths of a conversion's output, which exists only when it is complete, and of the temporary files beside it."""
 
     def __init__(self, final: Path, private: str = "", *, permissions_of: Path | None = None) -> None:
-        """`private` is a suffix for temporary files of this process alone, if several processes write the output.
-
-        If `final` is a symbolic link, the file that it leads to is the output, so all other files are beside that file.
-        """
-        self.final = Path(os.path.realpath(final)) if os.path.islink(final) else final
+        """`private` is a suffix for temporary files of this process alone, if several processes write the output."""
+        self.final = Path(output_file(final))
         self.permissions_of = permissions_of  # a file whose owner, group and mode the output gets; None: as usual
         self.partial = self._beside(".partial")  # the file under construction
         self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is ready

@@ -1,4 +1,4 @@
-"""Checks of parameters that several public functions have, and the error that such a check raises."""
+"""Checks of parameters that several public functions have, and the files that outputs are written to."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ def require_local(path: str | os.PathLike[str]) -> None:
     if isinstance(name, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
         problem = "a URL; h5pack reads and writes files only, so mount or download the data, and give its path"
         raise OptionsError.at(name, problem)
+
+
+def output_file(path: str | os.PathLike[str]) -> str:
+    """Return the path of the file to write: if `path` is a symbolic link, that of the file which it leads to.
+
+    Unfinished files and the table of rejects are beside that file.
+    """
+    return os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
 
 
 def require_callable(name: str, value: Any) -> None:
