@@ -22,7 +22,7 @@ from h5pack.data.draws import BatchKey, crop_windows
 from h5pack.data.iteration import serial_torch
 from h5pack.errors import OptionsError, RejectedImageError
 from h5pack.format import schema
-from h5pack.images.crops import DecodeCrop, RandomCrop, RandomResizedCrop, Resize
+from h5pack.images.crops import DecodeCrop, RandomResizedCrop, Resize
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.images.geometry import Placement
 from h5pack.images.headers import DecodePath, ImageHeader, is_incomplete
@@ -54,9 +54,6 @@ class DrawKey:
 
 NO_KEY = DrawKey(0, 0)
 """The key of crops that are not random."""
-
-
-_ADVICE = {RandomCrop: "after that, Normalize(crop=RandomCrop(size)) can crop the decoded images"}
 
 
 class DrawnIndex(int):
@@ -138,7 +135,7 @@ class CropDecoder:
         if not isinstance(crop, DecodeCrop):
             raise OptionsError(
                 f"decode is {crop!r}; give RandomResizedCrop(size), CenterCrop(size, resize=size) or Resize((height, "
-                f"width)); {_ADVICE.get(type(crop), 'for other transforms, see the options of Normalize')}",
+                "width)); for other transforms, such as RandomCrop, see the options of Normalize",
                 parameters=("decode",),
             )
         self.crop, self.exact = crop, exact
