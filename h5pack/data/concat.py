@@ -55,7 +55,6 @@ class ConcatPack(BatchSource):
         self.is_random = any(one.is_random for one in self.datasets)
         self._shared = SharedMemory()
         self._plain = all(one.transform is None and one.target_transform is None for one in self.datasets)
-        self._is_encoded = any(one.engine.indexes[name].is_encoded for one in self.datasets for name in one.names)
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
@@ -103,7 +102,7 @@ class ConcatPack(BatchSource):
         numbers = positions_of(indices, len(self))
         key = self.draw_key(indices)
         if self._plain:
-            return SampleBatch(numbers, self, self._load if self._is_encoded else None, key)
+            return SampleBatch(numbers, self, key)
         return self._load(numbers, key)
 
     def _load(self, indices: Rows, key: DrawKey) -> list[Any]:

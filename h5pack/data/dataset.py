@@ -264,7 +264,7 @@ class H5Dataset(BatchSource):
         """Return the samples in `rows` of the file, int64 (n,), like `__getitems__`. `key` determines random crops."""
         if self.transform is not None or self.target_transform is not None:
             return self._load(rows, key)
-        return SampleBatch(rows, self, self._load if self._encoded else None, key)
+        return SampleBatch(rows, self, key)
 
     def file_rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the rows of the file, int64 (n,), of samples with indices from 0 to ``len(self) - 1``."""

@@ -17,7 +17,7 @@ import functools
 import keyword
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,6 +219,10 @@ class BatchSource(Closeable, Dataset[Any]):
         """
         raise NotImplementedError
 
+    def _load(self, rows: npt.NDArray[np.int64], key: DrawKey) -> list[Any]:
+        """Return the samples in `rows`, whose images may differ in size. Random crops are drawn from `key`."""
+        raise NotImplementedError
+
     def read_lists(self, rows: npt.NDArray[np.int64], key: DrawKey = NO_KEY) -> list[list[Any]]:
         """Return, for each field that is a list in a batch, its values in `rows`. Random crops are drawn from `key`."""
         raise NotImplementedError
@@ -267,20 +271,12 @@ class SampleBatch(Sequence[Any]):
     """A sequence of samples that are read together on first access or by `collate`.
 
     `rows`, int64 (n,), are passed to ``source.read_batch``: row numbers in a file, or indices of a `ConcatPack`. If the
-    images differ in size, so that one tensor cannot hold them, ``load(rows, key)`` reads the samples instead. Random
-    crops are drawn from `key`.
+    images differ in size, so that one tensor cannot hold them, the source reads them one by one instead. Random crops
+    are drawn from `key`.
     """
 
-    def __init__(
-        self,
-        rows: npt.NDArray[np.int64],
-        source: BatchSource,
-        load: Callable[[npt.NDArray[np.int64], DrawKey], list[Any]] | None = None,
-        key: DrawKey = NO_KEY,
-    ) -> None:
-        self.rows, self._key = rows, key
-        self._source = source
-        self._load = load
+    def __init__(self, rows: npt.NDArray[np.int64], source: BatchSource, key: DrawKey) -> None:
+        self.rows, self._source, self._key = rows, source, key
         self._differ = False
         self._batch: list[torch.Tensor] | None = None
         self._first: Any = None
@@ -301,20 +297,16 @@ class SampleBatch(Sequence[Any]):
         return self._samples
 
     def _load_samples(self, rows: npt.NDArray[np.int64]) -> list[Any]:
-        """Return the samples of `rows`, the first rows of the batch. They are views of the batch or read by `load`."""
-        if self._load is None:
-            return self._source.split_batch(self._read(), rows, self._source.read_lists(rows, self._key))
+        """Return the samples of `rows`, the first rows of the batch: views of the batch, unless they differ in size."""
+        source, key = self._source, self._key
         if not self._differ:
             try:
-                return self._source.split_batch(self._read(), rows, self._source.read_lists(rows, self._key))
+                if self._batch is None:
+                    self._batch = source.read_batch(self.rows, key)
+                return source.split_batch(self._batch, rows, source.read_lists(rows, key))
             except SizesDifferError:
                 self._differ = True
-        return self._load(rows, self._key)
-
-    def _read(self) -> list[torch.Tensor]:
-        if self._batch is None:
-            self._batch = self._source.read_batch(self.rows, self._key)
-        return self._batch
+        return source._load(rows, key)
 
     def __len__(self) -> int:
         return len(self.rows)
