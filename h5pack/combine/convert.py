@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ import h5py
 import numpy as np
 
 from h5pack.combine.combination import Combination
-from h5pack.combine.parts import added_statistics, merge, open_part, rejects_of, stored_options
+from h5pack.combine.parts import added_statistics, merge, open_part, rejects_of
 from h5pack.combine.write import make_virtual
 from h5pack.errors import OutputExistsError
 from h5pack.format import schema
@@ -264,24 +263,6 @@ def shard_path(out: Path, number: int) -> Path:
     return out.with_name(f"{out.stem}-{number:05d}{out.suffix}")
 
 
-def shards_of(file: Path, out: Path) -> set[Path]:
-    """Return the paths of the shards that belong to `file`, the output of a conversion to `out`.
-
-    `file` may have been renamed since. The set is empty if `file` is not the output of a conversion into shards.
-    """
-    try:
-        with h5py.File(file, "r", locking=False) as opened:
-            images = opened.get(schema.IMAGES, opened.get(schema.ENCODED_DATA))
-            if "shard_bytes" not in stored_options(opened) or not images.is_virtual:
-                return set()
-            # Names are stored with %% instead of %, because HDF5 would replace %b by a number.
-            names = {source.file_name.replace("%%", "%") for source in images.virtual_sources()}
-    except OSError:
-        return set()
-    kind = re.compile(rf"{re.escape(out.stem)}-\d{{5,}}{re.escape(out.suffix)}")
-    return {out.with_name(name) for name in names if kind.fullmatch(name)}
-
-
 def _rejects_path(shard: Path) -> Path:
     """Return the path of the list of rejects that stands for a shard without images."""
     return shard.with_name(f"{shard.name}.rejects.json")
@@ -302,7 +283,7 @@ class ShardedConversion(Conversion):
             needed = min(needed, plan.file_bytes + max(one.needed_bytes for one in plans))
         output.require_space(needed)
         shards = [output.shards / shard_path(output.final, number).name for number in range(len(plans))]
-        finals = {*map(self._final, shards), *shards_of(output.final, output.final)}
+        finals = {*map(self._final, shards), *finish.shards_of(output.final, output.final)}
         require_other_files(finals, plan.catalog.reader.paths())
         if not self.options.continues or Journal(output.journal).plan() is None:
             self._require_free(shards, self.options.overwrite)
@@ -324,7 +305,7 @@ class ShardedConversion(Conversion):
         lock = OutputLock(output, self._client is not None)
         try:
             if finish.is_complete(output.partial):
-                held = [output.shards / path.name for path in shards_of(output.partial, output.final)]
+                held = [output.shards / path.name for path in finish.shards_of(output.partial, output.final)]
                 if self._replaced.exists() or not all(path.exists() for path in held):
                     self._rename(lock, overwrite=True)
         finally:
@@ -424,14 +405,14 @@ class ShardedConversion(Conversion):
 
     def _rename(self, lock: OutputLock, overwrite: bool) -> tuple[int, int]:
         """Give the shards and the virtual file their final names; return the numbers of images and of rejects."""
-        output, shards = self.output, shards_of(self.output.partial, self.output.final)
+        output, shards = self.output, finish.shards_of(self.output.partial, self.output.final)
         with h5py.File(output.partial, "r", locking=False) as file:
             images, rejects = len(file[schema.FILENAMES]), rejects_of(file)
         # Move an old virtual file away first, because it must not refer to a mixture of old and new shards.
         if output.final.exists() and overwrite:
             os.replace(output.final, self._replaced)
         if self._replaced.exists():
-            for path in shards_of(self._replaced, output.final) - shards:
+            for path in finish.shards_of(self._replaced, output.final) - shards:
                 path.unlink(missing_ok=True)
         for path in sorted(shards):
             if (output.shards / path.name).exists():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ from h5pack.pack.statistics import channel_sums, encoded_sums, mean_and_std, sam
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.engine import Engine
-from h5pack.read.hdf5 import open_file, require_complete, text
+from h5pack.read.hdf5 import open_file, require_complete, stored_options, text
 from h5pack.read.storage import SourceFile
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Reject
@@ -161,15 +160,6 @@ def open_part(path: str | os.PathLike[str]) -> Part:
     # Many packs may be combined, so keep none of their files open; the next read opens them again.
     part.engine.close()
     return part
-
-
-def stored_options(file: h5py.File) -> dict[str, Any]:
-    """Return the options of a pack's conversion; empty if they are unknown."""
-    try:
-        options = json.loads(text(file.attrs.get(schema.OPTIONS, b"")))
-    except ValueError:
-        return {}
-    return options if isinstance(options, dict) else {}
 
 
 def rejects_of(file: h5py.File) -> tuple[Reject, ...]:

@@ -193,6 +193,8 @@ class Conversion:
 
     def _write_all(self, plan: ConvertPlan) -> ConvertReport:
         self.output.require_space(plan.needed_bytes, resumable=self.options.resumable)
+        # An old output that has shards is replaced with all of them.
+        require_other_files(finish.shards_of(self.output.final, self.output.final), plan.catalog.reader.paths())
         return self.write(plan, self.output)
 
     def write(self, plan: ConvertPlan, output: Output) -> ConvertReport:
@@ -258,6 +260,8 @@ class Conversion:
                 with self._stage("compress", len(final.origins) * len(pack.all_offsets)) as advance:
                     finish.compress(pack, tables, self._executor, 2 * self.num_workers, advance)
         rejects = plan.all_rejects(written.reasons)
+        if pack.overwrite and (shards := finish.shards_of(pack.output.final, pack.output.final)):
+            pack.output.note_replaced(shards)
         finish.publish(pack.output, pack.own_lock, pack.overwrite, rejects)
         seconds = time.perf_counter() - begin - (sum(self._seconds.values()) - earlier)
         self._seconds["finish"] = self._seconds.get("finish", 0.0) + seconds

@@ -9,6 +9,7 @@ import csv
 import io
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
@@ -35,7 +36,7 @@ from h5pack.pack.plan import ConvertPlan, RowOrder
 from h5pack.pack.resume import Unfinished, UnfinishedPack
 from h5pack.pack.statistics import pack_statistics
 from h5pack.pack.writer import SampleDecoder, kept_bytes
-from h5pack.read.hdf5 import chunk_table, encode_text, reopen_tuned
+from h5pack.read.hdf5 import chunk_table, encode_text, reopen_tuned, stored_options
 from h5pack.sources.catalog import Reject
 from h5pack.system.arrays import consecutive_runs
 from h5pack.system.files import copy_permissions, read_all, sync_path, write_all, write_atomically
@@ -282,6 +283,25 @@ def is_complete(path: Path) -> bool:
     except (OSError, RuntimeError, KeyError, ValueError):
         # A kill may have left a file that HDF5 cannot read.
         return False
+
+
+def shards_of(file: Path, out: Path) -> set[Path]:
+    """Return the paths of the shards that belong to `file`, the output of a conversion to `out`.
+
+    `file` may have been renamed since. The set is empty if `file` is not the output of a conversion into shards.
+    """
+    try:
+        with h5py.File(file, "r", locking=False) as opened:
+            images = opened.get(schema.IMAGES, opened.get(schema.ENCODED_DATA))
+            if "shard_bytes" not in stored_options(opened) or images is None or not images.is_virtual:
+                return set()
+            # Names are stored with %% instead of %, because HDF5 would replace %b by a number.
+            names = {source.file_name.replace("%%", "%") for source in images.virtual_sources()}
+    except (OSError, RuntimeError, KeyError, ValueError):
+        # There is no file, or one that HDF5 cannot read.
+        return set()
+    kind = re.compile(rf"{re.escape(out.stem)}-\d{{5,}}{re.escape(out.suffix)}")
+    return {out.with_name(name) for name in names if kind.fullmatch(name)}
 
 
 def publish(output: Output, lock: OutputLock, overwrite: bool, rejects: Sequence[Reject]) -> None:

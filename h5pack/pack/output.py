@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from h5pack.system.files import (
     open_locked,
     require_writable,
     sync_path,
+    write_atomically,
 )
 from h5pack.system.machine import free_bytes
 from h5pack.system.parameters import output_file
@@ -201,8 +202,21 @@ class Output:
             return None
         return status.st_dev, status.st_ino
 
+    def note_replaced(self, shards: Iterable[Path]) -> None:
+        """Save which shards belong to the output that `partial` replaces, so that they are removed after it."""
+        noted = {"inode": self.partial.stat().st_ino, "shards": sorted(path.name for path in shards)}
+        write_atomically(self.journal / "replaced.json", json.dumps(noted).encode())
+
     def remove_leftovers(self, *, keep_survey: bool = False) -> None:
-        """Remove the temporary files beside the output except `partial`, `owner` and, with `keep_survey`, `survey`."""
+        """Remove the temporary files beside the output except `partial`, `owner` and, with `keep_survey`, `survey`.
+
+        If `partial` has replaced an output that had shards, these are removed first (see `note_replaced`).
+        """
+        with contextlib.suppress(FileNotFoundError):
+            noted = json.loads((self.journal / "replaced.json").read_bytes())
+            if self.final.stat().st_ino == noted["inode"]:
+                for name in noted["shards"]:
+                    self.final.with_name(name).unlink(missing_ok=True)
         if not keep_survey:
             self.survey.unlink(missing_ok=True)
         # Remove what parts share before the journal, so that a kill in between does not leave only the former, which

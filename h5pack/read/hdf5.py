@@ -6,6 +6,7 @@ import contextlib
 import errno
 import importlib
 import itertools
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -328,6 +329,15 @@ def attribute_names(dataset: h5py.Dataset, attribute: str) -> tuple[str, ...] | 
     """Return the strings in an attribute, or None if the attribute does not exist."""
     value = dataset.attrs.get(attribute)
     return None if value is None else tuple(text(item) for item in np.atleast_1d(value))
+
+
+def stored_options(file: h5py.File) -> dict[str, Any]:
+    """Return the options of a pack's conversion; empty if they are unknown."""
+    try:
+        options = json.loads(text(file.attrs.get(schema.OPTIONS, b"")))
+    except ValueError:
+        return {}
+    return options if isinstance(options, dict) else {}
 
 
 def encode_text(value: str) -> bytes:

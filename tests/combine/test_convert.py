@@ -16,8 +16,9 @@ import pytest
 
 import h5pack
 from h5pack import cli
-from h5pack.combine.convert import open_conversion, shard_path, shards_of
+from h5pack.combine.convert import open_conversion, shard_path
 from h5pack.errors import NoImagesError, OptionsError, OutputBusyError, OutputExistsError, ResumeError
+from h5pack.pack.finish import shards_of
 from h5pack.pack.output import Output, OutputLock
 from tests.combine.packs import SOURCE, contents, source
 from tests.crashing import changes_in_child, convert_in_child, distinct_steps, leftovers
@@ -137,6 +138,30 @@ def test_an_output_is_replaced_at_the_end(tmp_path: Path) -> None:
         h5pack.convert(new, out, resume=True, **keywords)
         assert files(tmp_path) == after, f"killed at step {step}: {changes[step]}"
         assert leftovers(tmp_path) == {"old", "new", *after}
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip"])
+def test_an_output_with_shards_is_replaced_by_one_file(tmp_path: Path, compression: str) -> None:
+    old, new = class_folders(tmp_path / "old", {"x": 30}), class_folders(tmp_path / "new", {"y": 20})
+    out, keywords = tmp_path / "o.h5", quick(chunk_rows=4)
+    h5pack.convert(old, out, shard_bytes=1_090_000, **keywords)
+    before, keywords = files(tmp_path), {**keywords, "compression": compression, "overwrite": True}
+    assert len(before) > 2
+    changes = changes_in_child(lambda: h5pack.convert(new, out, **keywords), kill_at=None)
+    after = files(tmp_path)
+    assert set(after) == {"o.h5"}
+    for number, step in enumerate(distinct_steps(changes, first=True)[-14:]):
+        for name in files(tmp_path):
+            (tmp_path / name).unlink()
+        for name, data in before.items():
+            (tmp_path / name).write_bytes(data)
+        changes_in_child(lambda: h5pack.convert(new, out, **keywords), kill_at=step)
+        found = files(tmp_path)
+        assert found["o.h5"] == after["o.h5"] or {name: found[name] for name in before} == before
+        # Continued, or started over.
+        h5pack.convert(new, out, **{**keywords, "resume": number % 3 < 2, "overwrite": number % 3 > 0})
+        assert files(tmp_path) == after, f"killed at step {step}: {changes[step]}"
+        assert leftovers(tmp_path) == {"old", "new", "o.h5"}
 
 
 @pytest.mark.parametrize("replaces", [True, False])
@@ -347,7 +372,7 @@ def test_a_shard_with_rows_of_the_source_is_not_replaced(tmp_path: Path) -> None
     h5pack.convert(flat_folder(tmp_path / "s", 30), tmp_path / "o.h5", **keywords)
     h5pack.join([tmp_path / "o.h5"] * 2, tmp_path / "virtual.h5", virtual=True)
     before = files(tmp_path)
-    for out, settings in (("o.h5", keywords), ("o-00001.h5", quick())):
+    for out, settings in (("o.h5", keywords), ("o.h5", quick()), ("o-00001.h5", quick())):
         with pytest.raises(OptionsError):
             h5pack.convert(tmp_path / "virtual.h5", tmp_path / out, overwrite=True, **settings)
     after = files(tmp_path)
