@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.cluster.parts import SharedResults
-from h5pack.errors import RejectedImageError
+from h5pack.errors import RejectedImageError, ResumeError
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import CheckTask, check_rows
 from h5pack.images.decode import Upright, strict_pillow
@@ -30,6 +30,7 @@ from h5pack.pack.journal import JournalWriter
 from h5pack.pack.kept import ENCODED_IMAGE, EncodedPlaces, KeptPlan
 from h5pack.pack.options import refuse_reject
 from h5pack.pack.resume import UnfinishedPack
+from h5pack.pack.survey import ImagesCheck, first_changed_of
 from h5pack.pack.writer import join_groups, new_token, read_image, release, worker_for
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.files import write_all
@@ -85,6 +86,7 @@ class EncodeTask:
     read: list[bool]  # whether the image's bytes are put into a temporary file; else its file is copied later
     sizes: list[tuple[int, int]]  # height and width of each image in the pack, when upright
     masks: list[list[str]]  # for each field, the names of the images' masks
+    check: ImagesCheck | None  # in a part of an array job, which may begin long after the survey
 
     def __str__(self) -> str:
         """Describe the task's images for the error message if its worker process dies."""
@@ -130,6 +132,7 @@ def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
                 parts.append(data)
                 rows.append((index, field, offset, len(data), crc32(data), height, width))
                 offset += len(data)
+    _require_unchanged(task)
     write_all(worker.data, b"".join(parts), worker.size)
     worker.size = offset
     record = EncodedRecord(np.array(rows, ENCODED_IMAGE), reasons)
@@ -139,6 +142,18 @@ def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
     if task.job.durable:
         worker.journal.end()
     return worker.path, record
+
+
+def _require_unchanged(task: EncodeTask) -> None:
+    """Raise ResumeError if an image was changed after the survey; all parts would use what was encoded from it."""
+    changed = None if task.check is None else first_changed_of(task.check)
+    if changed is not None:
+        partial = task.job.journal.removesuffix(".journal")
+        raise ResumeError(
+            f"{partial}: {task.names[task.indices.index(changed)]} has changed since the conversion began; restore it "
+            f"and run again, or delete all of {partial}* to start over",
+            path=partial,
+        )
 
 
 def _encode(
@@ -208,7 +223,7 @@ def encode_images(
         str(pack.journal.folder), options.max_side, options.quality, options.max_pixels, plan.mask_dtypes,
         pack.distributed,
     )  # fmt: skip
-    tasks = _tasks(plan, job, todo, 1 if in_parts else num_workers)
+    tasks = _tasks(plan, job, todo, 1 if in_parts else num_workers, check=in_parts)
     try:
         for written, record in run(executor, encode_task, tasks, 2 * num_workers, resumable=resumable):
             places.add(written, record.images)
@@ -223,11 +238,14 @@ def encode_images(
     return plan.with_encoded(places, reasons)
 
 
-def _tasks(plan: KeptPlan, job: EncodeJob, indices: npt.NDArray[np.int64], num_workers: int) -> Iterator[EncodeTask]:
+def _tasks(
+    plan: KeptPlan, job: EncodeJob, indices: npt.NDArray[np.int64], num_workers: int, *, check: bool
+) -> Iterator[EncodeTask]:
     max_images = min(_TASK_IMAGES, max(1, -(-len(indices) // (num_workers * _TASKS_PER_WORKER))))
     groups = plan.catalog.reader.groups(indices)
     for share in join_groups(indices, np.arange(len(indices)) if groups is None else groups, max_images):
         images: list[int] = share.tolist()
+        checked = plan.catalog.reader.changing(share) if check else share[:0]
         yield EncodeTask(
             job=job,
             indices=images,
@@ -237,6 +255,7 @@ def _tasks(plan: KeptPlan, job: EncodeJob, indices: npt.NDArray[np.int64], num_w
             read=plan.needs_encoding[share].tolist(),
             sizes=list(zip(plan.heights[share].tolist(), plan.widths[share].tolist(), strict=True)),
             masks=[one.files.at(images) for one in plan.catalog.pixel_fields],
+            check=ImagesCheck.of(plan.catalog, plan.options, checked, plan.fingerprints) if len(checked) else None,
         )
 
 

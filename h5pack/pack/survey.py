@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -149,7 +149,8 @@ def survey(
             result.add(start, part, columns)
             advance(len(part.heights))
         done.add(start)
-    tasks = _tasks(catalog, options, range(count), done)
+    shares = (share for share in _shares(count) if share.start not in done)
+    tasks = (_task(catalog, options, list(range(count)[share])) for share in shares)
     for start, part, found in run(executor, _survey, tasks, max_in_flight, resumable=journal is not None):
         result.add(start, part, columns)
         if labels:
@@ -281,19 +282,18 @@ def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey,
     result.fingerprints[:] = reader.fingerprints(np.arange(len(result.heights)))
 
 
-def _tasks(
-    catalog: Catalog, options: ConvertOptions, indices: range | npt.NDArray[np.int64], done: Container[int] = ()
-) -> Iterator[_Task]:
-    """Yield tasks of the images with these catalog indices, except tasks whose first image is in `done`."""
-    step = max(min(_TASK_IMAGES, max(1, len(indices) // 16)), len(indices) // _MAX_TASKS)
-    for start in range(0, len(indices), step):
-        if indices[start] not in done:
-            block = [int(index) for index in indices[start : start + step]]
-            masks = [(one.kind, one.files.at(block)) for one in catalog.pixel_fields]
-            yield _Task(
-                block, catalog.names.at(block), options.max_pixels, catalog.shown(block[0]), masks,
-                resize=options.size is not None, keep=options.keep is not None,
-            )  # fmt: skip
+def _shares(count: int) -> Iterator[slice]:
+    """Divide `count` images among tasks."""
+    step = max(min(_TASK_IMAGES, max(1, count // 16)), count // _MAX_TASKS)
+    return (slice(start, start + step) for start in range(0, count, step))
+
+
+def _task(catalog: Catalog, options: ConvertOptions, block: list[int]) -> _Task:
+    masks = [(one.kind, one.files.at(block)) for one in catalog.pixel_fields]
+    return _Task(
+        block, catalog.names.at(block), options.max_pixels, catalog.shown(block[0]), masks,
+        resize=options.size is not None, keep=options.keep is not None,
+    )  # fmt: skip
 
 
 def first_changed(
@@ -309,15 +309,35 @@ def first_changed(
     `indices`, int64 (n,), are the images' catalog indices, ascending; `fingerprints`, uint64 (M,), are those of all
     images. Images that are rejected have the fingerprint 0. Other arguments and errors are as in `survey`.
     """
-    tasks = _tasks(catalog, options, indices)
-    count = 0
-    for _, found, _ in run(executor, _survey, tasks, max_in_flight, ordered=True, resumable=options.resumable):
-        block = indices[count : count + len(found.fingerprints)]
-        changed = block[found.fingerprints != fingerprints[block]]
-        if len(changed):
-            return int(changed[0])
-        count += len(block)
-    return None
+    tasks = (ImagesCheck.of(catalog, options, indices[share], fingerprints) for share in _shares(len(indices)))
+    found = run(executor, first_changed_of, tasks, max_in_flight, ordered=True, resumable=options.resumable)
+    return next((index for index in found if index is not None), None)
+
+
+@dataclass(frozen=True)
+class ImagesCheck:
+    """A task that surveys images again."""
+
+    task: _Task
+    fingerprints: npt.NDArray[np.uint64]  # (n,): what the earlier survey of each image found
+
+    def __str__(self) -> str:
+        return str(self.task)
+
+    @classmethod
+    def of(
+        cls, catalog: Catalog, options: ConvertOptions, indices: npt.NDArray[np.int64],
+        fingerprints: npt.NDArray[np.uint64],
+    ) -> ImagesCheck:  # fmt: skip
+        """Return the task for the images at `indices`; other arguments are as in `first_changed`."""
+        return cls(_task(catalog, options, indices.tolist()), fingerprints[indices])
+
+
+def first_changed_of(check: ImagesCheck) -> int | None:
+    """Return the catalog index of the first image whose fingerprint has changed; None if none has."""
+    _, found, _ = _survey(check.task)
+    changed = np.flatnonzero(found.fingerprints != check.fingerprints)
+    return check.task.indices[int(changed[0])] if len(changed) else None
 
 
 def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:

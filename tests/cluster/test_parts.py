@@ -35,6 +35,7 @@ from h5pack.errors import (
     WorkerError,
 )
 from h5pack.pack import writer
+from h5pack.pack.encode import encode_images
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock, OwnerFile
 from h5pack.sources.archives import ArchiveReader
@@ -369,6 +370,29 @@ def test_a_part_refuses_images_that_changed_since_another_part_surveyed_them(
     h5pack.convert(source, out, part="2/2", **options)
     h5pack.convert(source, out, finish=True, **options)
     assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
+
+
+def test_an_image_that_changed_before_it_was_encoded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options, changed = changed_file_to_encode(tmp_path)
+    whole, before = changed.read_bytes(), changed.stat()
+    settings = {**options, "num_workers": 1, "order": "sorted"}
+    with monkeypatch.context() as patch:
+
+        def changing(*arguments: Any) -> Any:
+            save(changed, 6, (33, 22))
+            return encode_images(*arguments)
+
+        patch.setattr("h5pack.pack.conversion.encode_images", changing)
+        # Its row is in the other part.
+        with pytest.raises(ResumeError):
+            h5pack.convert(source, tmp_path / "o.h5", part="1/2", **settings)
+    changed.write_bytes(whole)
+    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for part in ({"part": "1/2"}, {"part": "2/2"}, {"finish": True}):
+        h5pack.convert(source, tmp_path / "o.h5", **settings, **part)
+    assert (tmp_path / "o.h5").read_bytes() == local(source, tmp_path / "local.h5", settings)
 
 
 @pytest.mark.parametrize("keep", [None, "jpeg"])
