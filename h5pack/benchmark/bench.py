@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -159,7 +159,8 @@ def make_settings(**keywords: Any) -> BenchSettings:
     several = {field.name for field in fields(BenchSettings) if isinstance(field.default, tuple)}
     for name in several & keywords.keys():
         values = keywords[name]
-        keywords[name] = (values,) if isinstance(values, (int, str)) else tuple(dict.fromkeys(values))
+        is_several = isinstance(values, Iterable) and not isinstance(values, str)
+        keywords[name] = tuple(dict.fromkeys(values)) if is_several else (values,)
     if keywords.get("size") is not None:
         keywords["size"] = parse_size(keywords["size"])
     return BenchSettings(**keywords)

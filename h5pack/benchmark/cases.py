@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from h5pack.pack.compression import parse_compression
-from h5pack.system.parameters import invalid
+from h5pack.system.parameters import invalid, require_local
 from h5pack.system.text import counted
 
 ORDERS = ("sequential", "window", "full", "single")
@@ -91,23 +91,26 @@ class BenchSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.seconds) and self.seconds > 0):
+        if not (hasattr(self.seconds, "__float__") and math.isfinite(self.seconds) and self.seconds > 0):
             raise invalid("seconds", self.seconds, ": give a finite number above 0")
         for name, allowed in (("orders", ORDERS), ("engines", ENGINES), ("caches", CACHES)):
             values = getattr(self, name)
             if not values or not set(values) <= set(allowed):
-                raise invalid(name, ",".join(values), f": give one or more of {', '.join(allowed)}")
+                raise invalid(name, ",".join(map(str, values)), f": give one or more of {', '.join(allowed)}")
         several = ("batch_size", "window", "num_threads", "num_workers", "chunk_rows", "chunk_bytes")
         for name in (*several, "rows", "num_images", "seed"):
             found, bound = getattr(self, name), int(name not in ("num_workers", "seed"))
             values = found if isinstance(found, tuple) else () if found is None else (found,)
-            if min(values, default=bound) < bound:
-                raise invalid(name, min(values), f": it must be at least {bound}")
+            for value in values:
+                if not hasattr(value, "__index__") or value < bound:
+                    raise invalid(name, value, f": it must be a whole number of at least {bound}")
         for name in ("batch_size", "window", "compression"):
             if not getattr(self, name):
                 raise invalid(name, "", ": give at least one value")
         for compression in self.compression:
             parse_compression(compression)
+        if self.scratch is not None:
+            require_local(self.scratch)
 
 
 @dataclass(frozen=True)

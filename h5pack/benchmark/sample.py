@@ -43,6 +43,7 @@ from h5pack.sources.hdf5_catalog import is_hdf5, is_text
 from h5pack.sources.hdf5_rows import HDF5RowReader
 from h5pack.system.files import lock, open_locked, reporting_full_disk
 from h5pack.system.machine import available_cpus, available_memory, free_bytes
+from h5pack.system.parameters import require_local
 from h5pack.system.processes import ONE_WORKER
 from h5pack.system.text import counted, listed
 
@@ -67,7 +68,7 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
     Default: the working directory if writable, else the system's temporary folder. The folders of killed runs, which
     are those whose lock no process holds, are removed, too.
     """
-    folder = Path.cwd() if parent is None else Path(parent)
+    folder = Path.cwd() if parent is None else Path(os.fsdecode(parent))
     if parent is None and not os.access(folder, os.W_OK | os.X_OK):
         folder = Path(tempfile.gettempdir())
     try:
@@ -126,11 +127,12 @@ def find_input(path: str | os.PathLike[str] | None, scratch: Path, settings: Ben
         options = {name: value for name, value in options.items() if name != "source_kind"}
         made = _repeated(folder, count)
         return BenchInput(kind="generated", source=made, num_images=count, options=options)
-    source = os.fspath(path)
-    if Path(path).is_file() and is_hdf5(Path(path)):
+    require_local(path)
+    source = os.fsdecode(path)
+    if Path(source).is_file() and is_hdf5(Path(source)):
         found = _hdf5_input(source, options)
     else:
-        catalog = open_source(path, ConvertOptions.from_keywords(options).source_options)
+        catalog = open_source(source, ConvertOptions.from_keywords(options).source_options)
         split = _training_split(catalog.split_names)
         found = BenchInput(kind="folder", source=source, num_images=len(catalog), options=options, split=split)
     if found.num_images < MIN_IMAGES:

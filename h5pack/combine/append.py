@@ -101,7 +101,7 @@ def append(
     """
     require_local(pack)
     # Renaming the new file to a symbolic link would replace the link and leave the pack unchanged.
-    path = Path(os.path.realpath(pack))
+    path = Path(os.path.realpath(os.fsdecode(pack)))
     old = open_part(path)
     _require_options(old, options)
     virtual = is_virtual(old)

@@ -16,7 +16,7 @@ from h5pack.pack.options import output_path
 from h5pack.sources.catalog import Catalog
 from h5pack.system.arrays import shuffled
 from h5pack.system.files import require_other_files
-from h5pack.system.parameters import whole_number
+from h5pack.system.parameters import texts, whole_number
 from h5pack.system.text import listed
 
 
@@ -79,11 +79,13 @@ def subset(
     require_other_files([target], part.reader.paths())
     merged = merge([part])
     chosen = np.ones(len(part), np.bool_)
-    if splits:
-        chosen &= _in_splits(part, merged, _names(splits))
-    if classes:
-        chosen &= _of_classes(part, merged, _names(classes))
-        merged = _with_classes(merged, _names(classes))
+    names = _unique("splits", splits)
+    if names:
+        chosen &= _in_splits(part, merged, names)
+    names = _unique("classes", classes)
+    if names:
+        chosen &= _of_classes(part, merged, names)
+        merged = _with_classes(merged, names)
     if rows is not None:
         chosen &= _of_rows(part, rows)
     order = np.flatnonzero(chosen)
@@ -98,8 +100,8 @@ def subset(
     return write_combination(plan, target, overwrite=overwrite, resume=resume, progress=progress)
 
 
-def _names(names: str | Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
+def _unique(parameter: str, names: str | Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(texts(parameter, names)))
 
 
 def _require_known(part: Part, parameter: str, names: Sequence[str], known: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,10 @@ class ConcatPack(BatchSource):
     """
 
     def __init__(self, datasets: Sequence[H5Dataset]) -> None:
-        self.datasets = tuple(datasets)
+        self.datasets = tuple(datasets) if isinstance(datasets, Iterable) else ()
         if not self.datasets:
-            raise OptionsError("datasets is empty; give at least one H5Dataset", parameters=("datasets",))
+            problem = "is empty" if isinstance(datasets, Iterable) else f"is {datasets!r}"
+            raise OptionsError(f"datasets {problem}; give at least one H5Dataset", parameters=("datasets",))
         for dataset in self.datasets:
             if not isinstance(dataset, H5Dataset):
                 raise OptionsError(

@@ -34,7 +34,7 @@ from h5pack.read.encoded import EncodedIndex
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.system.files import open_locked, reporting_full_disk, require_writable, sync_file_system, sync_path
 from h5pack.system.machine import available_cpus
-from h5pack.system.parameters import whole_number
+from h5pack.system.parameters import require_local, texts, whole_number
 from h5pack.system.processes import open_executor, run
 from h5pack.system.text import counted, format_bytes
 
@@ -189,7 +189,7 @@ def export(
     for name, value, maximum in (("quality", quality, 100), ("limit", limit, None), ("num_workers", num_workers, None)):
         if value is not None:
             whole_number(name, value, 1, maximum)
-    fields = (fields,) if isinstance(fields, str) else tuple(fields)
+    fields = texts("fields", fields)
     bounds = None if value_range is None else parse_range(value_range)
     target = ExportFolder(folder)
     target.check(overwrite, resume)
@@ -205,7 +205,7 @@ def export(
         source.reader.form = ExportForm(source.reader.form.channel_axis, source.reader.form.value_range)
     return _Export(
         source=source,
-        source_path=os.fspath(file),
+        source_path=os.fsdecode(file),
         target=target,
         work=ExportWork(source.reader, str(target.partial), format, quality or _DEFAULT_QUALITY, keep=resume),
         num_workers=num_workers or available_cpus(),
@@ -225,6 +225,8 @@ class ExportFolder:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        require_local(folder)
+        folder = os.fsdecode(folder)
         self.given = Path(folder)
         self.final = Path(os.path.realpath(folder))
         self.partial = self.final.with_name(f"{self.final.name}.partial")

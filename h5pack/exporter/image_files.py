@@ -24,6 +24,7 @@ from h5pack.sources.catalog import Catalog, NameFilter, NameTable
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
 from h5pack.sources.hdf5_rows import HDF5RowReader, PixelForm, default_range
 from h5pack.system.files import write_all
+from h5pack.system.parameters import require_local, texts
 from h5pack.system.processes import shared
 from h5pack.system.text import splits_text
 
@@ -69,8 +70,9 @@ def open_rows(
 
     Raises OptionsError if there is no such split, NoImagesError if no row is selected.
     """
-    splits = (splits,) if isinstance(splits, str) else splits
-    catalog = hdf5_catalog(Path(path), datasets, NameFilter())
+    splits = texts("splits", splits)
+    require_local(path)
+    catalog = hdf5_catalog(Path(os.fsdecode(path)), datasets, NameFilter())
     unknown = [name for name in splits if name not in catalog.split_names]
     if unknown:
         known = splits_text(catalog.split_names)

@@ -22,7 +22,7 @@ from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.system.files import absolute_path, reporting_full_disk, require_writable, write_atomically
-from h5pack.system.parameters import whole_number
+from h5pack.system.parameters import require_local, whole_number
 from h5pack.system.text import counted, printable
 
 ROWS_PER_CLASS = 8
@@ -155,9 +155,14 @@ def preview(
     bounds = None if value_range is None else parse_range(value_range)
     datasets = HDF5Datasets(images, labels, (), channel_axis, bounds, own_fields=False)
     tile = whole_number("tile", tile, 16, 4_096)
-    for name, value, minimum in (("per_class", per_class, 1), ("max_classes", max_classes, 1), ("seed", seed, 0)):
+    max_classes = whole_number("max_classes", max_classes, 1)
+    for name, value, minimum in (("per_class", per_class, 1), ("seed", seed, 0)):
         if value is not None:
             whole_number(name, value, minimum)
+    require_local(path)
+    if out is not None:
+        require_local(out)
+    path = os.fsdecode(path)
     target = None if out is None else Path(absolute_path(out))
     file_format = "PNG" if target is None else _require_output(target, path)
     source = open_rows(path, datasets, splits)

@@ -8,7 +8,7 @@ import functools
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -25,7 +25,7 @@ from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.validation import require_field, training_split
 from h5pack.system.files import absolute_path
-from h5pack.system.parameters import invalid, require_local, whole_number
+from h5pack.system.parameters import invalid, require_local, texts, whole_number
 
 LAYOUTS = ("nhwc", "nchw")
 MODES = ("rgb", "gray")
@@ -122,7 +122,7 @@ class ConvertOptions:
         values = dict(keywords)
         for field in dataclasses.fields(cls):
             if field.default == () and field.name in values:
-                values[field.name] = _texts(field.name, values[field.name])
+                values[field.name] = texts(field.name, values[field.name])
         parsers: dict[str, Callable[[Any], Any]] = {
             "size": parse_size,
             "chunk_bytes": parse_bytes,
@@ -158,8 +158,9 @@ class ConvertOptions:
         self._make_int("quality", 1, 100)
         if self.val is not None:
             check_fraction("val", self.val)
-        if not isinstance(self.val_groups, (str, type(None))):
-            raise invalid("val_groups", self.val_groups, " is not the name of a field")
+        for name, kind in (("val_groups", "field"), ("path_column", "column"), ("split_column", "column")):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise invalid(name, getattr(self, name), f" is not the name of a {kind}")
         parse_compression(self.compression)
         # Creating the source options validates their values.
         _ = self.source_options
@@ -306,14 +307,6 @@ def check_fraction(name: str, value: object) -> None:
     """Raise OptionsError unless `value` is a float above 0 and below 1."""
     if not (isinstance(value, float) and 0 < value < 1):
         raise invalid(name, value, " is not a fraction; it must be above 0 and below 1, such as 0.1")
-
-
-def _texts(name: str, value: object) -> tuple[str, ...]:
-    """Return a str, or several, as a tuple; raise OptionsError if `value` is neither."""
-    texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
-    if (not texts and value not in ((), [])) or not all(isinstance(text, str) for text in texts):
-        raise invalid(name, value, " is not text; give a str or a list of str")
-    return texts
 
 
 def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from h5pack.errors import OptionsError
@@ -19,11 +20,13 @@ def invalid(name: str, value: object, problem: str) -> OptionsError:
 
 
 def require_local(path: str | os.PathLike[str]) -> None:
-    """Raise OptionsError if a path is a URL, such as ``s3://bucket/pack.h5``, or no path at all."""
+    """Raise OptionsError if a path is a URL, such as ``s3://bucket/pack.h5``, contains NUL, or is no path at all."""
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise OptionsError(f"path is {path!r}; give the path of a file", parameters=("path",))
-    name = os.fspath(path)
-    if isinstance(name, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
+    name = os.fsdecode(path)
+    if "\0" in name:
+        raise OptionsError(f"path is {name!r}; give a path without NUL characters", path=name, parameters=("path",))
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
         problem = "a URL; h5pack reads and writes files only, so mount or download the data, and give its path"
         raise OptionsError.at(name, problem)
 
@@ -48,6 +51,14 @@ def parameter_names(function: Any) -> tuple[str, ...]:
         return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return ()
+
+
+def texts(name: str, value: object) -> tuple[str, ...]:
+    """Return a parameter's value, a str or several, as a tuple; raise OptionsError if it is neither."""
+    found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
+    if (not found and value not in ((), [])) or not all(isinstance(text, str) for text in found):
+        raise invalid(name, value, " is not text; give a str or a list of str")
+    return found
 
 
 def whole_number(name: str, value: Any, minimum: int | None, maximum: int | None = None) -> int:
