@@ -21,16 +21,19 @@ def mark_echoed(batch: Any, repeats: int) -> Any:
     """Return a batch that shares the memory of `batch` and has the attribute `repeats`. `batch` does not change.
 
     `repeats` is how often the batch was delivered before. A tuple, named tuple, list or dict becomes an instance of a
-    subclass of its type. A tensor is detached. A mapping that is not a dict is copied shallowly. Any other object is
-    returned without the attribute.
+    subclass of its type. A tensor is detached. Another mapping is copied shallowly. If it cannot be copied, or cannot
+    have attributes, it becomes a dict. Any other object is returned without the attribute.
     """
     if isinstance(batch, (list, tuple, dict)):
         kind = type(batch)
         return _copy_into(kind if hasattr(kind, "_unmarked_type") else _marked_type(kind), batch, repeats)
     if not isinstance(batch, (torch.Tensor, Mapping)):
         return batch
-    marked: Any = batch.detach() if isinstance(batch, torch.Tensor) else copy.copy(batch)
-    setattr(marked, _REPEATS, repeats)
+    try:
+        marked: Any = batch.detach() if isinstance(batch, torch.Tensor) else copy.copy(batch)
+        setattr(marked, _REPEATS, repeats)
+    except (TypeError, AttributeError):
+        return mark_echoed(dict(batch), repeats)
     return marked
 
 
@@ -223,9 +226,13 @@ def _with_elements(batch: Any, elements: Sequence[Any]) -> Any:
 
 
 def _with_values(batch: Any, values: dict[Any, Any]) -> Any:
-    if not hasattr(batch, "__setitem__"):
-        return type(batch)({**batch, **values})
-    changed = copy.copy(batch)
-    for key, value in values.items():
-        changed[key] = value
-    return changed
+    if hasattr(batch, "__setitem__") and hasattr(batch, "copy"):
+        changed = copy.copy(batch)
+        for key, value in values.items():
+            changed[key] = value
+        return changed
+    # `copy.copy` of any other mapping may fail, or share the memory in which the original holds its values.
+    merged = {**batch, **values}
+    with contextlib.suppress(TypeError):
+        return type(batch)(merged)
+    return merged

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import OrderedDict, UserDict, namedtuple
+from collections import ChainMap, OrderedDict, UserDict, namedtuple
+from collections.abc import Iterator, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -73,6 +75,69 @@ def test_any_container_can_be_marked(kind: str) -> None:
     if kind == "namedtuple":
         assert (shown.rows.tolist(), shown._fields) == ([0, 1, 2], ("images", "rows"))
     assert mark_echoed("text", 5) == unmark_echoed("text") == "text"
+
+
+class OwnMapping(MutableMapping[str, Any]):
+    """A mapping that is not made from a dict, and whose shallow copy shares its values."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values_ = values
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values_[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.values_[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.values_[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_)
+
+    def __len__(self) -> int:
+        return len(self.values_)
+
+
+class SlottedMapping(Mapping[str, Any]):
+    """A mapping that can have no further attributes."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@pytest.mark.parametrize(
+    ("make", "echoed", "changed"),
+    [
+        (lambda values: MappingProxyType(values), dict, MappingProxyType),
+        (SlottedMapping, dict, SlottedMapping),
+        (lambda values: OwnMapping(**values), OwnMapping, dict),
+        (ChainMap, ChainMap, ChainMap),
+    ],
+)
+def test_batches_may_be_any_mapping(make: Any, echoed: type, changed: type) -> None:
+    values = {"images": torch.arange(12, dtype=torch.uint8).reshape(3, 4), "labels": torch.arange(3)}
+    loader = [make(dict(values)), make(dict(values))]
+    found = list(h5pack.EchoLoader(loader, 2))
+    assert [repeats_of(batch) for batch in found] == [0, 1, 0, 1]
+    for batch in found:
+        assert isinstance(batch, echoed if repeats_of(batch) else type(loader[0]))
+        assert all(torch.equal(batch[name], values[name]) for name in values)
+    for batch in h5pack.DeviceFeed(loader, "cpu", transform=lambda images: images + 1):
+        assert isinstance(batch, changed)
+        assert torch.equal(batch["images"], values["images"] + 1)
+    assert all(torch.equal(batch["images"], values["images"]) for batch in loader)
 
 
 def test_a_marked_list_may_have_attributes_and_be_built_again() -> None:
