@@ -335,14 +335,17 @@ def _file_names(dataset: Any, count: int) -> list[str] | None:
         if not isinstance(entries, (list, tuple)) or len(entries) != count:
             continue
         paths = [entry[0] if isinstance(entry, (list, tuple)) and entry else entry for entry in entries]
-        if all(isinstance(path, (str, os.PathLike)) for path in paths):
+        # Bytes with NUL characters may be the images themselves.
+        if all(isinstance(path, (str, bytes, os.PathLike)) for path in paths) and not any(
+            isinstance(path, bytes) and b"\0" in path for path in paths
+        ):
             return _relative([os.fsdecode(path) for path in paths], _attribute(dataset, "root"))
     return None
 
 
 def _relative(names: list[str], root: Any) -> list[str]:
     """Make paths relative to `root`, or, if a path is not below `root` and all are absolute, to their common folder."""
-    if isinstance(root, (str, os.PathLike)):
+    if isinstance(root, (str, bytes, os.PathLike)):
         folder = os.path.join(os.fsdecode(root), "")
         if all(name.startswith(folder) for name in names):
             return [name[len(folder) :] for name in names]
