@@ -41,7 +41,7 @@ from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
 from h5pack.system.machine import available_cpus, available_memory
 from h5pack.system.parameters import require_callable, whole_number
-from h5pack.system.text import error_line
+from h5pack.system.text import error_line, short_repr
 
 DTYPES = ("float32", "bfloat16", "float16")
 # A file larger than this fraction of the available memory is assumed not to stay in the page cache.
@@ -236,8 +236,13 @@ class Target:
             return
         try:
             transformed = self._first_batch(transform=True)
-            if not len(images_of(transformed)):
-                raise ValueError("the transform returned a batch without images")
+            try:
+                count = len(images_of(transformed))
+            except (OptionsError, TypeError) as error:  # no tensor, or one without axes
+                found = transformed[0] if isinstance(transformed, tuple) else transformed
+                raise TypeError(f"it returned {short_repr(found)} instead of a tensor of images") from error
+            if not count:
+                raise ValueError("it returned a batch without images")
             self._sample = transformed
         except Exception as error:
             # The user's code may raise any exception.

@@ -19,7 +19,7 @@ from h5pack.doctor.diagnose import Diagnosis
 from h5pack.doctor.target import DiagnoseSettings, HostLoaders, Target, touch_batch
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
-from h5pack.monitor.bottleneck import Encoding, Evidence
+from h5pack.monitor.bottleneck import Encoding, Evidence, Stage
 from tests.data.packs import ROWS, converted, threads_end, values, write
 from tests.doctor import users
 from tests.makers import flat_folder, quick, save
@@ -148,6 +148,18 @@ def test_images_of_several_sizes_are_measured_as_crops_of_one_size(tmp_path: Pat
         # The transform of a DataLoader makes the sizes equal by itself, as in the training.
         assert (target.loaders.transformed_dataset.decoder is None) == bool(changes)
         target.close()
+
+
+@pytest.mark.parametrize("transform", [users.forgetful_transform, torch.Tensor.numpy, torch.sum])
+def test_a_transform_that_returns_no_images_fails(path: Path, transform: Any) -> None:
+    target = Target(settings(path, transform=transform))
+    target.warm(0.0)
+    target.load_sample()
+    failure = target.failures[Stage.TRANSFORM]
+    assert "TypeError" in failure
+    assert "image_key" not in failure
+    assert target.loaders.transform is None
+    target.close()
 
 
 def test_a_transform_that_makes_floats_is_known(path: Path) -> None:

@@ -27,6 +27,11 @@ def of_one_image(image: Any) -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
 
+def forgetful_transform(images: torch.Tensor) -> None:
+    """A transform without a return statement."""
+    images.float()
+
+
 def failing_transform(images: torch.Tensor) -> torch.Tensor:
     raise ValueError("no such colour\nand a second line")
 
