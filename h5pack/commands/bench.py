@@ -7,7 +7,10 @@ import time
 from typing import Any
 
 from h5pack.commands.arguments import comma_parts, option_text, print_report
+from h5pack.errors import OptionsError
 from h5pack.system.parameters import invalid
+
+_MIXED_EPOCHS = 8
 
 
 def add(commands: Any) -> None:
@@ -59,7 +62,10 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     mixing.add_argument("--split", metavar="NAME", help="with --mixing: use only the rows of this split")
     mixing.add_argument(
-        "--epochs", type=int, default=8, metavar="N", help="with --mixing: number of epochs to sample (default 8)"
+        "--epochs",
+        type=int,
+        metavar="N",
+        help=f"with --mixing: number of epochs to sample (default {_MIXED_EPOCHS})",
     )
 
     out = bench.add_argument_group("output")
@@ -94,6 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.mixing:
         _print_mixing(_mixing(arguments), arguments)
         return 0
+    for name in ("split", "epochs"):
+        if getattr(arguments, name) is not None:
+            problem = "is only used with mixing=True; add that, or leave it out"
+            raise OptionsError(f"{name} {problem}", parameters=(name, "mixing=True"))
     begun = time.monotonic()
     from h5pack.benchmark.bench import BenchRun, make_settings
     from h5pack.benchmark.plots import check_plot_file, draw_bench
@@ -133,7 +143,6 @@ def _print_mixing(report: Any, arguments: argparse.Namespace) -> None:
 def _mixing(arguments: argparse.Namespace) -> Any:
     from h5pack.benchmark.mixing import mixing_report
     from h5pack.data.dataset import H5Dataset
-    from h5pack.errors import OptionsError
     from h5pack.order.window import DEFAULT_WINDOW
     from h5pack.sources.hdf5_catalog import detect_names
 
@@ -144,8 +153,9 @@ def _mixing(arguments: argparse.Namespace) -> Any:
     window, *others = _numbers("window", arguments.window) or (DEFAULT_WINDOW,)
     (batch_size, *_) = _numbers("batch_size", arguments.batch_size) or (256,)
     return mixing_report(
-        dataset, batch_size, window=window, seed=arguments.seed, epochs=arguments.epochs, windows=others or None
-    )
+        dataset, batch_size, window=window, seed=arguments.seed, windows=others or None,
+        epochs=_MIXED_EPOCHS if arguments.epochs is None else arguments.epochs,
+    )  # fmt: skip
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -253,6 +253,8 @@ def test_bad_input_is_one_line_on_the_command_line(
         (f"{folder} --threads two", 2, "--threads two"),
         (f"{folder} --plot {tmp_path}/no/b.png", 2, "b.png"),
         ("--mixing", 2, "SOURCE"),
+        (f"{folder} --split train", 2, "--mixing"),
+        (f"{folder} --epochs 8", 2, "--mixing"),
     ):
         assert main(["bench", *arguments.split(), "--scratch", os.fspath(tmp_path), "--quiet"]) == code
         (line,) = capsys.readouterr().err.strip().splitlines()
