@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,9 @@ from h5pack.system.text import format_bytes
 
 _TASK_ROWS = 1_024
 """A row group with more rows is divided among several workers, each of which reads the whole row group."""
+
+
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 @dataclass
@@ -189,9 +194,15 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
         np.concatenate([*rows, np.zeros(0, np.int64)]),
     )
     catalog = Catalog("parquet", reader, NameTable.of(names), *shards.split_ids(counts), about=f"images {image!r}")
+    of_folders = {name: values for name, values in _partitions(shards.names).items() if name not in schema.names}
+
+    def values_of(name: str) -> list[Any]:
+        if name in of_folders:
+            return [value for value, count in zip(of_folders[name], counts, strict=True) for _ in range(count)]
+        return [value for file in files for value in _values(file, name)]
+
     table = TextTable(
-        shards.root, tuple(schema.names),
-        lambda name: [value for file in files for value in _values(file, name)],
+        shards.root, (*schema.names, *of_folders), values_of,
         lambda row: f": {names[row]}",
         frozenset(field.name for field in schema if not _is_plain(field.type)),
     )  # fmt: skip
@@ -201,6 +212,22 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
     (column,) = label_columns(columns, table)
     stored = [one.get(column, {}).get("names") for one in features]
     return _with_class_names(catalog, files, column, stored).filtered(shards.wanted)
+
+
+def _partitions(names: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the columns that the folders of all files name, such as ``label=3/part-0.parquet``: a value for each file.
+
+    As in pyarrow and Hive, values are integers if all values of a column are, and one of them stands for null.
+    """
+    folders = [[folder.partition("=") for folder in name.split("/")[:-1] if "=" in folder] for name in names]
+    found = [{unquote(key): unquote(value) for key, _, value in named} for named in folders]
+    columns: dict[str, list[Any]] = {}
+    for key in found[0]:
+        if key and all(key in one for one in found):
+            values = [None if one[key] == _HIVE_NULL else one[key] for one in found]
+            is_integer = all(value is None or re.fullmatch(r"-?[0-9]+", value) for value in values)
+            columns[key] = [int(value) if is_integer and value is not None else value for value in values]
+    return columns
 
 
 def _features(schema: Any) -> dict[str, dict[str, Any]]:

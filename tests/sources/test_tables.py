@@ -83,6 +83,28 @@ def test_the_layout_of_hugging_face_gives_splits(tmp_path: Path) -> None:
     assert len(opened(tmp_path / "data" / "{train,test}-00000-of-00001.parquet")) == 7
 
 
+def test_columns_in_the_names_of_folders_are_read(tmp_path: Path) -> None:
+    made = table(range(12)).append_column("split", [["train", "val", "train"] * 4])
+    made = made.append_column("place", [["x/y", None, "z"] * 4])
+    parquet.write_to_dataset(made, tmp_path / "in", partition_cols=["label", "split", "place"])
+    assert (tmp_path / "in/label=0/split=train/place=x%2Fy").is_dir()
+    columns = ManifestColumns(texts=("place",))
+    catalog = opened(tmp_path / "in", columns)
+    assert catalog.labels is not None
+    assert catalog.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert (catalog.split_names, catalog.split_ids.tolist()) == (("train", "val"), [0] * 4 + [1] * 4 + [0] * 4)
+    assert rows_of(catalog.fields["place"])[1] == ["x/y"] * 4 + [""] * 4 + ["z"] * 4
+    numbers = [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+    assert [catalog.reader.read(index, "") for index in range(12)] == [png(number) for number in numbers]
+    # A column of the files themselves takes precedence, and a folder that only some files are in is no column.
+    for name in ("label=7/a", "label=7/kind=1/b"):
+        write(tmp_path / "own" / f"{name}.parquet", table(range(3)))
+    catalog = opened(tmp_path / "own")
+    assert catalog.labels is not None
+    assert catalog.labels.tolist() == [0, 1, 2] * 2
+    assert catalog.fields == {}
+
+
 @pytest.mark.parametrize("form", ["stream", "file"])
 def test_a_dataset_saved_to_disk_is_read(form: str, tmp_path: Path) -> None:
     made = table(range(6), NAMES)
