@@ -89,6 +89,8 @@ class ReportOutputs:
         json_lines: str | os.PathLike[str] | None = None,
         tensorboard: Any = None,
     ) -> None:
+        if not isinstance(name, str):
+            raise OptionsError(f"name is {name!r}; give a str", parameters=("name",))
         if on_report is not None and not callable(on_report):
             raise OptionsError(f"on_report is a {type(on_report).__name__}; give a callable", parameters=("on_report",))
         self._name, self._on_report, self._progress = name, on_report, progress
@@ -99,7 +101,7 @@ class ReportOutputs:
             if json_lines is not None:
                 self._path = os.path.abspath(json_lines)
                 open(self._path, "a", encoding="utf-8").close()
-        except (OSError, TypeError) as error:
+        except (OSError, TypeError, ValueError) as error:
             raise OptionsError(f"json_lines: {error}; give a writable file", parameters=("json_lines",)) from error
         self._own_writer, self._writer = isinstance(tensorboard, (str, os.PathLike)), tensorboard
         if self._own_writer:
@@ -108,7 +110,11 @@ class ReportOutputs:
             except ImportError as error:
                 text = f"tensorboard is not installed ({error}); pip install tensorboard"
                 raise OptionsError(text, parameters=("tensorboard",)) from error
-            self._writer = SummaryWriter(os.fspath(tensorboard))
+            try:
+                self._writer = SummaryWriter(os.fspath(tensorboard))
+            except (OSError, ValueError) as error:
+                text = f"tensorboard: {error}; give a folder in which files can be created"
+                raise OptionsError(text, parameters=("tensorboard",)) from error
         if self._writer is not None and not hasattr(self._writer, "add_scalar"):
             text = f"tensorboard is a {type(tensorboard).__name__}; give a SummaryWriter, or the folder for a new one"
             raise OptionsError(text, parameters=("tensorboard",))
@@ -129,13 +135,22 @@ class ReportOutputs:
         """Send the report of an interval to the outputs. The iteration has delivered `batches` batches so far."""
         self._show(report, batches)
         self._append(report)
-        if self._writer is not None:
-            for key, value in report.to_json().items():
-                if isinstance(value, (int, float)) and key not in ("time", "epoch", "step"):
-                    self._writer.add_scalar(f"feed/{self._name}/{key}", float(value), report.step)
-            self._writer.flush()
+        try:
+            self._write_scalars(report)
+        except OSError as error:
+            _log.warning("tensorboard: %s; no more scalars are written", error)
+            self._writer = None
         if self._on_report is not None:
             self._on_report(report)
+
+    def _write_scalars(self, report: FeedReport) -> None:
+        if self._writer is None:
+            return
+        name = self._name.encode("utf-8", "backslashreplace").decode()
+        for key, value in report.to_json().items():
+            if isinstance(value, (int, float)) and key not in ("time", "epoch", "step"):
+                self._writer.add_scalar(f"feed/{name}/{key}", float(value), report.step)
+        self._writer.flush()
 
     def end(self, report: FeedReport) -> None:
         """Send the report of an epoch to all outputs but TensorBoard, and close the progress bar."""
@@ -167,7 +182,8 @@ class ReportOutputs:
             return
         try:
             # Open the file again for each report, because other processes may append to the file or move it.
-            with open(self._path, "a", encoding="utf-8") as file:
+            # In JSON, `backslashreplace` gives the escapes of surrogates.
+            with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(json.dumps(report.to_json(), ensure_ascii=False) + "\n")
         except OSError as error:
             _log.warning("json_lines: %s; no more lines are written", error)

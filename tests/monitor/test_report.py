@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import re
 import sys
 import types
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -82,6 +85,36 @@ class FakeWriter:
 
     def close(self) -> None:
         self.closed = True
+
+
+def test_a_full_disk_ends_the_scalars_and_not_the_training(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
+    writer = Mock(**{"add_scalar.side_effect": OSError(errno.ENOSPC, "full")})
+    monitor = FeedMonitor(SlowLoader(clock, 0.5, 12), warn_stall=None, tensorboard=writer)
+    run(monitor, clock, 0.5)
+    assert monitor.report().batches == 12
+    assert writer.add_scalar.call_count == len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"json_lines": "a\0b"}, {"tensorboard": "a\0b"}, {"tensorboard": "/dev/null"}, {"tensorboard": "/dev/null/x"},
+        {"name": Path("x")}, {"name": None},
+    ],
+)  # fmt: skip
+def test_outputs_that_cannot_be_written_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(OptionsError) as caught:
+        FeedMonitor([], **changes)
+    assert caught.value.parameters == tuple(changes)
+
+
+def test_any_text_may_be_the_name(clock: FakeClock, tmp_path: Path) -> None:
+    path, writer = tmp_path / "feed.jsonl", Mock()
+    loader = SlowLoader(clock, 0.25, 9)
+    run(FeedMonitor(loader, warn_stall=None, json_lines=path, tensorboard=writer, name="a\udcff\n"), clock, 0.5)
+    assert {json.loads(line)["name"] for line in path.read_text(encoding="utf-8").splitlines()} == {"a\udcff\n"}
+    tags = [call.args[0].encode() for call in writer.add_scalar.call_args_list]
+    assert all(tag.startswith(b"feed/a\\udcff\n/") for tag in tags)
 
 
 def test_tensorboard_scalars(clock: FakeClock) -> None:
