@@ -34,6 +34,8 @@ from h5pack.pack.file_structure import (
     describe_file,
     options_text,
     require_group,
+    reserve,
+    table_bytes,
     write_structure,
 )
 from h5pack.pack.journal import Journal
@@ -387,12 +389,17 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
     structure = replace(plan.structure, compat=False, compression=None, metadata_bytes=room)
     lengths = [plan.stored_rows(plan.rows), *[plan.rows] * len(structure.fields)]
     with create_file(path, structure) as file:
+        # See `write_structure`.
+        reserve(path, 0, structure.metadata_bytes)
+        reserve(path, structure.metadata_block_bytes, table_bytes(plan.tables))
         for (name, row_shape, dtype), found, rows in zip(structure.datasets, mappings, lengths, strict=True):
             shape = (rows, *row_shape)
             require_group(file, os.path.dirname(name))
             dataset = _create(file, name, shape, dtype, _sources(shape, found, names))
             describe_dataset(dataset, structure)
         describe_file(file, structure, plan.tables)
+    # Free the space that was not needed.
+    os.truncate(path, path.stat().st_size)
 
 
 class _VirtualRows(NamedTuple):

@@ -188,7 +188,7 @@ def write_structure(
     path.unlink(missing_ok=True)
     with create_file(path, structure) as file:
         # HDF5 2.0.0 may crash if it cannot write metadata when it closes a file, so allocate the disk space first.
-        _reserve(path, 0, structure.metadata_bytes)
+        reserve(path, 0, structure.metadata_bytes)
         # Create the images first, because anything allocated before them would shift their chunks.
         planned = max(rows, planned_rows) if structure.fields else rows
         datasets = _create_datasets(file, structure, planned, None)
@@ -198,7 +198,7 @@ def write_structure(
         addresses = tuple(chunk_table(dataset).addresses for dataset in datasets)
         if tables is not None:
             end = max(int(some.max(initial=0)) for some in addresses) + max(structure.all_chunk_bytes)
-            _reserve(path, end, _table_bytes(tables))
+            reserve(path, end, table_bytes(tables))
         describe_file(file, structure, tables)
     return addresses
 
@@ -207,7 +207,7 @@ _fallocate = libc_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int
 _KEEP_SIZE = 1
 
 
-def _reserve(path: Path, start: int, count: int) -> None:
+def reserve(path: Path, start: int, count: int) -> None:
     """Allocate disk space for `count` bytes of a file, without changing its size, if the system can."""
     if count and _fallocate is not None:
         with path.open("r+b") as file:
@@ -215,7 +215,7 @@ def _reserve(path: Path, start: int, count: int) -> None:
                 raise_errno(path)
 
 
-def _table_bytes(tables: PackTables) -> int:
+def table_bytes(tables: PackTables) -> int:
     """Return an upper bound of the bytes of all tables that are not in the metadata."""
     columns = [*tables.fields.values(), *tables.encoded.values(), *(() if tables.labels is None else (tables.labels,))]
     rows = sum(int(column.nbytes) for column in columns) + tables.checksums.nbytes * (1 + len(columns))
@@ -248,7 +248,7 @@ def write_compressed(
 ) -> None:
     """Write a compressed pack from its `chunks`, one dataset after another; raises as `write_structure`."""
     with create_file(path, structure) as file:
-        _reserve(path, 0, structure.metadata_bytes)
+        reserve(path, 0, structure.metadata_bytes)
         datasets = _create_datasets(file, structure, rows, structure.compression)
         stored, remaining = [], iter(chunks)
         for dataset in datasets:

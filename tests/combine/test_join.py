@@ -28,7 +28,7 @@ from h5pack.errors import (
 )
 from h5pack.pack.output import Output
 from tests.combine.packs import KINDS, contents, pack, two_packs
-from tests.crashing import changes_in_child, distinct_steps, leftovers
+from tests.crashing import changes_in_child, distinct_steps, leftovers, small_file_system
 from tests.makers import class_folders, flat_folder, hdf5_file, quick, truncate
 
 
@@ -148,6 +148,15 @@ def damage(path: Path) -> None:
     with path.open("r+b") as stream:
         stream.seek(part.index.offset_of(5) or 0)
         stream.write(b"\1\2\3\4")
+
+
+def test_a_full_disk_ends_a_virtual_join_without_a_crash(tmp_path: Path) -> None:
+    found = pack(tmp_path, "a", 4, ["x"])
+    with small_file_system(tmp_path / "small", "4k") as disk:
+        words = [sys.executable, "-m", "h5pack", "join", found, found, disk / "o.h5", "--virtual"]
+        done = subprocess.run(words, capture_output=True, text=True)
+        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+        assert leftovers(disk) == set()
 
 
 def test_damaged_rows_are_not_copied(tmp_path: Path) -> None:
