@@ -47,7 +47,7 @@ from h5pack.read.encoded import EncodedIndex
 from h5pack.read.hdf5 import open_file, text, utf8
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import consecutive_runs, run_edges
-from h5pack.system.files import clone_range, read_all, reporting_full_disk, sync_path, write_all
+from h5pack.system.files import clone_range, drop_pages, read_all, reporting_full_disk, sync_path, write_all
 from h5pack.system.machine import available_cpus
 from h5pack.system.processes import open_executor, run, shared
 from h5pack.system.text import format_bytes
@@ -108,6 +108,8 @@ class _UnfinishedFile(Unfinished):
                 path=output.partial,
                 parameters=("overwrite=True", "resume=True"),
             )
+        else:
+            drop_pages(lock.descriptor)
         self.addresses = write_structure(output.structure, self.structure, plan.stored_rows(plan.rows), None)
         copy_structure(output.structure, lock.descriptor, self.addresses, self.structure)
         if before is None:

@@ -27,6 +27,7 @@ from h5pack.read.hdf5 import encode_text, open_file, require_complete, text
 from h5pack.read.ragged import index_ragged
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.validation import divided_names, training_split
+from h5pack.system.files import drop_pages
 from h5pack.system.text import counted
 from h5pack.version import __version__
 
@@ -101,6 +102,8 @@ class UnfinishedPack(Unfinished):
         if before is not None:
             require_same(plan, self.journal, before)
             output.survey.unlink(missing_ok=True)
+            if isinstance(lock, OutputLock):
+                drop_pages(lock.descriptor)
         elif isinstance(lock, OutputLock):
             output.require_not_begun(lock, plan.options)
             output.remove_leftovers(keep_survey=True)

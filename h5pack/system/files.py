@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from h5pack.errors import NoSpaceError, OptionsError, OutputBusyError, SourceError
+from h5pack.errors import H5PackError, NoSpaceError, OptionsError, OutputBusyError, SourceError
 from h5pack.system.libc import MADV_HUGEPAGE, MADV_POPULATE_READ, libc_function, raise_errno
 
 # The workers of a killed process keep its lock for milliseconds. A lock held longer belongs to a running conversion.
@@ -127,11 +127,15 @@ def max_open_files() -> int:
 def reporting_full_disk(path: Path, advice: str, *parameters: str) -> Iterator[None]:
     """Turn an OSError with one of the `NO_SPACE` errors into a NoSpaceError about `path` that ends with `advice`.
 
-    `parameters` are the parameters named in `advice`.
+    `parameters` are the parameters named in `advice`. An EIO without a file name, as of fsync, becomes an H5PackError.
     """
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EIO and error.filename is None:
+            again = f" with {' and '.join(parameters)}" if parameters else ""
+            message = f"{path}: {os.strerror(error.errno)}; check the disk, then run again{again}"
+            raise H5PackError(message, path=path, parameters=parameters) from error
         if error.errno not in NO_SPACE:
             raise
         message = f"{path}: {os.strerror(error.errno)}; {advice}"
@@ -145,6 +149,16 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def drop_pages(descriptor: int) -> None:
+    """Flush an open file, then drop its pages from the page cache, so that it is read from the disk again.
+
+    If flushing has failed before, Linux keeps pages that did not reach the disk, and takes them for written.
+    """
+    os.fsync(descriptor)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync_file_system(folder: Path) -> None:

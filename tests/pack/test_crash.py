@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 import h5pack
 from h5pack import cli
-from h5pack.errors import NoSpaceError
+from h5pack.errors import H5PackError, NoSpaceError
 from h5pack.images.decode import Decoder
 from h5pack.pack.file_structure import FileStructure, PackTables, write_structure
 from h5pack.pack.journal import RowRecord
@@ -56,6 +57,46 @@ def test_killed_at_every_step(source: Path, order: str, whole: bytes, tmp_path: 
     steps = partial(distinct_steps, first=order == "shuffled")
     assert require_resumes(source, tmp_path / "o.h5", options(order), steps) == whole
     assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip"])
+def test_rows_that_a_failed_fsync_lost_are_written_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str
+) -> None:
+    """After a failed fsync, the page cache has the rows, the disk does not, and the next fsync succeeds."""
+    keywords = options("shuffled", compression=compression)
+    h5pack.convert(source, tmp_path / "whole.h5", **keywords)
+    out = tmp_path / "o.h5"
+    changes = convert_in_child(source, out, keywords, kill_at=None)
+    sync, drop = os.fsync, os.posix_fadvise
+    for number in range(changes.count("fsync o.h5.partial")):
+        out.unlink()
+        calls, lost = [], False
+
+        def failing(descriptor: int, number: int = number, calls: list[str] = calls) -> None:
+            if os.readlink(f"/proc/self/fd/{descriptor}").endswith("o.h5.partial"):
+                calls.append("fsync")
+                if len(calls) == number + 1:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            sync(descriptor)
+
+        def dropping(descriptor: int, *arguments: int) -> None:
+            nonlocal lost
+            lost = True
+            lose_pages(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+            drop(descriptor, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", failing)
+            with pytest.raises(H5PackError) as caught:
+                h5pack.convert(source, out, **keywords)
+        assert caught.value.path == f"{out}.partial"
+        with monkeypatch.context() as patch:
+            patch.setattr("h5pack.system.files.os.posix_fadvise", dropping)
+            patch.setattr("h5pack.pack.conversion.drop_partial_pages", lambda *arguments: None)
+            h5pack.convert(source, out, **keywords, resume=True)
+        assert lost
+        assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 
 def test_killed_again_while_resuming(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
