@@ -366,7 +366,9 @@ def _refuse_deep(image: Image.Image) -> None:
 
 
 def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
-    """Raise RejectedImageError if an image has more than `max_pixels` pixels."""
+    """Raise RejectedImageError if an image has more than `max_pixels` pixels, or a side that is not an int32."""
+    if max(height, width) > np.iinfo(np.int32).max:
+        raise RejectedImageError(f"{height}x{width} is larger than any image that can be decoded")
     if height * width > max_pixels:
         raise RejectedImageError(f"decompression bomb: {height}x{width} is more than {max_pixels} pixels")
 

@@ -31,7 +31,7 @@ from h5pack.pack.kept import ENCODED_IMAGE, EncodedPlaces, KeptPlan
 from h5pack.pack.options import refuse_reject
 from h5pack.pack.resume import UnfinishedPack
 from h5pack.pack.survey import ImagesCheck, first_changed_of
-from h5pack.pack.writer import join_groups, new_token, read_image, release, worker_for
+from h5pack.pack.writer import join_groups, memory_error, new_token, read_image, release, worker_for
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.files import write_all
 from h5pack.system.processes import run, shared
@@ -128,6 +128,8 @@ def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
             except RejectedImageError as error:
                 reasons[index] = str(error)
                 continue
+            except MemoryError as error:
+                raise memory_error(task.names[position]) from error
             for field, data, height, width in encoded:
                 parts.append(data)
                 rows.append((index, field, offset, len(data), crc32(data), height, width))

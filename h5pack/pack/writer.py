@@ -357,6 +357,8 @@ def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowReco
             reasons[int(group.rows[position])] = str(error)
             for part in (row, *field_rows):
                 part[...] = 0
+        except MemoryError as error:
+            raise memory_error(name) from error
         else:
             checksums[position] = crc32(row)
             if others:
@@ -374,6 +376,16 @@ def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowReco
         sampled=np.array([row for row, _ in sums], np.int64),
         sums=np.array([total for _, total in sums], np.uint64).reshape(len(sums), 2, pixels.channels),
         reasons=reasons,
+    )
+
+
+def memory_error(name: str) -> SourceError:
+    """Return the error for an image that cannot be decoded because memory is short, now or on this machine."""
+    return SourceError(
+        f"{name}: does not fit into memory; free memory, then run again with resume=True (without it for a part of "
+        "an array job), or start over with overwrite=True and a smaller max_pixels to reject it",
+        path=name,
+        parameters=("resume=True", "overwrite=True", "max_pixels"),
     )
 
 

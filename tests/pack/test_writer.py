@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import struct
+import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import h5pack
+from h5pack.errors import SourceError
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.pack import writer
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.plan import ConvertPlan, RowOrder
 from h5pack.pack.writer import WriteJob, WriteTask, write_tasks
-from tests.makers import flat_folder, quick
+from tests.makers import flat_folder, quick, save
 
 IMAGES = 8
 JOB = WriteJob("o.h5.partial", "journal", None, "auto", 0)  # type: ignore[arg-type]
@@ -76,3 +81,21 @@ def test_the_bytes_of_a_task_are_limited(plan: ConvertPlan, monkeypatch: pytest.
 def test_images_that_are_not_files_are_divided_further(plan: ConvertPlan) -> None:
     tasks = sizes_of(tasks_of(replace(plan, source_bytes=0), np.arange(plan.rows), 2))
     assert max(tasks) <= plan.rows / 32
+
+
+@pytest.mark.parametrize("settings", [{"size": 8}, {"keep": "jpeg", "max_side": 8}], ids=str)
+@pytest.mark.parametrize("width", [2**31 - 1, 2**32 - 1])
+def test_a_gigantic_image_is_named_or_rejected(tmp_path: Path, width: int, settings: dict[str, Any]) -> None:
+    found = flat_folder(tmp_path / "s", 3)
+    save(found / "bomb.png", 1)
+    data = bytearray((found / "bomb.png").read_bytes())
+    data[16:24] = struct.pack(">II", width, 2**20)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    (found / "bomb.png").write_bytes(data)
+    keywords = quick(max_pixels=2**60, **settings)
+    if width > 2**31:
+        assert h5pack.convert(found, tmp_path / "o.h5", **keywords).rejects == 1
+        return
+    with pytest.raises(SourceError) as caught:
+        h5pack.convert(found, tmp_path / "o.h5", **keywords)
+    assert caught.value.path == "bomb.png"
