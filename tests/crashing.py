@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -120,8 +121,12 @@ def note_changes(kill_at: int | None) -> list[str]:
 
         return noting
 
+    # Paths of Python 3.10 call the functions that this object holds.
+    holders = [os, *filter(None, [getattr(pathlib, "_normal_accessor", None)])]
     for name in ("replace", "rename", "fsync", "ftruncate", "unlink", "mkdir", "rmdir"):
-        setattr(os, name, wrapped(name, getattr(os, name), False))
+        noting = wrapped(name, getattr(os, name), False)
+        for holder in holders:
+            setattr(holder, name, noting)
     for name in ("pwrite", "write"):
         setattr(os, name, wrapped(name, getattr(os, name), True))
     h5py.h5f.create = wrapped("create", h5py.h5f.create, False)
