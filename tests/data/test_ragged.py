@@ -105,7 +105,9 @@ def test_batches_of_a_dataloader(
         "default": None,
         "list": lambda batch: default_collate(list(batch)),
     }
-    loader = DataLoader(dataset, 5, shuffle=True, num_workers=workers, collate_fn=collates[collate])
+    # Forked workers have the changed number of bytes and the local function, which others would need pickled.
+    settings: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+    loader = DataLoader(dataset, 5, shuffle=True, collate_fn=collates[collate], **settings)
     require_batches(loader, dataset, records)
 
 
@@ -117,7 +119,8 @@ def test_a_batch_that_was_changed_in_a_worker_arrives_changed(dataset: h5pack.H5
         made.captions[0] = None
         return made
 
-    (batch,) = DataLoader(Subset(dataset, [3, 4]), 2, num_workers=1, collate_fn=collate)
+    settings: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+    (batch,) = DataLoader(Subset(dataset, [3, 4]), 2, collate_fn=collate, **settings)
     assert (batch.boxes[0].tolist(), batch.boxes[1].shape[1], batch.sizes[2]) == ([1] * 9, 4, "more")
     assert batch.captions[0] is None
 
