@@ -294,7 +294,7 @@ def run_script(script: Path) -> None:
     for name, folder in {"PATH": Path(sys.executable).parent, "PYTHONPATH": ROOT}.items():
         os.environ[name] = f"{folder}{os.pathsep}{os.environ.get(name, '')}"
     sys.argv, sys.path[:0] = [script.name], [str(script.parent), str(ROOT)]
-    runpy.run_path(script.name, run_name="__main__")
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if script_of(path)], ids=lambda path: path.name)
