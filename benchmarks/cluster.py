@@ -191,7 +191,7 @@ def measure_memory(images: int) -> dict[str, Any]:
     """Bytes of the coordinator's memory for each image: catalog, survey, plan and results of rows."""
     tracemalloc.start()
     names = NameTable.of(f"train/n{index % 1000:08d}/n{index % 1000:08d}_{index:09d}.JPEG" for index in range(images))
-    split_names, split_ids = one_split(images, "train")
+    split_names, split_ids = one_split(images)
     labels = np.arange(images) % 1000
     classes = tuple(map(str, range(1000)))
     catalog = Catalog("classes", FileReader("/data"), names, split_names, split_ids, labels, classes)
