@@ -41,7 +41,7 @@ from h5pack.sources.detect import open_source
 from h5pack.sources.folders import split_rank
 from h5pack.sources.hdf5_catalog import is_hdf5, is_text
 from h5pack.sources.hdf5_rows import HDF5RowReader
-from h5pack.system.files import lock, open_locked, reporting_full_disk
+from h5pack.system.files import lock, open_locked, reporting_disk_errors
 from h5pack.system.machine import available_cpus, available_memory, free_bytes
 from h5pack.system.parameters import require_local
 from h5pack.system.processes import ONE_WORKER
@@ -85,7 +85,7 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
         ) from error
     descriptor = open_locked(path / _LOCK, f"{path}: in use by another process")
     try:
-        with reporting_full_disk(path, _LESS_SPACE):
+        with reporting_disk_errors(path, _LESS_SPACE):
             yield path
     except NoSpaceError as error:
         # Errors of `convert` advise parameters that bench does not have.

@@ -37,7 +37,7 @@ from h5pack.pack.plan import ConvertPlan, NoRowsError
 from h5pack.pack.resume import identity, require_same
 from h5pack.sources.catalog import Reject
 from h5pack.sources.map_style import MapStyleDataset
-from h5pack.system.files import reporting_full_disk, require_other_files, sync_path, write_atomically
+from h5pack.system.files import reporting_disk_errors, require_other_files, sync_path, write_atomically
 
 
 def convert(
@@ -289,7 +289,7 @@ class ShardedConversion(Conversion):
             self._require_free(shards, self.options.overwrite)
         lock = OutputLock(output, self._client is not None)
         try:
-            with reporting_full_disk(output.partial, "make room, then run again with resume=True", "resume=True"):
+            with reporting_disk_errors(output.partial, "make room, then run again with resume=True", "resume=True"):
                 overwrite = self._begin(plan, lock)
                 self._require_free(shards, overwrite)
                 reports = []

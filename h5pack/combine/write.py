@@ -47,7 +47,7 @@ from h5pack.read.encoded import EncodedIndex
 from h5pack.read.hdf5 import open_file, text, utf8
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import consecutive_runs, run_edges
-from h5pack.system.files import clone_range, drop_pages, read_all, reporting_full_disk, sync_path, write_all
+from h5pack.system.files import clone_range, drop_pages, read_all, reporting_disk_errors, sync_path, write_all
 from h5pack.system.machine import available_cpus
 from h5pack.system.processes import open_executor, run, shared
 from h5pack.system.text import format_bytes
@@ -136,7 +136,7 @@ def write_combination(
         return _existing_report(plan, output)
     lock = OutputLock(output)
     try:
-        with reporting_full_disk(output.partial, "make room, then run again with resume=True", "resume=True"):
+        with reporting_disk_errors(output.partial, "make room, then run again with resume=True", "resume=True"):
             pack = _UnfinishedFile(plan, output, lock, overwrite, resume)
             if plan.structure.compression is None:
                 copied = _copy_rows(pack, stages)
@@ -354,7 +354,7 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int =
     output.check(ConvertOptions(overwrite=overwrite), resumable=False)
     lock = OutputLock(output)
     try:
-        with reporting_full_disk(output.partial, "make room, then run again"):
+        with reporting_disk_errors(output.partial, "make room, then run again"):
             output.require_not_begun(lock, ConvertOptions(overwrite=overwrite))
             lock.renew()
             try:

@@ -32,7 +32,7 @@ from h5pack.pack.options import check_choice, parse_range
 from h5pack.pack.output import Stages
 from h5pack.read.encoded import EncodedIndex
 from h5pack.sources.hdf5_catalog import HDF5Datasets
-from h5pack.system.files import open_locked, reporting_full_disk, require_writable, sync_file_system, sync_path
+from h5pack.system.files import open_locked, reporting_disk_errors, require_writable, sync_file_system, sync_path
 from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import require_local, texts, whole_number
 from h5pack.system.processes import open_executor, run
@@ -373,7 +373,7 @@ class _Export:
         """Write the export, unless `work.keep` is true and it is already complete, and return its report."""
         target, source = self.target, self.source
         advice = "make room, then run again with resume=True"
-        with reporting_full_disk(target.partial, advice, "resume=True"), target.locked():
+        with reporting_disk_errors(target.partial, advice, "resume=True"), target.locked():
             target.restore()
             if self.work.keep and target.has_output() and not target.partial.exists():
                 names, manifest, results = self._process_rows(target.final, check_only=True)

@@ -21,7 +21,7 @@ from h5pack.pack.options import parse_range
 from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.hdf5_catalog import HDF5Datasets
-from h5pack.system.files import absolute_path, reporting_full_disk, require_writable, write_atomically
+from h5pack.system.files import absolute_path, reporting_disk_errors, require_writable, write_atomically
 from h5pack.system.parameters import require_local, whole_number
 from h5pack.system.text import counted, printable
 
@@ -176,7 +176,7 @@ def preview(
     if target is not None:
         stream = io.BytesIO()
         sheet.save(stream, file_format, quality=90, subsampling=0)
-        with reporting_full_disk(target, "make room, or choose another folder"):
+        with reporting_disk_errors(target, "make room, or choose another folder"):
             write_atomically(Path(os.path.realpath(target)), stream.getvalue())
     names = source.catalog.names
     return PreviewReport(

@@ -49,7 +49,7 @@ from h5pack.pack.survey import first_changed, survey, survey_identity, with_plac
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
-from h5pack.system.files import reporting_full_disk, require_other_files
+from h5pack.system.files import reporting_disk_errors, require_other_files
 from h5pack.system.machine import available_cpus, release_free_memory
 from h5pack.system.parameters import require_local
 from h5pack.system.processes import run
@@ -204,7 +204,7 @@ class Conversion:
         resume = ("resume=True",) if self.options.resumable else ()
         advice = f"make room, then run again{' with resume=True' if resume else ''}"
         try:
-            with reporting_full_disk(output.partial, advice, *resume):
+            with reporting_disk_errors(output.partial, advice, *resume):
                 pack = UnfinishedPack(plan, output, lock, in_parts or distributed)
                 if plan.to_encode.any():
                     with self._stage("encode", int(plan.to_encode.sum())) as advance:

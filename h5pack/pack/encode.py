@@ -151,11 +151,11 @@ def _require_unchanged(task: EncodeTask) -> None:
     changed = None if task.check is None else first_changed_of(task.check)
     if changed is not None:
         partial = task.job.journal.removesuffix(".journal")
-        raise ResumeError(
-            f"{partial}: {task.names[task.indices.index(changed)]} has changed since the conversion began; restore it "
-            f"and run again, or delete all of {partial}* to start over",
-            path=partial,
+        problem = (
+            f"{task.names[task.indices.index(changed)]} has changed since the conversion began; restore it and run "
+            f"again, or delete all of {partial}* to start over"
         )
+        raise ResumeError.at(partial, problem)
 
 
 def _encode(

@@ -381,12 +381,11 @@ def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowReco
 
 def memory_error(name: str) -> SourceError:
     """Return the error for an image that cannot be decoded because memory is short, now or on this machine."""
-    return SourceError(
-        f"{name}: does not fit into memory; free memory, then run again with resume=True (without it for a part of "
-        "an array job), or start over with overwrite=True and a smaller max_pixels to reject it",
-        path=name,
-        parameters=("resume=True", "overwrite=True", "max_pixels"),
+    problem = (
+        "does not fit into memory; free memory, then run again with resume=True (without it for a part of an array "
+        "job), or start over with overwrite=True and a smaller max_pixels to reject it"
     )
+    return SourceError.at(name, problem, "resume=True", "overwrite=True", "max_pixels")
 
 
 def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:

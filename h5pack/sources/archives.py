@@ -36,7 +36,7 @@ from h5pack.sources.catalog import (
     fingerprint,
 )
 from h5pack.sources.folders import arranged, is_split_name, is_visible, list_names, pairs
-from h5pack.system.files import absolute_path, read_all, reporting_full_disk, write_all
+from h5pack.system.files import absolute_path, read_all, reporting_disk_errors, write_all
 from h5pack.system.text import format_bytes
 
 _HEAD_BYTES = 2_048
@@ -372,7 +372,7 @@ def decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
     """
     position = 0
     advice = "make room there, or decompress the archive yourself and pack the result"
-    with stream, tempfile.TemporaryFile(dir=folder) as target, reporting_full_disk(folder, advice):
+    with stream, tempfile.TemporaryFile(dir=folder) as target, reporting_disk_errors(folder, advice):
         while True:
             with file.parsing("cannot be decompressed"):
                 data = stream.read(_COPY_BYTES)

@@ -336,8 +336,8 @@ def _file_names(dataset: Any, count: int) -> list[str] | None:
             continue
         paths = [entry[0] if isinstance(entry, (list, tuple)) and entry else entry for entry in entries]
         # Bytes with NUL characters may be the images themselves.
-        if all(isinstance(path, (str, bytes, os.PathLike)) for path in paths) and not any(
-            isinstance(path, bytes) and b"\0" in path for path in paths
+        if all(
+            b"\0" not in path if isinstance(path, bytes) else isinstance(path, (str, os.PathLike)) for path in paths
         ):
             return _relative([os.fsdecode(path) for path in paths], _attribute(dataset, "root"))
     return None

@@ -124,7 +124,7 @@ def max_open_files() -> int:
 
 
 @contextlib.contextmanager
-def reporting_full_disk(path: Path, advice: str, *parameters: str) -> Iterator[None]:
+def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator[None]:
     """Turn an OSError with one of the `NO_SPACE` errors into a NoSpaceError about `path` that ends with `advice`.
 
     `parameters` are the parameters named in `advice`. An EIO without a file name, as of fsync, becomes an H5PackError.
@@ -134,12 +134,11 @@ def reporting_full_disk(path: Path, advice: str, *parameters: str) -> Iterator[N
     except OSError as error:
         if error.errno == errno.EIO and error.filename is None:
             again = f" with {' and '.join(parameters)}" if parameters else ""
-            message = f"{path}: {os.strerror(error.errno)}; check the disk, then run again{again}"
-            raise H5PackError(message, path=path, parameters=parameters) from error
+            problem = f"{os.strerror(error.errno)}; check the disk, then run again{again}"
+            raise H5PackError.at(path, problem, *parameters) from error
         if error.errno not in NO_SPACE:
             raise
-        message = f"{path}: {os.strerror(error.errno)}; {advice}"
-        raise NoSpaceError(message, path=path, parameters=parameters) from error
+        raise NoSpaceError.at(path, f"{os.strerror(error.errno)}; {advice}", *parameters) from error
 
 
 def sync_path(path: Path) -> None:
@@ -303,9 +302,8 @@ def drop_cache(path: Path) -> int:
         return max(1, cached_pages(path))
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
         for _ in range(5):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            drop_pages(descriptor)
             if not (cached := cached_pages(path)):
                 break
             time.sleep(0.2)
