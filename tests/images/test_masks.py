@@ -52,6 +52,9 @@ def slow_places(length: int, wanted: int, other: int, other_wanted: int, fit: st
         extent = wanted / factor
         return slow_axis(length, wanted, (length - extent) / 2, extent)
     inner = round(length * factor)
+    if (length * factor).denominator == 2:
+        # Exactly between two sizes. Pillow rounds a quotient of floats, which may be a little less or more.
+        inner = round(length / other * other_wanted)
     first = round((wanted - inner) / 2)
     inside = slow_axis(length, inner, Fraction(0), Fraction(length))
     return [()] * first + inside + [()] * (wanted - inner - first)
