@@ -61,10 +61,10 @@ def check_plot_file(path: str | os.PathLike[str]) -> str:
     """Return the format of a figure's file, "png", "svg" or "pdf"; raise OptionsError if it cannot be saved there."""
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
-        raise OptionsError(f"{target}: figures are saved as .png, .svg or .pdf; choose one of these", path=target)
+        raise OptionsError.at(target, "figures are saved as .png, .svg or .pdf; choose one of these")
     folder = target.absolute().parent
     if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise OptionsError(f"{target}: cannot be written; name a file in an existing, writable folder", path=target)
+        raise OptionsError.at(target, "cannot be written; name a file in an existing, writable folder")
     if importlib.util.find_spec("matplotlib") is None:
         raise OptionsError("figures need matplotlib, which is not installed: pip install matplotlib")
     return FORMATS[target.suffix.lower()]
@@ -84,7 +84,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 150)
     try:
         write_atomically(Path(path), out.getvalue())
     except OSError as error:
-        raise OptionsError(f"{path}: cannot be written ({error.strerror or error})", path=path) from error
+        raise OptionsError.at(path, f"cannot be written ({error.strerror or error})") from error
 
 
 def draw_bench(report: BenchReport, path: str | os.PathLike[str]) -> None:

@@ -78,10 +78,8 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
                     shutil.rmtree(abandoned)
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
     except OSError as error:
-        raise OptionsError(
-            f"{folder}: cannot create temporary files ({error.strerror}); give another scratch=FOLDER",
-            path=folder,
-            parameters=("scratch=FOLDER",),
+        raise OptionsError.at(
+            folder, f"cannot create temporary files ({error.strerror}); give another scratch=FOLDER", "scratch=FOLDER"
         ) from error
     descriptor = open_locked(path / _LOCK, f"{path}: in use by another process")
     try:
@@ -137,7 +135,7 @@ def find_input(path: str | os.PathLike[str] | None, scratch: Path, settings: Ben
         found = BenchInput(kind="folder", source=source, num_images=len(catalog), options=options, split=split)
     if found.num_images < MIN_IMAGES:
         images = counted(found.num_images, "image")
-        raise OptionsError(f"{source}: {images}, too few to measure; at least {MIN_IMAGES} are needed", path=source)
+        raise OptionsError.at(source, f"{images}, too few to measure; at least {MIN_IMAGES} are needed")
     return found
 
 
@@ -166,11 +164,11 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
     except H5PackError as error:
         raise refusal or error from None
     if isinstance(dataset.engine.indexes[dataset.names[0]], EncodedIndex):
-        raise OptionsError(
-            f"{path}: keeps JPEG files, so there are no chunks of pixels to compare; convert it to a pack of pixels "
-            "and measure that, or measure the folder of the original images",
-            path=path,
+        problem = (
+            "keeps JPEG files, so there are no chunks of pixels to compare; convert it to a pack of pixels "
+            "and measure that, or measure the folder of the original images"
         )
+        raise OptionsError.at(path, problem)
     with open_file(path) as file:
         stored = describe_dataset(require_dataset(file, dataset.names[0]), options.get("labels"))
         options = {"images": images, **packing_options(file, dataset.names[0], options.get("labels")), **options}
@@ -424,10 +422,10 @@ def _sample_rows(
     rows = max(MIN_IMAGES, min(source.num_images, allowed if settings.rows is None else settings.rows))
     size = int(1.1 * rows * row_bytes * num_files)
     if size > free:
-        raise NoSpaceError(
-            f"{scratch.parent}: temporary files need {size:,} bytes, but only {free:,} are free; {_LESS_SPACE}",
-            path=scratch.parent,
-            parameters=("scratch=FOLDER",),
+        raise NoSpaceError.at(
+            scratch.parent,
+            f"temporary files need {size:,} bytes, but only {free:,} are free; {_LESS_SPACE}",
+            "scratch=FOLDER",
         )
     return rows
 

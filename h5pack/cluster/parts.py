@@ -68,12 +68,12 @@ class PartsFolder:
         for name in {**job, **before}:
             old, new = before.get(name), job.get(name)
             if old != new:
-                raise ResumeError(
-                    f"{self.folder}: this part and earlier ones differ in the {name} ({_difference(old, new)}); give "
+                problem = (
+                    f"this part and earlier ones differ in the {name} ({_difference(old, new)}); give "
                     "all parts the same source, options and packages, or start over: delete all of "
-                    f"{self.folder.with_suffix('')}*",
-                    path=self.folder,
+                    f"{self.folder.with_suffix('')}*"
                 )
+                raise ResumeError.at(self.folder, problem)
 
     @property
     def count(self) -> int:

@@ -147,12 +147,11 @@ def _require_options(old: Part, options: dict[str, Any]) -> None:
 def _require_no_leftovers(*paths: Path) -> None:
     for path in paths:
         if path.exists():
-            raise OutputExistsError(
-                f"{path}: was left by an interrupted call; continue that call with resume=True, or discard this file "
-                "with overwrite=True",
-                path=path,
-                parameters=("resume=True", "overwrite=True"),
+            problem = (
+                "was left by an interrupted call; continue that call with resume=True, or discard this file "
+                "with overwrite=True"
             )
+            raise OutputExistsError.at(path, problem, "resume=True", "overwrite=True")
 
 
 def _shard_path(old: Part) -> Path:
@@ -191,12 +190,11 @@ class _Addition(Conversion):
         new = [index for index, name in enumerate(map(_stored_name, found.names)) if name not in known]
         if len(new) < len(found) and not self._only_new:
             first = next(name for name in map(_stored_name, found.names) if name in known)
-            raise SourceError(
-                f"{old.path}: has {len(found) - len(new):,} of the {len(found):,} images already, such as {first}; "
-                "give only_new=True to append only the others",
-                path=old.path,
-                parameters=("only_new=True",),
+            problem = (
+                f"has {len(found) - len(new):,} of the {len(found):,} images already, such as {first}; "
+                "give only_new=True to append only the others"
             )
+            raise SourceError.at(old.path, problem, "only_new=True")
         return found if len(new) == len(found) else found.take(np.array(new, np.int64))
 
     def plan(self, *, resumable: bool = False) -> ConvertPlan:
@@ -210,22 +208,20 @@ class _Addition(Conversion):
         fields = [{*one.fields, *(mask.name for mask in one.pixel_fields)} for one in (plan.catalog, old.catalog)]
         if fields[0] != fields[1]:
             own, other = (listed(sorted(one)) or "none" for one in fields)
-            raise SourceError(
-                f"{old.path}: has the fields {other}, but {plan.source} has {own}; give the options that select "
-                "the same fields",
-                path=old.path,
+            problem = (
+                f"has the fields {other}, but {plan.source} has {own}; give the options that select the same fields"
             )
+            raise SourceError.at(old.path, problem)
         return plan
 
 
 def _sizes_differ(old: Part, source: object, sizes: str) -> SizesDifferError:
     shape = "x".join(map(str, old.index.row_shape))
-    return SizesDifferError(
-        f"{old.path}: has rows of {shape}, but the images of {source} have {sizes}; resize the new images first, or "
-        "convert all images again with size",
-        path=old.path,
-        parameters=("size",),
+    problem = (
+        f"has rows of {shape}, but the images of {source} have {sizes}; resize the new images first, or "
+        "convert all images again with size"
     )
+    return SizesDifferError.at(old.path, problem, "size")
 
 
 def _pack_new(conversion: Conversion, rejects: Sequence[Reject]) -> bool:
@@ -254,12 +250,11 @@ def _with_split(old: Part, new: Part, split: str | None) -> Part:
     names = new.catalog.split_names
     if split is None and names == one_split(0)[0] and names[0] not in old.catalog.split_names:
         if len(old.catalog.split_names) > 1:
-            raise OptionsError(
-                f"{old.path}: has the splits {listed(old.catalog.split_names)}, but the new images have none; choose "
-                "one for them with split",
-                path=old.path,
-                parameters=("split",),
+            problem = (
+                f"has the splits {listed(old.catalog.split_names)}, but the new images have none; choose "
+                "one for them with split"
             )
+            raise OptionsError.at(old.path, problem, "split")
         split = old.catalog.split_names[0]
     if split is None:
         return new

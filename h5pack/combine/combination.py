@@ -172,12 +172,8 @@ class Combination:
             index, checksums = part.engine.indexes[dataset], part.checksums(dataset)
             base = index.base if isinstance(index, EncodedIndex) and index.library_reason is None else None
             if base is None or not isinstance(index, EncodedIndex):
-                raise SourceError(
-                    f"{part.path}: its masks {dataset!r} are not contiguous in the file; pack it again with "
-                    "'h5pack convert'",
-                    path=part.path,
-                    dataset=dataset,
-                )
+                problem = f"its masks {dataset!r} are not contiguous in the file; pack it again with 'h5pack convert'"
+                raise SourceError.at(part.path, problem, dataset=dataset)
             for position in np.flatnonzero(self.origins.owners == owner).tolist():
                 row = int(self.origins.rows[position])
                 start, stop = int(index.offsets[row]), int(index.offsets[row + 1])

@@ -337,12 +337,8 @@ class ShardedConversion(Conversion):
         moved = finish.is_complete(self.output.partial)
         for path in (self.output.final, *(self._final(shard) for shard in shards if shard.exists() or not moved)):
             if path.exists() and not overwrite:
-                raise OutputExistsError(
-                    f"{path}: exists; give the output another name, or overwrite=True to replace the output and its "
-                    "shards",
-                    path=path,
-                    parameters=("overwrite=True",),
-                )
+                problem = "exists; give the output another name, or overwrite=True to replace the output and its shards"
+                raise OutputExistsError.at(path, problem, "overwrite=True")
 
     @property
     def _replaced(self) -> Path:

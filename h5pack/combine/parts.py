@@ -140,7 +140,7 @@ def open_part(path: str | os.PathLike[str]) -> Part:
     path = Path(absolute_path(path))
     with open_file(path) as file:
         if schema.FORMAT not in file.attrs:
-            raise SourceError(f"{path}: is not a pack; make a pack of it with 'h5pack convert'", path=path)
+            raise SourceError.at(path, "is not a pack; make a pack of it with 'h5pack convert'")
         require_complete(file)
         options = stored_options(file)
         images = file.get(schema.IMAGES)
@@ -151,12 +151,10 @@ def open_part(path: str | os.PathLike[str]) -> Part:
     statistics["pixels"] = _measured_pixels(part)
     for name in part.pixel_datasets:
         if schema.checksums_path(name) not in part.engine.indexes:
-            raise SourceError(
-                f"{path}: has no checksums of {name!r}, so its rows cannot be checked; pack it again with "
-                "'h5pack convert'",
-                path=path,
-                dataset=name,
+            problem = (
+                f"has no checksums of {name!r}, so its rows cannot be checked; pack it again with 'h5pack convert'"
             )
+            raise SourceError.at(path, problem, dataset=name)
     # Many packs may be combined, so keep none of their files open; the next read opens them again.
     part.engine.close()
     return part
@@ -199,11 +197,11 @@ def require_alike(parts: Sequence[Part]) -> None:
     for part in parts[1:]:
         for what, own, other in zip(_KINDS, _content(part), _content(first), strict=True):
             if own != other:
-                raise SourceError(
-                    f"{part.path}: has {what} {_shown(own)}, but {first.path} has {_shown(other)}; convert one of "
-                    "them again with the options of the other",
-                    path=part.path,
+                problem = (
+                    f"has {what} {_shown(own)}, but {first.path} has {_shown(other)}; convert one of "
+                    "them again with the options of the other"
                 )
+                raise SourceError.at(part.path, problem)
 
 
 _KINDS = ("the layout", "images of", "labels", "the label columns", "the fields")
@@ -275,11 +273,11 @@ def _merge_classes(found: Iterable[tuple[Path, tuple[str, ...]]]) -> tuple[tuple
         for name in names:
             known, owner = origins.setdefault(name.casefold(), (name, path))
             if known != name:
-                raise SourceError(
-                    f"{path}: its class {name!r} differs only in case from {known!r} of {owner}; rename one of them "
-                    "in its source, and convert that source again",
-                    path=path,
+                problem = (
+                    f"its class {name!r} differs only in case from {known!r} of {owner}; rename one of them "
+                    "in its source, and convert that source again"
                 )
+                raise SourceError.at(path, problem)
             numbers.setdefault(name, len(numbers))
         maps.append(np.array([*(numbers[name] for name in names), schema.NO_LABEL], np.int64))
     return tuple(numbers), maps

@@ -94,7 +94,7 @@ def subset(
         order = np.sort(order[shuffled(len(order), seed)[:sample]])
     if not len(order):
         problem = "no row matches the given splits, classes and rows; choose others"
-        raise NoImagesError(f"{part.path}: {problem}", path=part.path)
+        raise NoImagesError.at(part.path, problem)
     merged = _with_used_splits(merged, order)
     plan = Combination.of("subset", [part], merged, order, measured_statistics([part], merged, order))
     return write_combination(plan, target, overwrite=overwrite, resume=resume, progress=progress)
@@ -107,10 +107,10 @@ def _unique(parameter: str, names: str | Sequence[str]) -> tuple[str, ...]:
 def _require_known(part: Part, parameter: str, names: Sequence[str], known: Sequence[str]) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise OptionsError(
-            f"{part.path}: {parameter}={unknown[0]!r} does not exist; the pack has {listed(list(known)) or 'none'}",
-            path=part.path,
-            parameters=(f"{parameter}={unknown[0]!r}",),
+        raise OptionsError.at(
+            part.path,
+            f"{parameter}={unknown[0]!r} does not exist; the pack has {listed(list(known)) or 'none'}",
+            f"{parameter}={unknown[0]!r}",
         )
 
 
@@ -121,9 +121,7 @@ def _in_splits(part: Part, merged: Catalog, names: Sequence[str]) -> np.ndarray:
 
 def _of_classes(part: Part, merged: Catalog, names: Sequence[str]) -> np.ndarray:
     if merged.labels is None or merged.labels.ndim != 1 or merged.label_names is None:
-        raise OptionsError(
-            f"{part.path}: has no class names; leave out classes", path=part.path, parameters=("classes",)
-        )
+        raise OptionsError.at(part.path, "has no class names; leave out classes", "classes")
     _require_known(part, "classes", names, merged.label_names)
     return np.isin(merged.labels, [merged.label_names.index(name) for name in names])
 
@@ -140,10 +138,8 @@ def _of_rows(part: Part, rows: Sequence[int] | str) -> np.ndarray:
     chosen = np.zeros(len(part), np.bool_)
     found = _parsed(rows, len(part)) if isinstance(rows, str) else np.asarray(rows)
     if found.ndim != 1 or found.dtype.kind not in "iu" or (found < 0).any() or (found >= len(part)).any():
-        raise OptionsError(
-            f"{part.path}: rows must be numbers from 0 to {len(part) - 1:,}, or text such as '0:1000,5000:6000'",
-            path=part.path,
-            parameters=("rows",),
+        raise OptionsError.at(
+            part.path, f"rows must be numbers from 0 to {len(part) - 1:,}, or text such as '0:1000,5000:6000'", "rows"
         )
     chosen[found] = True
     return chosen

@@ -102,12 +102,11 @@ class _UnfinishedFile(Unfinished):
             output.remove_leftovers()
             lock.renew()
         elif before != now:
-            raise ResumeError(
-                f"{output.partial}: was begun with other packs, options or another version of h5pack; resume with the "
-                "same ones, or start over with overwrite=True and without resume=True",
-                path=output.partial,
-                parameters=("overwrite=True", "resume=True"),
+            problem = (
+                "was begun with other packs, options or another version of h5pack; resume with the "
+                "same ones, or start over with overwrite=True and without resume=True"
             )
+            raise ResumeError.at(output.partial, problem, "overwrite=True", "resume=True")
         else:
             drop_pages(lock.descriptor)
         self.addresses = write_structure(output.structure, self.structure, plan.stored_rows(plan.rows), None)
@@ -162,12 +161,10 @@ def _existing_report(plan: Combination, output: Output) -> CombineReport:
         same = text(file.attrs.get(schema.OPTIONS, b"")) == options_text(plan.options())
         same = same and _has_rows(file, plan.tables)
     if not same:
-        raise OutputExistsError(
-            f"{output.final}: exists, but was made of other rows; give another name, or overwrite=True without "
-            "resume=True to replace it",
-            path=output.final,
-            parameters=("overwrite=True", "resume=True"),
+        problem = (
+            "exists, but was made of other rows; give another name, or overwrite=True without resume=True to replace it"
         )
+        raise OutputExistsError.at(output.final, problem, "overwrite=True", "resume=True")
     output.remove_leftovers()
     return CombineReport(str(output.final), plan.rows, output.final.stat().st_size, already_complete=True)
 

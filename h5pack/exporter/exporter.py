@@ -237,28 +237,23 @@ class ExportFolder:
         """Raise an error if the export could not be published at this path; call this before any work is done."""
         require_writable(self.final.parent)
         if os.path.ismount(self.final):
-            raise SourceError(f"{self.final}: is a mount point; name a folder inside it", path=self.final)
+            raise SourceError.at(self.final, "is a mount point; name a folder inside it")
         if self.final.exists() and not self.final.is_dir():
-            raise OutputExistsError(f"{self.final}: exists and is not a folder; give another name", path=self.final)
+            raise OutputExistsError.at(self.final, "exists and is not a folder; give another name")
         for temporary in (self.partial, self.replaced):
             if temporary.exists() and not self.lock_file.exists():
-                raise OutputExistsError(
-                    f"{temporary}: was not made by an export, but exports to {self.final.name!r} need this name; "
-                    "move it elsewhere",
-                    path=temporary,
+                problem = (
+                    f"was not made by an export, but exports to {self.final.name!r} need this name; move it elsewhere"
                 )
+                raise OutputExistsError.at(temporary, problem)
         if overwrite:
             self.require_export()
         if resume or overwrite:
             return
         self.require_empty()
         if self.partial.exists():
-            raise OutputExistsError(
-                f"{self.partial}: is an unfinished export; continue it with resume=True, or start over with "
-                "overwrite=True",
-                path=self.partial,
-                parameters=("resume=True", "overwrite=True"),
-            )
+            problem = "is an unfinished export; continue it with resume=True, or start over with overwrite=True"
+            raise OutputExistsError.at(self.partial, problem, "resume=True", "overwrite=True")
 
     def has_output(self) -> bool:
         """Return whether the final folder exists and is not empty."""
@@ -267,12 +262,8 @@ class ExportFolder:
     def require_empty(self) -> None:
         """Raise OutputExistsError if the final folder exists and is not empty."""
         if self.has_output():
-            raise OutputExistsError(
-                f"{self.final}: the folder is not empty; give another name, or overwrite=True to replace an earlier "
-                "export",
-                path=self.final,
-                parameters=("overwrite=True",),
-            )
+            problem = "the folder is not empty; give another name, or overwrite=True to replace an earlier export"
+            raise OutputExistsError.at(self.final, problem, "overwrite=True")
 
     def require_export(self) -> None:
         """Raise OutputExistsError if the final folder, which is to be replaced, has files that no export wrote."""
@@ -289,15 +280,12 @@ class ExportFolder:
                     others = (cell for cell in line[1:] if cell.endswith((".png", ".jpg")))
                     known.update(cell.removeprefix("./") for cell in (line[0], *others))
         except (OSError, ValueError, IndexError, csv.Error):
-            raise OutputExistsError(
-                f"{self.final}: has no {MANIFEST} of an export; {advice}", path=self.final
-            ) from None
+            raise OutputExistsError.at(self.final, f"has no {MANIFEST} of an export; {advice}") from None
         for parent, _, files in os.walk(self.final):
             for path in (os.path.relpath(os.path.join(parent, name), self.final) for name in files):
                 if path not in known:
-                    raise OutputExistsError(
-                        f"{self.final}: contains {path!r}, which its {MANIFEST} does not list; {advice}",
-                        path=self.final,
+                    raise OutputExistsError.at(
+                        self.final, f"contains {path!r}, which its {MANIFEST} does not list; {advice}"
                     )
 
     @contextlib.contextmanager
@@ -387,12 +375,9 @@ class _Export:
             if len(results.reasons) == len(source):
                 shutil.rmtree(target.partial)
                 advice = f"; give {' and '.join(results.parameters)}" if results.parameters else ""
-                raise DamagedRowsError(
-                    f"{self.source_path}: none of the selected rows can be exported; reason: {results.reasons[0]}"
-                    f"{advice}",
-                    path=self.source_path,
-                    rows=tuple(source.rows.tolist()),
-                    parameters=results.parameters,
+                problem = f"none of the selected rows can be exported; reason: {results.reasons[0]}{advice}"
+                raise DamagedRowsError.at(
+                    self.source_path, problem, *results.parameters, rows=tuple(source.rows.tolist())
                 )
             manifest.write(target.partial / MANIFEST, results.reasons)
             target.publish(self.overwrite)

@@ -76,14 +76,14 @@ def open_rows(
     unknown = [name for name in splits if name not in catalog.split_names]
     if unknown:
         known = splits_text(catalog.split_names)
-        raise OptionsError(f"{path}: no split {unknown[0]!r}; {known}", path=path)
+        raise OptionsError.at(path, f"no split {unknown[0]!r}; {known}")
     if splits:
         catalog = _only_splits(catalog, splits)
     if limit is not None:
         catalog = catalog.limited(limit)
     if not len(catalog):
         where = f" in its splits {', '.join(map(repr, splits))}" if splits else ""
-        raise NoImagesError(f"{path}: no rows{where}; run 'h5pack info' to list the file's contents", path=path)
+        raise NoImagesError.at(path, f"no rows{where}; run 'h5pack info' to list the file's contents")
     reader = catalog.reader
     assert isinstance(reader, HDF5RowReader)
     rows = np.arange(len(catalog), dtype=np.int64) if reader.rows is None else reader.rows

@@ -196,12 +196,12 @@ def _require_output(target: Path, source: str | os.PathLike[str]) -> str:
     """Return the file format for `target`; raise if no picture can be written there."""
     file_format = _FORMATS.get(target.suffix.lower())
     if file_format is None:
-        raise OptionsError(f"{target}: unknown format; give a name that ends in {', '.join(_FORMATS)}", path=target)
+        raise OptionsError.at(target, f"unknown format; give a name that ends in {', '.join(_FORMATS)}")
     require_writable(target.parent)
     if target.is_dir():
-        raise OutputExistsError(f"{target}: is a folder; give the name of a file", path=target)
+        raise OutputExistsError.at(target, "is a folder; give the name of a file")
     if target.exists() and os.path.exists(source) and os.path.samefile(target, source):
-        raise OptionsError(f"{target}: is the source file; give the picture another name", path=target)
+        raise OptionsError.at(target, "is the source file; give the picture another name")
     return file_format
 
 

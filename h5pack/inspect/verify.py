@@ -162,9 +162,7 @@ def verify(
             crash = f"HDF5 {h5py.version.hdf5_version} crashed while reading this file, which is damaged; restore it"
             return VerifyReport(name, 0, (crash,))
         if structure is None:
-            raise PackFormatError(
-                f"{name}: not an h5pack file, so it has no checksums; describe it with 'h5pack info'", path=name
-            )
+            raise PackFormatError.at(name, "not an h5pack file, so it has no checksums; describe it with 'h5pack info'")
         _check_large(name, structure, executor, 2 * count, progress=progress)
         damaged = structure.damaged
         listed = sorted({row for found in damaged.values() for row in found})

@@ -134,11 +134,11 @@ def compress_rows(task: CompressTask) -> tuple[int, bytes]:
         os.close(descriptor)
     rows.reshape(-1).view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
     if not np.array_equal(row_checksums(rows), task.checksums):
-        raise H5PackError(
-            f"{task.path}: {task} of the file do not match their checksums; check the disk, then run "
-            "again with resume=True, or with finish=True if this run had it",
-            path=task.path,
-            rows=range(task.start, task.start + len(task.checksums)),
-            parameters=("resume=True", "finish=True"),
+        problem = (
+            f"{task} of the file do not match their checksums; check the disk, then run "
+            "again with resume=True, or with finish=True if this run had it"
+        )
+        raise H5PackError.at(
+            task.path, problem, "resume=True", "finish=True", rows=range(task.start, task.start + len(task.checksums))
         )
     return len(rows), compress_chunk(chunk, task.compression)

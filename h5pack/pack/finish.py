@@ -150,11 +150,11 @@ def complete(pack: Unfinished, tables: PackTables) -> None:
     rows, plan = len(tables.checksums), pack.plan
     addresses = write_structure(output.structure, pack.structure, plan.stored_rows(rows), tables, plan.rows)
     if not all(np.array_equal(some, old[: len(some)]) for some, old in zip(addresses, pack.addresses, strict=True)):
-        raise H5PackError(
-            f"{output.partial}: HDF5 {h5py.version.hdf5_version} placed the chunks at other addresses than before; "
-            "this is an error in h5pack, please report it; existing files are unchanged",
-            path=output.partial,
+        problem = (
+            f"HDF5 {h5py.version.hdf5_version} placed the chunks at other addresses than before; "
+            "this is an error in h5pack, please report it; existing files are unchanged"
         )
+        raise H5PackError.at(output.partial, problem)
     for offsets, some, size in zip(pack.all_offsets, addresses, pack.structure.all_chunk_bytes, strict=True):
         last = offsets.offset(rows - 1) + int(offsets.edges(rows - 1, 1)[-1])
         _clear(descriptor, last, int(some[-1]) + size)

@@ -364,10 +364,10 @@ def refuse_reject(source: str, reject: Reject, *, begun: bool) -> None:
     advice = "or run again without strict=True to leave it out"
     if begun:
         advice = "and start over with overwrite=True, or continue with resume=True and without strict=True"
-    raise RejectedImageError(
-        f"{source}: {reject.shown}: {reject.reason}; repair or remove it, {advice}",
-        path=source,
-        parameters=("overwrite=True", "resume=True", "strict=True") if begun else ("strict=True",),
+    raise RejectedImageError.at(
+        source,
+        f"{reject.shown}: {reject.reason}; repair or remove it, {advice}",
+        *("overwrite=True", "resume=True", "strict=True") if begun else ("strict=True",),
     )
 
 

@@ -335,12 +335,12 @@ def _require_stale(output: Output, probe: Path) -> None:
     else:
         is_stale = silent_seconds > _SILENT_SECONDS
     if not is_stale:
-        raise OutputBusyError(
-            f"{output.final}: process {owner.get('pid', '?')} on {owner.get('host', '?')} is writing this file (last "
+        problem = (
+            f"process {owner.get('pid', '?')} on {owner.get('host', '?')} is writing this file (last "
             f"sign of life {max(0, silent_seconds):.0f} s ago); wait until that process has finished; if it was "
-            f"killed, wait {_SILENT_SECONDS:.0f} s, or delete {output.owner}",
-            path=output.final,
+            f"killed, wait {_SILENT_SECONDS:.0f} s, or delete {output.owner}"
         )
+        raise OutputBusyError.at(output.final, problem)
 
 
 class OutputLock:
@@ -473,11 +473,11 @@ class PartFile:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self.descriptor), os.stat(self._output.partial)):
                 return
-        raise IncompletePackError(
-            f"{self._output.partial}: was replaced or finished by another process while this part wrote to it; run "
-            "this part again if the output is not complete",
-            path=self._output.partial,
+        problem = (
+            "was replaced or finished by another process while this part wrote to it; run "
+            "this part again if the output is not complete"
         )
+        raise IncompletePackError.at(self._output.partial, problem)
 
     def release(self) -> None:
         """Close the file."""

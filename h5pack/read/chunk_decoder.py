@@ -214,12 +214,12 @@ class ChunkDecoder:
             return index.codec.decode(encoded, mask)
         except ValueError as error:
             self.storage.check_unchanged()
-            raise DamagedRowsError(
-                f"{self.storage.path}: {where} cannot be decoded ({error}); run 'h5pack verify' on it, then restore "
-                "the file or convert again",
-                path=self.storage.path,
-                dataset=index.name,
-                rows=range(first, stop),
+            problem = (
+                f"{where} cannot be decoded ({error}); run 'h5pack verify' on it, then restore "
+                "the file or convert again"
+            )
+            raise DamagedRowsError.at(
+                self.storage.path, problem, dataset=index.name, rows=range(first, stop)
             ) from error
 
     def read_through_library(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> ChunkRows:

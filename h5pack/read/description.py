@@ -104,9 +104,8 @@ def describe_file(
             raise
         except Exception as error:
             # On damaged files, h5py may raise any exception type.
-            raise PackFormatError(
-                f"{absolute}: its metadata is damaged ({error}); restore the file, or run 'h5pack verify' on it",
-                path=absolute,
+            raise PackFormatError.at(
+                absolute, f"its metadata is damaged ({error}); restore the file, or run 'h5pack verify' on it"
             ) from error
 
 
@@ -254,9 +253,7 @@ def _splits(file: h5py.File, rows: int) -> dict[str, RowNumbers]:
     names = [text(name) for name in file[schema.SPLIT_NAMES][()]]
     ranges = [(int(start), int(stop)) for start, stop in file[schema.SPLIT_ROWS][()]]
     if len(names) != len(ranges) or any(not 0 <= start <= stop <= rows for start, stop in ranges):
-        raise PackFormatError(
-            f"{file.filename}: its splits do not fit its {rows:,} rows; run 'h5pack verify' on it", path=file.filename
-        )
+        raise PackFormatError.at(file.filename, f"its splits do not fit its {rows:,} rows; run 'h5pack verify' on it")
     # A split to which images were appended consists of several ranges.
     found: dict[str, list[RowNumbers]] = {}
     for name, (start, stop) in zip(names, ranges, strict=True):

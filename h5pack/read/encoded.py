@@ -148,27 +148,24 @@ def decoding_row(file_row: FileRow, name: str, row: int) -> Iterator[None]:
         yield
     except RejectedImageError as error:
         path, row = file_row(row)
-        raise DamagedRowsError(
-            f"{path}: {name!r} row {row} cannot be decoded ({error}); leave it out with a torch Subset, or pack the "
-            "file with 'h5pack convert', which lists such rows",
-            path=path,
-            dataset=name,
-            rows=(row,),
-        ) from error
+        problem = (
+            f"{name!r} row {row} cannot be decoded ({error}); leave it out with a torch Subset, or pack the "
+            "file with 'h5pack convert', which lists such rows"
+        )
+        raise DamagedRowsError.at(path, problem, dataset=name, rows=(row,)) from error
 
 
 def _require_size(file_row: FileRow, name: str, row: int, size: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     """Raise SizesDifferError if a row's `size` differs from `wanted`, the size of row 0."""
     if size != wanted:
         (height, width), (path, row) = wanted, file_row(row)
-        raise SizesDifferError(
-            f"{path}: image {row} of {name!r} is {size[0]}x{size[1]} and the first is {height}x{width}, so they cannot "
+        problem = (
+            f"image {row} of {name!r} is {size[0]}x{size[1]} and the first is {height}x{width}, so they cannot "
             "be batched; give decode=RandomResizedCrop(224), or another crop or Resize, or convert the file with "
-            f"size='{height}x{width}'",
-            path=path,
-            dataset=name,
-            rows=(row,),
-            parameters=("decode=RandomResizedCrop(224)", f"size='{height}x{width}'"),
+            f"size='{height}x{width}'"
+        )
+        raise SizesDifferError.at(
+            path, problem, "decode=RandomResizedCrop(224)", f"size='{height}x{width}'", dataset=name, rows=(row,)
         )
 
 

@@ -457,13 +457,11 @@ class Engine:
             damaged = [row for file, row in found_in if file == path]
             some = ", ".join(map(str, damaged[:8])) + (", ..." if len(damaged) > 8 else "")
             what = f"rows {some} differ" if len(damaged) > 1 else f"row {some} differs"
-            raise DamagedRowsError(
-                f"{path}: {name!r} {what} from the stored checksum; run 'h5pack verify' on it, then restore the "
-                "file or convert again",
-                path=path,
-                dataset=name,
-                rows=damaged,
+            problem = (
+                f"{name!r} {what} from the stored checksum; run 'h5pack verify' on it, then restore the "
+                "file or convert again"
             )
+            raise DamagedRowsError.at(path, problem, dataset=name, rows=damaged)
 
     def prefetch(self, plan: ScatterPlan) -> None:
         """Start reading a plan's bytes into the page cache, without waiting, unless they are cached already."""

@@ -33,13 +33,11 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
     try:
         return h5py.File(name, "r")
     except FileNotFoundError as error:
-        raise PackFormatError(f"{name}: no such file; check the path", path=name) from error
+        raise PackFormatError.at(name, "no such file; check the path") from error
     except (OSError, RuntimeError) as error:
         if os.path.isdir(name):
-            raise PackFormatError(
-                f"{name}: a folder, not an HDF5 file; pack it with 'h5pack convert'", path=name
-            ) from error
-        raise PackFormatError(f"{name}: {_open_failure(name, error)}", path=name) from error
+            raise PackFormatError.at(name, "a folder, not an HDF5 file; pack it with 'h5pack convert'") from error
+        raise PackFormatError.at(name, _open_failure(name, error)) from error
 
 
 def _open_failure(name: str, error: Exception) -> str:
@@ -64,7 +62,7 @@ def _open_failure(name: str, error: Exception) -> str:
 
 def dataset_error(path: str, name: str, problem: str, rows: Sequence[int] = ()) -> PackFormatError:
     """Return the error to raise for a dataset that cannot be used; `problem` continues after the dataset's name."""
-    return PackFormatError(f"{path}: {name!r} {problem}", path=path, dataset=name, rows=rows)
+    return PackFormatError.at(path, f"{name!r} {problem}", dataset=name, rows=rows)
 
 
 def read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> int:
@@ -90,9 +88,9 @@ def read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: npt.NDArr
             kind = ReadError if "file read failed" in str(error) else PackFormatError
             path, name = dataset.file.filename, dataset.name.lstrip("/")
             which = f"row {start}" if count == 1 else f"rows {start}-{start + count - 1}"
-            raise kind(
-                f"{path}: {name!r} {which} cannot be read ({error}); run 'h5pack verify' on it, or restore the file",
-                path=path,
+            raise kind.at(
+                path,
+                f"{name!r} {which} cannot be read ({error}); run 'h5pack verify' on it, or restore the file",
                 dataset=name,
                 rows=range(start, start + count),
             ) from error
@@ -105,16 +103,16 @@ def require_complete(file: h5py.File) -> None:
         return
     version = int(file.attrs[schema.FORMAT])
     if version > schema.FORMAT_VERSION:
-        raise PackFormatError(
-            f"{file.filename}: has pack format {version}, but this h5pack reads only formats up to "
-            f"{schema.FORMAT_VERSION}; upgrade h5pack",
-            path=file.filename,
+        problem = (
+            f"has pack format {version}, but this h5pack reads only formats up to "
+            f"{schema.FORMAT_VERSION}; upgrade h5pack"
         )
+        raise PackFormatError.at(file.filename, problem)
     if not int(file.attrs.get(schema.COMPLETE, 0)):
-        raise IncompletePackError(
-            f"{file.filename}: its conversion did not finish; run the same conversion again with resume=True",
-            path=file.filename,
-            parameters=("resume=True",),
+        raise IncompletePackError.at(
+            file.filename,
+            "its conversion did not finish; run the same conversion again with resume=True",
+            "resume=True",
         )
 
 
@@ -132,11 +130,11 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
             alike = [found for found in names if file[found].ndim >= 3]
         likely = f", perhaps {alike[0]!r}" if len(alike) == 1 else ""
         advice = f"; give {parameter}{likely}" if parameter else ""
-        raise PackFormatError(
-            f"{file.filename}: has no dataset {name!r}; its datasets are {datasets_text(file)}{advice}",
-            path=file.filename,
+        raise PackFormatError.at(
+            file.filename,
+            f"has no dataset {name!r}; its datasets are {datasets_text(file)}{advice}",
+            *(parameter,) if parameter else (),
             dataset=name,
-            parameters=(parameter,) if parameter else (),
         )
     return item
 

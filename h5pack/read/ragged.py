@@ -139,7 +139,7 @@ def texts_of(engine: Engine, name: str, rows: npt.NDArray[np.int64], found: Ragg
     except UnicodeDecodeError:
         wrong[:] = [not _is_utf8(found.row(number).tobytes()) for number in range(len(found))]
     path, row = engine.file_row(int(rows[wrong.argmax()]))
-    raise DamagedRowsError(f"{path}: {name!r} row {row} {problem}; {_ADVICE}", path=path, dataset=name, rows=(row,))
+    raise DamagedRowsError.at(path, f"{name!r} row {row} {problem}; {_ADVICE}", dataset=name, rows=(row,))
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -161,11 +161,8 @@ def find_field(file: h5py.File, name: str) -> str:
         return own
     if schema.FORMAT in file.attrs and find_item(file, name) is None:
         known = ", ".join(repr(os.path.basename(path)) for path in own_fields(file)) or "none"
-        raise PackFormatError(
-            f"{file.filename}: has no field {name!r}; its fields are {known}",
-            path=file.filename,
-            dataset=name,
-            parameters=("fields",),
+        raise PackFormatError.at(
+            file.filename, f"has no field {name!r}; its fields are {known}", "fields", dataset=name
         )
     return name
 
@@ -176,5 +173,5 @@ def own_fields(file: h5py.File) -> list[str]:
     if group is None:
         return []
     if not isinstance(group, h5py.Group):
-        raise PackFormatError(f"{file.filename}: {schema.FIELDS!r} is not a group; {_ADVICE}", path=file.filename)
+        raise PackFormatError.at(file.filename, f"{schema.FIELDS!r} is not a group; {_ADVICE}")
     return [schema.field_path(name) for name in sorted(group)]

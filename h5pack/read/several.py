@@ -42,7 +42,7 @@ def list_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
         return [path]
     found = sorted(glob.glob(name))
     if not found:
-        raise PackFormatError(f"{name}: no file matches this pattern; check the path", path=name)
+        raise PackFormatError.at(name, "no file matches this pattern; check the path")
     return list(found)
 
 
@@ -81,11 +81,11 @@ def _rows(pack: FileDescription) -> int:
 def _require_alike(first: FileDescription, other: FileDescription) -> None:
     for what, one, two in zip(_METADATA, _metadata(first), _metadata(other), strict=True):
         if one != two:
-            raise PackFormatError(
-                f"{other.path}: has {what} {two}, but {first.path} has {one}; files that are read as one must agree "
-                "in this ('h5pack join' can join packs with different classes)",
-                path=other.path,
+            problem = (
+                f"has {what} {two}, but {first.path} has {one}; files that are read as one must agree "
+                "in this ('h5pack join' can join packs with different classes)"
             )
+            raise PackFormatError.at(other.path, problem)
 
 
 _METADATA = ("the datasets", "the layout", "the classes", "the columns", "the kinds of fields", "the classes of fields")
@@ -115,12 +115,11 @@ def _join(packs: Sequence[FileDescription], parts: Sequence[ChunkIndex]) -> Chun
             image_sizes=np.concatenate([part.image_sizes for part in encoded]),
         )
     if first.is_encoded:
-        raise PackFormatError(
-            f"{packs[0].path}: {first.name!r} holds encoded images of variable length, which can be read from one "
-            "file only; pack the files with 'h5pack convert'",
-            path=packs[0].path,
-            dataset=first.name,
+        problem = (
+            f"{first.name!r} holds encoded images of variable length, which can be read from one "
+            "file only; pack the files with 'h5pack convert'"
         )
+        raise PackFormatError.at(packs[0].path, problem, dataset=first.name)
     whole = replace(first, shape=(rows, *first.row_shape))
     if not rows or not whole.row_bytes:
         return whole  # None of the files stores anything of this dataset.

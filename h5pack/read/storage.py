@@ -54,11 +54,10 @@ class FileIdentity:
         except OSError:
             same = False
         if not same or status.st_ino != self.inode:
-            raise PackChangedError(
-                f"{path}: the file was replaced, rewritten or removed since this dataset was opened; open the dataset "
-                "again",
-                path=path,
+            problem = (
+                "the file was replaced, rewritten or removed since this dataset was opened; open the dataset again"
             )
+            raise PackChangedError.at(path, problem)
 
 
 @dataclass(frozen=True)
@@ -123,9 +122,8 @@ class Storage:
         try:
             descriptor = Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
-            raise ReadError(
-                f"{self.path}: cannot be opened ({error.strerror}); check its permissions and its disk",
-                path=self.path,
+            raise ReadError.at(
+                self.path, f"cannot be opened ({error.strerror}); check its permissions and its disk"
             ) from error
         self.identity.require(self.path, descriptor)
         # `dict.setdefault` is atomic, so one of two racing threads wins.
@@ -206,11 +204,11 @@ class Storage:
                 pause = next(pauses, None)
                 if pause is None:
                     self.check_unchanged()
-                    raise ReadError(
-                        f"{self.path}: {describe()} cannot be read ({reason}); check the disk, run 'h5pack verify' on "
-                        "it, or restore the file",
-                        path=self.path,
+                    problem = (
+                        f"{describe()} cannot be read ({reason}); check the disk, run 'h5pack verify' on "
+                        "it, or restore the file"
                     )
+                    raise ReadError.at(self.path, problem)
                 time.sleep(pause)
 
     def is_cached(self, offset: int, *, unknown: bool = True) -> bool:

@@ -231,8 +231,8 @@ def _detect(path: Path, names: NameFilter) -> str:
         return "hdf5"
     if _archive_format(path):
         return "folder"
-    raise SourceError(
-        f"{path}: neither a folder, nor a manifest (.csv, .tsv, .jsonl), COCO (.json), an archive (.tar, .zip), a "
-        "Parquet file or an HDF5 file; give one of these",
-        path=path,
+    problem = (
+        "neither a folder, nor a manifest (.csv, .tsv, .jsonl), COCO (.json), an archive (.tar, .zip), a "
+        "Parquet file or an HDF5 file; give one of these"
     )
+    raise SourceError.at(path, problem)

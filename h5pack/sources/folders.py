@@ -305,11 +305,11 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
         for column, (mask,) in zip(masks, matching, strict=True):
             column.append(mask)
     if not names and rejects:
-        raise SourceError(
-            f"{found.root}: no image in {images!r} has exactly one mask in each folder of masks; {rejects[0].name!r} "
-            f"has {rejects[0].reason}; give each mask the name of its image, except for the suffix",
-            path=found.root,
+        problem = (
+            f"no image in {images!r} has exactly one mask in each folder of masks; {rejects[0].name!r} "
+            f"has {rejects[0].reason}; give each mask the name of its image, except for the suffix"
         )
+        raise SourceError.at(found.root, problem)
     for target in targets:
         unused = sum(len(some) for stem, some in files[target].items() if stem not in files[images])
         ignored[f"files of {target!r} without an image"] += unused

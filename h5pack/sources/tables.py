@@ -285,11 +285,11 @@ def _require_columns(file: ArchiveFile, table: _Table, schema: Any, image: str) 
         raise SourceError.at(file.path, "has other columns than the first file; pack them separately")
     size = table.largest_group_bytes(image)
     if size > available_memory() // 2:
-        raise SourceError(
-            f"{file.path}: a row group takes {format_bytes(size)}, over half of the free memory; write the file again "
-            "with smaller row groups",
-            path=file.path,
+        problem = (
+            f"a row group takes {format_bytes(size)}, over half of the free memory; write the file again "
+            "with smaller row groups"
         )
+        raise SourceError.at(file.path, problem)
 
 
 def _is_plain(kind: Any) -> bool:
