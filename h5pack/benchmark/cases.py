@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from h5pack.pack.compression import parse_compression
-from h5pack.system.parameters import invalid, require_local
+from h5pack.system.parameters import invalid, require_local, whole_number
 from h5pack.system.text import counted
 
 ORDERS = ("sequential", "window", "full", "single")
@@ -102,8 +102,7 @@ class BenchSettings:
             found, bound = getattr(self, name), int(name not in ("num_workers", "seed"))
             values = found if isinstance(found, tuple) else () if found is None else (found,)
             for value in values:
-                if not hasattr(value, "__index__") or value < bound:
-                    raise invalid(name, value, f": it must be a whole number of at least {bound}")
+                whole_number(name, value, bound)
         for name in ("batch_size", "window", "compression"):
             if not getattr(self, name):
                 raise invalid(name, "", ": give at least one value")

@@ -121,7 +121,7 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
 
     `parameter` is the parameter that the message recommends for naming another dataset, such as ``labels=NAME``.
     """
-    item = find_item(file, name)
+    item = find_item(file, name) if isinstance(name, str) else None
     if not isinstance(item, h5py.Dataset):
         parameter = parameter or ("images=NAME" if name == schema.IMAGES else "")
         names = dataset_names(file)

@@ -105,14 +105,14 @@ def test_more_to_compare_needs_more_time() -> None:
     ("name", "value"),
     [
         ("seconds", 0), ("seconds", float("nan")), ("orders", ("random",)), ("engines", ()), ("caches", ("warm",)),
-        ("num_threads", (0,)), ("num_workers", (-1,)), ("chunk_rows", (0,)), ("rows", 0), ("batch_size", ()),
+        ("num_threads", (0,)), ("num_workers", (-1,)), ("chunk_rows", (0,)), ("rows", 0), ("rows", True), ("batch_size", ()),
         ("compression", ("zip",)), ("seed", -1),
     ],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(OptionsError) as caught:
         BenchSettings(**{name: value})
-    assert caught.value.parameters[0].startswith(f"{name}=")
+    assert caught.value.parameters[0].split("=")[0] == name
 
 
 def test_the_seconds_that_are_called_enough_leave_time_for_all_cases() -> None:

@@ -401,9 +401,10 @@ def test_the_fix_keeps_labels_and_fields_and_statistics_find_the_images(tmp_path
     assert "--labels run/stage\n" in other.to_text()
     assert other.stats is not None
     assert other.stats["labels"] == {"0": 14, "1": 13, "2": 13}
-    with pytest.raises(PackFormatError) as caught:
-        h5pack.info(path, labels="stage")
-    assert caught.value.parameters == ("labels=NAME",)
+    for wrong in ("stage", 3):
+        with pytest.raises(PackFormatError) as caught:
+            h5pack.info(path, labels=wrong)  # type: ignore[arg-type]
+        assert caught.value.parameters == ("labels=NAME",)
     np.testing.assert_allclose(report.stats["channels"]["mean"], images.mean((0, 2, 3)) / 255)
     assert main([*fix[1:2], str(path), str(tmp_path / "p.h5"), *fix[4:], "--quiet", "--workers", "1"]) == 0
     packed = h5pack.H5Dataset(tmp_path / "p.h5", fields=["temperature", "names"])
