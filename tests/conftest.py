@@ -23,8 +23,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Each worker of a fork server would otherwise import torch again, for seconds.
 multiprocessing.set_forkserver_preload(["torch", "h5pack.data.dataset"])
 
-# On a loaded machine any example may take long. A change must not fail for an example that nobody has drawn before, so
-# the examples are the same in every run; those of --hypothesis-profile=search are new ones.
+# On a loaded machine any example may take long. The examples are the same in every run, so that a change cannot fail
+# because of an example that has nothing to do with it. With --hypothesis-profile=search, each run draws other examples.
 _SLOW_MACHINE = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.register_profile("h5pack", _SLOW_MACHINE, derandomize=True)
 hypothesis.settings.register_profile("search", _SLOW_MACHINE, print_blob=True)

@@ -105,8 +105,8 @@ def test_more_to_compare_needs_more_time() -> None:
     ("name", "value"),
     [
         ("seconds", 0), ("seconds", float("nan")), ("orders", ("random",)), ("engines", ()), ("caches", ("warm",)),
-        ("num_threads", (0,)), ("num_workers", (-1,)), ("chunk_rows", (0,)), ("rows", 0), ("rows", True), ("batch_size", ()),
-        ("compression", ("zip",)), ("seed", -1),
+        ("num_threads", (0,)), ("num_workers", (-1,)), ("chunk_rows", (0,)), ("rows", 0), ("batch_size", ()),
+        ("compression", ("zip",)), ("seed", -1), ("rows", True),
     ],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused_by_name(name: str, value: Any) -> None:
