@@ -11,6 +11,11 @@ from h5pack.errors import OptionsError
 from h5pack.system.parameters import invalid
 
 _MIXED_EPOCHS = 8
+_OF_SPEED = (
+    "contiguous", "chunk_rows", "chunk_bytes", "orders", "engines", "caches", "compression", "num_threads",
+    "num_workers", "seconds", "rows", "num_images", "size", "source_kind", "scratch", "plot",
+)  # fmt: skip
+"""Arguments that are only used to measure speed."""
 
 
 def add(commands: Any) -> None:
@@ -97,13 +102,14 @@ def _add_compared(bench: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark and print its report; return the exit status."""
+    for name in _OF_SPEED if arguments.mixing else ("split", "epochs"):
+        if getattr(arguments, name) != arguments.parser.get_default(name):
+            problem = "is only used with mixing=True; add that, or leave it out"
+            problem = "is not used with mixing=True; leave one of them out" if arguments.mixing else problem
+            raise OptionsError(f"{name} {problem}", parameters=(name, "mixing=True"))
     if arguments.mixing:
         _print_mixing(_mixing(arguments), arguments)
         return 0
-    for name in ("split", "epochs"):
-        if getattr(arguments, name) is not None:
-            problem = "is only used with mixing=True; add that, or leave it out"
-            raise OptionsError(f"{name} {problem}", parameters=(name, "mixing=True"))
     begun = time.monotonic()
     from h5pack.benchmark.bench import BenchRun, make_settings
     from h5pack.benchmark.plots import check_plot_file, draw_bench

@@ -252,7 +252,7 @@ def test_bad_input_is_one_line_on_the_command_line(
         (f"{folder} --orders random", 2, "--orders random"),
         (f"{folder} --threads two", 2, "--threads two"),
         (f"{folder} --plot {tmp_path}/no/b.png", 2, "b.png"),
-        ("--mixing", 2, "SOURCE"),
+        (f"{folder} --mixing", 2, "--scratch"),
         (f"{folder} --split train", 2, "--mixing"),
         (f"{folder} --epochs 8", 2, "--mixing"),
     ):
@@ -329,6 +329,9 @@ def test_mixing_is_reported_for_a_split(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["bench", os.fspath(tmp_path / "other.h5"), "--mixing", *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["rows"], found["expected_distance"] is None) == (200, False)
+    for wrong, option in ((["--mixing"], "SOURCE"), (["x.h5", "--mixing", "--seconds", "9"], "--seconds")):
+        assert main(["bench", *wrong]) == 2
+        assert option in capsys.readouterr().err
 
 
 def test_ctrl_c_prints_the_results_so_far_and_cleans_up(
