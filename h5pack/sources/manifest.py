@@ -419,7 +419,8 @@ def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> 
         if values is not None and len(values) and values.min() == -1 and values.max() <= 1:
             values = np.where(values == -1, 0, values)
         if values is None or (len(values) and not (values.min() >= 0 and values.max() <= 255)):
-            row = next(row for row, cell in enumerate(cells) if not _is_byte(cell))
+            # -1 is allowed in some columns, so it is the reason only if there is no other.
+            row = min((cell == "-1", row) for row, cell in enumerate(cells) if not _is_byte(cell))[1]
             raise table.error(
                 row,
                 f"column {column!r} contains {cells[row]!r}; several label columns must hold integers in 0..255 "

@@ -139,7 +139,15 @@ def test_label_tables_hold_small_integers() -> None:
 
 @pytest.mark.parametrize(
     ("cells", "line"),
-    [(["0", "256"], 3), (["-1", "2"], 2), (["-2"], 2), (["1", "0.5"], 3), (["1", "0", ""], 4), (["1_0"], 2)],
+    [
+        (["0", "256"], 3),
+        (["-1", "2"], 2),
+        (["-2"], 2),
+        (["1", "0.5"], 3),
+        (["1", "0", ""], 4),
+        (["1_0"], 2),
+        (["-1", "x"], 3),
+    ],
 )
 def test_a_cell_outside_a_label_table_is_named(cells: list[str], line: int) -> None:
     with pytest.raises(SourceError, match=rf"line {line}: .*'{cells[line - 2]}'") as caught:
