@@ -391,10 +391,8 @@ def _die_with_parent() -> None:
 
 
 def _kill(executor: concurrent.futures.ProcessPoolExecutor) -> None:
-    """Kill the workers. A conversion records rows only after writing them, so no half-written row counts as written.
-
-    This uses private attributes of the executor, which has no public way to kill its workers before Python 3.14.
-    """
+    """Kill the workers. A conversion records rows only after writing them, so no half-written row counts as written."""
+    # Private API: ProcessPoolExecutor has no public way to kill its workers before Python 3.14.
     manager = getattr(executor, "_executor_manager_thread", None)
     processes = list((getattr(executor, "_processes", None) or {}).values())
     results = getattr(executor, "_result_queue", None)
