@@ -50,7 +50,7 @@ from h5pack.system.arrays import consecutive_runs, run_edges
 from h5pack.system.files import clone_range, drop_pages, read_all, reporting_disk_errors, sync_path, write_all
 from h5pack.system.machine import available_cpus
 from h5pack.system.processes import open_executor, run, shared
-from h5pack.system.text import format_bytes
+from h5pack.system.text import counted, format_bytes
 from h5pack.version import __version__
 
 _TASK_BYTES = 8 * 1024 * 1024
@@ -77,7 +77,7 @@ class CombineReport:
         if self.already_complete:
             return f"{self.path}: already complete"
         size, copied, total = format_bytes(self.bytes), format_bytes(self.copied_bytes), sum(self.seconds.values())
-        images = f"{self.images:,} images" + (f" ({self.added:,} new)" if self.added else "")
+        images = counted(self.images, "image") + (f" ({self.added:,} new)" if self.added else "")
         text = f"done     {self.path}: {images}, {size}, {copied} of rows written, {total:.1f} s"
         if self.rejects:
             text += f"\nrejects  {self.rejects:,}, listed with reasons in {self.path}.rejects.csv"
@@ -457,9 +457,9 @@ def _sources(shape: tuple[int, ...], mappings: list[_VirtualRows], names: dict[s
 
 
 def _relative(path: str, folder: Path) -> str:
-    """Return the path of a file relative to `folder`, along symbolic links if that is right, else along real folders.
+    """Return the path of a file relative to `folder`; without symbolic links to folders if these would mislead it.
 
-    For the system, ".." leads from a linked folder to the parent of the link's target.
+    The system resolves ".." in a linked folder to the parent of the link's target.
     """
     found = os.path.relpath(path, folder)
     parent, name = os.path.split(path)

@@ -67,9 +67,9 @@ def _label_kind(file: h5py.File) -> str:
         return "none"
     labels = require_dataset(file, schema.LABELS)
     if labels.ndim == 2:
-        return f"{labels.shape[1]} columns, {labels.dtype}"
+        return f"{counted(labels.shape[1], 'column')}, {labels.dtype}"
     classes = attribute_names(labels, schema.CLASSES)
-    return "integers" if classes is None else f"{len(classes)} classes"
+    return "integers" if classes is None else counted(len(classes), "class")
 
 
 def _describe_field(file: h5py.File, name: str) -> dict[str, Any]:

@@ -67,10 +67,10 @@ class ConvertReport:
             return f"{self.path}: already complete"
         total = sum(self.seconds.values())
         if self.part is not None:
-            return f"part     {self.part} of {self.path}: {self.images:,} rows, {total:.1f} s"
+            return f"part     {self.part} of {self.path}: {counted(self.images, 'row')}, {total:.1f} s"
         speed = self.images / total if total else 0.0
         size = format_bytes(self.bytes) + (f" in {counted(self.shards, 'shard')}" if self.shards else "")
-        text = f"done     {self.path}: {self.images:,} images, {size}, {total:.1f} s ({speed:,.0f} images/s)"
+        text = f"done     {self.path}: {counted(self.images, 'image')}, {size}, {total:.1f} s ({speed:,.0f} images/s)"
         if self.rejects:
             text += f"\nrejects  {self.rejects:,}, listed with reasons in {self.path}.rejects.csv"
         return text

@@ -286,7 +286,7 @@ class ConvertPlan:
         return dict(zip(self.catalog.split_names, itertools.pairwise(starts), strict=True))
 
     def notes(self) -> tuple[Note, ...]:
-        """Return notes about the source, a too large `chunk_rows`, and an output much larger than the image files."""
+        """Return notes about the source, too large a `chunk_rows`, and a file much larger than its image files."""
         notes = list(self.catalog.notes)
         if self.options.chunk_rows is not None and self.options.chunk_rows > self.rows:
             text = f"chunk_rows exceeds the {self.rows:,} images; these are in one chunk of {self.chunks.rows:,} rows"
@@ -301,8 +301,8 @@ class ConvertPlan:
         """Return a description of the labels, such as "10 classes"."""
         labels, names = self.catalog.labels, self.catalog.label_names
         if labels is not None and labels.ndim == 2:
-            return f"{labels.shape[1]} columns, uint8"
-        return "none" if labels is None else "integers" if names is None else f"{len(names)} classes"
+            return f"{counted(labels.shape[1], 'column')}, uint8"
+        return "none" if labels is None else "integers" if names is None else counted(len(names), "class")
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON-serializable dict. The keys are stable across versions."""
@@ -335,7 +335,7 @@ class ConvertPlan:
 
     def _chunks_text(self) -> str:
         chunks = self.chunks
-        return f"{chunks.count:,} of {chunks.rows:,} rows, {format_bytes(chunks.bytes)} each"
+        return f"{chunks.count:,} of {counted(chunks.rows, 'row')}, {format_bytes(chunks.bytes)} each"
 
     def to_text(self, note_text: Callable[[Note], str] = attrgetter("text")) -> str:
         """Return the plan as a few lines of text. `note_text` returns the text of a note."""

@@ -113,6 +113,8 @@ def test_labels_that_only_the_survey_knows() -> None:
     table = plan(unlabelled, survey(labels=np.zeros((COUNT, 2), np.uint8)))
     assert (table.catalog.label_names, table.label_kind()) == (("label_0", "label_1"), "2 columns, uint8")
     assert (plan().label_kind(), plan(unlabelled).label_kind()) == ("3 classes", "none")
+    one = catalog(labels=np.zeros(COUNT, np.int64), label_names=("cat",))
+    assert plan(one).label_kind() == "1 class"
 
 
 def test_the_plan_for_programs() -> None:
