@@ -253,7 +253,7 @@ def _sampled_runs(batches: int, max_batches: int) -> list[range]:
 
 
 def _batches(plan: OrderPlan, epoch: int, run: range) -> Rows:
-    """Return the file row numbers of the full batches whose numbers are in `run`; int64, (len(run), batch_size)."""
+    """Return the file rows of each batch whose number is in `run`: int64, (len(run), batch_size). All must be full."""
     parts, wanted = [], len(run) * plan.batch_size
     for group in plan.chunk_groups(epoch, run.start):
         rows = np.empty_like(group.rows)

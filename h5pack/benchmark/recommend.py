@@ -99,7 +99,7 @@ class Findings:
 
     @property
     def cases(self) -> dict[BenchCase, FileVariant]:
-        """The cases that compare the variants. Skip the contiguous variant, because h5pack cannot write it."""
+        """The cases that compare the variants, without the contiguous one, which h5pack cannot write."""
         given = [one for one in self.variants if one.is_input or one.chunk_rows is not None]
         return {self.workload.case(one.label, self.cache): one for one in given}
 

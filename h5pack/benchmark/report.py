@@ -333,7 +333,7 @@ def _facts(report: BenchReport) -> list[str]:
     if report.fix is not None and report.recommendation is None:
         lines.append(f"fix       {report.fix}")
     if report.recommendation is not None and (cache := report.recommendation.chunk_cache) is not None:
-        lines += _bullets("", [f"computed chunk cache, for h5py only: {cache.keywords} ({cache.reason})"], "h5py      ")
+        lines += _bullets("", [f"chunk cache, not measured: {cache.keywords} ({cache.reason})"], "h5py      ")
     return lines + _bullets("notes", map(printable, report.notes))
 
 

@@ -84,7 +84,7 @@ class PartsFolder:
     def shared_results(
         self, stage: str, inner: concurrent.futures.Executor, num_workers: int
     ) -> concurrent.futures.Executor:
-        """Return an executor for a stage whose results all parts share; it is `inner` if no part has started."""
+        """Return an executor that shares the results of a stage with all parts; `inner` if no part has started."""
         if not self.count:
             return inner
         folder = self.folder / stage

@@ -121,7 +121,7 @@ def _in_splits(part: Part, merged: Catalog, names: Sequence[str]) -> np.ndarray:
 
 def _of_classes(part: Part, merged: Catalog, names: Sequence[str]) -> np.ndarray:
     if merged.labels is None or merged.labels.ndim != 1 or merged.label_names is None:
-        raise OptionsError.at(part.path, "has no class names; leave out classes", "classes")
+        raise OptionsError.at(part.path, "classes needs a pack with class names; leave it out", "classes")
     _require_known(part, "classes", names, merged.label_names)
     return np.isin(merged.labels, [merged.label_names.index(name) for name in names])
 

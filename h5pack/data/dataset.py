@@ -312,12 +312,12 @@ class H5Dataset(BatchSource):
         return made
 
     def with_decode(self, decode: DecodeCrop | None, exact: bool) -> H5Dataset:
-        """Return a dataset that shares this one's files and differs in how images are decoded; None: it does not.
+        """Return a dataset of the same open files that decodes images by `decode`; if that is None, this dataset.
 
         Raises
         ------
         OptionsError
-            If `decode` does not fit the file, or is None although datasets were joined that differ in this.
+            If `decode` does not fit the file, or if it is None and the datasets joined in this one differ in `decode`.
         """
         if decode is None:
             if not self._same_decode:

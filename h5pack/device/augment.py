@@ -253,7 +253,7 @@ class AugmentationDraws:
                 )
         if self.color is not None and channels != 3:
             raise OptionsError(
-                f"the draws have colors, but the images have {channels} channels; give images with 3",
+                f"the draws have colors, which need images with 3 channels; these have {channels}",
                 parameters=("draws",),
             )
 

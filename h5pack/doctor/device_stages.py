@@ -39,8 +39,8 @@ Step = Callable[[torch.Tensor, "torch.Tensor | None"], Any]
 _MAX_QUEUED_CALLS = 256
 # Maximum number of queued copies to the GPU. Each holds device memory until the GPU has finished the copy.
 _MAX_QUEUED_COPIES = 8
-# Maximum number of tensors that `copies_beyond_cache` returns. Only tiny batches would need more to exceed the cache.
-# But normalizing a tiny batch takes only as long as the kernel launch, whether the batch is in the cache or not.
+# Maximum number of tensors that `copies_beyond_cache` returns. Only tiny batches would need more to exceed the cache,
+# and for those the kernel launch takes longest, whether they are in the cache or not.
 _MAX_COPIES = 16
 _PREFETCH_FACTOR = 2
 # Number of batches that a `DeviceFeed` prefetches for a GPU, including those that wait in host memory.

@@ -142,7 +142,7 @@ class DoctorReport:
         lines.append(f"step: {target.step}{'' if target.labels else ', without labels'}; normalize: {target.normalize}")
         if evidence is not None and evidence.one_thread_ratio is not None:
             times, threads = evidence.one_thread_ratio, evidence.step_threads
-            lines.append(f"with one of PyTorch's {threads} threads, the training is {times:.2f} times as fast")
+            lines.append(f"with one PyTorch thread instead of {threads}, the training is {times:.2f} times as fast")
         return lines
 
     def to_text(self) -> str:

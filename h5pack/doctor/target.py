@@ -424,7 +424,7 @@ class Target:
         try:
             return busy_fraction(lambda: transform(images), seconds)
         except TypeError:
-            # The transform also needs a random generator, which only a loader passes.
+            # The transform may require the parameter `generator`, which only a loader passes.
             return None
 
     def evidence(self, **measured: Any) -> Evidence:

@@ -283,7 +283,7 @@ class Manifest:
     """The contents of a manifest, not yet written to a file."""
 
     paths: NameTable  # (n,), the image file of each row
-    columns: tuple[ManifestColumn, ...]  # the further columns
+    columns: tuple[ManifestColumn, ...]  # the columns after `path`
     lost: tuple[str, ...]  # what `h5pack convert` would not restore from the manifest
 
     def lines(self, left_out: Collection[int]) -> Iterator[list[str]]:
@@ -370,7 +370,7 @@ def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
 
 def _folder_order(catalog: Catalog, paths: NameTable) -> str | None:
     """Return the `--order` with which convert restores the order of rows from the folders; None if it cannot."""
-    # In a source of classes, the folder of a class is the first part of its paths.
+    # Without splits, convert sorts images by class before it sorts them by folder.
     tops = catalog.split_ids if has_splits(catalog) or catalog.labels is None else catalog.labels
     keys = [(*above, *path.rpartition("/")) for *above, path in zip(catalog.split_ids, tops, paths, strict=True)]
     ranks = np.argsort(sorted(range(len(keys)), key=keys.__getitem__))

@@ -157,7 +157,7 @@ class ExportResults:
     rows: int = 0
     bytes: int = 0  # total size of the files
     reasons: dict[int, str] = field(default_factory=dict)  # index in the catalog: reason why the row has no file
-    parameters: tuple[str, ...] = ()  # parameters of the first RejectedImageError that has some
+    parameters: tuple[str, ...] = ()  # parameters named by the first RejectedImageError that names any
     resumed: int = 0  # number of images kept from an earlier run
     copied: int = 0  # number of rows already stored in the export's format, whose bytes are written unchanged
     differing: int = 0  # number of files that are missing or differ, if `check_only` is true

@@ -152,8 +152,8 @@ class UnfinishedPack(Unfinished):
         elif self._resumes and not begun.to_encode.any():
             output.structure.unlink()
         else:
-            # An earlier run may have ended while it encoded images, before it wrote the structure. Writing it again
-            # keeps the chunks.
+            # A run that was interrupted while it encoded images has not written the structure yet. If it has, copying
+            # it again does not change the chunks.
             copy_structure(output.structure, self.lock.descriptor, self.addresses, self.structure)
             if not begun.to_encode.any():
                 self._start_journal()
