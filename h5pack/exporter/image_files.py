@@ -282,7 +282,8 @@ def _shows(data: bytes, pixels: npt.NDArray[Any]) -> bool:
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return False
     found = found if found.ndim == 3 else found[:, :, None]
-    return found.dtype.itemsize == pixels.dtype.itemsize and np.array_equal(found, pixels)
+    # Depending on its version, Pillow opens a 16-bit PNG file as uint16 or as int32.
+    return (found.dtype == np.uint8) == (pixels.dtype == np.uint8) and np.array_equal(found, pixels)
 
 
 def _write_file(path: str, data: bytes) -> None:

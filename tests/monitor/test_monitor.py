@@ -281,7 +281,8 @@ def test_profilers_see_waits_and_steps_and_may_begin_and_stop_within_a_step(cloc
             batch[0] + 1
     assert len(list(iterator)) == 1
     counts = {event.key: event.count for event in profile.key_averages()}
-    assert (counts["h5pack: wait"], counts["h5pack: step"]) == (2, 2)
+    # Earlier versions of PyTorch leave out the step that has not ended.
+    assert (counts["h5pack: wait"], counts["h5pack: step"]) in ((2, 2), (2, 1))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in silent:
             torch.zeros(1) + 1
