@@ -23,6 +23,11 @@ from h5pack.system.libc import MADV_HUGEPAGE, MADV_POPULATE_READ, libc_function,
 _LOCK_WAIT_SECONDS = 3.0
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The errno values of a full disk, an exhausted quota and a limit on the size of files."""
+_FAILED_STORAGE = {
+    getattr(errno, name, None)
+    for name in ("EIO", "EROFS", "ESTALE", "ENODEV", "ENXIO", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EUCLEAN")
+}
+"""The errno values of a disk that fails, was made read-only or unmounted, and of a server that does not answer."""
 
 _COPY_BYTES = 4 * 1024 * 1024
 
@@ -127,15 +132,17 @@ def max_open_files() -> int:
 def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator[None]:
     """Turn an OSError with one of the `NO_SPACE` errors into a NoSpaceError about `path` that ends with `advice`.
 
-    `parameters` are the parameters named in `advice`. An EIO without a file name, as of fsync, becomes an H5PackError.
+    `parameters` are the parameters named in `advice`. Errors of storage that has failed become H5PackErrors.
     """
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EIO and error.filename is None:
+        if error.errno is not None and error.errno in _FAILED_STORAGE:
             again = f" with {' and '.join(parameters)}" if parameters else ""
             problem = f"{os.strerror(error.errno)}; check the disk, then run again{again}"
-            raise H5PackError.at(path, problem, *parameters) from error
+            # Errors of fsync and of writing name no file.
+            where = error.filename if isinstance(error.filename, (str, bytes)) else path
+            raise H5PackError.at(os.fsdecode(where), problem, *parameters) from error
         if error.errno not in NO_SPACE:
             raise
         raise NoSpaceError.at(path, f"{os.strerror(error.errno)}; {advice}", *parameters) from error

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from h5pack.errors import OutputBusyError, SourceError
+from h5pack.errors import H5PackError, NoSpaceError, OutputBusyError, SourceError
 from h5pack.system import files
 from h5pack.system.files import (
     absolute_path,
@@ -74,6 +74,24 @@ def test_an_atomic_write_replaces_the_file_or_leaves_it(tmp_path: Path, monkeypa
     with pytest.raises(OSError, match="full"):
         write_atomically(path, b"three")
     assert (path.read_bytes(), os.listdir(tmp_path)) == (b"two", ["f"])
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOTCONN, errno.ENOSPC])
+@pytest.mark.parametrize("named", [None, "/disk/o.h5.partial.new"])
+def test_storage_that_fails_is_one_line_about_the_file(number: int, named: str | None) -> None:
+    error = OSError(number, os.strerror(number), *([] if named is None else [named, None, "/disk/o.h5.partial"]))
+    with pytest.raises(H5PackError) as caught, files.reporting_disk_errors(Path("/disk/o.h5"), "make room", "resume"):
+        raise error
+    assert isinstance(caught.value, NoSpaceError) == (number == errno.ENOSPC)
+    assert caught.value.path == ("/disk/o.h5" if named is None or number == errno.ENOSPC else named)
+    assert caught.value.parameters == ("resume",)
+
+
+def test_errors_that_storage_does_not_cause_are_not_reported_as_such() -> None:
+    for error in (OSError(errno.EMFILE, "many"), OSError("without a number"), SourceError.at("a.jpg", "is damaged")):
+        with pytest.raises(type(error)) as caught, files.reporting_disk_errors(Path("o.h5"), "make room"):
+            raise error
+        assert caught.value is error
 
 
 @pytest.mark.parametrize("permitted", [True, False])
