@@ -28,6 +28,7 @@ from h5pack.read.hdf5 import (
     dataset_names,
     external_links,
     filters_of,
+    metadata_problem,
     open_file,
     reopen_tuned,
     require_dataset,
@@ -217,8 +218,7 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
         except PackFormatError:
             raise
         except (KeyError, ValueError, RuntimeError, OSError) as error:
-            problem = f"{os.fspath(path)}: its metadata is damaged ({error}); restore the file"
-            raise PackFormatError(problem, path=path) from error
+            raise PackFormatError.at(path, metadata_problem(error)) from error
 
 
 class _LoggedFile(io.FileIO):

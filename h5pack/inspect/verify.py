@@ -26,6 +26,7 @@ from h5pack.read.hdf5 import (
     dataset_error,
     dataset_names,
     is_filtered,
+    metadata_problem,
     open_file,
     reopen_tuned,
     require_complete,
@@ -217,7 +218,7 @@ def _inspect(path: str) -> _Structure | None:
             raise
         except Exception as error:
             # On damaged files, h5py may raise any exception type.
-            raise PackFormatError(f"{path}: damaged metadata ({error}); restore the file or convert again") from None
+            raise PackFormatError.at(path, metadata_problem(error)) from None
 
 
 def _inspect_pack(path: str, file: h5py.File) -> _Structure:

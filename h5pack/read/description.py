@@ -21,6 +21,7 @@ from h5pack.read.hdf5 import (
     attribute_names,
     dataset_error,
     find_item,
+    metadata_problem,
     open_file,
     require_complete,
     require_dataset,
@@ -104,9 +105,7 @@ def describe_file(
             raise
         except Exception as error:
             # On damaged files, h5py may raise any exception type.
-            raise PackFormatError.at(
-                absolute, f"its metadata is damaged ({error}); restore the file, or run 'h5pack verify' on it"
-            ) from error
+            raise PackFormatError.at(absolute, metadata_problem(error)) from error
 
 
 def require_tensors(pack: FileDescription) -> None:

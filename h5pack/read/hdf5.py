@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +57,26 @@ def _open_failure(name: str, error: Exception) -> str:
     if "signature not found" in text:
         size = os.path.getsize(name)
         return "the file is empty (0 bytes); convert again" if size == 0 else "not an HDF5 file; check the path"
+    if _failed_call(error) is not None:
+        return metadata_problem(error)
     detail = text[text.find("(") + 1 : text.rfind(")")] if "(" in text and ")" in text else text
     return f"HDF5 cannot open it ({detail}); the file is damaged: restore it or convert again"
+
+
+def metadata_problem(error: Exception) -> str:
+    """Return in one line what is wrong with a file if reading its metadata raised `error`, and what to do."""
+    reason = _failed_call(error)
+    if reason is not None:
+        return f"cannot be read ({reason}); check the disk, then try again"
+    return f"its metadata is damaged ({error}); restore the file, or convert again"
+
+
+def _failed_call(error: Exception) -> str | None:
+    """Return why a system call failed, None if none did. HDF5 adds details such as the time, with a line break."""
+    found = re.search(r"errno = (\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) else None
+    number = number or (int(found[1]) if found else 0)
+    return os.strerror(number) if number else None
 
 
 def dataset_error(path: str, name: str, problem: str, rows: Sequence[int] = ()) -> PackFormatError:
@@ -88,12 +107,9 @@ def read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: npt.NDArr
             kind = ReadError if "file read failed" in str(error) else PackFormatError
             path, name = dataset.file.filename, dataset.name.lstrip("/")
             which = f"row {start}" if count == 1 else f"rows {start}-{start + count - 1}"
-            raise kind.at(
-                path,
-                f"{name!r} {which} cannot be read ({error}); run 'h5pack verify' on it, or restore the file",
-                dataset=name,
-                rows=range(start, start + count),
-            ) from error
+            reason = _failed_call(error) or error
+            problem = f"{name!r} {which} cannot be read ({reason}); run 'h5pack verify' on it, or restore the file"
+            raise kind.at(path, problem, dataset=name, rows=range(start, start + count)) from error
     return len(edges) - 1
 
 
@@ -162,6 +178,8 @@ def find_item(file: h5py.File, name: str) -> Any:
     except KeyError as error:
         if isinstance(file.get(name, getlink=True), h5py.HardLink):
             problem = f"cannot be opened ({error.args[0]}); the file is damaged: restore it, or convert again"
+            if (reason := _failed_call(error)) is not None:
+                problem = f"cannot be opened ({reason}); check the disk, then try again"
             raise dataset_error(file.filename, name, problem) from error
         return None
 

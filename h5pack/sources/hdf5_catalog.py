@@ -31,7 +31,15 @@ from h5pack.read.chunk_index import index_checksums
 from h5pack.read.description import describe_file
 from h5pack.read.encoded import has_kept_images, is_encoded, is_mask_group
 from h5pack.read.engine import Engine
-from h5pack.read.hdf5 import attribute_names, dataset_names, datasets_text, open_file, require_dataset, text
+from h5pack.read.hdf5 import (
+    attribute_names,
+    dataset_names,
+    datasets_text,
+    metadata_problem,
+    open_file,
+    require_dataset,
+    text,
+)
 from h5pack.read.ragged import find_field, index_ragged, is_ragged, own_fields, read_ragged
 from h5pack.read.storage import FileIdentity, SourceFile
 from h5pack.read.virtual import files_of, require_sources
@@ -93,7 +101,7 @@ def hdf5_catalog(path: Path, datasets: HDF5Datasets, wanted: NameFilter) -> Cata
             raise
         except Exception as error:
             # On damaged files, h5py may raise any exception type.
-            raise SourceError.at(path, f"its metadata is damaged ({error}); restore the file") from error
+            raise SourceError.at(path, metadata_problem(error)) from error
     return catalog.filtered(wanted)
 
 

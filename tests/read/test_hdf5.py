@@ -1,0 +1,88 @@
+"""The errors about HDF5 files that cannot be opened or read."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
+
+import h5py
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack.errors import H5PackError, PackFormatError, ReadError
+from h5pack.read.description import describe_file
+from h5pack.read.hdf5 import open_file, read_rows
+from h5pack.sources.catalog import NameFilter
+from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
+from tests.makers import flat_folder
+
+HDF5_TEXT = (
+    "Can't synchronously read data (file read failed: time = Sat Nov 28 23:06:36 2026\n, filename = 'a.h5', file "
+    "descriptor = 13, errno = 5, error message = 'Input/output error', buf = 0x5, total read size = 100)"
+)
+"""What HDF5 says about a disk that fails, with a line break."""
+
+FAILURES = [OSError(errno.EIO, HDF5_TEXT), KeyError(HDF5_TEXT), RuntimeError(HDF5_TEXT), OSError(HDF5_TEXT)]
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hdf5")
+    h5pack.convert(flat_folder(folder / "images", 3), folder / "o.h5", num_workers=1)
+    return folder / "o.h5"
+
+
+def require_one_line(error: pytest.ExceptionInfo[h5pack.H5PackError], path: Path) -> None:
+    assert error.value.path == str(path)
+    assert "\n" not in str(error.value)
+    assert os.strerror(errno.EIO) in str(error.value)
+    assert "damaged" not in str(error.value)
+
+
+@pytest.mark.parametrize("failure", FAILURES[2:])
+def test_a_file_on_a_disk_that_fails_is_not_called_damaged(
+    pack: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    monkeypatch.setattr(h5py, "File", Mock(side_effect=failure))
+    with pytest.raises(PackFormatError) as caught:
+        open_file(pack)
+    require_one_line(caught, pack)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("read", [describe_file, h5pack.info, hdf5_catalog])
+def test_metadata_on_a_disk_that_fails_is_not_called_damaged(
+    pack: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, read: Callable[..., object]
+) -> None:
+    more = (HDF5Datasets(), NameFilter()) if read is hdf5_catalog else ()
+    monkeypatch.setattr(h5py.AttributeManager, "__getitem__", Mock(side_effect=failure))
+    with pytest.raises(H5PackError) as caught:
+        read(pack, *more)
+    require_one_line(caught, pack)
+
+
+def test_verify_does_not_call_a_file_on_a_disk_that_fails_damaged(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h5py.AttributeManager, "__getitem__", Mock(side_effect=FAILURES[0]))
+    report = h5pack.verify(pack, start_method="fork")
+    assert not report.ok
+    assert [os.strerror(errno.EIO) in one and "\n" not in one and "damaged" not in one for one in report.problems] == [
+        True
+    ]
+
+
+def test_rows_on_a_disk_that_fails_are_named_in_one_line(pack: Path) -> None:
+    with h5py.File(pack) as file:
+        dataset = Mock(file=file, shape=file["images"].shape, fillvalue=0)
+        dataset.name = "/images"
+        dataset.id.read.side_effect = OSError(errno.EIO, HDF5_TEXT)
+        dataset.id.get_space, dataset.id.get_create_plist = (
+            file["images"].id.get_space,
+            file["images"].id.get_create_plist,
+        )
+        with pytest.raises(ReadError) as caught:
+            read_rows(dataset, np.arange(2), np.empty((2, *dataset.shape[1:]), np.uint8))
+    require_one_line(caught, pack)
