@@ -105,6 +105,7 @@ class Conversion:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
         writer.release()
+        self.output.remove_emptied()
 
     def existing_report(self) -> ConvertReport | None:
         """Return the report of an output that is already complete; None if work remains, or the run does not resume.

@@ -242,6 +242,17 @@ class Output:
         self.compressed.unlink(missing_ok=True)
         self.new.unlink(missing_ok=True)
 
+    def remove_emptied(self) -> None:
+        """Remove folders that `remove_leftovers` emptied, but could not remove while a worker had files open in them.
+
+        On NFS and FUSE, a file that is removed while it is open gets another name, and remains until it is closed.
+        """
+        if not self.partial.exists():
+            for folder in (*self.shards.glob("*.journal"), self.shards, self.journal):
+                # The folder of another conversion that has just begun is not empty.
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+
 
 class OwnerFile:
     """``OUT.partial.owner``: names the process that may finish the output, because locks may not reach other machines.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -372,6 +373,33 @@ def test_files_of_a_killed_coordinator_are_removed_at_the_end(tmp_path: Path) ->
     assert leftovers(tmp_path) == {"in", *left}
     h5pack.convert(source, output.final, **quick())
     assert leftovers(tmp_path) == {"in", "o.h5"}
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 1_500_000])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_files_that_workers_keep_open_leave_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, shard_bytes: int | None
+) -> None:
+    """On NFS and FUSE, a removed file gets another name while it is open, so its folder cannot be removed."""
+    rmdir, end, open_files = os.rmdir, Conversion.__exit__, True
+
+    def refusing(path: Any, **keywords: Any) -> None:
+        if open_files and str(path).endswith(".partial.journal"):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        rmdir(path, **keywords)
+
+    def ending(conversion: Conversion, *error: Any) -> None:
+        nonlocal open_files
+        open_files = False
+        end(conversion, *error)
+
+    monkeypatch.setattr(os, "rmdir", refusing)
+    monkeypatch.setattr(Conversion, "__exit__", ending)
+    report = h5pack.convert(
+        flat_folder(tmp_path / "in", 90), tmp_path / "o.h5", size=96, num_workers=workers, shard_bytes=shard_bytes
+    )
+    assert (report.shards > 1) == (shard_bytes is not None)
+    assert leftovers(tmp_path) == {"in", "o.h5", *(f"o-{number:05d}.h5" for number in range(report.shards))}
 
 
 def test_resume_refuses_other_versions_of_decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
