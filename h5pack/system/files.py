@@ -149,10 +149,16 @@ def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator
 
 
 def sync_path(path: Path) -> None:
-    """Flush a file's bytes, or a folder's entries (after files were created or renamed in it), to the disk."""
+    """Flush a file's bytes, or a folder's entries (after files were created or renamed in it), to the disk.
+
+    Some file systems, such as older CIFS and shared folders of VirtualBox, cannot flush folders; then nothing is done.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
     finally:
         os.close(descriptor)
 

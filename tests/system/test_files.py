@@ -125,6 +125,19 @@ def test_file_systems_are_flushed_or_it_is_an_error(tmp_path: Path, monkeypatch:
     assert os.sync.called
 
 
+def test_only_folders_need_no_flush_where_the_file_system_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "f").touch()
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EINVAL, "fsync")))
+    files.sync_path(tmp_path)
+    with pytest.raises(OSError, match="fsync"):
+        files.sync_path(tmp_path / "f")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "fsync")))
+    with pytest.raises(OSError, match="fsync"):
+        files.sync_path(tmp_path)
+
+
 def test_the_file_system_is_that_of_the_mount() -> None:
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     types = {fields[4]: fields[fields.index("-") + 1] for fields in mounts}
