@@ -8,6 +8,7 @@ import math
 import mmap
 import os
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,12 @@ def huge_page_memory(size: int) -> mmap.mmap:
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return how many bytes an unprivileged process can still write to the file system that contains `folder`."""
+    """Return how many bytes an unprivileged process can still write to the file system that contains `folder`.
+
+    Returns ``sys.maxsize`` if the file system does not know its size, like ramfs and some FUSE file systems.
+    """
     status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
+    return status.f_bavail * status.f_frsize if status.f_blocks else sys.maxsize
 
 
 _trim = libc_function("malloc_trim", ctypes.c_int, ctypes.c_size_t)

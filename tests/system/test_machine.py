@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -52,6 +54,13 @@ def meminfo(tmp_path: Path, available: int = 1000 * MEGA) -> Path:
 def many_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a node of 64 cores, of which a quota leaves fewer."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+
+
+def test_a_file_system_without_a_size_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: Mock(f_blocks=0, f_bavail=0, f_frsize=4096))
+    assert free_bytes(tmp_path) == sys.maxsize
+    monkeypatch.setattr(os, "statvfs", lambda _: Mock(f_blocks=9, f_bavail=0, f_frsize=4096))
+    assert free_bytes(tmp_path) == 0
 
 
 def test_this_machine(tmp_path: Path) -> None:
