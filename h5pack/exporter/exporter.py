@@ -32,7 +32,14 @@ from h5pack.pack.options import check_choice, parse_range
 from h5pack.pack.output import Stages
 from h5pack.read.encoded import EncodedIndex
 from h5pack.sources.hdf5_catalog import HDF5Datasets
-from h5pack.system.files import open_locked, reporting_disk_errors, require_writable, sync_file_system, sync_path
+from h5pack.system.files import (
+    max_name_bytes,
+    open_locked,
+    reporting_disk_errors,
+    require_writable,
+    sync_file_system,
+    sync_path,
+)
 from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import require_local, texts, whole_number
 from h5pack.system.processes import open_executor, run
@@ -385,7 +392,7 @@ class _Export:
 
     def _process_rows(self, folder: Path, *, check_only: bool = False) -> tuple[ExportNames, Manifest, ExportResults]:
         """Write the files of all rows into `folder`. If `check_only`, only compare existing files with the rows."""
-        max_bytes = os.pathconf(self.target.final.parent, "PC_NAME_MAX")
+        max_bytes = max_name_bytes(self.target.final.parent)
         # `folder` contains manifest.csv. If MANIFEST.CSV exists, too, the file system ignores case in names.
         folds_case = (folder / MANIFEST.upper()).exists()
         names = name_files(self.source, NameRules(SUFFIXES[self.work.format], folds_case, max_bytes))

@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ from h5pack.system.files import (
     copy_permissions,
     is_locked,
     lock,
+    max_name_bytes,
     open_locked,
     require_writable,
     sync_path,
@@ -130,8 +130,7 @@ class Output:
         other unfinished conversion.
         """
         require_writable(self.final.parent)
-        # Windows has no such function.
-        max_bytes = os.pathconf(self.final.parent, "PC_NAME_MAX") if hasattr(os, "pathconf") else sys.maxsize
+        max_bytes = max_name_bytes(self.final.parent)
         if len(os.fsencode(self.final.name)) > max_bytes - _MAX_ENDING_BYTES:
             problem = "the name is too long for the temporary files beside it"
             advice = f"give a name of at most {max_bytes - _MAX_ENDING_BYTES} bytes"

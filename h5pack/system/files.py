@@ -202,6 +202,13 @@ def file_system_type(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
+def max_name_bytes(folder: Path) -> int:
+    """Return how many bytes the name of a file in `folder` may have at most."""
+    # Windows has no such function. Some FUSE file systems return 0, because they do not know a limit.
+    found = os.pathconf(folder, "PC_NAME_MAX") if hasattr(os, "pathconf") else 0
+    return found if found > 0 else sys.maxsize
+
+
 def require_writable(folder: Path) -> None:
     """Raise SourceError unless `folder` exists and files can be created in it."""
     if not folder.is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -136,6 +137,15 @@ def test_only_folders_need_no_flush_where_the_file_system_has_none(
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "fsync")))
     with pytest.raises(OSError, match="fsync"):
         files.sync_path(tmp_path)
+
+
+def test_names_may_have_any_length_where_no_limit_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert files.max_name_bytes(tmp_path) == os.pathconf(tmp_path, "PC_NAME_MAX")
+    for unknown in (0, -1):
+        monkeypatch.setattr(os, "pathconf", lambda *_, unknown=unknown: unknown)
+        assert files.max_name_bytes(tmp_path) == sys.maxsize
+    monkeypatch.delattr(os, "pathconf")
+    assert files.max_name_bytes(tmp_path) == sys.maxsize
 
 
 def test_the_file_system_is_that_of_the_mount() -> None:
