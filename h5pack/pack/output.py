@@ -23,6 +23,7 @@ from h5pack.system.files import (
     copy_changed,
     copy_permissions,
     is_locked,
+    link_file,
     lock,
     max_name_bytes,
     open_locked,
@@ -270,7 +271,7 @@ class OwnerFile:
         self._write(own)
         try:
             try:
-                os.link(own, self.path)
+                link_file(own, self.path)
             except FileExistsError:
                 _require_stale(output, own)
                 before = _owner_of(self.path)
@@ -469,12 +470,12 @@ class PartFile:
             try:
                 fill(new)
                 os.fsync(new)
+                # Linking is atomic and, unlike renaming, fails if another part was first.
+                with contextlib.suppress(FileExistsError):
+                    link_file(output.new, output.partial)
             finally:
                 os.close(new)
-            # Linking is atomic and, unlike renaming, fails if another part was first.
-            with contextlib.suppress(FileExistsError):
-                os.link(output.new, output.partial)
-            output.new.unlink()
+                output.new.unlink()
             sync_path(output.partial.parent)
         self.descriptor = os.open(output.partial, os.O_RDWR | os.O_CLOEXEC)
 

@@ -202,6 +202,19 @@ def file_system_type(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
+def link_file(file: Path, name: Path) -> None:
+    """Give a file a further name; raise FileExistsError if it exists, SourceError if there are no hard links."""
+    try:
+        os.link(file, name)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        problem = "its file system has no hard links, which several machines or parts need; choose another folder"
+        raise SourceError.at(name.parent, problem) from error
+
+
 def max_name_bytes(folder: Path) -> int:
     """Return how many bytes the name of a file in `folder` may have at most."""
     # Windows has no such function. Some FUSE file systems return 0, because they do not know a limit.

@@ -139,6 +139,19 @@ def test_only_folders_need_no_flush_where_the_file_system_has_none(
         files.sync_path(tmp_path)
 
 
+def test_a_file_system_without_hard_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "f").touch()
+    files.link_file(tmp_path / "f", tmp_path / "g")
+    assert (tmp_path / "g").samefile(tmp_path / "f")
+    with pytest.raises(FileExistsError):
+        files.link_file(tmp_path / "f", tmp_path / "g")
+    for number, kind in ((errno.EPERM, SourceError), (errno.ENOTSUP, SourceError), (errno.EIO, OSError)):
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(number, "link")))
+        with pytest.raises(kind) as caught:
+            files.link_file(tmp_path / "f", tmp_path / "h")
+        assert getattr(caught.value, "path", None) == (str(tmp_path) if kind is SourceError else None)
+
+
 def test_names_may_have_any_length_where_no_limit_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files.max_name_bytes(tmp_path) == os.pathconf(tmp_path, "PC_NAME_MAX")
     for unknown in (0, -1):
