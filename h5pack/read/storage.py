@@ -10,6 +10,7 @@ in memory.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -46,12 +47,19 @@ class FileIdentity:
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
     def require(self, path: str, file: str | int | None = None) -> None:
-        """Raise PackChangedError unless the file at `path`, or its open descriptor `file`, has this identity."""
+        """Raise PackChangedError unless the file at `path`, or its open descriptor `file`, has this identity.
+
+        Raises ReadError if the system cannot tell, for example because the disk fails.
+        """
         try:
             # Compare without creating a FileIdentity, because loaders check files several times per batch.
             status = os.stat(path if file is None else file)
             same = status.st_mtime_ns == self.modified_ns and status.st_size == self.size
-        except OSError:
+        except OSError as error:
+            # Servers report a removed file that is still open as stale.
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                problem = f"cannot be read ({error.strerror}); check its permissions and its disk"
+                raise ReadError.at(path, problem) from error
             same = False
         if not same or status.st_ino != self.inode:
             problem = (

@@ -288,6 +288,15 @@ def test_a_file_that_is_replaced_while_it_is_open_is_noticed_within_a_second(
             engine.read("x", [3])
 
 
+def test_a_disk_that_fails_is_no_change_of_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = FileIdentity.of(path)
+    for number, kind in ((errno.EIO, ReadError), (errno.EACCES, ReadError), (errno.ESTALE, PackChangedError)):
+        monkeypatch.setattr(os, "stat", Mock(side_effect=OSError(number, os.strerror(number))))
+        with pytest.raises(kind) as caught:
+            identity.require(str(path))
+        assert caught.value.path == str(path)
+
+
 def replaced(path: Path) -> None:
     os.replace(shutil.copy(path, path.with_name("new")), path)
 
