@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import DamagedRowsError, OutputBusyError, ResumeError
+from h5pack.errors import DamagedRowsError, H5PackError, OutputBusyError, ResumeError
 from h5pack.system.files import is_locked, lock, open_locked, read_all, sync_path, write_atomically
 
 # Magic number of a record. Give it another value if the layout of payloads changes: records of the earlier layout are
@@ -384,7 +384,7 @@ class SurveyJournal:
         """Open and lock the file; return whether that was possible."""
         try:
             descriptor = open_locked(self._path, "")
-        except OSError:
+        except (OSError, H5PackError):
             self._given_up = True
             return False
         self._descriptor = descriptor

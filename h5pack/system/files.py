@@ -224,7 +224,9 @@ def max_name_bytes(folder: Path) -> int:
 
 def require_writable(folder: Path) -> None:
     """Raise SourceError unless `folder` exists and files can be created in it."""
-    if not folder.is_dir():
+    with reporting_disk_errors(folder, "choose another folder"):
+        is_folder = folder.is_dir()
+    if not is_folder:
         raise SourceError.at(folder, "the folder for the output does not exist; create it")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SourceError.at(folder, "no permission to create files in this folder; choose another")
@@ -290,7 +292,8 @@ def open_locked(path: Path, busy: str) -> int:
     """
     deadline = time.monotonic() + _LOCK_WAIT_SECONDS
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with reporting_disk_errors(path, "make room, then run again"):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         locked = lock(descriptor)
         if locked is None:
             return descriptor

@@ -177,6 +177,18 @@ def test_a_missing_or_closed_folder_is_no_place_for_an_output(tmp_path: Path, mo
         assert caught.value.path == str(folder)
 
 
+def test_a_folder_on_a_disk_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_dir", Mock(side_effect=OSError(errno.EIO, "failed", str(tmp_path))))
+    monkeypatch.setattr(os, "open", Mock(side_effect=OSError(errno.EIO, "failed", str(tmp_path / "f"))))
+    for action in (lambda: files.require_writable(tmp_path), lambda: open_locked(tmp_path / "f", "busy")):
+        with pytest.raises(H5PackError) as caught:
+            action()
+        assert str(caught.value.path).startswith(str(tmp_path))
+    monkeypatch.setattr(os, "open", Mock(side_effect=OSError(errno.ENOSPC, "full", str(tmp_path / "f"))))
+    with pytest.raises(NoSpaceError):
+        open_locked(tmp_path / "f", "busy")
+
+
 def test_two_dots_after_a_link_lead_to_the_parent_of_its_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
