@@ -246,11 +246,17 @@ def require_sound(
     """
     if compression is not None:
         require_filter(compression)
-    with h5py.File(path, "r", locking=False) as file:
-        sound = int(file.attrs[schema.COMPLETE]) == 1 and all(
-            _is_sound_dataset(file, one, None if addresses is None else addresses[number])
-            for number, one in enumerate(expected)
-        )
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            sound = int(file.attrs[schema.COMPLETE]) == 1 and all(
+                _is_sound_dataset(file, one, None if addresses is None else addresses[number])
+                for number, one in enumerate(expected)
+            )
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        if getattr(error, "errno", None):
+            raise
+        # HDF5 cannot read the file, because some bytes were lost.
+        sound = False
     if not sound:
         problem = (
             "the file does not contain the written data; check the disk, then run again with "

@@ -20,6 +20,7 @@ from PIL import Image
 
 import h5pack
 from h5pack.errors import (
+    H5PackError,
     IncompletePackError,
     NoImagesError,
     OptionsError,
@@ -400,6 +401,25 @@ def test_files_that_workers_keep_open_leave_no_folder(
     )
     assert (report.shards > 1) == (shard_bytes is not None)
     assert leftovers(tmp_path) == {"in", "o.h5", *(f"o-{number:05d}.h5" for number in range(report.shards))}
+
+
+@pytest.mark.parametrize("offset", [0, 64, 600, 1200])
+def test_metadata_that_the_disk_lost_is_found_before_the_file_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int
+) -> None:
+    def losing(structure: Path, descriptor: int, *arguments: Any) -> None:
+        copy_structure(structure, descriptor, *arguments)
+        os.pwrite(descriptor, bytes(500), offset)
+
+    copy_structure = finish.copy_structure
+    monkeypatch.setattr(finish, "copy_structure", losing)
+    with pytest.raises(H5PackError) as caught:
+        h5pack.convert(flat_folder(tmp_path / "in", 4), tmp_path / "o.h5", **quick())
+    assert caught.value.path == str(tmp_path / "o.h5.partial")
+    assert "resume=True" in caught.value.parameters
+    monkeypatch.undo()
+    assert h5pack.convert(tmp_path / "in", tmp_path / "o.h5", resume=True, **quick()).resumed_rows == 4
+    assert h5pack.verify(tmp_path / "o.h5").ok
 
 
 def test_resume_refuses_other_versions_of_decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
