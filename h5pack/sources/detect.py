@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -158,6 +159,9 @@ def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
 
 
 def _missing(path: Path) -> SourceError:
+    # `os.path.exists` also returns False if the storage fails. Then raise the OSError.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(path)
     return SourceError.at(path, "no such file or folder; check the path")
 
 

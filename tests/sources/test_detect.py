@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -120,6 +122,16 @@ def test_what_is_not_a_source_is_an_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(SourceError) as caught:
         kind_of(tmp_path / name)
     assert caught.value.path == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", [None, "hdf5", "flat"])
+def test_a_source_on_a_disk_that_fails_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None
+) -> None:
+    monkeypatch.setattr(os, "stat", Mock(side_effect=OSError(errno.EIO, "failed", str(tmp_path))))
+    with pytest.raises(SourceError, match="failed") as caught:
+        open_source(tmp_path, SourceOptions(kind))
+    assert caught.value.path == str(tmp_path)
 
 
 def test_a_limit_applies_to_every_kind(tmp_path: Path) -> None:
