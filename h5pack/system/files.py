@@ -249,7 +249,7 @@ def require_other_files(outputs: Iterable[Path], inputs: Iterable[str | os.PathL
     """Raise OptionsError if an output is one of the existing files `inputs`, possibly under another name."""
     existing = {}
     for out in outputs:
-        with contextlib.suppress(FileNotFoundError):
+        with reporting_disk_errors(out, "choose another folder"), contextlib.suppress(FileNotFoundError):
             status = out.stat()
             existing[status.st_dev, status.st_ino] = out
     for path in inputs if existing else ():

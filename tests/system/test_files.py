@@ -178,9 +178,14 @@ def test_a_missing_or_closed_folder_is_no_place_for_an_output(tmp_path: Path, mo
 
 
 def test_a_folder_on_a_disk_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "is_dir", Mock(side_effect=OSError(errno.EIO, "failed", str(tmp_path))))
+    for name in ("is_dir", "stat"):
+        monkeypatch.setattr(Path, name, Mock(side_effect=OSError(errno.EIO, "failed", str(tmp_path))))
     monkeypatch.setattr(os, "open", Mock(side_effect=OSError(errno.EIO, "failed", str(tmp_path / "f"))))
-    for action in (lambda: files.require_writable(tmp_path), lambda: open_locked(tmp_path / "f", "busy")):
+    for action in (
+        lambda: files.require_writable(tmp_path),
+        lambda: files.require_other_files([tmp_path / "f"], []),
+        lambda: open_locked(tmp_path / "f", "busy"),
+    ):
         with pytest.raises(H5PackError) as caught:
             action()
         assert str(caught.value.path).startswith(str(tmp_path))
