@@ -117,12 +117,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Any other error is a bug in h5pack or a library. Print only one line unless --debug is given.
         if arguments.debug:
             raise
-        print(f"h5pack: {type(error).__name__}: {error} (run again with --debug for the traceback)", file=sys.stderr)
+        print(f"h5pack: {_unexpected(error)}", file=sys.stderr)
         return 1
     finally:
         sys.unraisablehook = unraisable_hook
         if before is not None:
             signal.signal(signal.SIGTERM, before)
+
+
+def _unexpected(error: Exception) -> str:
+    """Return the message about an error that is not an H5PackError."""
+    try:
+        os.getcwd()
+    except OSError as failed:
+        if isinstance(error, OSError) and error.filename is None:
+            return f"the working directory cannot be used ({failed.strerror}); change to another one, then run again"
+    return f"{type(error).__name__}: {error} (run again with --debug for the traceback)"
 
 
 def _resend_signal(previous_hook: Callable[[Any], object], unraisable: Any) -> None:

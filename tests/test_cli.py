@@ -187,6 +187,20 @@ def test_an_unexpected_error_is_one_line_unless_debug_is_given(
     assert err == "h5pack: ZeroDivisionError: unexpected (run again with --debug for the traceback)\n"
 
 
+@pytest.mark.parametrize("command", ["verify a.h5", "convert a b.h5", "append a.h5 b", "preview a.h5 b.png"])
+def test_a_working_directory_that_was_removed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert cli.main(command.split()) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("h5pack: the working directory ")
+    assert "Error" not in err
+
+
 def test_a_closed_pipe_gives_no_traceback(tmp_path: Path) -> None:
     source = flat_folder(tmp_path / "in", 3)
     command = f"{sys.executable} -m h5pack convert {source} {tmp_path}/o.h5 --dry-run | true"
