@@ -132,16 +132,21 @@ def max_open_files() -> int:
 def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator[None]:
     """Turn an OSError with one of the `NO_SPACE` errors into a NoSpaceError about `path` that ends with `advice`.
 
-    `parameters` are the parameters named in `advice`. Errors of storage that has failed become H5PackErrors.
+    `parameters` are the parameters named in `advice`. Errors of storage that has failed, and of files that
+    another program has removed, become H5PackErrors.
     """
     try:
         yield
     except OSError as error:
+        again = f"run again with {' and '.join(parameters)}" if parameters else "run again"
+        # Errors of fsync and of writing name no file.
+        named = isinstance(error.filename, (str, bytes))
+        where = error.filename if named else path
+        if error.errno == errno.ENOENT and named:
+            problem = f"was removed by another program; {again}"
+            raise H5PackError.at(os.fsdecode(where), problem, *parameters) from error
         if error.errno is not None and error.errno in _FAILED_STORAGE:
-            again = f" with {' and '.join(parameters)}" if parameters else ""
-            problem = f"{os.strerror(error.errno)}; check the disk, then run again{again}"
-            # Errors of fsync and of writing name no file.
-            where = error.filename if isinstance(error.filename, (str, bytes)) else path
+            problem = f"{os.strerror(error.errno)}; check the disk, then {again}"
             raise H5PackError.at(os.fsdecode(where), problem, *parameters) from error
         if error.errno not in NO_SPACE:
             raise

@@ -88,6 +88,12 @@ def test_storage_that_fails_is_one_line_about_the_file(number: int, named: str |
     assert caught.value.parameters == ("resume",)
 
 
+def test_a_file_that_another_program_removed_is_named() -> None:
+    with pytest.raises(H5PackError) as caught, files.reporting_disk_errors(Path("/o.h5"), "make room", "resume=True"):
+        os.stat("/nowhere/o.h5.journal")
+    assert (caught.value.path, caught.value.parameters) == ("/nowhere/o.h5.journal", ("resume=True",))
+
+
 def test_errors_that_storage_does_not_cause_are_not_reported_as_such() -> None:
     for error in (OSError(errno.EMFILE, "many"), OSError("without a number"), SourceError.at("a.jpg", "is damaged")):
         with pytest.raises(type(error)) as caught, files.reporting_disk_errors(Path("o.h5"), "make room"):
