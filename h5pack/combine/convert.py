@@ -320,6 +320,8 @@ class ShardedConversion(Conversion):
         before = journal.plan() if self.options.continues else None
         if before is not None:
             require_same(plan, journal, before)
+            # Another program may have removed the folder.
+            output.shards.mkdir(exist_ok=True)
             output.survey.unlink(missing_ok=True)
             return self.options.overwrite or bool(before["overwrite"])
         output.require_not_begun(lock, self.options)

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import h5pack
 from h5pack import cli
 from h5pack.combine.convert import open_conversion, shard_path
-from h5pack.errors import NoImagesError, OptionsError, OutputBusyError, OutputExistsError, ResumeError
+from h5pack.errors import H5PackError, NoImagesError, OptionsError, OutputBusyError, OutputExistsError, ResumeError
 from h5pack.pack.finish import shards_of
 from h5pack.pack.output import Output, OutputLock
 from tests.combine.packs import SOURCE, contents, source
@@ -115,6 +116,26 @@ def require_resumed(found: Path, out: Path, keywords: dict[str, Any], steps: Cal
 
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.h5")}
+
+
+def test_shards_that_another_program_removed_are_written_again(tmp_path: Path) -> None:
+    found, out = class_folders(tmp_path / "s", {"x": 30}), tmp_path / "o.h5"
+    keywords = quick(chunk_rows=4, shard_bytes=1_090_000)
+    h5pack.convert(found, out, **keywords)
+    whole = files(tmp_path)
+
+    def removing(*_: object) -> None:
+        shutil.rmtree(f"{out}.partial.shards")
+        os.stat(f"{out}.partial.shards")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("h5pack.combine.convert.make_virtual", removing)
+        with pytest.raises(H5PackError) as caught:
+            h5pack.convert(found, out, overwrite=True, **keywords)
+    assert "resume=True" in caught.value.parameters
+    h5pack.convert(found, out, resume=True, overwrite=True, **keywords)
+    assert files(tmp_path) == whole
+    assert leftovers(tmp_path) == {"s", *whole}
 
 
 def test_an_output_is_replaced_at_the_end(tmp_path: Path) -> None:
