@@ -132,8 +132,8 @@ def max_open_files() -> int:
 def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator[None]:
     """Turn an OSError with one of the `NO_SPACE` errors into a NoSpaceError about `path` that ends with `advice`.
 
-    `parameters` are the parameters named in `advice`. Errors of storage that has failed, and of files that
-    another program has removed, become H5PackErrors.
+    `parameters` are the parameters named in `advice`. Errors of storage that has failed, of files that another program
+    has removed, and of names that the file system does not allow become H5PackErrors.
     """
     try:
         yield
@@ -142,8 +142,11 @@ def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator
         # Errors of fsync and of writing name no file.
         named = isinstance(error.filename, (str, bytes))
         where = error.filename if named else path
-        if error.errno == errno.ENOENT and named:
-            problem = f"was removed by another program; {again}"
+        if error.errno in (errno.ENOENT, errno.EINVAL, errno.EILSEQ) and named:
+            # FAT and exFAT refuse names with a colon, with EINVAL or ENOENT.
+            problem = f"another program removed it, or its file system does not allow this name; {again}"
+            if error.errno != errno.ENOENT:
+                problem = "its file system does not allow this name; choose a folder on another file system"
             raise H5PackError.at(os.fsdecode(where), problem, *parameters) from error
         if error.errno is not None and error.errno in _FAILED_STORAGE:
             problem = f"{os.strerror(error.errno)}; check the disk, then {again}"

@@ -94,6 +94,16 @@ def test_a_file_that_another_program_removed_is_named() -> None:
     assert (caught.value.path, caught.value.parameters) == ("/nowhere/o.h5.journal", ("resume=True",))
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EILSEQ])
+def test_a_name_that_the_file_system_does_not_allow_is_named(number: int) -> None:
+    with pytest.raises(H5PackError) as caught, files.reporting_disk_errors(Path("/ex"), "make room"):
+        raise OSError(number, os.strerror(number), "/ex.partial/a:b")
+    assert caught.value.path == "/ex.partial/a:b"
+    # Errors of fsync name no file.
+    with pytest.raises(OSError, match="fsync"), files.reporting_disk_errors(Path("/ex"), "make room"):
+        raise OSError(number, "fsync")
+
+
 def test_errors_that_storage_does_not_cause_are_not_reported_as_such() -> None:
     for error in (OSError(errno.EMFILE, "many"), OSError("without a number"), SourceError.at("a.jpg", "is damaged")):
         with pytest.raises(type(error)) as caught, files.reporting_disk_errors(Path("o.h5"), "make room"):
