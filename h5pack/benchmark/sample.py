@@ -85,15 +85,21 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
     try:
         with reporting_disk_errors(path, _LESS_SPACE):
             yield path
-    except NoSpaceError as error:
+    except H5PackError as error:
         # Errors of `convert` advise parameters that bench does not have.
-        if error.path is None or not Path(error.path).is_relative_to(path):
+        is_full = isinstance(error, NoSpaceError)
+        is_inside = error.path is not None and Path(error.path).is_relative_to(path)
+        if not is_inside or not (is_full or "resume=True" in error.parameters):
             raise
-        text = f"{folder}: too little space for temporary files; make room, or {_LESS_SPACE}"
-        raise NoSpaceError(text, path=folder, parameters=("scratch=FOLDER",)) from error
+        if is_full:
+            problem = f"too little space for temporary files; make room, or {_LESS_SPACE}"
+            raise NoSpaceError.at(folder, problem, "scratch=FOLDER") from error
+        problem = "temporary files cannot be written or read; check the disk, or give another scratch=FOLDER"
+        raise H5PackError.at(folder, problem, "scratch=FOLDER") from error
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        # First close the lock, because on NFS and FUSE an open file would remain, and its folder with it.
         os.close(descriptor)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)

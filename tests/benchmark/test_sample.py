@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from h5pack.benchmark.cases import BenchSettings
 from h5pack.benchmark.sample import BenchSample, _Packer, find_input, make_sample, scratch_folder, usual_sizes
 from h5pack.combine.convert import convert
-from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, WorkerError
+from h5pack.errors import H5PackError, NoImagesError, NoSpaceError, OptionsError, WorkerError
 from tests.benchmark.files import ROW_BYTES, SIZE, input_of, sample_of, write_cut_chunks
 from tests.makers import class_folders, flat_folder, hdf5_file, save
 from tests.monitor.fake_clock import FakeClock
@@ -210,6 +212,34 @@ def test_scratch_needs_a_folder_and_space(folder: Path, scratch: Path, monkeypat
     monkeypatch.setattr("h5pack.benchmark.sample.free_bytes", lambda folder: 8 * ROW_BYTES)
     with pytest.raises(NoSpaceError):
         sample_of(folder, scratch)
+
+
+def test_a_scratch_folder_on_a_disk_that_fails_gets_advice_for_the_bench(tmp_path: Path) -> None:
+    problem = "fails; run again with resume=True"
+    with pytest.raises(H5PackError) as caught, scratch_folder(tmp_path) as scratch:
+        raise H5PackError.at(scratch / "first.h5.partial", problem, "resume=True")
+    assert (caught.value.path, caught.value.parameters) == (str(tmp_path), ("scratch=FOLDER",))
+    with pytest.raises(H5PackError, match="resume") as caught, scratch_folder(tmp_path):
+        raise H5PackError.at(tmp_path / "other.h5", problem, "resume=True")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_lock_is_closed_before_the_scratch_folder_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS and FUSE, a removed file gets another name while it is open, so its folder cannot be removed."""
+    opened = []
+    rmtree = shutil.rmtree
+
+    def removing(path: Path, **keywords: bool) -> None:
+        opened.extend(os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+        rmtree(path, **keywords)
+
+    monkeypatch.setattr(shutil, "rmtree", removing)
+    with scratch_folder(tmp_path) as scratch:
+        pass
+    assert opened
+    assert not [path for path in opened if path.startswith(str(scratch))]
 
 
 @pytest.mark.parametrize(("num_images", "rows"), [(None, 44), (40, 24), (10_000, 156), (10**6, 1_364)])
