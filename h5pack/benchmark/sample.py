@@ -41,7 +41,7 @@ from h5pack.sources.detect import open_source
 from h5pack.sources.folders import split_rank
 from h5pack.sources.hdf5_catalog import is_hdf5, is_text
 from h5pack.sources.hdf5_rows import HDF5RowReader
-from h5pack.system.files import lock, open_locked, reporting_disk_errors
+from h5pack.system.files import absolute_path, lock, open_locked, reporting_disk_errors
 from h5pack.system.machine import available_cpus, available_memory, free_bytes
 from h5pack.system.parameters import require_local
 from h5pack.system.processes import ONE_WORKER
@@ -68,7 +68,7 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
     Default: the working directory if writable, else the system's temporary folder. The folders of killed runs, which
     are those whose lock no process holds, are removed, too.
     """
-    folder = Path.cwd() if parent is None else Path(os.fsdecode(parent))
+    folder = Path.cwd() if parent is None else Path(absolute_path(parent))
     if parent is None and not os.access(folder, os.W_OK | os.X_OK):
         folder = Path(tempfile.gettempdir())
     try:
