@@ -48,6 +48,8 @@ def train(rank: int, run: str, pack: Path, folder: Path, die: list[int]) -> None
     h5loader = h5pack.H5Loader(dataset, **ORDER)
     saved = folder / "state.json"
     states = json.loads(saved.read_text()) if saved.exists() else {"epoch": 0}
+    # Kept until the end. PyTorch 2.4 may hang in `destroy_process_group` if gloo's thread is the last to drop a tensor.
+    token = torch.ones(1)
     if "sampler" in states:
         sampler.load_state_dict(states["sampler"])
         h5loader.load_state_dict(states["h5loader"])
@@ -57,7 +59,7 @@ def train(rank: int, run: str, pack: Path, folder: Path, die: list[int]) -> None
         for step, batches in enumerate(zip(loader, h5loader, strict=True)):
             with open(folder / f"rank{rank}.jsonl", "a") as log:
                 log.write(json.dumps([epoch, *map(samples, batches)]) + "\n")
-            torch.distributed.all_reduce(torch.ones(1))
+            torch.distributed.all_reduce(token)
             if rank == 0:
                 if [epoch, step] == die:
                     os.kill(os.getpid(), signal.SIGKILL)
