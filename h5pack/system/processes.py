@@ -86,6 +86,31 @@ class SerialExecutor(concurrent.futures.Executor):
 
 
 @contextlib.contextmanager
+def _reporting_start_errors(advice: str) -> Iterator[None]:
+    """Turn an OSError of starting processes, or of creating their pipes and locks, into a WorkerError with `advice`."""
+    try:
+        yield
+    except ConnectionError:  # The process has started, and ended. See `_require_start`.
+        raise
+    except OSError as error:
+        raise WorkerError(
+            f"worker processes cannot be started ({error.strerror or error}); check the limits on "
+            f"processes and open files ('ulimit -a'), and that /dev/shm is writable and not full{advice}",
+            parameters=(ONE_WORKER,),
+        ) from error
+
+
+class _ProcessPool(concurrent.futures.ProcessPoolExecutor):
+    """An executor whose `submit`, which starts the processes, reports errors as `_reporting_start_errors` does."""
+
+    advice = ""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        with _reporting_start_errors(self.advice):
+            return super().submit(fn, *args, **kwargs)
+
+
+@contextlib.contextmanager
 def open_executor(
     num_workers: int, start_method: str | None, shared_object: Any, *, isolated: bool = False
 ) -> Iterator[concurrent.futures.Executor]:
@@ -101,21 +126,28 @@ def open_executor(
         with using_shared(shared_object):
             yield SerialExecutor()
         return
+    advice = "" if isolated else _OR_ONE_WORKER
+    if multiprocessing.current_process().daemon:
+        raise WorkerError(
+            "a daemonic process, such as a worker of multiprocessing.Pool, cannot start worker processes; call this in "
+            f"a worker of concurrent.futures.ProcessPoolExecutor{advice}",
+            parameters=(ONE_WORKER,),
+        )
     method = start_method or choose_start_method()
     context: Any = multiprocessing.get_context(method)
     if method == "fork":
         _require_no_open_file(shared_object)
     elif _may_need_main(shared_object):
-        _require_importable_main("" if isolated else _OR_ONE_WORKER)
+        _require_importable_main(advice)
     else:
         context = copy.copy(context)
         context.Process = _SpawnProcess if method == "spawn" else _ForkServerProcess
-    executor = concurrent.futures.ProcessPoolExecutor(
-        num_workers, context, _start_worker, (_SharedObject(shared_object),)
-    )
+    with _reporting_start_errors(advice):
+        executor = _ProcessPool(num_workers, context, _start_worker, (_SharedObject(shared_object),))
+    executor.advice = advice
     try:
         if method != "fork":
-            _require_start(executor, num_workers, "" if isolated else _OR_ONE_WORKER)
+            _require_start(executor, num_workers, advice)
         yield executor
     except BaseException:
         _kill(executor)

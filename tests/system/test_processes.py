@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -14,6 +16,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any
@@ -104,6 +107,41 @@ def test_tasks_are_made_only_when_there_is_room(workers: int) -> None:
 def test_a_worker_that_dies_is_named_by_its_task(method: str) -> None:
     with pytest.raises(WorkerError, match=r"near .*task \d"), open_executor(2, method, None) as executor:
         list(run(executor, die_at_three, map(NamedTask, range(1_000)), 4))
+
+
+@pytest.mark.parametrize(
+    ("failing", "error"),
+    [
+        (f"{SemLock.__module__}.{SemLock.__name__}.__init__", FileNotFoundError(errno.ENOENT, "no /dev/shm")),
+        ("os.pipe", OSError(errno.EMFILE, "too many open files")),
+        ("os.fork", BlockingIOError(errno.EAGAIN, "too many processes")),
+    ],
+)
+@pytest.mark.parametrize("isolated", [False, True])
+def test_workers_that_cannot_be_started_are_one_error(
+    failing: str, error: OSError, isolated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = children_of(os.getpid())
+    monkeypatch.setattr(failing, Mock(side_effect=error))
+    with pytest.raises(WorkerError) as caught, open_executor(2, "fork", None, isolated=isolated) as executor:
+        list(run(executor, process_of, range(3), 2))
+    monkeypatch.undo()
+    assert error.strerror in str(caught.value)
+    assert ("num_workers=1" in str(caught.value)) == (not isolated)
+    assert set(children_of(os.getpid())) <= set(before)
+
+
+def pool_worker_error(_: int) -> str:
+    try:
+        with open_executor(2, None, None):
+            return ""
+    except WorkerError as error:
+        return str(error)
+
+
+def test_a_worker_of_a_pool_may_start_no_workers() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert "daemonic" in pool.map(pool_worker_error, [0])[0]
 
 
 def test_an_exception_stops_tasks_that_would_never_end(tmp_path: Path) -> None:
