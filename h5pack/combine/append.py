@@ -23,6 +23,7 @@ from h5pack.pack.plan import ConvertPlan
 from h5pack.read.hdf5 import encode_text, text
 from h5pack.sources.catalog import Catalog, Reject, one_split
 from h5pack.sources.map_style import MapStyleDataset
+from h5pack.system.files import require_replaceable
 from h5pack.system.parameters import require_local
 from h5pack.system.text import listed
 
@@ -103,6 +104,7 @@ def append(
     # Renaming the new file to a symbolic link would replace the link and leave the pack unchanged.
     path = Path(os.path.realpath(os.fsdecode(pack)))
     old = open_part(path)
+    require_replaceable(path, writable=False)
     _require_options(old, options)
     virtual = is_virtual(old)
     new_path = _shard_path(old) if virtual else path.with_name(f"{path.name}.new")

@@ -37,6 +37,7 @@ from h5pack.system.files import (
     max_name_bytes,
     open_locked,
     reporting_disk_errors,
+    require_replaceable,
     require_writable,
     sync_file_system,
     sync_path,
@@ -244,6 +245,8 @@ class ExportFolder:
     def check(self, overwrite: bool, resume: bool) -> None:
         """Raise an error if the export could not be published at this path; call this before any work is done."""
         require_writable(self.final.parent)
+        require_replaceable(self.lock_file, self.partial, self.replaced)
+        require_replaceable(self.final, writable=False)
         if os.path.ismount(self.final):
             raise SourceError.at(self.final, "is a mount point; name a folder inside it")
         if self.final.exists() and not self.final.is_dir():

@@ -21,7 +21,13 @@ from h5pack.pack.options import parse_range
 from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.hdf5_catalog import HDF5Datasets
-from h5pack.system.files import absolute_path, reporting_disk_errors, require_writable, write_atomically
+from h5pack.system.files import (
+    absolute_path,
+    reporting_disk_errors,
+    require_replaceable,
+    require_writable,
+    write_atomically,
+)
 from h5pack.system.parameters import require_local, whole_number
 from h5pack.system.text import counted, printable
 
@@ -198,6 +204,7 @@ def _require_output(target: Path, source: str | os.PathLike[str]) -> str:
     if file_format is None:
         raise OptionsError.at(target, f"unknown format; give a name that ends in {', '.join(_FORMATS)}")
     require_writable(target.parent)
+    require_replaceable(Path(os.path.realpath(target)), writable=False)
     if target.is_dir():
         raise OutputExistsError.at(target, "is a folder; give the name of a file")
     if target.exists() and os.path.exists(source) and os.path.samefile(target, source):

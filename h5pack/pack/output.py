@@ -27,6 +27,7 @@ from h5pack.system.files import (
     lock,
     max_name_bytes,
     open_locked,
+    require_replaceable,
     require_writable,
     sync_path,
     write_atomically,
@@ -136,6 +137,9 @@ class Output:
             problem = "the name is too long for the temporary files beside it"
             advice = f"give a name of at most {max_bytes - _MAX_ENDING_BYTES} bytes"
             raise SourceError.at(self.final, f"{problem}; {advice}")
+        temporary = (self.partial, self.new, self.survey, self.journal, self.parts, self.shards, self.owner)
+        require_replaceable(*temporary, self.structure, self.compressed)
+        require_replaceable(self.rejects, *(self.final,) * options.overwrite, writable=False)
         # Count the parts after looking for files. Otherwise, a part that begins in between would look like another run.
         has_unfinished = self.partial.exists() or self.parts.exists()
         begun_parts = count_parts()

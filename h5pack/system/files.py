@@ -240,6 +240,21 @@ def require_writable(folder: Path) -> None:
         raise SourceError.at(folder, "no permission to create files in this folder; choose another")
 
 
+def require_replaceable(*paths: Path, writable: bool = True) -> None:
+    """Raise SourceError if one of these existing files or folders cannot be replaced, and with `writable`, written.
+
+    In a folder with the sticky bit, such as /tmp, only the owner of a file, or of the folder, can rename or delete it.
+    """
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            folder, status = path.parent.stat(), path.lstat()
+            is_sticky = folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid, status.st_uid)
+            # Another process may have removed the file in between.
+            if is_sticky or (writable and not os.access(path, os.W_OK) and path.exists()):
+                problem = f"user {status.st_uid} owns it, and you may not replace it; ask them, or give another name"
+                raise SourceError.at(path, problem)
+
+
 def absolute_path(path: str | bytes | os.PathLike[str]) -> str:
     """Return an absolute path without "..", with which the system opens the same file as with `path`.
 

@@ -97,6 +97,18 @@ def test_an_interrupted_append_is_not_forgotten(tmp_path: Path) -> None:
     assert contents(path) == wanted
 
 
+def test_the_pack_of_another_user_in_a_shared_folder_is_an_error_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, more, _ = parts(tmp_path, "pixels")
+    before = leftovers(tmp_path)
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(SourceError):
+        h5pack.append(path, more, **quick(**SOURCE))
+    assert leftovers(tmp_path) == before
+
+
 def test_names_that_the_pack_has(tmp_path: Path) -> None:
     path, more, wanted = parts(tmp_path, "pixels")
     h5pack.append(path, more, **quick(**SOURCE))

@@ -400,6 +400,17 @@ def test_existing_files_are_replaced_only_if_an_export_wrote_them(pack: Path, tm
     assert leftovers(tmp_path) == {"a.h5", "b.partial", "c.replaced", "in", "link", "out"}
 
 
+@pytest.mark.parametrize("ending", ["", ".partial.lock"])
+def test_a_folder_of_another_user_in_a_shared_folder_is_an_error_before_any_work(
+    pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    (tmp_path / f"out{ending}").mkdir()
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(h5pack.SourceError):
+        export(pack, tmp_path / "out", **one())
+
+
 def test_resuming_a_complete_export_changes_nothing(pack: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = export(pack, out, **one(resume=True))

@@ -256,6 +256,17 @@ def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
             assert (image.format, image.size) == (kind, (report.width, report.height))
 
 
+def test_the_picture_of_another_user_in_a_shared_folder_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "f.h5", STORED["contiguous"])
+    (tmp_path / "o.png").touch()
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(SourceError):
+        preview(source, tmp_path / "o.png", images="x")
+
+
 def test_bad_options(tmp_path: Path) -> None:
     source = write(tmp_path / "f.h5", STORED["contiguous"])
     for settings in ({"per_class": 0}, {"max_classes": 0}, {"tile": 15}, {"seed": -1}):

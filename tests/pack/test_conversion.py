@@ -247,6 +247,20 @@ def test_errors_before_anything_is_written(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == {"cut", "empty", "in", "junk"}
 
 
+@pytest.mark.parametrize("ending", ["", ".partial", ".partial.survey", ".partial.journal", ".rejects.csv"])
+def test_a_file_of_another_user_in_a_shared_folder_is_an_error_before_any_work(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, others = flat_folder(tmp_path / "in", 1), tmp_path / f"o.h5{ending}"
+    others.touch()
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr(os, "geteuid", lambda: others.stat().st_uid + 1)
+    with pytest.raises(SourceError) as caught:
+        h5pack.convert(source, tmp_path / "o.h5", **quick(overwrite=True))
+    assert caught.value.path == str(others)
+    assert leftovers(tmp_path) == {"in", others.name}
+
+
 def test_an_existing_output_is_kept_until_the_new_one_is_whole(tmp_path: Path) -> None:
     source, out = flat_folder(tmp_path / "in", 4), tmp_path / "o.h5"
     odd = save(source / "odd.jpg", 1, (9, 9))

@@ -210,6 +210,24 @@ def test_a_folder_on_a_disk_that_fails_is_one_line(tmp_path: Path, monkeypatch: 
         open_locked(tmp_path / "f", "busy")
 
 
+def test_a_file_of_another_user_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = tmp_path / "others"
+    others.touch()
+    tmp_path.chmod(0o1777)
+    files.require_replaceable(others, tmp_path / "missing")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    files.require_replaceable(others, writable=False)
+    with pytest.raises(SourceError):
+        files.require_replaceable(others)
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "geteuid", lambda: others.stat().st_uid + 1)
+    with pytest.raises(SourceError) as caught:
+        files.require_replaceable(tmp_path / "missing", others, writable=False)
+    assert caught.value.path == str(others)
+    tmp_path.chmod(0o777)
+    files.require_replaceable(others)
+
+
 def test_two_dots_after_a_link_lead_to_the_parent_of_its_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
