@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import glob
 import io
 import os
@@ -85,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The status is 0 for success, 1 for an error or damage, 2 for invalid arguments, 130 after SIGINT, 143 after SIGTERM.
     """
+    _open_standard_streams()
     parser = _parser()
     arguments = parser.parse_args(_joined(sys.argv[1:] if argv is None else argv))
     for stream in (sys.stdout, sys.stderr):
@@ -109,9 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"h5pack: {_interrupted(arguments)}", file=sys.stderr)
         return 143 if isinstance(error, _Terminated) else 130
     except BrokenPipeError:
-        # The program that reads standard output has closed it. Redirect standard output to /dev/null, or Python would
-        # fail again when it flushes standard output at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The program that reads standard output has closed it.
+        _discard_output()
         return 1
     except Exception as error:
         # Any other error is a bug in h5pack or a library. Print only one line unless --debug is given.
@@ -125,13 +126,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, before)
 
 
+def _open_standard_streams() -> None:
+    """Open /dev/null for standard streams that are closed, or the next file that is opened would get their output."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def _discard_output() -> None:
+    """Redirect standard output to /dev/null, or Python would fail again when it flushes standard output at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _unexpected(error: Exception) -> str:
     """Return the message about an error that is not an H5PackError."""
-    try:
-        os.getcwd()
-    except OSError as failed:
-        if isinstance(error, OSError) and error.filename is None:
+    if isinstance(error, OSError) and error.filename is None:
+        try:
+            os.getcwd()
+        except OSError as failed:
             return f"the working directory cannot be used ({failed.strerror}); change to another one, then run again"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        try:
+            print(flush=True)
+        except OSError:
+            _discard_output()
+            return f"standard output cannot be written ({error.strerror}); redirect it to another place"
     return f"{type(error).__name__}: {error} (run again with --debug for the traceback)"
 
 

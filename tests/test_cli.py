@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import h5pack
 from h5pack import cli, errors
 from h5pack.commands.arguments import option_text
 from tests.makers import class_folders, flat_folder, save, truncate
@@ -206,6 +207,25 @@ def test_a_closed_pipe_gives_no_traceback(tmp_path: Path) -> None:
     command = f"{sys.executable} -m h5pack convert {source} {tmp_path}/o.h5 --dry-run | true"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_change_nothing(tmp_path: Path, redirection: str) -> None:
+    source, out = flat_folder(tmp_path / "in", 3), tmp_path / "o.h5"
+    command = f"{sys.executable} -m h5pack convert {source} {out} --workers 2 {redirection}"
+    assert subprocess.run(command, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True)
+    assert h5pack.verify(out).ok
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_standard_output_is_named(tmp_path: Path, unbuffered: str) -> None:
+    source = flat_folder(tmp_path / "in", 3)
+    command = f"{sys.executable} -m h5pack convert {source} {tmp_path}/o.h5 --dry-run >/dev/full"
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 1
+    assert result.stderr.startswith("h5pack: standard output ")
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
