@@ -69,9 +69,9 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
     are those whose lock no process holds, are removed, too.
     """
     folder = Path.cwd() if parent is None else Path(absolute_path(parent))
-    if parent is None and not os.access(folder, os.W_OK | os.X_OK):
-        folder = Path(tempfile.gettempdir())
     try:
+        if parent is None and not os.access(folder, os.W_OK | os.X_OK):
+            folder = Path(tempfile.gettempdir())
         for abandoned in folder.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError), (abandoned / _LOCK).open("rb+") as stream:
                 if lock(stream.fileno()):
@@ -134,9 +134,9 @@ def find_input(path: str | os.PathLike[str] | None, scratch: Path, settings: Ben
     require_local(path)
     source = os.fsdecode(path)
     if Path(source).is_file() and is_hdf5(Path(source)):
-        found = _hdf5_input(source, options)
+        found = _hdf5_input(source, options, scratch)
     else:
-        catalog = open_source(source, ConvertOptions.from_keywords(options).source_options)
+        catalog = open_source(source, ConvertOptions.from_keywords(options).source_options, scratch)
         split = _training_split(catalog.split_names)
         found = BenchInput(kind="folder", source=source, num_images=len(catalog), options=options, split=split)
     if found.num_images < MIN_IMAGES:
@@ -155,11 +155,11 @@ def _repeated(folder: Path, count: int) -> str:
     return str(manifest)
 
 
-def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
+def _hdf5_input(path: str, options: dict[str, Any], scratch: Path) -> BenchInput:
     images = options.get("images") or schema.IMAGES
     refusal: SourceError | None = None
     try:
-        reader = open_source(path, ConvertOptions.from_keywords(options).source_options).reader
+        reader = open_source(path, ConvertOptions.from_keywords(options).source_options, scratch).reader
         if isinstance(reader, HDF5RowReader):
             images = reader.images
     except SourceError as error:

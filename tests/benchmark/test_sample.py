@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -244,6 +246,19 @@ def test_the_lock_is_closed_before_the_scratch_folder_is_removed(
         pass
     assert opened
     assert not [path for path in opened if path.startswith(str(scratch))]
+
+
+def test_no_other_temporary_folder_is_used(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", Mock(side_effect=FileNotFoundError(2, "No usable temporary directory")))
+    with tarfile.open(tmp_path / "photos.tar.gz", "w:gz") as archive:
+        archive.add(folder, "photos")
+    with scratch_folder(tmp_path) as scratch:
+        for path in (tmp_path / "photos.tar.gz", hdf5_file(tmp_path / "f.h5", x=np.zeros((40, 8, 8, 3), np.uint8))):
+            assert find_input(path, scratch, BenchSettings()).num_images == 40
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(OptionsError) as caught, scratch_folder():
+        pass
+    assert caught.value.parameters == ("scratch=FOLDER",)
 
 
 @pytest.mark.parametrize(("num_images", "rows"), [(None, 44), (40, 24), (10_000, 156), (10**6, 1_364)])
