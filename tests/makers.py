@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import h5py
 import numpy as np
 import numpy.typing as npt
+import pytest
 from PIL import Image, ImageOps
 
 
@@ -33,6 +35,14 @@ def save(path: Path, seed: int = 0, size: tuple[int, int] = (20, 14), **settings
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels(seed, size)).save(path, **settings)
     return path
+
+
+def break_package(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make importing a package fail as if one of its libraries did not fit, with a module in `folder`."""
+    (folder / f"{name}.py").write_text("raise RuntimeError('compiled for another version')")
+    monkeypatch.syspath_prepend(folder)
+    for loaded in [one for one in sys.modules if one.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, loaded)
 
 
 def flat_folder(root: Path, count: int, size: tuple[int, int] = (20, 14)) -> Path:

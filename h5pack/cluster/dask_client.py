@@ -45,7 +45,6 @@ _MANY_RESULTS = 256
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 64 * 1024 * 1024
 _IDLE_TASKS = 8
 _LOCAL = re.compile(r"local:([1-9]\d*)")
-_NOT_INSTALLED = "a Dask cluster needs distributed, which is not installed; run pip install distributed"
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,9 @@ def open_client(address: str) -> Iterator[Any]:
     """
     try:
         import distributed
-    except ImportError as error:
-        raise WorkerError(_NOT_INSTALLED) from error
+    except Exception as error:  # A broken package may raise other errors than ImportError.
+        problem = f"a Dask cluster needs distributed, whose import fails ({error}); run pip install distributed"
+        raise WorkerError(problem) from error
     # h5pack reports lost connections by errors, so silence each of Dask's loggers; some have levels of their own.
     for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "distributed"]:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)

@@ -270,7 +270,7 @@ class CropDecoder:
             small: Pixels = simplejpeg.decode_jpeg(
                 data, "RGB", fastdct=True, fastupsample=True, min_height=lowest, min_width=narrowest, min_factor=2
             )
-        except (ImportError, ValueError):
+        except Exception:  # simplejpeg is not installed, or broken, or cannot decode this image.
             with Image.open(io.BytesIO(data)) as image:
                 image.draft("RGB", (narrowest, lowest))
                 small = np.array(image.convert("RGB"))  # torch needs a writable array.

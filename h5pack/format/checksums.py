@@ -15,7 +15,7 @@ import numpy.typing as npt
 # reaches only 1 GB/s. There, the checksum of a row takes half as long as decoding a small JPEG.
 try:
     fastest_zlib: Any = importlib.import_module("isal.isal_zlib")
-except ImportError:
+except Exception:  # A broken package may raise other errors than ImportError.
     fastest_zlib = zlib
 
 crc32: Callable[..., int] = fastest_zlib.crc32

@@ -449,10 +449,10 @@ def _rejected(error: Exception) -> RejectedImageError:
 
 
 def _simplejpeg() -> Callable[..., npt.NDArray[np.uint8]] | None:
-    """Return the function of simplejpeg that decodes JPEGs, or None if the package is not installed."""
+    """Return the function of simplejpeg that decodes JPEGs, or None if the package is not installed, or broken."""
     try:
         from simplejpeg import decode_jpeg
-    except ImportError:
+    except Exception:
         return None
     return cast("Callable[..., npt.NDArray[np.uint8]]", decode_jpeg)
 

@@ -107,8 +107,8 @@ class ReportOutputs:
         if self._own_writer:
             try:
                 from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                text = f"tensorboard is not installed ({error}); pip install tensorboard"
+            except Exception as error:  # A broken package may raise other errors than ImportError.
+                text = f"tensorboard cannot be imported ({error}); run pip install tensorboard"
                 raise OptionsError(text, parameters=("tensorboard",)) from error
             try:
                 self._writer = SummaryWriter(os.fspath(tensorboard))

@@ -143,7 +143,7 @@ def _decode_lzf(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
 def _imagecodecs() -> Any:
     try:
         return importlib.import_module("imagecodecs")
-    except ImportError:
+    except Exception:  # A broken package may raise other errors than ImportError.
         return None
 
 
@@ -295,7 +295,7 @@ def _require_header(number: int, parameters: tuple[int, ...], encoded: MallocBuf
 
 @functools.cache
 def _plugin_function(number: int) -> ctypes._FuncPointer | None:
-    """Return the C function of a filter plugin; None if hdf5plugin is not installed or has no such plugin."""
+    """Return the C function of a filter plugin; None if hdf5plugin is missing, broken or without it."""
     try:
         # Importing hdf5plugin also loads the symbols of HDF5, which the plugins need.
         module = importlib.import_module("hdf5plugin")
@@ -303,6 +303,6 @@ def _plugin_function(number: int) -> ctypes._FuncPointer | None:
         library = ctypes.CDLL(str(paths[0]))
         library.H5PLget_plugin_info.restype = ctypes.POINTER(_PluginDescription)
         description = library.H5PLget_plugin_info().contents
-    except (ImportError, OSError, IndexError, AttributeError):
+    except Exception:
         return None
     return _Function(description.function) if description.number == number else None

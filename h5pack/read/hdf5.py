@@ -269,8 +269,8 @@ def filters_of(dataset: h5py.Dataset) -> tuple[Filter, ...]:
 def load_filter(number: int) -> bool:
     """Try to make a filter available to HDF5 in this process; return whether it is available."""
     if not h5py.h5z.filter_avail(number):
-        with contextlib.suppress(ImportError):
-            # Importing hdf5plugin registers its filters with HDF5.
+        with contextlib.suppress(Exception):
+            # Importing hdf5plugin registers its filters with HDF5. A broken package may raise any error.
             importlib.import_module("hdf5plugin")
     return bool(h5py.h5z.filter_avail(number))
 

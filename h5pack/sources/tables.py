@@ -120,8 +120,9 @@ class _Table:
         try:
             import pyarrow
             from pyarrow import parquet
-        except ImportError as error:
-            raise SourceError.at(file.path, "Parquet and Arrow files need pyarrow; run pip install pyarrow") from error
+        except Exception as error:  # A broken package may raise other errors than ImportError.
+            problem = f"Parquet and Arrow files need pyarrow, whose import fails ({error}); run pip install pyarrow"
+            raise SourceError.at(file.path, problem) from error
         self._parquet: Any = None
         if file.path.lower().endswith(".arrow"):
             self._table = _memory_mapped(pyarrow, file.path)

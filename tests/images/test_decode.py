@@ -9,6 +9,7 @@ import struct
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, image_of, re
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.pack.options import RESAMPLES
 from tests.images.test_headers import chunk, oriented
-from tests.makers import pixels
+from tests.makers import break_package, pixels
 from tests.read.encoded_files import encode
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
@@ -252,6 +253,11 @@ def test_the_fast_decoder_is_proven_for_every_kind() -> None:
     for kind in set(DecodePath) - {DecodePath.PILLOW}:
         assert decode._is_exact(decode_jpeg, kind, 3)
         assert decode._is_exact(decode_jpeg, kind, 1) == (kind == DecodePath.JPEG_GRAY)
+
+
+def test_a_broken_simplejpeg_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_package("simplejpeg", tmp_path, monkeypatch)
+    assert decode._simplejpeg() is None
 
 
 @simplejpeg_only

@@ -23,7 +23,8 @@ from h5pack.errors import DamagedRowsError, PackFormatError
 from h5pack.format.schema import FilterId
 from h5pack.read import codecs
 from h5pack.read.codecs import Codec, MallocBuffer, UnsupportedFilterError, find_codec, fletcher32
-from h5pack.read.hdf5 import Filter
+from h5pack.read.hdf5 import Filter, load_filter
+from tests.makers import break_package
 from tests.read import files
 from tests.read.files import engine_of, require_rows
 
@@ -284,6 +285,17 @@ def test_a_missing_decoder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "hdf5plugin", None)
     assert not codecs.is_plugin(FilterId.ZSTD)
     codecs._plugin_function.cache_clear()
+
+
+def test_broken_packages_are_like_missing_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("hdf5plugin", "imagecodecs"):
+        break_package(name, tmp_path, monkeypatch)
+    for cached in (codecs._imagecodecs, codecs._plugin_function):
+        monkeypatch.setattr(codecs, cached.__name__, cached.__wrapped__)
+    assert codecs._imagecodecs() is None
+    assert not codecs.is_plugin(FilterId.ZSTD)
+    monkeypatch.setattr(h5py.h5z, "filter_avail", lambda number: False)
+    assert not load_filter(FilterId.ZSTD)
 
 
 def test_a_malloc_buffer_lives_as_long_as_its_arrays() -> None:

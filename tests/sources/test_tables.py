@@ -23,7 +23,7 @@ from h5pack.sources import tables
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns
-from tests.makers import pixels, quick
+from tests.makers import break_package, pixels, quick
 from tests.read.encoded_files import encode
 from tests.sources.test_manifest import rows_of
 
@@ -319,6 +319,13 @@ def test_each_row_group_is_read_once_for_the_rows_that_are_announced(
 def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "x.parquet", table(range(2)))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(SourceError, match=r"pip install pyarrow"):
+        opened(path)
+
+
+def test_a_broken_pyarrow_is_not_taken_for_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "x.parquet", table(range(2)))
+    break_package("pyarrow", tmp_path, monkeypatch)
     with pytest.raises(SourceError, match=r"pip install pyarrow"):
         opened(path)
 
