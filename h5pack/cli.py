@@ -10,10 +10,12 @@ import difflib
 import errno
 import glob
 import io
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,6 +45,9 @@ _OTHER_WAYS = {
     ("convert", "--split"): " (to convert one split, give its folder as SOURCE, or use --include 'train/*')",
 }
 """Hints for options that a command lacks but other commands have, by (command, option)."""
+
+
+_REPEAT_SECONDS = 0.4
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,9 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # Printing a file name that is not UTF-8 must not make a conversion fail.
             stream.reconfigure(errors="backslashreplace")
-    before = signal.getsignal(signal.SIGTERM)
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, _terminate)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    stop = _SignalHandler()
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, stop)
     unraisable_hook = sys.unraisablehook
     sys.unraisablehook = partial(_resend_signal, unraisable_hook)
     try:
@@ -122,8 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         sys.unraisablehook = unraisable_hook
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 def _open_standard_streams() -> None:
@@ -166,8 +174,8 @@ def _resend_signal(previous_hook: Callable[[Any], object], unraisable: Any) -> N
         previous_hook(unraisable)
         return
     number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
-    # Wait half a second, because Python would also drop an exception that is raised while this hook runs.
-    threading.Timer(0.5, signal.pthread_kill, [threading.main_thread().ident, number]).start()
+    # Wait, because Python would also drop an exception that is raised while this hook runs.
+    threading.Timer(_REPEAT_SECONDS + 0.1, signal.pthread_kill, [threading.main_thread().ident, number]).start()
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
@@ -181,8 +189,21 @@ def _joined(argv: Sequence[str]) -> list[str]:
     return joined
 
 
-def _terminate(number: int, frame: Any) -> None:
-    raise _Terminated
+class _SignalHandler:
+    """Raises KeyboardInterrupt on SIGINT, and `_Terminated` on SIGTERM, but ignores a signal soon after another one.
+
+    A second exception would interrupt the cleanup after the first: a lock that is then never released made `join` wait
+    forever. Programs that forward signals often send two, to the process and to its group.
+    """
+
+    def __init__(self) -> None:
+        self._last_time = -math.inf
+
+    def __call__(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if now - self._last_time > _REPEAT_SECONDS:
+            self._last_time = now
+            raise _Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
 def _interrupted(arguments: argparse.Namespace) -> str:

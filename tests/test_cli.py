@@ -278,6 +278,31 @@ def test_a_signal_in_a_weakref_callback_is_not_lost(
     assert len(dropped) == 1
 
 
+@pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_soon_after_another_does_not_interrupt_the_cleanup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], first: int, code: int, second: int
+) -> None:
+    clock, steps = [0.0], []
+    monkeypatch.setattr("h5pack.cli.time.monotonic", lambda: clock[0])
+
+    def work(*_: object, **__: object) -> None:
+        try:
+            signal.raise_signal(first)
+        finally:
+            signal.raise_signal(second)
+            steps.append("cleaned up")
+            clock[0] += 1
+            signal.raise_signal(first)
+            steps.append("not stopped later")
+
+    monkeypatch.setattr("h5pack.inspect.info.info", work)
+    before = signal.getsignal(signal.SIGINT)
+    assert run(capsys, "info", "x")[0] == code
+    assert steps == ["cleaned up"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 @pytest.mark.parametrize(
     ("ending", "options", "resumes"),
     [
