@@ -133,7 +133,7 @@ def find_input(path: str | os.PathLike[str] | None, scratch: Path, settings: Ben
         return BenchInput(kind="generated", source=made, num_images=count, options=options)
     require_local(path)
     source = os.fsdecode(path)
-    if Path(source).is_file() and is_hdf5(Path(source)):
+    if os.path.isfile(source) and is_hdf5(Path(source)):
         found = _hdf5_input(source, options, scratch)
     else:
         catalog = open_source(source, ConvertOptions.from_keywords(options).source_options, scratch)

@@ -160,9 +160,17 @@ def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
 
 def _missing(path: Path) -> SourceError:
     # `os.path.exists` also returns False if the storage fails. Then raise the OSError.
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    try:
         os.stat(path)
+    except PermissionError:
+        return _closed(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        pass
     return SourceError.at(path, "no such file or folder; check the path")
+
+
+def _closed(path: Path) -> SourceError:
+    return SourceError.at(path, "no permission to read it, or a folder above it; change the mode, or ask the owner")
 
 
 def _open_mds(path: Path, options: SourceOptions) -> Catalog:
@@ -218,6 +226,8 @@ def _start(path: Path) -> bytes:
 def _detect(path: Path, names: NameFilter) -> str:
     """Return one of `KINDS`, or "folder" for a folder or archive whose kind depends on the names in it."""
     if os.path.isdir(path):
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise _closed(path)
         named = (("celeba", is_celeba), ("coco", is_coco), ("mds", is_mds))
         return next((kind for kind, check in named if check(path)), "") or shards_kind(path, names) or "folder"
     if not os.path.exists(path):

@@ -232,11 +232,14 @@ def max_name_bytes(folder: Path) -> int:
 
 def require_writable(folder: Path) -> None:
     """Raise SourceError unless `folder` exists and files can be created in it."""
+    is_closed = not os.access(folder, os.W_OK | os.X_OK)
     with reporting_disk_errors(folder, "choose another folder"):
-        is_folder = folder.is_dir()
-    if not is_folder:
-        raise SourceError.at(folder, "the folder for the output does not exist; create it")
-    if not os.access(folder, os.W_OK | os.X_OK):
+        try:
+            if not folder.is_dir():
+                raise SourceError.at(folder, "the folder for the output does not exist; create it")
+        except PermissionError:  # A folder above it cannot be opened.
+            is_closed = True
+    if is_closed:
         raise SourceError.at(folder, "no permission to create files in this folder; choose another")
 
 

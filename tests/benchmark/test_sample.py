@@ -18,7 +18,7 @@ import pytest
 from h5pack.benchmark.cases import BenchSettings
 from h5pack.benchmark.sample import BenchSample, _Packer, find_input, make_sample, scratch_folder, usual_sizes
 from h5pack.combine.convert import convert
-from h5pack.errors import H5PackError, NoImagesError, NoSpaceError, OptionsError, WorkerError
+from h5pack.errors import H5PackError, NoImagesError, NoSpaceError, OptionsError, SourceError, WorkerError
 from tests.benchmark.files import ROW_BYTES, SIZE, input_of, sample_of, write_cut_chunks
 from tests.makers import class_folders, flat_folder, hdf5_file, save
 from tests.monitor.fake_clock import FakeClock
@@ -246,6 +246,13 @@ def test_the_lock_is_closed_before_the_scratch_folder_is_removed(
         pass
     assert opened
     assert not [path for path in opened if path.startswith(str(scratch))]
+
+
+def test_an_input_in_a_closed_folder_is_an_error(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "stat", Mock(side_effect=PermissionError))
+    with pytest.raises(SourceError, match="permission"):
+        find_input(scratch / "closed" / "a.h5", scratch, BenchSettings())
+    monkeypatch.undo()
 
 
 def test_no_other_temporary_folder_is_used(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
