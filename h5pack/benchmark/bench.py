@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from tqdm import tqdm
-
 from h5pack.benchmark.cases import (
     CACHES,
     ENGINES,
@@ -46,6 +44,7 @@ from h5pack.benchmark.sweep import Sweep
 from h5pack.errors import OptionsError
 from h5pack.pack.options import parse_size
 from h5pack.system.machine import available_cpus, available_memory, load_average, machine_facts
+from h5pack.system.progress import progress_bar
 
 _MAX_THREADS = 4
 _TRIED = (1, 2, 4, 8, 16)
@@ -249,8 +248,8 @@ class BenchRun:
         self._source = source
         self._settings = settings
         self._clock = clock
-        self._bar = tqdm(
-            total=settings.seconds,
+        self._bar = progress_bar(
+            settings.seconds,
             disable=None if progress else True,
             bar_format="{desc:<22}{bar}| {elapsed}",
             leave=False,

@@ -40,7 +40,7 @@ from h5pack.pack.file_structure import (
 )
 from h5pack.pack.journal import Journal
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.output import Output, OutputLock, Stages
+from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.resume import Unfinished
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
@@ -50,6 +50,7 @@ from h5pack.system.arrays import consecutive_runs, run_edges
 from h5pack.system.files import clone_range, drop_pages, read_all, reporting_disk_errors, sync_path, write_all
 from h5pack.system.machine import available_cpus
 from h5pack.system.processes import open_executor, run, shared
+from h5pack.system.progress import Stages
 from h5pack.system.text import counted, format_bytes
 from h5pack.version import __version__
 

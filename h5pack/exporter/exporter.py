@@ -30,7 +30,6 @@ from h5pack.exporter.image_files import (
     open_rows,
 )
 from h5pack.pack.options import check_choice, parse_range
-from h5pack.pack.output import Stages
 from h5pack.read.encoded import EncodedIndex
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.system.files import (
@@ -45,6 +44,7 @@ from h5pack.system.files import (
 from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import require_local, texts, whole_number
 from h5pack.system.processes import open_executor, run
+from h5pack.system.progress import Stages
 from h5pack.system.text import counted, format_bytes
 
 _DEFAULT_QUALITY = 95

@@ -13,7 +13,6 @@ from typing import Any
 import h5py
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from h5pack.errors import H5PackError, PackFormatError
 from h5pack.format import schema
@@ -39,6 +38,7 @@ from h5pack.system.files import absolute_path
 from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import require_local, whole_number
 from h5pack.system.processes import open_executor, run
+from h5pack.system.progress import Stages
 from h5pack.system.text import counted
 
 _MAX_LISTED = 20
@@ -173,14 +173,13 @@ def verify(
 
 def _check_large(path: str, structure: _Structure, executor: Executor, in_flight: int, *, progress: bool) -> None:
     """Check the rows of large datasets, and add the damaged rows, in ascending order, to `structure.damaged`."""
-    tqdm.monitor_interval = 0
     total = sum(len(one.checksums) for one in structure.large)
-    with tqdm(total=total, desc="verify", unit=" rows", disable=None if progress else True, leave=False) as bar:
+    with Stages(progress)("verify", total, unit=" rows") as advance:
         for one in structure.large:
             wrong: list[int] = []
             for checked, found in _checked(path, one, executor, in_flight):
                 wrong += found
-                bar.update(checked)
+                advance(checked)
             if wrong:
                 structure.damaged[one.name] = sorted(wrong)
 

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tqdm import tqdm
-
 from h5pack.errors import OptionsError
 from h5pack.monitor.probes import GpuStatus
+from h5pack.system.progress import progress_bar
 
 _log = logging.getLogger("h5pack")
 _NOT_AVAILABLE = "not available"
@@ -127,9 +126,7 @@ class ReportOutputs:
         """Begin an epoch of `total` batches (None: not known) at the batch with index `first_batch`."""
         self._first_batch = first_batch
         if self._progress:
-            # Do not let tqdm start its monitor thread: a forked child could inherit a lock that is never released.
-            tqdm.monitor_interval = 0
-            self._bar = tqdm(total=total, initial=first_batch, desc=self._name, unit=" batches")
+            self._bar = progress_bar(total, initial=first_batch, desc=self._name, unit=" batches")
 
     def interval(self, report: FeedReport, batches: int) -> None:
         """Send the report of an interval to the outputs. The iteration has delivered `batches` batches so far."""

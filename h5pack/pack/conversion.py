@@ -42,7 +42,7 @@ from h5pack.pack.estimate import estimate_seconds, table_seconds
 from h5pack.pack.journal import Journal, RowRecord, RowResults, SurveyJournal
 from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
 from h5pack.pack.options import ConvertOptions, output_path, refuse_reject, require_suitable
-from h5pack.pack.output import ConvertReport, Output, OutputLock, PartFile, Stages
+from h5pack.pack.output import ConvertReport, Output, OutputLock, PartFile
 from h5pack.pack.plan import ConvertPlan, NoRowsError, close_holes, make_plan
 from h5pack.pack.resume import UnfinishedPack, source_changed, verify_existing
 from h5pack.pack.survey import first_changed, survey, survey_identity, with_placed_fields, with_size_note
@@ -53,6 +53,7 @@ from h5pack.system.files import reporting_disk_errors, require_other_files
 from h5pack.system.machine import available_cpus, release_free_memory
 from h5pack.system.parameters import require_local
 from h5pack.system.processes import run
+from h5pack.system.progress import Stages
 
 _CHECK_BYTES = 8 * 1024 * 1024
 

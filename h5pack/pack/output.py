@@ -9,13 +9,10 @@ import secrets
 import shutil
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from h5pack.errors import IncompletePackError, NoSpaceError, OutputBusyError, OutputExistsError, SourceError
 from h5pack.pack.options import ConvertOptions
@@ -76,27 +73,6 @@ class ConvertReport:
         if self.rejects:
             text += f"\nrejects  {self.rejects:,}, listed with reasons in {self.path}.rejects.csv"
         return text
-
-
-class Stages:
-    """Measures the time of each stage of a command, in `seconds`, and shows progress bars if `progress` is true."""
-
-    def __init__(self, progress: bool) -> None:
-        self._progress = progress
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, name: str, images: int) -> Iterator[Callable[[int], object]]:
-        """Measure one stage; yield a function to be called with the number of images done since its last call."""
-        begin = time.perf_counter()
-        if self._progress:
-            # A process forked while tqdm's monitor thread runs could inherit a lock that is never released.
-            tqdm.monitor_interval = 0
-            with tqdm(total=images, desc=name, unit=" images", disable=None, smoothing=0.1, leave=False) as bar:
-                yield bar.update
-        else:
-            yield lambda count: None
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
 class Output:

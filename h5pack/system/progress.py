@@ -1,0 +1,38 @@
+"""Progress bars, and the time that each stage of a command takes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+
+def progress_bar(total: float | None, **settings: Any) -> Any:
+    """Return a progress bar of tqdm, which takes the `settings`, without the thread that tqdm starts by default.
+
+    A process that is forked while that thread runs could inherit a lock that is never released.
+    """
+    tqdm.monitor_interval = 0
+    return tqdm(total=total, **settings)
+
+
+class Stages:
+    """Measures the time of each stage of a command, in `seconds`, and shows progress bars if `progress` is true."""
+
+    def __init__(self, progress: bool) -> None:
+        self._progress = progress
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str, count: int, unit: str = " images") -> Iterator[Callable[[int], object]]:
+        """Measure one stage; yield a function to be called with the number of units done since its last call."""
+        begin = time.perf_counter()
+        if self._progress:
+            with progress_bar(count, desc=name, unit=unit, disable=None, smoothing=0.1, leave=False) as bar:
+                yield bar.update
+        else:
+            yield lambda done: None
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
