@@ -14,7 +14,16 @@ import numpy as np
 
 from h5pack.combine.combination import Combination
 from h5pack.combine.convert import shard_path
-from h5pack.combine.parts import Part, added_statistics, is_virtual, merge, open_part
+from h5pack.combine.parts import (
+    Part,
+    added_statistics,
+    is_virtual,
+    label_kind,
+    merge,
+    merge_classes,
+    open_part,
+    shown,
+)
 from h5pack.combine.write import CombineReport, write_combination, write_virtual
 from h5pack.errors import NoImagesError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from h5pack.pack.conversion import Conversion
@@ -207,13 +216,17 @@ class _Addition(Conversion):
             raise _sizes_differ(old, error.path, "several sizes") from error
         if not old.is_encoded and plan.row_shape != old.index.row_shape:
             raise _sizes_differ(old, plan.source, "x".join(map(str, plan.row_shape)))
-        fields = [{*one.fields, *(mask.name for mask in one.pixel_fields)} for one in (plan.catalog, old.catalog)]
-        if fields[0] != fields[1]:
-            own, other = (listed(sorted(one)) or "none" for one in fields)
-            problem = (
-                f"has the fields {other}, but {plan.source} has {own}; give the options that select the same fields"
-            )
-            raise SourceError.at(old.path, problem)
+        both = plan.catalog, old.catalog
+        contents = [
+            (*label_kind(one), listed(sorted({*one.fields, *(mask.name for mask in one.pixel_fields)})) or None)
+            for one in both
+        ]
+        for what, own, other in zip(("labels", "the label columns", "the fields"), *contents, strict=True):
+            if own != other:
+                problem = f"has {what} {shown(other)}, but {plan.source} has {shown(own)}"
+                raise SourceError.at(old.path, f"{problem}; give the options that select the same")
+        if contents[0][0] == "classes":
+            merge_classes([(old.path, old.catalog.label_names or ()), (plan.source, plan.catalog.label_names or ())])
         return plan
 
 

@@ -198,7 +198,7 @@ def require_alike(parts: Sequence[Part]) -> None:
         for what, own, other in zip(_KINDS, _content(part), _content(first), strict=True):
             if own != other:
                 problem = (
-                    f"has {what} {_shown(own)}, but {first.path} has {_shown(other)}; convert one of "
+                    f"has {what} {shown(own)}, but {first.path} has {shown(other)}; convert one of "
                     "them again with the options of the other"
                 )
                 raise SourceError.at(part.path, problem)
@@ -209,15 +209,21 @@ _KINDS = ("the layout", "images of", "labels", "the label columns", "the fields"
 
 def _content(part: Part) -> tuple[Any, ...]:
     catalog = part.catalog
-    labels = None if catalog.labels is None else "a table" if catalog.labels.ndim == 2 else "integers"
-    if labels == "integers" and catalog.label_names is not None:
-        labels = "classes"
     fields = {name: (field_kind(values), *_form(values)) for name, values in catalog.fields.items()}
     for one, dataset in zip(catalog.pixel_fields, part.reader.masks, strict=True):
         index = part.engine.indexes[dataset]
         fields[one.name] = (one.kind, str(index.native_dtype), index.row_shape)
     images = "JPEG files" if part.is_encoded else part.index.row_shape
-    return part.layout, images, labels, catalog.label_names if labels == "a table" else None, sorted(fields.items())
+    return part.layout, images, *label_kind(catalog), sorted(fields.items())
+
+
+def label_kind(catalog: Catalog) -> tuple[str | None, tuple[str, ...] | None]:
+    """Return which labels there are, "a table", "classes", "integers" or None, and the columns of a table."""
+    if catalog.labels is None:
+        return None, None
+    if catalog.labels.ndim == 2:
+        return "a table", catalog.label_names
+    return "integers" if catalog.label_names is None else "classes", None
 
 
 def _form(values: FieldValues) -> tuple[Any, ...]:
@@ -225,7 +231,8 @@ def _form(values: FieldValues) -> tuple[Any, ...]:
     return str(data.dtype), data.shape[1:]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a property of a pack for a message."""
     if isinstance(value, tuple) and all(isinstance(one, int) for one in value):
         return "x".join(map(str, value))
     return "none" if value is None or value == [] else str(value)
@@ -247,7 +254,7 @@ def merge(parts: Sequence[Part]) -> Catalog:
     splits = [np.array([names.index(name) for name in one.split_names], np.int32)[one.split_ids] for one in catalogs]
     label_names, labels = first.label_names, [one.labels for one in catalogs if one.labels is not None]
     if labels and labels[0].ndim == 1 and label_names is not None:
-        label_names, maps = _merge_classes((part.path, part.catalog.label_names or ()) for part in parts)
+        label_names, maps = merge_classes((part.path, part.catalog.label_names or ()) for part in parts)
         # The label -1 of an unlabelled image selects the last entry of the map, which is also -1.
         labels = [numbers[values] for numbers, values in zip(maps, labels, strict=True)]
     return Catalog(
@@ -264,10 +271,10 @@ def merge(parts: Sequence[Part]) -> Catalog:
     )
 
 
-def _merge_classes(found: Iterable[tuple[Path, tuple[str, ...]]]) -> tuple[tuple[str, ...], list[Rows]]:
+def merge_classes(found: Iterable[tuple[Path | str, tuple[str, ...]]]) -> tuple[tuple[str, ...], list[Rows]]:
     """Return all class names, and for each pack the new number of each of its classes, followed by -1."""
     numbers: dict[str, int] = {}
-    origins: dict[str, tuple[str, Path]] = {}
+    origins: dict[str, tuple[str, Path | str]] = {}
     maps = []
     for path, names in found:
         for name in names:
@@ -290,7 +297,7 @@ def _merge_field(parts: Sequence[Part], name: str) -> FieldValues:
         return np.concatenate([np.asarray(one) for one in columns])
     classes, data = ragged[0].classes, [one.data for one in ragged]
     if any(one.classes is not None for one in ragged):
-        classes, maps = _merge_classes((part.path, one.classes or ()) for part, one in zip(parts, ragged, strict=True))
+        classes, maps = merge_classes((part.path, one.classes or ()) for part, one in zip(parts, ragged, strict=True))
         data = [
             numbers[values].astype(values.dtype) if one.classes is not None else values
             for one, numbers, values in zip(ragged, maps, data, strict=True)
