@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import PackChangedError, ReadError
+from h5pack.system.files import file_system_type
 from h5pack.system.libc import libc_function, raise_errno
 
 MAX_BUFFERS = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
@@ -32,9 +33,15 @@ CHECK_SECONDS = 1.0
 _MAX_PROBES = 4
 
 
+_is_fuse: dict[int, bool] = {}  # by device number
+
+
 @dataclass(frozen=True)
 class FileIdentity:
-    """Inode, size and modification time of a file. They change if the file is replaced or rewritten."""
+    """Inode, size and modification time of a file. They change if the file is replaced or rewritten.
+
+    `inode` is 0 on FUSE file systems, such as sshfs, which may give a file that is not open another inode at any time.
+    """
 
     inode: int
     size: int
@@ -44,7 +51,9 @@ class FileIdentity:
     def of(cls, file: str | int) -> FileIdentity:
         """Return the current identity of the file at a path or of an open descriptor."""
         status = os.stat(file)
-        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+        if status.st_dev not in _is_fuse:
+            _is_fuse[status.st_dev] = (file_system_type(file) or "").startswith("fuse")
+        return cls(0 if _is_fuse[status.st_dev] else status.st_ino, status.st_size, status.st_mtime_ns)
 
     def require(self, path: str, file: str | int | None = None) -> None:
         """Raise PackChangedError unless the file at `path`, or its open descriptor `file`, has this identity.
@@ -61,7 +70,7 @@ class FileIdentity:
                 problem = f"cannot be read ({error.strerror}); check its permissions and its disk"
                 raise ReadError.at(path, problem) from error
             same = False
-        if not same or status.st_ino != self.inode:
+        if not same or self.inode not in (0, status.st_ino):
             problem = (
                 "the file was replaced, rewritten or removed since this dataset was opened; open the dataset again"
             )

@@ -195,8 +195,8 @@ def sync_file_system(folder: Path) -> None:
         os.close(descriptor)
 
 
-def file_system_type(path: str | os.PathLike[str]) -> str | None:
-    """Return the type of the file system that contains `path`, such as ext4; None if /proc does not list its mount."""
+def file_system_type(path: str | int | os.PathLike[str]) -> str | None:
+    """Return the type, such as ext4, of the file system of a path or a descriptor; None if /proc does not list it."""
     try:
         device = os.stat(path).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import itertools
@@ -399,3 +400,22 @@ def test_closing_while_others_read_never_gives_them_another_file(path: Path, tmp
 
     run_threads(4, work)
     assert descriptors(path) <= 1, "threads that open it at once share a descriptor"
+
+
+@pytest.mark.parametrize(("kind", "same"), [("fuse.sshfs", True), ("ext4", False), (None, False)])
+def test_inodes_that_a_file_system_changes_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None, same: bool
+) -> None:
+    monkeypatch.setattr(storage_module, "_is_fuse", {})
+    monkeypatch.setattr(storage_module, "file_system_type", lambda _: kind)
+    path, other = tmp_path / "a", tmp_path / "b"
+    for one in (path, other):
+        one.write_bytes(b"bytes")
+        os.utime(one, (1, 1))
+    identity = FileIdentity.of(str(path))
+    other.replace(path)
+    with contextlib.nullcontext() if same else pytest.raises(PackChangedError):
+        identity.require(str(path))
+    os.utime(path, (1, 2))
+    with pytest.raises(PackChangedError):
+        identity.require(str(path))
