@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import io
 import os
 import statistics
@@ -65,8 +65,11 @@ def check_plot_file(path: str | os.PathLike[str]) -> str:
     folder = target.absolute().parent
     if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise OptionsError.at(target, "cannot be written; name a file in an existing, writable folder")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise OptionsError("figures need matplotlib, which is not installed: pip install matplotlib")
+    try:
+        importlib.import_module("matplotlib")
+    except Exception as error:  # A broken package may raise other errors than ImportError.
+        problem = f"figures need matplotlib, whose import fails ({error}); run pip install matplotlib"
+        raise OptionsError(problem) from error
     return FORMATS[target.suffix.lower()]
 
 

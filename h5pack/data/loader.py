@@ -245,9 +245,8 @@ class H5Loader(Closeable, Resumable):
 
     def _plan_memory(self, memory_bytes: int | None, prefetch_factor: int | None) -> None:
         """Decide how many batches to prefetch, and which small fields to hold in memory."""
-        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-        memory_bytes = available_memory() // 2 // ranks if memory_bytes is None else memory_bytes
-        budget = whole_number("memory_bytes", memory_bytes, 0)
+        default = available_memory() // 2 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+        budget = whole_number("memory_bytes", default if memory_bytes is None else memory_bytes, 0)
         minimum = self.plan.max_group_batches + 1
         wanted = 2 * minimum if prefetch_factor is None else whole_number("prefetch_factor", prefetch_factor, 1)
         batch_bytes = self._new_pool(0).bytes
@@ -256,10 +255,11 @@ class H5Loader(Closeable, Resumable):
         needed = (minimum + 1) * batch_bytes + decoding
         if budget < needed:
             has_window = self.plan.shuffle == "window"
+            advice = "free memory" if memory_bytes is None else "raise it"
             source = f" from windows of {self.plan.window} chunks" if has_window else ""
             raise OptionsError(
-                f"memory_bytes is {budget:,}, but batches of {self.batch_size} rows{source} need {needed:,}; raise it, "
-                f"or give a smaller batch_size{' or window' if has_window else ''}",
+                f"memory_bytes is {budget:,}, but batches of {self.batch_size} rows{source} need {needed:,}; "
+                f"{advice}, or give a smaller batch_size{' or window' if has_window else ''}",
                 parameters=("memory_bytes", "batch_size", *["window"] * has_window),
             )
         indexes, rows = self._base.engine.indexes, self.plan.rows.unique_count

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import importlib.util
+import importlib
 import os
 import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import matplotlib
 import pytest
@@ -163,9 +164,11 @@ def test_files_that_cannot_be_drawn_are_refused(tmp_path: Path, name: str) -> No
     assert caught.value.path == str(tmp_path / name)
 
 
-def test_without_matplotlib_the_error_has_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+@pytest.mark.parametrize("error", [ModuleNotFoundError, OSError])
+def test_without_matplotlib_the_error_has_the_install_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    monkeypatch.setattr(importlib, "import_module", Mock(side_effect=error("matplotlib")))
     with pytest.raises(OptionsError, match="pip install matplotlib"):
         plots.draw_bench(reports.empty(), tmp_path / "a.png")
 
