@@ -128,7 +128,7 @@ def append(
     # If a call was interrupted after it had replaced the pack, the pack has all names already, which is no error.
     ended = resume and old.options.get("combined", {}).get("verb") == "append"
     only_new = only_new or ended
-    with _Addition(source, new_path, old, only_new, **settings) as conversion:
+    with _Addition(source, new_path, old, only_new, split, **settings) as conversion:
         if not _pack_new(conversion, old.rejects if only_new else ()):
             return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
     new = _with_split(old, open_part(new_path), split)
@@ -188,10 +188,11 @@ class _Addition(Conversion):
     """The conversion of images that are to be appended to a pack."""
 
     def __init__(
-        self, source: str | os.PathLike[str] | MapStyleDataset, out: Path, old: Part, only_new: bool, **settings: Any
-    ) -> None:
+        self, source: str | os.PathLike[str] | MapStyleDataset, out: Path, old: Part, only_new: bool,
+        split: str | None, **settings: Any,
+    ) -> None:  # fmt: skip
         super().__init__(source, out, **settings)
-        self._old, self._only_new = old, only_new
+        self._old, self._only_new, self._split = old, only_new, split
         self.output.permissions_of = old.path
 
     @cached_property
@@ -227,6 +228,7 @@ class _Addition(Conversion):
                 raise SourceError.at(old.path, f"{problem}; give the options that select the same")
         if contents[0][0] == "classes":
             merge_classes([(old.path, old.catalog.label_names or ()), (plan.source, plan.catalog.label_names or ())])
+        _split_for(old, plan.catalog, self._split)
         return plan
 
 
@@ -257,12 +259,12 @@ def _stored_name(name: str) -> str:
     return text(encode_text(name))
 
 
-def _with_split(old: Part, new: Part, split: str | None) -> Part:
-    """Return the new images with their splits in the pack: `split`, or if it is None, the splits of their source.
+def _split_for(old: Part, new: Catalog, split: str | None) -> str | None:
+    """Return the split of the new images in the pack: `split`, or if it is None, None for the splits of their source.
 
     Images of a source without splits get the only split of the pack.
     """
-    names = new.catalog.split_names
+    names = new.split_names
     if split is None and names == one_split(0)[0] and names[0] not in old.catalog.split_names:
         if len(old.catalog.split_names) > 1:
             problem = (
@@ -270,7 +272,13 @@ def _with_split(old: Part, new: Part, split: str | None) -> Part:
                 "one for them with split"
             )
             raise OptionsError.at(old.path, problem, "split")
-        split = old.catalog.split_names[0]
+        return old.catalog.split_names[0]
+    return split
+
+
+def _with_split(old: Part, new: Part, split: str | None) -> Part:
+    """Return the new images with their split in the pack; see `_split_for`."""
+    split = _split_for(old, new.catalog, split)
     if split is None:
         return new
     catalog = replace(new.catalog, split_names=(split,), split_ids=np.zeros(len(new), np.int32))

@@ -212,8 +212,10 @@ def test_images_that_do_not_fit(tmp_path: Path) -> None:
         assert (tmp_path / "o.h5").read_bytes() == before
         assert not [name for name in leftovers(tmp_path) if name.startswith("o.h5.")]
     # Images of a source without splits go into the only split.
+    path = split_pack(tmp_path)
     with pytest.raises(OptionsError):
-        h5pack.append(split_pack(tmp_path), flat_folder(tmp_path / "two", 2), **quick())
+        h5pack.append(path, flat_folder(tmp_path / "two", 2), **quick())
+    assert not [name for name in leftovers(tmp_path) if name.startswith(f"{path.name}.")]
 
 
 def test_images_of_several_sizes_are_an_error_of_append(tmp_path: Path) -> None:
