@@ -191,7 +191,7 @@ def test_a_missing_or_closed_folder_is_no_place_for_an_output(tmp_path: Path, mo
         with pytest.raises(SourceError) as caught:
             files.require_writable(folder)
         assert caught.value.path == str(folder)
-    monkeypatch.setattr(os, "stat", Mock(side_effect=PermissionError))
+    monkeypatch.setattr(Path, "is_dir", Mock(side_effect=PermissionError))
     with pytest.raises(SourceError, match="permission"):
         files.require_writable(tmp_path / "closed" / "folder")
 
