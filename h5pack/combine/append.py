@@ -18,7 +18,7 @@ from h5pack.combine.parts import (
     Part,
     added_statistics,
     is_virtual,
-    label_kind,
+    label_type,
     merge,
     merge_classes,
     open_part,
@@ -219,7 +219,7 @@ class _Addition(Conversion):
             raise _sizes_differ(old, plan.source, "x".join(map(str, plan.row_shape)))
         both = plan.catalog, old.catalog
         contents = [
-            (*label_kind(one), listed(sorted({*one.fields, *(mask.name for mask in one.pixel_fields)})) or None)
+            (*label_type(one), listed(sorted({*one.fields, *(mask.name for mask in one.pixel_fields)})) or None)
             for one in both
         ]
         for what, own, other in zip(("labels", "the label columns", "the fields"), *contents, strict=True):

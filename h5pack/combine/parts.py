@@ -214,10 +214,10 @@ def _content(part: Part) -> tuple[Any, ...]:
         index = part.engine.indexes[dataset]
         fields[one.name] = (one.kind, str(index.native_dtype), index.row_shape)
     images = "JPEG files" if part.is_encoded else part.index.row_shape
-    return part.layout, images, *label_kind(catalog), sorted(fields.items())
+    return part.layout, images, *label_type(catalog), sorted(fields.items())
 
 
-def label_kind(catalog: Catalog) -> tuple[str | None, tuple[str, ...] | None]:
+def label_type(catalog: Catalog) -> tuple[str | None, tuple[str, ...] | None]:
     """Return which labels there are, "a table", "classes", "integers" or None, and the columns of a table."""
     if catalog.labels is None:
         return None, None

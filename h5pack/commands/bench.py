@@ -104,8 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark and print its report; return the exit status."""
     for name in _OF_SPEED if arguments.mixing else ("split", "epochs"):
         if getattr(arguments, name) != arguments.parser.get_default(name):
-            problem = "is only used with mixing=True; add that, or leave it out"
-            problem = "is not used with mixing=True; leave one of them out" if arguments.mixing else problem
+            problem = "is not used with mixing=True; leave one of them out"
+            if not arguments.mixing:
+                problem = "is only used with mixing=True; add that, or leave it out"
             raise OptionsError(f"{name} {problem}", parameters=(name, "mixing=True"))
     if arguments.mixing:
         _print_mixing(_mixing(arguments), arguments)

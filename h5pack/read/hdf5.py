@@ -74,8 +74,7 @@ def metadata_problem(error: Exception) -> str:
 def _failed_call(error: Exception) -> str | None:
     """Return why a system call failed, None if none did. HDF5 adds details such as the time, with a line break."""
     found = re.search(r"errno = (\d+)", str(error))
-    number = error.errno if isinstance(error, OSError) else None
-    number = number or (int(found[1]) if found else 0)
+    number = getattr(error, "errno", None) or (int(found[1]) if found else 0)
     return os.strerror(number) if number else None
 
 

@@ -23,9 +23,10 @@ from h5pack.system.libc import MADV_HUGEPAGE, MADV_POPULATE_READ, libc_function,
 _LOCK_WAIT_SECONDS = 3.0
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The errno values of a full disk, an exhausted quota and a limit on the size of files."""
-_FAILED_STORAGE = {
-    getattr(errno, name, None)
+_FAILED_STORAGE: set[int] = {
+    getattr(errno, name)
     for name in ("EIO", "EROFS", "ESTALE", "ENODEV", "ENXIO", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EUCLEAN")
+    if hasattr(errno, name)
 }
 """The errno values of a disk that fails, was made read-only or unmounted, and of a server that does not answer."""
 
@@ -141,19 +142,17 @@ def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator
         again = f"run again with {' and '.join(parameters)}" if parameters else "run again"
         # Errors of fsync and of writing name no file.
         named = isinstance(error.filename, (str, bytes))
-        where = error.filename if named else path
-        if error.errno in (errno.ENOENT, errno.EINVAL, errno.EILSEQ) and named:
-            # FAT and exFAT refuse names with a colon, with EINVAL or ENOENT.
-            problem = f"another program removed it, or its file system does not allow this name; {again}"
-            if error.errno != errno.ENOENT:
-                problem = "its file system does not allow this name; choose a folder on another file system"
-            raise H5PackError.at(os.fsdecode(where), problem, *parameters) from error
-        if error.errno is not None and error.errno in _FAILED_STORAGE:
+        if error.errno in NO_SPACE:
+            raise NoSpaceError.at(path, f"{os.strerror(error.errno)}; {advice}", *parameters) from error
+        if error.errno in _FAILED_STORAGE:
             problem = f"{os.strerror(error.errno)}; check the disk, then {again}"
-            raise H5PackError.at(os.fsdecode(where), problem, *parameters) from error
-        if error.errno not in NO_SPACE:
+        elif named and error.errno == errno.ENOENT:
+            problem = f"another program removed it, or its file system does not allow this name; {again}"
+        elif named and error.errno in (errno.EINVAL, errno.EILSEQ):  # FAT and exFAT refuse names with a colon.
+            problem = "its file system does not allow this name; choose a folder on another file system"
+        else:
             raise
-        raise NoSpaceError.at(path, f"{os.strerror(error.errno)}; {advice}", *parameters) from error
+        raise H5PackError.at(os.fsdecode(error.filename if named else path), problem, *parameters) from error
 
 
 def sync_path(path: Path) -> None:
