@@ -124,7 +124,8 @@ def _cgroups(membership: Path) -> list[str]:
     except OSError:
         lines = []
     groups = [Path(parts[2]) for parts in (line.split(":", 2) for line in lines) if len(parts) == 3] or [Path("/")]
-    return [str(folder).lstrip("/") for group in groups for folder in (group, *group.parents)]
+    # In cgroup version 1, each controller has a line of its own, and most name the same group.
+    return list(dict.fromkeys(str(folder).lstrip("/") for group in groups for folder in (group, *group.parents)))
 
 
 def _cpu_quota(*files: Path) -> list[int]:
