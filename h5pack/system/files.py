@@ -30,7 +30,7 @@ _FAILED_STORAGE: set[int] = {
 }
 """The errno values of a disk that fails, was made read-only or unmounted, and of a server that does not answer."""
 
-_COPY_BYTES = 4 * 1024 * 1024
+_COPY_BYTES = 128 * 1024  # The allocator would return the memory of larger blocks to the system after each read.
 
 
 def read_all(descriptor: int, count: int, offset: int) -> bytes:
