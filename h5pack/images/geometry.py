@@ -5,6 +5,7 @@ The arithmetic matches `h5pack.images.decode` and `h5pack.images.encode`, which 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,7 +58,7 @@ class Placement:
         """Return how M images, `heights` x `widths`, are shrunk so that no side exceeds `max_side`, if given."""
         old = np.maximum(np.stack([widths, heights], axis=1), 1)
         new = old.copy()
-        for index in np.flatnonzero(old.max(axis=1) > (max_side or np.iinfo(np.int32).max)).tolist():
+        for index in np.flatnonzero(old.max(axis=1) > (max_side or math.inf)).tolist():
             new[index] = fitted_size(int(old[index, 1]), int(old[index, 0]), max_side)[::-1]
         return cls(new / old, np.zeros(old.shape), new.astype(np.float64))
 

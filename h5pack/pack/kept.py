@@ -7,6 +7,7 @@ written (`h5pack.pack.encode`). Until then, the plan estimates their sizes.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -234,7 +235,7 @@ def make_kept_plan(source: str, catalog: Catalog, survey: Survey, options: Conve
     """Return the plan of a conversion with `keep`; raises the errors of `plan_rows`."""
     rows = plan_rows(source, catalog, survey, options)
     sides = np.maximum(survey.heights, survey.widths)
-    fits = (survey.jpeg_bytes > 0) & (sides <= (options.max_side or np.iinfo(np.int32).max))
+    fits = (survey.jpeg_bytes > 0) & (sides <= (options.max_side or math.inf))
     usable = np.isin(np.arange(len(catalog)), rows.usable)
     by_group = catalog.reader.groups(rows.usable) is not None
     heights, widths = survey.heights.copy(), survey.widths.copy()
