@@ -159,7 +159,11 @@ def test_without_other_cases_the_run_off_gets_the_rest_of_the_time(
     assert all(len(one.of_ceiling) == len(one.speeds) for one in again)
 
 
-def test_the_first_epoch_of_a_compressed_file_is_measured(folder: Path, tmp_path: Path) -> None:
+def test_the_first_epoch_of_a_compressed_file_is_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The short repeats of a busy machine do not decide.
+    monkeypatch.setattr("h5pack.benchmark.recommend.TIE", 1e-9)
     file = tmp_path / "z.h5"
     h5pack.convert(folder, file, compression="gzip", num_workers=1)
     settings = {"chunk_rows": 4, "batch_size": 8, "caches": "hot", "orders": "window", "engines": "direct"}
