@@ -178,6 +178,6 @@ class StateError(H5PackError, ValueError):
 class LoaderError(H5PackError, RuntimeError):
     """A loader cannot return a batch.
 
-    For example, its iterator is used in a forked child, was closed, or has failed before. Or a worker process cannot
-    pass a batch to the main process through shared memory.
+    For example, its iterator is used in a forked child, was closed, or has failed before. Or a thread cannot start, or
+    a worker process cannot pass a batch to the main process through shared memory.
     """

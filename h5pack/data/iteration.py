@@ -160,11 +160,14 @@ class IdleThreads:
         _idle.add(self)
 
     def take(self) -> ReusableThread:
-        """Return an idle thread, or a new one."""
-        try:
+        """Return an idle thread, or a new one; raise LoaderError if the system permits no more threads."""
+        with contextlib.suppress(IndexError):
             return self._threads.pop()
-        except IndexError:
+        try:
             return ReusableThread(self)
+        except RuntimeError as error:
+            problem = f"a thread cannot be started ({error}); free memory, or raise the limit of 'ulimit -u'"
+            raise LoaderError(problem) from error
 
     def add(self, thread: ReusableThread) -> None:
         """Keep a thread whose function has ended. After `close`, end it instead."""

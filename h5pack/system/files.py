@@ -142,6 +142,9 @@ def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator
         again = f"run again with {' and '.join(parameters)}" if parameters else "run again"
         # Errors of fsync and of writing name no file.
         named = isinstance(error.filename, (str, bytes))
+        if error.errno == errno.EFBIG:  # FAT allows 4 GiB.
+            problem = f"its file system or 'ulimit -f' allows no file of this size; change that, then {again}"
+            raise NoSpaceError.at(path, problem, *parameters) from error
         if error.errno in NO_SPACE:
             raise NoSpaceError.at(path, f"{os.strerror(error.errno)}; {advice}", *parameters) from error
         if error.errno in _FAILED_STORAGE:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import h5pack
-from h5pack.data.iteration import BackgroundThreads, BatchIterator, Ended, IdleThreads, ReusableThread, serial_torch
+from h5pack.data.iteration import BackgroundThreads, BatchIterator, Ended, ReusableThread, serial_torch
 from h5pack.data.pipeline import Pipeline
 from h5pack.errors import LoaderError
 from tests.data import packs
@@ -147,18 +147,18 @@ def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
 
 
 def test_if_a_thread_cannot_start_the_others_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take, taken = IdleThreads.take, []
+    start, taken = ReusableThread.start, []
 
-    def failing(self: IdleThreads) -> ReusableThread:
+    def failing(self: ReusableThread) -> None:
         if len(taken) == 2:
             raise RuntimeError("can't start new thread")
-        taken.append(take(self))
-        return taken[-1]
+        start(self)
+        taken.append(self)
 
     loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5")), 4, num_threads=3)
     with monkeypatch.context() as context:
-        context.setattr(IdleThreads, "take", failing)
-        with pytest.raises(RuntimeError):
+        context.setattr(ReusableThread, "start", failing)
+        with pytest.raises(LoaderError):
             iter(loader)
     loader.close()
     for thread in taken:

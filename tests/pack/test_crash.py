@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -256,6 +257,25 @@ def test_a_disk_that_fills_up_later(small_disk: Path, tmp_path: Path, when: str)
     assert 0 < report.resumed_rows <= report.images == 330
     h5pack.convert(source, tmp_path / "whole.h5", **quick(chunk_rows=9))
     assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+@pytest.mark.parametrize("way", ["direct", "buffered"])
+def test_a_limit_on_the_size_of_files_is_named_and_can_be_raised(
+    source: Path, order: str, whole: bytes, tmp_path: Path, way: str
+) -> None:
+    out, keywords = tmp_path / "o.h5", options(order, io=way)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) // 2, before[1]))
+    try:
+        with pytest.raises(NoSpaceError) as caught:
+            h5pack.convert(source, out, **keywords)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.path == f"{out}.partial"
+    assert caught.value.parameters == ("resume=True",)
+    assert "ulimit -f" in str(caught.value)
+    h5pack.convert(source, out, **keywords, resume=True)
+    assert out.read_bytes() == whole
 
 
 def test_lost_pages_after_the_rows_moved_are_decoded_again(
