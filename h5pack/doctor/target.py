@@ -41,6 +41,7 @@ from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
 from h5pack.system.machine import available_cpus, available_memory
 from h5pack.system.parameters import require_callable, whole_number
+from h5pack.system.processes import reporting_start_errors
 from h5pack.system.text import error_line, short_repr
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -260,7 +261,8 @@ class Target:
 
     def _first_batch(self, *, transform: bool = False) -> Any:
         loader = self.loaders.make(self.hot_rows, transform=transform)
-        iterator = iter(loader)
+        with reporting_start_errors():
+            iterator = iter(loader)
         try:
             return next(iterator)
         finally:

@@ -86,7 +86,7 @@ class SerialExecutor(concurrent.futures.Executor):
 
 
 @contextlib.contextmanager
-def _reporting_start_errors(advice: str) -> Iterator[None]:
+def reporting_start_errors(advice: str = "") -> Iterator[None]:
     """Turn an OSError of starting processes, or of creating their pipes and locks, into a WorkerError with `advice`."""
     try:
         yield
@@ -101,12 +101,12 @@ def _reporting_start_errors(advice: str) -> Iterator[None]:
 
 
 class _ProcessPool(concurrent.futures.ProcessPoolExecutor):
-    """An executor whose `submit`, which starts the processes, reports errors as `_reporting_start_errors` does."""
+    """An executor whose `submit`, which starts the processes, reports errors as `reporting_start_errors` does."""
 
     advice = ""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        with _reporting_start_errors(self.advice):
+        with reporting_start_errors(self.advice):
             return super().submit(fn, *args, **kwargs)
 
 
@@ -142,7 +142,7 @@ def open_executor(
     else:
         context = copy.copy(context)
         context.Process = _SpawnProcess if method == "spawn" else _ForkServerProcess
-    with _reporting_start_errors(advice):
+    with reporting_start_errors(advice):
         executor = _ProcessPool(num_workers, context, _start_worker, (_SharedObject(shared_object),))
     executor.advice = advice
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import h5pack
 from h5pack.doctor import diagnose as module
@@ -20,7 +23,7 @@ from h5pack.doctor.diagnose import Diagnosis
 from h5pack.doctor.measure import Repeat, StageRun
 from h5pack.doctor.report import DoctorReport
 from h5pack.doctor.target import Target
-from h5pack.errors import OptionsError, SizesDifferError
+from h5pack.errors import OptionsError, SizesDifferError, WorkerError
 from h5pack.monitor.advice import Remedy
 from h5pack.monitor.bottleneck import INTERRUPTED, Bottleneck, Outcome, Stage
 from tests.data.packs import threads_end
@@ -329,6 +332,16 @@ def test_the_time_that_is_named_is_enough_for_the_loop_with_one_thread(
         assert report.evidence.one_thread_ratio == pytest.approx(0.05 / alone, rel=0.1)
     assert not any("PyTorch's 2 threads" in text for text in report.unknown)
     assert any(one.remedy is Remedy.ONE_STEP_THREAD for one in report.advice) == (alone < 0.04)
+
+
+@hasty
+def test_workers_that_cannot_start_are_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: DataLoader[Any]) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))  # as where /dev/shm cannot be written
+
+    monkeypatch.setattr(DataLoader, "__iter__", failing)
+    with pytest.raises(WorkerError):
+        diagnose(path, num_workers=1)
 
 
 @hasty
