@@ -34,7 +34,6 @@ from h5pack.pack.file_structure import (
     describe_file,
     options_text,
     require_group,
-    reserve,
     table_bytes,
     write_structure,
 )
@@ -47,7 +46,7 @@ from h5pack.read.encoded import EncodedIndex
 from h5pack.read.hdf5 import open_file, text, utf8
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import consecutive_runs, run_edges
-from h5pack.system.files import clone_range, drop_pages, read_all, reporting_disk_errors, sync_path, write_all
+from h5pack.system.files import clone_range, drop_pages, read_all, reporting_disk_errors, reserve, sync_path, write_all
 from h5pack.system.machine import available_cpus
 from h5pack.system.processes import open_executor, run, shared
 from h5pack.system.progress import Stages

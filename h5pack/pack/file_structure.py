@@ -14,7 +14,6 @@ A compressed pack is a separate file. Each of its chunks gets its address when i
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 import math
@@ -39,8 +38,7 @@ from h5pack.pack.compression import Compression, add_filter
 from h5pack.pack.journal import EncodedFile, read_encoded
 from h5pack.read.hdf5 import chunk_table, encode_text, utf8
 from h5pack.sources.catalog import NameTable, Reject
-from h5pack.system.files import NO_SPACE, copy_changed
-from h5pack.system.libc import libc_function, raise_errno
+from h5pack.system.files import copy_changed, reserve
 
 _TABLE_CHUNK_BYTES = 262_144
 _MAX_COMPACT_BYTES = 32_768
@@ -203,18 +201,6 @@ def write_structure(
     return addresses
 
 
-_fallocate = libc_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_KEEP_SIZE = 1
-
-
-def reserve(path: Path, start: int, count: int) -> None:
-    """Allocate disk space for `count` bytes of a file, without changing its size, if the system can."""
-    if count and _fallocate is not None:
-        with path.open("r+b") as file:
-            if _fallocate(file.fileno(), _KEEP_SIZE, start, count) and ctypes.get_errno() in NO_SPACE:
-                raise_errno(path)
-
-
 def table_bytes(tables: PackTables) -> int:
     """Return an upper bound of the bytes of all tables that are not in the metadata."""
     columns = [*tables.fields.values(), *tables.encoded.values(), *(() if tables.labels is None else (tables.labels,))]
@@ -286,7 +272,8 @@ def describe_file(file: h5py.File, structure: FileStructure, tables: PackTables 
 def create_file(path: Path, structure: FileStructure) -> Iterator[h5py.File]:
     """Create an empty file without time stamps, so that the same content always produces the same bytes.
 
-    HDF5's errors become OSErrors with the errno, which HDF5 reports only in the message.
+    After an OSError, the file is deleted. HDF5's errors become OSErrors with the errno, which HDF5 reports only in the
+    message.
     """
     create = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     create.set_obj_track_times(False)
@@ -306,6 +293,7 @@ def create_file(path: Path, structure: FileStructure) -> Iterator[h5py.File]:
         with h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, create, access)) as file:
             yield file
     except (OSError, RuntimeError) as error:
+        path.unlink(missing_ok=True)
         number = re.search(r"errno = (\d+)", str(error))
         if number is None:
             raise

@@ -53,6 +53,26 @@ def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
+_fallocate = libc_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_KEEP_SIZE = 1
+
+
+def reserve(path: Path, start: int, count: int) -> None:
+    """Allocate disk space for `count` bytes of a file, without changing its size, if the system can.
+
+    Raises OSError if there is no space, or if the limit on the size of files is lower.
+    """
+    if count and _fallocate is not None:
+        import resource
+
+        # fallocate compares the limit only with the size of the file.
+        if 0 <= resource.getrlimit(resource.RLIMIT_FSIZE)[0] < start + count:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
+        with path.open("r+b") as file:
+            if _fallocate(file.fileno(), _KEEP_SIZE, start, count) and ctypes.get_errno() in NO_SPACE:
+                raise_errno(path)
+
+
 def copy_changed(source: int, target: int, start: int, stop: int) -> None:
     """Copy bytes `start` to ``stop - 1`` of one open file to the same offsets of another; write only pages that differ.
 

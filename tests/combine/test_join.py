@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -157,6 +158,16 @@ def test_a_full_disk_ends_a_virtual_join_without_a_crash(tmp_path: Path) -> None
         done = subprocess.run(words, capture_output=True, text=True)
         assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
         assert leftovers(disk) == set()
+
+
+def test_a_limit_on_the_size_of_files_ends_a_virtual_join_without_a_crash(tmp_path: Path) -> None:
+    found = pack(tmp_path, "a", 4, ["x"])
+    out = tmp_path / "out" / "o.h5"
+    out.parent.mkdir()
+    command = shlex.join(map(str, [sys.executable, "-m", "h5pack", "join", found, found, out, "--virtual"]))
+    done = subprocess.run(["bash", "-c", f"ulimit -f 1; {command}"], capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert leftovers(out.parent) == set()
 
 
 def test_damaged_rows_are_not_copied(tmp_path: Path) -> None:

@@ -274,6 +274,7 @@ def test_a_limit_on_the_size_of_files_is_named_and_can_be_raised(
     assert caught.value.path == f"{out}.partial"
     assert caught.value.parameters == ("resume=True",)
     assert "ulimit -f" in str(caught.value)
+    assert not (tmp_path / "o.h5.partial.structure").exists()
     h5pack.convert(source, out, **keywords, resume=True)
     assert out.read_bytes() == whole
 
