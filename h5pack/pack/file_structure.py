@@ -293,7 +293,8 @@ def create_file(path: Path, structure: FileStructure) -> Iterator[h5py.File]:
         with h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, create, access)) as file:
             yield file
     except (OSError, RuntimeError) as error:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         number = re.search(r"errno = (\d+)", str(error))
         if number is None:
             raise
