@@ -453,9 +453,9 @@ def _stats(file: h5py.File, pack: dict[str, Any], name: str | None) -> dict[str,
         images = find_images(file)
     except SourceError:
         return result
-    rows = len(file[images]) if isinstance(file[images], h5py.Dataset) else 0
+    rows = len(file[images]) if isinstance(file[images], h5py.Dataset) and file[images].shape else 0
     labels = file.get(find_labels(file, images, rows) or "" if name is None else name)
-    if isinstance(labels, h5py.Dataset) and labels.dtype.kind in "iu":
+    if isinstance(labels, h5py.Dataset) and labels.shape and labels.dtype.kind in "iu":
         result["labels"] = _label_counts(labels)
         if len(splits := pack.get("splits", {})) > 1:
             result["split_labels"] = {name: _label_counts(labels, parts) for name, parts in splits.items()}
@@ -480,12 +480,11 @@ def _label_counts(labels: h5py.Dataset, parts: Sequence[Sequence[int]] = ()) -> 
 
 
 def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:
-    """Measure the mean and std of each channel on evenly spaced rows.
+    """Measure the mean and std of each channel on evenly spaced rows; return None if they are not finite.
 
-    Return None if the dataset is empty, not numeric, or does not have 4 axes. The channel axis is the last axis if its
-    length is 1, 3 or 4, else axis 1.
+    Also return None without 4 axes or pixels. The channel axis is the last one if its length is 1, 3 or 4, else axis 1.
     """
-    if images.ndim != 4 or images.dtype.kind not in "iuf" or not len(images):
+    if images.ndim != 4 or images.dtype.kind not in "iuf" or not images.size:
         return None
     rows = np.unique(np.linspace(0, len(images) - 1, min(len(images), _MAX_SAMPLED_ROWS)).astype(np.int64))
     axis = 3 if images.shape[3] in (1, 3, 4) else 1
@@ -495,5 +494,7 @@ def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:
     for row in rows.tolist():
         pixels = images[row].astype(np.float64) / scale
         sums += [pixels.sum(others), (pixels * pixels).sum(others)]
+    if not np.isfinite(sums).all():
+        return None
     mean, square = sums / (len(rows) * math.prod(images.shape[1:]) / images.shape[axis])
     return {"mean": mean.tolist(), "std": np.sqrt(np.maximum(square - mean**2, 0)).tolist(), "rows": len(rows)}

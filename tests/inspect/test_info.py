@@ -185,6 +185,21 @@ def test_a_file_without_rows_has_no_statistics(tmp_path: Path) -> None:
     json.dumps(report.to_json(), allow_nan=False)
 
 
+@pytest.mark.parametrize(
+    "images", [5, h5py.Empty("u1"), np.zeros((4, 0, 3, 3), np.uint8), np.full((2, 4, 4, 3), np.nan, np.float32)]
+)
+def test_images_without_pixels_or_with_nan_have_no_statistics(tmp_path: Path, images: Any) -> None:
+    report = h5pack.info(hdf5_file(tmp_path / "f.h5", images=images), stats=True)
+    assert report.stats["channels"] is None
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize("labels", [5, h5py.Empty("i8")])
+def test_labels_without_rows_are_not_counted(tmp_path: Path, labels: Any) -> None:
+    path = hdf5_file(tmp_path / "f.h5", images=np.zeros((2, 4, 4, 3), np.uint8), labels=labels)
+    assert "labels" not in h5pack.info(path, labels="labels", stats=True).stats
+
+
 def test_all_kinds_of_datasets_are_described(tmp_path: Path) -> None:
     kinds = {"scalar": 3, "text": "hello", "empty": h5py.Empty("f4"), "strings": ["a", "bc"]}
     with h5py.File(hdf5_file(tmp_path / "f.h5", **kinds), "a") as file:
