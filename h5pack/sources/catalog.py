@@ -457,8 +457,9 @@ class Catalog:
 
     def limited(self, limit: int) -> Catalog:
         """Return a catalog of at most `limit` evenly spaced images; if images are left out, so are the rejects."""
-        indices = np.arange(limit, dtype=np.int64) * len(self) // limit
-        return self if len(self) <= limit else replace(self.take(indices), rejects=())
+        if len(self) <= limit:
+            return self
+        return replace(self.take(np.arange(limit, dtype=np.int64) * len(self) // limit), rejects=())
 
 
 def unused_note(kind: str, names: Sequence[str], advice: str, *parameters: str) -> tuple[Note, ...]:

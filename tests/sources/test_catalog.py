@@ -23,6 +23,12 @@ def catalog(count: int = 10, **settings: object) -> Catalog:
     return Catalog("flat", FileReader("/"), NameTable.of(f"{n}.jpg" for n in range(count)), names, ids, **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("limit", [10, 2**62, 2**80])
+def test_a_limit_above_the_number_of_images_changes_nothing(limit: int) -> None:
+    images = catalog(10)
+    assert images.limited(limit) is images
+
+
 @settings(max_examples=33, deadline=None)
 @given(st.lists(NAMES, max_size=12))
 @example(["\udcff/größe/\udce9.jpg", "雪"])
