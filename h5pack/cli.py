@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from h5pack.commands import bench, convert, doctor, inspect
 from h5pack.commands.arguments import option_text
 from h5pack.errors import H5PackError, OptionsError
+from h5pack.system.text import printable
 from h5pack.version import __version__
 
 _EPILOG = """\
@@ -112,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except H5PackError as error:
         if arguments.debug:
             raise
-        print(f"h5pack: {option_text(str(error), error.parameters, arguments.parser)}", file=sys.stderr)
+        # Names of files and classes may contain line breaks, or control the terminal.
+        print(f"h5pack: {printable(option_text(str(error), error.parameters, arguments.parser))}", file=sys.stderr)
         return 2 if isinstance(error, OptionsError) else 1
     except KeyboardInterrupt as error:
         print(f"h5pack: {_interrupted(arguments)}", file=sys.stderr)
@@ -125,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Any other error is a bug in h5pack or a library. Print only one line unless --debug is given.
         if arguments.debug:
             raise
-        print(f"h5pack: {_unexpected(error)}", file=sys.stderr)
+        print(f"h5pack: {printable(_unexpected(error))}", file=sys.stderr)
         return 1
     finally:
         sys.unraisablehook = unraisable_hook

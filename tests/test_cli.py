@@ -116,6 +116,7 @@ def test_json_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["convert", "{in}", "s3://bucket/o.h5"], 2, "s3://bucket/o.h5: a URL"),
         (["info", "https://host/o.h5"], 2, "https://host/o.h5: a URL"),
         (["convert", "{in}", "{out}/"], 2, "names a folder"),
+        (["info", "a\nb\x1b[31m\u202e.h5"], 1, r"a\nb\x1b[31m\u202e.h5: no such file"),
     ],
 )
 def test_errors_are_one_line(
