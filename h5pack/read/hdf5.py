@@ -68,6 +68,8 @@ def metadata_problem(error: Exception) -> str:
     reason = _failed_call(error)
     if reason is not None:
         return f"cannot be read ({reason}); check the disk, then try again"
+    if isinstance(error, UnicodeDecodeError):
+        return f"the name of an object in it is not UTF-8: {error.object!r}; rename it with h5py's Group.move"
     return f"its metadata is damaged ({error}); restore the file, or convert again"
 
 

@@ -18,7 +18,7 @@ from h5pack.read.description import describe_file
 from h5pack.read.hdf5 import open_file, read_rows
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
-from tests.makers import flat_folder
+from tests.makers import flat_folder, hdf5_file
 
 HDF5_TEXT = (
     "Can't synchronously read data (file read failed: time = Sat Nov 28 23:06:36 2026\n, filename = 'a.h5', file "
@@ -51,6 +51,21 @@ def test_a_file_on_a_disk_that_fails_is_not_called_damaged(
     with pytest.raises(PackFormatError) as caught:
         open_file(pack)
     require_one_line(caught, pack)
+
+
+@pytest.mark.parametrize("read", [h5pack.info, hdf5_catalog])
+def test_a_name_that_is_not_utf8_is_not_called_damaged(tmp_path: Path, read: Callable[..., object]) -> None:
+    path = hdf5_file(tmp_path / "f.h5", images=np.zeros((2, 5, 5, 3), np.uint8))
+    with h5py.File(path, "a") as file:
+        file[b"caf\xe9"] = 3
+    more = (HDF5Datasets(), NameFilter()) if read is hdf5_catalog else ()
+    with pytest.raises(H5PackError) as caught:
+        read(path, *more)
+    assert r"b'caf\xe9'" in str(caught.value)
+    assert "damaged" not in str(caught.value)
+    with h5py.File(path, "a") as file:
+        file.move(b"caf\xe9", "cafe")
+    read(path, *more)
 
 
 @pytest.mark.parametrize("failure", FAILURES)
