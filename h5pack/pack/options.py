@@ -14,6 +14,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from h5pack.errors import OptionsError, RejectedImageError
 from h5pack.format import schema
 from h5pack.format.fields import BOX_FORMATS
@@ -134,7 +136,10 @@ class ConvertOptions:
             if values.get(name) is not None:
                 values[name] = parse(values[name])
         if values.get("root") is not None:
-            values["root"] = os.fspath(values["root"])
+            try:
+                values["root"] = os.fsdecode(values["root"])
+            except TypeError:
+                raise invalid("root", values["root"], " is not the path of a folder") from None
         return cls(**values)
 
     def __post_init__(self) -> None:
@@ -151,9 +156,12 @@ class ConvertOptions:
             ("start_method", (None, "fork", "forkserver", "spawn")),
         ):
             check_choice(name, getattr(self, name), allowed)
-        for name in ("limit", "num_workers", "max_pixels", "max_side", "chunk_rows", "chunk_bytes", "shard_bytes"):
+        for name in ("draft", "compat", "strict", "overwrite", "resume", "finish"):
+            self._make_bool(name)
+        for name in ("limit", "num_workers", "max_side", "chunk_rows", "chunk_bytes", "shard_bytes"):
             if getattr(self, name) is not None:
                 self._make_int(name, 1)
+        self._make_int("max_pixels", 1)
         self._make_int("seed", 0, 2**63 - 1)
         self._make_int("quality", 1, 100)
         if self.val is not None:
@@ -165,6 +173,12 @@ class ConvertOptions:
         # Creating the source options validates their values.
         _ = self.source_options
         self._check_combinations()
+
+    def _make_bool(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, (bool, np.bool_)):
+            raise invalid(name, value, " is invalid; it must be True or False")
+        object.__setattr__(self, name, bool(value))
 
     def _make_int(self, name: str, minimum: int, maximum: int | None = None) -> None:
         # The options are written to the pack as JSON, which NumPy's integers cannot be.
@@ -293,7 +307,7 @@ def output_path(out: str | os.PathLike[str]) -> Path:
 
 def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:
     """Raise OptionsError unless `value` is one of `allowed`."""
-    if value not in allowed:
+    if not isinstance(value, (str, type(None))) or value not in allowed:
         names = ", ".join(item for item in allowed if item is not None)
         raise invalid(name, value, f" is invalid; it must be one of {names}")
 

@@ -27,7 +27,8 @@ from h5pack.sources.manifest import ManifestColumns
         *(("fit", "squash"), ("resample", "BICUBIC"), ("mode", "rgba"), ("layout", "chw"), ("order", "random")),
         *(("io", "mmap"), ("start_method", "thread"), ("source_kind", "zip"), ("limit", 0), ("limit", True)),
         *(("num_workers", -2), ("max_pixels", 0), ("chunk_rows", 0), ("chunk_rows", 2.0), ("chunk_bytes", 0)),
-        ("limit", np.array([3, 4])),
+        *(("limit", np.array([3, 4])), ("mode", np.array([3, 4])), ("root", 5), ("max_pixels", None)),
+        *(("compat", "no"), ("overwrite", None), ("resume", 1), ("strict", np.array([True, False]))),
         *(("size", (0, 4)), ("size", (4,)), ("size", (4, 4, 3)), ("size", (4, -1)), ("size", 0), ("size", 4.5)),
         *(("include", 5), ("fields", [3]), ("label_columns", b"a")),
         *(("seed", -1), ("seed", 2**63), ("value_range", (1, 2, 3))),
@@ -122,6 +123,12 @@ def test_every_option_either_changes_content_or_does_not() -> None:
     assert ConvertOptions(**least, seed=2**63 - 1, size=(1, 1), draft=True).content()["draft"]
     for name, value in ELSEWHERE.items():
         assert ConvertOptions(**{name: value}).content() == default  # type: ignore[arg-type]
+
+
+def test_bools_of_numpy_become_those_of_python() -> None:
+    options = ConvertOptions.from_keywords({"compat": np.True_, "overwrite": np.False_})
+    assert (options.compat, options.overwrite) == (True, False)
+    assert json.loads(json.dumps(options.content()))["compat"] is True
 
 
 def test_numbers_of_numpy_become_those_of_python() -> None:
