@@ -7,7 +7,6 @@ import math
 import operator
 import os
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from h5pack.errors import OptionsError
@@ -26,6 +25,10 @@ def require_local(path: str | os.PathLike[str]) -> None:
     name = os.fsdecode(path)
     if "\0" in name:
         raise OptionsError(f"path is {name!r}; give a path without NUL characters", path=name, parameters=("path",))
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError as error:
+        raise OptionsError(f"path is {name!r}, which is no file name ({error.reason})", parameters=("path",)) from error
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
         problem = "a URL; h5pack reads and writes files only, so mount or download the data, and give its path"
         raise OptionsError.at(name, problem)
@@ -53,10 +56,14 @@ def parameter_names(function: Any) -> tuple[str, ...]:
         return ()
 
 
-def texts(name: str, value: object) -> tuple[str, ...]:
+def texts(name: str, value: Any) -> tuple[str, ...]:
     """Return a parameter's value, a str or several, as a tuple; raise OptionsError if it is neither."""
-    found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
-    if (not found and value not in ((), [])) or not all(isinstance(text, str) for text in found):
+    try:
+        found = (value,) if isinstance(value, str) else tuple(value)
+    except TypeError:
+        # Scalars of NumPy and tensors without axes are Iterable, too, but iterating over them fails.
+        found = (None,)
+    if isinstance(value, dict) or not all(isinstance(text, str) for text in found):
         raise invalid(name, value, " is not text; give a str or a list of str")
     return found
 

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from h5pack.errors import WorkerError
+from h5pack.system.parameters import whole_number
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -34,6 +35,7 @@ Result = TypeVar("Result")
 _WAIT_SECONDS = 0.5
 _JOIN_SECONDS = 10.0
 _MAX_DEPTH = 6
+_MAX_WORKERS = 2**15  # the default of Linux's pid_max; a ProcessPoolExecutor fails with 2**31
 _ATOMS = {str, bytes, int, float, complex, bool, type(None)}
 _KNOWN_PACKAGES = {"h5pack", "h5py", "numpy", *sys.stdlib_module_names}
 ONE_WORKER = "num_workers=1"
@@ -122,6 +124,7 @@ def open_executor(
     used in a worker, or if workers cannot start. The error recommends ``num_workers=1``, unless the caller needs a
     separate process and sets `isolated`.
     """
+    whole_number("num_workers", num_workers, 1, _MAX_WORKERS)
     if num_workers == 1:
         with using_shared(shared_object):
             yield SerialExecutor()

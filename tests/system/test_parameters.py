@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import h5pack
 from h5pack.errors import OptionsError
@@ -33,6 +35,8 @@ CALLS: dict[str, Callable[[Path, Path], Any]] = {
     "bench in": lambda source, pack: h5pack.bench(source, scratch=NUL),
     "diagnose": lambda source, pack: h5pack.diagnose(NUL),
     "H5Dataset": lambda source, pack: h5pack.H5Dataset(NUL),
+    "a lone surrogate": lambda source, pack: h5pack.info("\ud800"),
+    "to a lone surrogate": lambda source, pack: h5pack.subset(pack, "\ud800"),
     "several files": lambda source, pack: h5pack.H5Dataset([pack, NUL]),
 }
 
@@ -61,6 +65,8 @@ def test_a_path_with_a_nul_character_is_refused(name: str, source_and_pack: tupl
         lambda source, pack: h5pack.export(pack, pack.with_name("o"), fields=3),
         lambda source, pack: h5pack.export(3, pack.with_name("o")),
         lambda source, pack: h5pack.export(pack, None),
+        lambda source, pack: h5pack.verify(pack, start_method="thread"),
+        lambda source, pack: h5pack.verify(pack, num_workers=2**31),
         lambda source, pack: h5pack.preview(pack, splits=[3]),
         lambda source, pack: h5pack.preview(pack, max_classes=None),
         lambda source, pack: h5pack.preview(pack, 3),
@@ -93,6 +99,6 @@ def test_texts_are_one_or_several() -> None:
     assert texts("names", "a") == ("a",)
     assert texts("names", iter(["a", "b"])) == ("a", "b")
     assert texts("names", ()) == ()
-    for value in (3, None, {}, [3], b"a"):
+    for value in (3, None, {}, {"a": 1}, [3], b"a", np.int64(3), torch.tensor(3)):
         with pytest.raises(OptionsError):
             texts("names", value)
