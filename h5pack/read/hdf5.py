@@ -53,7 +53,11 @@ def _open_failure(name: str, error: Exception) -> str:
     if "truncated file" in text:
         return "the file is cut short (a broken copy or download); copy it again"
     if "already open for write" in text:
-        return "its writer was killed, so HDF5 refuses the file; restore it, or run 'h5clear -s' at your own risk"
+        # Writers of SWMR mode hold no lock, so a file that is being written looks like one whose writer was killed.
+        return (
+            "a process is writing it in SWMR mode, or its writer was killed; wait for that process, or if there is "
+            "none, restore the file, or run 'h5clear -s' at your own risk"
+        )
     if "signature not found" in text:
         size = os.path.getsize(name)
         return "the file is empty (0 bytes); convert again" if size == 0 else "not an HDF5 file; check the path"

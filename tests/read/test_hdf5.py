@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -51,6 +52,16 @@ def test_a_file_on_a_disk_that_fails_is_not_called_damaged(
     with pytest.raises(PackFormatError) as caught:
         open_file(pack)
     require_one_line(caught, pack)
+
+
+def test_a_file_that_is_written_in_swmr_mode_is_not_called_abandoned(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w", libver="latest") as file:
+        file.swmr_mode = True
+        copied = Path(shutil.copy(path, tmp_path / "copy.h5"))  # h5py would reuse an open file of this process
+    with pytest.raises(PackFormatError, match="SWMR") as caught:
+        open_file(copied)
+    assert caught.value.path == str(copied)
 
 
 @pytest.mark.parametrize("read", [h5pack.info, hdf5_catalog])
