@@ -65,6 +65,7 @@ def test_a_path_with_a_nul_character_is_refused(name: str, source_and_pack: tupl
         lambda source, pack: h5pack.export(pack, pack.with_name("o"), fields=3),
         lambda source, pack: h5pack.export(3, pack.with_name("o")),
         lambda source, pack: h5pack.export(pack, None),
+        *(lambda source, pack, split=split: h5pack.append(pack, source, split=split) for split in (3, "", "a\0b")),
         lambda source, pack: h5pack.verify(pack, start_method="thread"),
         lambda source, pack: h5pack.verify(pack, num_workers=2**31),
         lambda source, pack: h5pack.preview(pack, splits=[3]),
