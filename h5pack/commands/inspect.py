@@ -137,7 +137,8 @@ def _preview(arguments: argparse.Namespace) -> int:
     print_report(report, arguments)
     if not arguments.json:
         if any(split.left_out for split in report.splits):
-            print(f"  to show all classes: --max-classes {max(split.named for split in report.splits)}")
+            num_classes = max(split.named for split in report.splits)
+            print(f"  to show all classes, if they fit on a sheet: --max-classes {num_classes}")
         for row in report.damaged:
             print(f"{arguments.file}: row {row.row} ({row.name}): {row.reason}", file=sys.stderr)
     return 0 if report.ok else 1
