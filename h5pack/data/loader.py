@@ -136,7 +136,7 @@ class H5Loader(Closeable, Resumable):
         A sampler of `dataset`, which must be a `ConcatPack`. It determines the batches, so `batch_size` to
         `num_samples` must not be given. The loader and the sampler share one state: save and load it with either.
     num_threads : int, optional
-        Number of threads that read. None: 4, or the number of CPUs that this process may use if that is smaller.
+        Reading threads, at most 1,024. None: 4, or the number of CPUs this process may use if smaller.
     prefetch_factor : int, optional
         Number of batches to prefetch, as far as `memory_bytes` allows. None: the batches of two shuffle windows. The
         chunks of a window are read together, so lower values are raised to the batches of one window. For rows in the
@@ -232,7 +232,7 @@ class H5Loader(Closeable, Resumable):
         self._with_rows, self._check = self._base.with_rows, self._base.check
         self._cpus = available_cpus()
         num_threads = min(_MAX_THREADS, self._cpus) if num_threads is None else num_threads
-        self.num_threads = whole_number("num_threads", num_threads, 1)
+        self.num_threads = whole_number("num_threads", num_threads, 1, 1_024)
         self.pin_memory = pin_memory and _can_pin()
         self._transforms = {
             name: (function, "generator" in parameter_names(function))

@@ -318,6 +318,7 @@ def test_error_names_the_parameter_at_fault(dataset: h5pack.H5Dataset) -> None:
         (TensorDataset(torch.zeros(3)), {}, "dataset"),
         (dataset, {"memory_bytes": "1G"}, "memory_bytes"),
         *((dataset, {"num_threads": 0}, "num_threads"), (dataset, {"num_threads": 2.5}, "num_threads")),
+        (dataset, {"num_threads": 2**31}, "num_threads"),
         *((dataset, {"num_workers": 2}, "num_threads"), (dataset, {"transform": "flip"}, "transform")),
         *((dataset, {"batch_size": 0}, "batch_size"), (dataset, {"lanes": 2, "streams": 3}, "streams")),
     ]
