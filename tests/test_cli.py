@@ -145,6 +145,9 @@ def test_misuse_and_abbreviated_options_exit_with_2() -> None:
         ["pack", "x"],
         ["convert", "a", "b", "--limit", "few"],
         ["convert", "a", "b", "--dry"],
+        ["convert", "a", "b", "--label-columns", ","],
+        ["subset", "a", "b", "--classes", ""],
+        ["export", "a", "b", "--fields", " "],
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(arguments)

@@ -15,6 +15,14 @@ def comma_parts(value: str | None) -> tuple[str, ...]:
     return () if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
 
 
+def comma_names(value: str) -> tuple[str, ...]:
+    """Split an option's value at commas; raise an error if it names nothing, as an unset variable of a shell does."""
+    names = comma_parts(value)
+    if not names:
+        raise argparse.ArgumentTypeError(f"{value!r} names nothing; give a name, or leave out the option")
+    return names
+
+
 def add_workers(group: Any) -> None:
     """Add ``--workers``, the number of worker processes."""
     group.add_argument(

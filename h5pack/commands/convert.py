@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
 
-from h5pack.commands.arguments import add_hdf5, add_workers, comma_parts, option_text
+from h5pack.commands.arguments import add_hdf5, add_workers, comma_names, option_text
 from h5pack.errors import OptionsError, OutputExistsError
 from h5pack.system.parameters import invalid, output_file
 from h5pack.system.text import counted
@@ -77,27 +77,27 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     hdf5 = parser.add_argument_group("HDF5 sources")
     add_hdf5(hdf5)
     hdf5.add_argument(
-        "--fields", type=comma_parts, metavar="A,B", help="also pack these datasets, which have one row per image"
+        "--fields", type=comma_names, metavar="A,B", help="also pack these datasets, which have one row per image"
     )
 
 
 def _add_columns(what: Any) -> None:
     what.add_argument("--path-column", metavar="NAME", help="the column that holds the images or their paths")
     what.add_argument(
-        "--label-columns", type=comma_parts, metavar="A,B",
+        "--label-columns", type=comma_names, metavar="A,B",
         help="the column of labels, or several columns of integers (0 to 255) that become a label table",
     )  # fmt: skip
     what.add_argument("--split-column", metavar="NAME", help="the column that names each image's split")
     what.add_argument(
-        "--field-columns", type=comma_parts, metavar="A,B",
+        "--field-columns", type=comma_names, metavar="A,B",
         help="columns of numbers, or of lists of numbers, to store as fields",
     )  # fmt: skip
-    what.add_argument("--mask-columns", type=comma_parts, metavar="A,B", help="columns of paths of masks")
-    what.add_argument("--image-columns", type=comma_parts, metavar="A,B", help="columns of paths of further images")
-    what.add_argument("--text-columns", type=comma_parts, metavar="A,B", help="columns of text to store as fields")
-    what.add_argument("--box-columns", type=comma_parts, metavar="A,B", help="columns that hold lists of boxes")
+    what.add_argument("--mask-columns", type=comma_names, metavar="A,B", help="columns of paths of masks")
+    what.add_argument("--image-columns", type=comma_names, metavar="A,B", help="columns of paths of further images")
+    what.add_argument("--text-columns", type=comma_names, metavar="A,B", help="columns of text to store as fields")
+    what.add_argument("--box-columns", type=comma_names, metavar="A,B", help="columns that hold lists of boxes")
     what.add_argument(
-        "--keypoint-columns", type=comma_parts, metavar="A,B",
+        "--keypoint-columns", type=comma_names, metavar="A,B",
         help="columns that hold lists of points: x and y, or x, y and visibility",
     )  # fmt: skip
     what.add_argument(
@@ -233,7 +233,7 @@ def _add_subset(commands: Any) -> None:
         "--split", dest="splits", action="append", default=[], metavar="NAME", help="take this split; repeatable"
     )
     subset.add_argument(
-        "--classes", type=comma_parts, default=(), metavar="A,B", help="take these classes, numbered in this order"
+        "--classes", type=comma_names, default=(), metavar="A,B", help="take these classes, numbered in this order"
     )
     subset.add_argument(
         "--rows", metavar="RANGES", help="take these rows, such as 0:1000,5000:6000,7123 (the end is not included)"

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from h5pack.commands.arguments import add_hdf5, add_workers, comma_parts, print_report
+from h5pack.commands.arguments import add_hdf5, add_workers, comma_names, print_report
 
 
 def add(commands: Any) -> None:
@@ -89,7 +89,7 @@ def _add_export(commands: Any) -> None:
     what.add_argument("--limit", type=int, metavar="N", help="export at most N images, evenly spaced in FILE")
     add_hdf5(what)
     what.add_argument(
-        "--fields", type=comma_parts, default=(), metavar="A,B",
+        "--fields", type=comma_names, default=(), metavar="A,B",
         help="datasets (one row per image) to write into the manifest (default: all fields of a pack)",
     )  # fmt: skip
 
