@@ -238,6 +238,8 @@ class ExportFolder:
         folder = os.fsdecode(folder)
         self.given = Path(folder)
         self.final = Path(os.path.realpath(folder))
+        if not self.final.name:
+            raise SourceError.at(self.final, "is the root folder; name a folder inside it")
         self.partial = self.final.with_name(f"{self.final.name}.partial")
         self.lock_file = self.final.with_name(f"{self.final.name}.partial.lock")
         self.replaced = self.final.with_name(f"{self.final.name}.replaced")

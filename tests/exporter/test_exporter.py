@@ -19,7 +19,7 @@ from PIL import Image
 
 import h5pack
 from h5pack import cli
-from h5pack.errors import DamagedRowsError, NoImagesError, OptionsError, OutputExistsError, PackFormatError
+from h5pack.errors import DamagedRowsError, NoImagesError, OptionsError, OutputExistsError, PackFormatError, SourceError
 from h5pack.exporter import exporter
 from h5pack.exporter.exporter import ExportReport, export
 from h5pack.exporter.image_files import open_rows
@@ -375,6 +375,12 @@ def test_an_export_in_a_lower_layer_of_an_overlay_is_replaced_once_it_is_deleted
     report = export(pack, target, **one(resume=True))
     assert report.resumed_files == report.files > 0
     assert not list(tmp_path.glob("out.*"))
+
+
+def test_the_root_folder_is_refused(pack: Path) -> None:
+    with pytest.raises(SourceError) as caught:
+        h5pack.export(pack, "/")
+    assert caught.value.path == "/"
 
 
 def test_existing_files_are_replaced_only_if_an_export_wrote_them(pack: Path, tmp_path: Path) -> None:
