@@ -54,6 +54,14 @@ def test_a_file_on_a_disk_that_fails_is_not_called_damaged(
     require_one_line(caught, pack)
 
 
+def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.h5")
+    for read in (h5pack.info, h5pack.H5Dataset):
+        with pytest.raises(PackFormatError, match="pipe"):
+            read(tmp_path / "pipe.h5")
+    assert "pipe" in h5pack.verify(tmp_path / "pipe.h5").problems[0]
+
+
 def test_a_file_that_is_written_in_swmr_mode_is_not_called_abandoned(tmp_path: Path) -> None:
     path = tmp_path / "f.h5"
     with h5py.File(path, "w", libver="latest") as file:
