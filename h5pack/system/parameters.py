@@ -19,10 +19,13 @@ def invalid(name: str, value: object, problem: str) -> OptionsError:
 
 
 def require_local(path: str | os.PathLike[str]) -> None:
-    """Raise OptionsError if a path is a URL, such as ``s3://bucket/pack.h5``, contains NUL, or is no path at all."""
+    """Raise OptionsError if a path is a URL, such as ``s3://bucket/pack.h5``, contains NUL, is empty, or is no path."""
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise OptionsError(f"path is {path!r}; give the path of a file", parameters=("path",))
     name = os.fsdecode(path)
+    if not name:
+        # An unset variable of a shell would otherwise stand for the working directory.
+        raise OptionsError("path is empty; give the path of a file or folder", path=name, parameters=("path",))
     if "\0" in name:
         raise OptionsError(f"path is {name!r}; give a path without NUL characters", path=name, parameters=("path",))
     try:

@@ -49,6 +49,19 @@ def source_and_pack(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pat
     return source, pack
 
 
+def test_an_empty_path_is_not_the_working_directory(source_and_pack: tuple[Path, Path]) -> None:
+    source, pack = source_and_pack
+    calls: list[Callable[[], Any]] = [
+        *(lambda: h5pack.convert("", pack.with_name("o.h5")), lambda: h5pack.convert(source, "")),
+        *(lambda: h5pack.append(pack, ""), lambda: h5pack.join([pack, ""], pack.with_name("o.h5"))),
+        *(lambda: h5pack.subset(pack, ""), lambda: h5pack.export(pack, ""), lambda: h5pack.preview(pack, "")),
+        *(lambda: h5pack.info(""), lambda: h5pack.verify(b""), lambda: h5pack.H5Dataset(""), lambda: h5pack.bench("")),
+    ]
+    for call in calls:
+        with pytest.raises(OptionsError):
+            call()
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_path_with_a_nul_character_is_refused(name: str, source_and_pack: tuple[Path, Path]) -> None:
     with pytest.raises(OptionsError):
