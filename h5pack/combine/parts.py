@@ -15,15 +15,16 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import SourceError
+from h5pack.errors import H5PackError, PackFormatError, SourceError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.fields import FieldValues, RaggedRows, field_kind
+from h5pack.pack.options import LAYOUTS
 from h5pack.pack.statistics import channel_sums, encoded_sums, mean_and_std, sampled_rows
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.engine import Engine
-from h5pack.read.hdf5 import open_file, require_complete, stored_options, text
+from h5pack.read.hdf5 import metadata_problem, open_file, require_complete, stored_options, text
 from h5pack.read.storage import SourceFile
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Reject
@@ -134,18 +135,23 @@ def is_virtual(part: Part) -> bool:
 def open_part(path: str | os.PathLike[str]) -> Part:
     """Open a complete pack.
 
-    Raises OptionsError if `path` is no local path, and SourceError if the HDF5 file is not a pack, or has no checksums.
+    Raises OptionsError if `path` is no local path, SourceError if the HDF5 file is not a pack, or has no checksums, and
+    PackFormatError if its tables are damaged.
     """
     require_local(path)
     path = Path(absolute_path(path))
     with open_file(path) as file:
         if schema.FORMAT not in file.attrs:
             raise SourceError.at(path, "is not a pack; make a pack of it with 'h5pack convert'")
-        require_complete(file)
-        options = stored_options(file)
-        images = file.get(schema.IMAGES)
-        layout = "nhwc" if images is None else text(images.attrs.get(schema.LAYOUT, b"nhwc"))
-        rejects, statistics = rejects_of(file), _statistics(file)
+        try:
+            require_complete(file)
+            options, layout = stored_options(file), _layout(file)
+            rejects, statistics = rejects_of(file), _statistics(file)
+        except H5PackError:
+            raise
+        except Exception as error:
+            # On damaged files, h5py may raise any exception type.
+            raise PackFormatError.at(path, metadata_problem(error)) from error
     catalog = hdf5_catalog(path, HDF5Datasets(), NameFilter())
     part = Part(path, catalog, layout, options, rejects, statistics)
     statistics["pixels"] = _measured_pixels(part)
@@ -168,9 +174,19 @@ def rejects_of(file: h5py.File) -> tuple[Reject, ...]:
     return tuple(Reject(text(name), text(reason)) for name, reason in zip(names, reasons, strict=True))
 
 
+def _layout(file: h5py.File) -> str:
+    images = file.get(schema.IMAGES)
+    layout = "nhwc" if images is None else text(images.attrs.get(schema.LAYOUT, b"nhwc"))
+    if layout not in LAYOUTS:
+        raise ValueError(f"{schema.LAYOUT} is {layout!r}")
+    return layout
+
+
 def _statistics(file: h5py.File) -> dict[str, Any]:
     group = file[schema.STATISTICS]
     found: dict[str, Any] = {name: group[name][()] for name in ("mean", "std")}
+    if found["mean"].shape != found["std"].shape or (group.attrs["rows"] and not np.isfinite([*found.values()]).all()):
+        raise ValueError("its mean and std are not finite numbers of each channel")
     return {
         **found,
         "rows": int(group.attrs["rows"]),

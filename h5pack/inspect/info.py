@@ -217,7 +217,7 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
             )
         except PackFormatError:
             raise
-        except (KeyError, ValueError, RuntimeError, OSError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError, OSError) as error:
             raise PackFormatError.at(path, metadata_problem(error)) from error
 
 
