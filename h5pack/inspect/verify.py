@@ -55,6 +55,7 @@ class VerifyReport:
     problems: tuple[str, ...] = ()  #: structural defects, such as missing datasets
     damaged: dict[str, list[int]] = field(default_factory=dict)  #: damaged rows of each dataset, by its name
     filenames: dict[int, str] = field(default_factory=dict)  #: stored names of the first 1,000 damaged rows, by row
+    parameters: tuple[str, ...] = ()  #: parameters that the problems name, which the command line prints as options
 
     @property
     def ok(self) -> bool:
@@ -64,12 +65,14 @@ class VerifyReport:
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-serializable dict. The keys are stable across versions."""
         names = {str(row): name for row, name in self.filenames.items()}
-        return {**vars(self), "ok": self.ok, "problems": list(self.problems), "filenames": names}
+        found = {**vars(self), "ok": self.ok, "problems": list(self.problems), "filenames": names}
+        del found["parameters"]
+        return found
 
     def to_text(self) -> str:
         """Return the report as lines of text, with the first 20 damaged rows of each dataset."""
         if self.ok:
-            return f"{self.path}: {self.rows:,} rows, all checksums match"
+            return f"{self.path}: {counted(self.rows, 'row')}, all checksums match"
         lines = [f"{self.path}: {problem}" for problem in self.problems]
         for name, rows in sorted(self.damaged.items()):
             damaged = counted(len(rows), "damaged row")
@@ -160,7 +163,7 @@ def verify(
         try:
             structure = executor.submit(_inspect, name).result()
         except H5PackError as error:
-            return VerifyReport(name, 0, (str(error).removeprefix(f"{name}: "),))
+            return VerifyReport(name, 0, (str(error).removeprefix(f"{name}: "),), parameters=error.parameters)
         except BrokenProcessPool:
             crash = f"HDF5 {h5py.version.hdf5_version} crashed while reading this file, which is damaged; restore it"
             return VerifyReport(name, 0, (crash,))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import h5pack
+from h5pack.cli import main
 from h5pack.errors import OptionsError, PackFormatError, WorkerError
 from tests.makers import flat_folder, hdf5_file, pair_folders, quick, split_folders
 
@@ -79,13 +80,17 @@ def test_files_that_cannot_be_opened_are_problems_or_errors(copy: Path, tmp_path
     assert caught.value.parameters == ("num_workers",)
 
 
-def test_an_unfinished_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = flat_folder(tmp_path / "in", 4)
     monkeypatch.setattr("h5pack.pack.finish.publish", lambda *_: None)
     monkeypatch.setattr("h5pack.pack.finish.complete", lambda *_: None)
     h5pack.convert(source, tmp_path / "o.h5", **quick())
     report = h5pack.verify(tmp_path / "o.h5.partial")
     assert len(report.problems) == 1
+    assert main(["verify", str(tmp_path / "o.h5.partial")]) == 1
+    assert "--resume" in capsys.readouterr().out
 
 
 def test_a_pack_compressed_by_another_tool_is_checked_through_the_library(copy: Path, tmp_path: Path) -> None:
