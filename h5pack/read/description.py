@@ -236,10 +236,10 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
             f"holds variable-length {base} on {dataset.ndim} axes; only encoded images may have rows of variable "
             "length (uint8 on one axis); name another dataset"
         )
-    if images and string is not None and string.length is None:
+    if images and string is not None:
         raise refuse(
-            "holds variable-length strings, which end at the first zero byte; write encoded images as variable-length "
-            "uint8 (h5py.vlen_dtype(np.uint8)), or name another dataset"
+            "holds strings, which lose zero bytes; write encoded images as variable-length uint8 "
+            "(h5py.vlen_dtype(np.uint8)), or name another dataset"
         )
     if dtype.kind not in "biuf":
         packs = "pack the file with 'h5pack convert', which stores texts, or " if string is not None else ""
