@@ -236,8 +236,9 @@ class _EchoIterator(BatchIterator):
         return batch
 
     def _end_batch(self, fetched: FetchedBatch) -> None:
-        self._state.batch, self._state.showing = self._state.batch + 1, 0
+        # An interrupt here must not leave the loader's state and this state at different batches.
         self._cursor.advance(fetched)
+        self._state.batch, self._state.showing = self._state.batch + 1, 0
         self._current = None
 
     def _release(self) -> None:
@@ -255,7 +256,8 @@ class _FixedEcho(_EchoIterator):
         fetched = self._current or self._begin_batch(self._fetcher.fetch())
         batch = self._show(fetched)
         assert isinstance(self._loader.factor, Fraction)
-        if self._state.showing == showings(self._loader.factor, self._state.batch):
+        # More showings than these are counted if an interrupt prevented the last delivery, and the state was loaded.
+        if self._state.showing >= showings(self._loader.factor, self._state.batch):
             self._end_batch(fetched)
         return batch
 

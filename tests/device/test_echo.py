@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import operator
 import pickle
 import threading
 import weakref
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 
 import h5pack
 from h5pack.data import iteration
+from h5pack.device import echo
 from h5pack.device.batch import repeats_of
 from h5pack.device.echo import EchoLoader, _FetchClock
 from h5pack.device.feed import DeviceFeed
@@ -167,6 +169,30 @@ def test_resumed_at_every_batch(dataset: h5pack.H5Dataset, kind: str) -> None:
                 assert epoch_of(loader) == whole[epoch][done:]
             if done % 4 == 0 or done > len(whole[epoch]):
                 assert epoch_of(loader) == whole[epoch + 1]
+
+
+@pytest.mark.parametrize("factor", [1, 2, 2.5])
+@pytest.mark.parametrize("function", ["_FixedEcho._end_batch", "DeliveryCursor.advance"])
+def test_an_interrupt_during_the_last_delivery_of_a_batch_can_be_resumed(
+    dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch, factor: float, function: str
+) -> None:
+    expected = [batch[-1].tolist() for batch in EchoLoader(h5_loader(dataset), factor)]
+    interrupted, seen = EchoLoader(h5_loader(dataset), factor), []
+    original = operator.attrgetter(function)(echo)
+
+    def interrupt(*arguments: Any) -> None:
+        if len(seen) > 3:
+            raise KeyboardInterrupt
+        original(*arguments)
+
+    monkeypatch.setattr(f"h5pack.device.echo.{function}", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        seen.extend(batch[-1].tolist() for batch in interrupted)
+    monkeypatch.undo()
+    resumed = EchoLoader(h5_loader(dataset), factor)
+    resumed.load_state_dict(through_json(interrupted.state_dict()))
+    rest = itertools.islice(resumed, len(expected))
+    assert seen + [batch[-1].tolist() for batch in rest] == expected
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
