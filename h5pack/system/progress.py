@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,9 +14,12 @@ from tqdm import tqdm
 def progress_bar(total: float | None, **settings: Any) -> Any:
     """Return a progress bar of tqdm, which takes the `settings`, without the thread that tqdm starts by default.
 
-    A process that is forked while that thread runs could inherit a lock that is never released.
+    A process that is forked while that thread runs could inherit a lock that is never released. Without a standard
+    error, as in a daemon, nothing is shown.
     """
     tqdm.monitor_interval = 0
+    if sys.stderr is None and "file" not in settings:
+        settings["disable"] = True
     return tqdm(total=total, **settings)
 
 

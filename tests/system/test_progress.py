@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 
 import pytest
@@ -22,6 +23,17 @@ def test_bars_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         bar.refresh()
     assert "reading" in stream.getvalue()
     assert "3/4" in stream.getvalue()
+
+
+def test_bars_show_nothing_without_a_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    for disable in (None, False):
+        with progress_bar(4, desc="reading", disable=disable) as bar:
+            bar.set_postfix_str("fast", refresh=False)
+            bar.update(3)
+            bar.refresh()
+    with Stages(True)("survey", 5) as advance:
+        advance(5)
 
 
 @pytest.mark.parametrize("show", [False, True])
