@@ -22,6 +22,7 @@ from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
 from h5pack.order.cursor import EpochCursor, IterationState, Resumable
 from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
+from h5pack.system.parameters import whole_number
 
 Item = TypeVar("Item")
 
@@ -291,6 +292,8 @@ class ChunkBatchSampler(BatchOrder):
         self.dataset, ranks = dataset, (rank, num_replicas)
         self._base, rows = select_draws(dataset, indices, weights, num_samples)
         _require_keys(dataset, self._base)
+        # `plan_order` takes None, too, and would make batches of thousands of rows.
+        batch_size = whole_number("batch_size", batch_size, 1)
         self.plan = plan_order(
             rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes
         )

@@ -146,6 +146,15 @@ def test_shuffle_true_is_window_and_errors_name_parameters(dataset: h5pack.H5Dat
         assert next(iter(settings)) in caught.value.parameters
 
 
+@pytest.mark.parametrize("size", [None, 0, 2.0])
+def test_batch_samplers_refuse_a_batch_size_that_is_no_number_of_rows(dataset: h5pack.H5Dataset, size: Any) -> None:
+    both = h5pack.ConcatPack([dataset, dataset])
+    for make in (lambda: h5pack.ChunkBatchSampler(dataset, size), lambda: h5pack.MixtureSampler(both, size)):
+        with pytest.raises(OptionsError) as caught:
+            make()
+        assert caught.value.parameters == ("batch_size",)
+
+
 def elastic(kind: str, dataset: h5pack.H5Dataset, count: int, **more: Any) -> list[Fed]:
     """All ranks of an order that any divisor of 4 ranks can share."""
     more = {"streams": 4, "window": 3, "seed": 9, "num_replicas": count, **more}
