@@ -69,8 +69,11 @@ def _check_weights(weights: npt.ArrayLike, count: int) -> npt.NDArray[np.float64
     def error(message: str) -> OptionsError:
         return OptionsError(message, parameters=("weights",))
 
+    if isinstance(weights, torch.Tensor):
+        # NumPy has no bfloat16.
+        weights = weights.detach().double() if weights.is_floating_point() else weights.detach()
     try:
-        given = np.asarray(weights.detach() if isinstance(weights, torch.Tensor) else weights)
+        given = np.asarray(weights)
     except (TypeError, ValueError) as cause:
         raise error(f"weights are not an array of numbers ({cause}); give a number for each row") from cause
     if given.dtype.kind not in "buif":

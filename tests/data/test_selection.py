@@ -122,8 +122,9 @@ def test_numbers_of_the_wrong_type_are_refused(dataset: h5pack.H5Dataset, wrong:
             h5pack.ChunkSampler(dataset, **wrong)
 
 
-def test_weights_may_be_a_tensor_that_requires_a_gradient(dataset: h5pack.H5Dataset) -> None:
-    weights = torch.zeros(COUNT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_may_be_a_tensor_that_requires_a_gradient(dataset: h5pack.H5Dataset, dtype: torch.dtype) -> None:
+    weights = torch.zeros(COUNT, dtype=dtype)
     weights[[3, 30]] = 1
     drawn = list(h5pack.ChunkSampler(dataset, weights=weights.requires_grad_(), num_samples=10))
     assert sorted(drawn) == [3] * 5 + [30] * 5
