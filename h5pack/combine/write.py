@@ -130,7 +130,9 @@ def write_combination(
 ) -> CombineReport:
     """Write the pack. Raises the errors of `h5pack.convert` about the output, and errors of reading the parts."""
     output, stages = Output(out, permissions_of=plan.permissions_of(out)), Stages(progress)
-    output.check(ConvertOptions(overwrite=overwrite, resume=resume))
+    options = ConvertOptions(overwrite=overwrite, resume=resume)
+    output.check(options)
+    overwrite, resume = options.overwrite, options.resume  # Python's bools, which the journal holds as JSON
     if resume and not overwrite and output.final.exists() and not output.partial.exists():
         return _existing_report(plan, output)
     lock = OutputLock(output)

@@ -131,6 +131,16 @@ def test_a_join_may_be_resumed_with_another_overwrite(tmp_path: Path, overwrite:
     assert out.read_bytes() == whole
 
 
+def test_flags_may_be_bools_of_numpy(tmp_path: Path) -> None:
+    packs, out = two_packs(tmp_path, "pixels"), tmp_path / "o.h5"
+    h5pack.join(packs, out)
+    whole = out.read_bytes()
+    h5pack.join(packs, out, overwrite=np.True_, resume=np.False_)  # type: ignore[arg-type]
+    assert out.read_bytes() == whole
+    with pytest.raises(OptionsError):
+        h5pack.join(packs, out, overwrite="no")  # type: ignore[arg-type]
+
+
 def test_many_packs_are_joined_with_few_open_files(tmp_path: Path) -> None:
     first = pack(tmp_path, "a", 4, ["x"])
     packs = [shutil.copy(first, tmp_path / f"{number}.h5") for number in range(40)]
