@@ -22,7 +22,9 @@ from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
 from h5pack.order.cursor import EpochCursor, IterationState, Resumable
 from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
-from h5pack.system.parameters import whole_number
+
+_PLANNED_ROWS = 4_096
+"""Number of rows of each stream that a sampler of single rows plans at once."""
 
 Item = TypeVar("Item")
 
@@ -182,7 +184,9 @@ class ChunkSampler(Resumable, Sampler[int]):
         self.dataset, ranks = dataset, (rank, num_replicas)
         self._base, rows = select_draws(dataset, indices, weights, num_samples)
         _require_keys(dataset, self._base)
-        self.plan = plan = plan_order(rows, None, shuffle, seed, window, drop_last, ranks=ranks, streams=streams)
+        self.plan = plan = plan_order(
+            rows, _PLANNED_ROWS, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, single_rows=True
+        )
         identity = {**plan.identity(), "global_batch": None}
         super().__init__(EpochCursor(identity, "rows", plan.rank_rows, plan.num_replicas))
 
@@ -292,13 +296,11 @@ class ChunkBatchSampler(BatchOrder):
         self.dataset, ranks = dataset, (rank, num_replicas)
         self._base, rows = select_draws(dataset, indices, weights, num_samples)
         _require_keys(dataset, self._base)
-        # `plan_order` takes None, too, and would make batches of thousands of rows.
-        batch_size = whole_number("batch_size", batch_size, 1)
         self.plan = plan_order(
             rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes
         )
         super().__init__(EpochCursor(self.plan.identity(), "batches", self.plan.num_batches))
-        self.batch_size, self.drop_last = batch_size, drop_last
+        self.batch_size, self.drop_last = self.plan.batch_size, drop_last
 
     def __len__(self) -> int:
         """Return the number of batches of this rank per epoch."""

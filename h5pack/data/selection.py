@@ -24,9 +24,6 @@ from h5pack.order.window import OrderPlan
 from h5pack.read.engine import Engine
 from h5pack.system.parameters import whole_number
 
-PLANNED_ROWS = 4_096
-"""Number of rows of each stream that a sampler of single rows plans at once."""
-
 _BLOCK_ROWS = 1 << 16
 _DIGEST_ROWS = 64
 
@@ -211,7 +208,7 @@ def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]
 
 def plan_order(
     rows: RowSampler,
-    batch_size: int | None,
+    batch_size: int,
     shuffle: str | bool,
     seed: int,
     window: int,
@@ -220,24 +217,25 @@ def plan_order(
     ranks: tuple[int | None, int | None],
     streams: int | None = None,
     lanes: int = 1,
+    single_rows: bool = False,
 ) -> OrderPlan:
     """Return the plan of an order from the parameters of a sampler's or loader's constructor.
 
-    The constructor must call this directly, so that warnings name the line that calls the constructor. If `batch_size`
-    is None, single rows are planned in blocks. Then `drop_last` leaves out only the rows that do not divide evenly
-    among the streams.
+    The constructor must call this directly, so that warnings name the line that calls the constructor. With
+    `single_rows`, single rows are planned in blocks that take `batch_size` rows from each stream of this rank. Then
+    `drop_last` leaves out only the rows that do not divide evenly among the streams.
     """
     rank, num_replicas = resolve_ranks(*ranks)
     lanes = whole_number("lanes", lanes, 1)
     own_streams = 1 if streams is None else max(1, whole_number("streams", streams, 1) // num_replicas)
     return OrderPlan(
         rows,
-        PLANNED_ROWS * own_streams if batch_size is None else batch_size,
+        batch_size * own_streams if single_rows else batch_size,
         shuffle="window" if shuffle is True else shuffle,
         seed=seed,
         window=window,
         trim=drop_last,
-        drop_last=drop_last and batch_size is not None,
+        drop_last=drop_last and not single_rows,
         rank=rank,
         num_replicas=num_replicas,
         streams=num_replicas * lanes if streams is None else streams,

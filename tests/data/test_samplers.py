@@ -21,7 +21,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info, random_split
 
 import h5pack
-from h5pack.data import selection
 from h5pack.errors import OptionsError, StateError
 from h5pack.order.row_ranges import RowRange
 from h5pack.order.window import OrderPlan
@@ -119,7 +118,7 @@ def test_the_order_of_rows_does_not_depend_on_how_many_are_planned_at_once(
     dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch, block: int, streams: int
 ) -> None:
     whole = list(h5pack.ChunkSampler(dataset, streams=streams, window=3))
-    monkeypatch.setattr(selection, "PLANNED_ROWS", block)
+    monkeypatch.setattr("h5pack.data.samplers._PLANNED_ROWS", block)
     for row in range(len(whole) + 1):
         again = h5pack.ChunkSampler(dataset, streams=streams, window=3)
         again.load_state_dict({**again.state_dict(), "rows": row})
