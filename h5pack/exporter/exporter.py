@@ -29,7 +29,7 @@ from h5pack.exporter.image_files import (
     export_tasks,
     open_rows,
 )
-from h5pack.pack.options import check_choice, parse_range
+from h5pack.pack.options import START_METHODS, check_choice, parse_range
 from h5pack.read.encoded import EncodedIndex
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.system.files import (
@@ -194,7 +194,7 @@ def export(
     """
     begin = time.perf_counter()
     check_choice("format", format, (None, *SUFFIXES))
-    check_choice("start_method", start_method, (None, "fork", "forkserver", "spawn"))
+    check_choice("start_method", start_method, START_METHODS)
     for name, value, maximum in (("quality", quality, 100), ("limit", limit, None), ("num_workers", num_workers, None)):
         if value is not None:
             whole_number(name, value, 1, maximum)

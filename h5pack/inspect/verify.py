@@ -20,7 +20,7 @@ from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.fields import RaggedRows
 from h5pack.format.plans import plan_cache
 from h5pack.format.row_offsets import EncodedOffsets, RowOffsets, check_rows_counted, check_tasks
-from h5pack.pack.options import check_choice
+from h5pack.pack.options import START_METHODS, check_choice
 from h5pack.read.encoded import EncodedIndex, index_kept, is_mask_group
 from h5pack.read.hdf5 import (
     dataset_error,
@@ -156,7 +156,7 @@ def verify(
         If a worker process cannot start, or dies while it checks rows.
     """
     require_local(path)
-    check_choice("start_method", start_method, (None, "fork", "forkserver", "spawn"))
+    check_choice("start_method", start_method, START_METHODS)
     name = absolute_path(path)
     count = max(2, available_cpus() if num_workers is None else whole_number("num_workers", num_workers, 1))
     with open_executor(count, start_method, None, isolated=True) as executor:

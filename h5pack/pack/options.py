@@ -30,6 +30,7 @@ from h5pack.system.files import absolute_path
 from h5pack.system.parameters import invalid, require_local, texts, whole_number
 
 LAYOUTS = ("nhwc", "nchw")
+START_METHODS = (None, "fork", "forkserver", "spawn")
 MODES = ("rgb", "gray")
 ORDERS = ("shuffled", "sorted")
 FITS = {"crop": "cropped to the center", "pad": "padded with black", "stretch": "stretched"}  # and their text
@@ -153,7 +154,7 @@ class ConvertOptions:
             ("order", ORDERS),
             ("box_format", BOX_FORMATS),
             ("io", IO),
-            ("start_method", (None, "fork", "forkserver", "spawn")),
+            ("start_method", START_METHODS),
         ):
             check_choice(name, getattr(self, name), allowed)
         for name in ("draft", "compat", "strict", "overwrite", "resume", "finish"):
