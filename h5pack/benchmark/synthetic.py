@@ -55,23 +55,24 @@ def make_folder(
 def dead_leaves(seed: int, label: int, canvas: int = MAX_SIDE) -> npt.NDArray[np.uint8]:
     """Return an image of one class, uint8 (canvas, canvas, 3)."""
     random = np.random.default_rng([seed, label])
-    picture, free = np.zeros((canvas, canvas, 3), np.float32), np.ones((canvas, canvas), np.bool_)
+    picture, blank = np.zeros((canvas, canvas, 3), np.float32), np.ones((canvas, canvas), np.bool_)
     # Small radii are common and large ones rare, so that discs of every scale cover the same area.
     radii = 1 / np.sqrt(random.uniform(1 / (canvas / 4) ** 2, 1 / 4**2, _DISCS * (canvas // 256)))
     centres = random.uniform(0, canvas, (len(radii), 2))
     colours = np.array([_colour(random, label) for _ in radii], np.float32)
-    # Each disc covers earlier ones, so start with the last one, and paint only what is still free.
+    # Each disc covers earlier ones, so start with the last one, and paint only what is still blank.
     for radius, (y, x), colour in zip(radii[::-1], centres[::-1], colours[::-1], strict=True):
         top, left = max(0, int(y - radius)), max(0, int(x - radius))
         area = np.s_[top : int(y + radius) + 2, left : int(x + radius) + 2]
-        if not free[area].any():
+        visible = blank[area]
+        if not visible.any():
             continue
-        rows = np.arange(top, top + len(free[area]), dtype=np.float32)[:, None] - np.float32(y)
-        columns = np.arange(left, left + free[area].shape[1], dtype=np.float32)[None] - np.float32(x)
-        inside = (rows * rows + columns * columns < radius * radius) & free[area]
+        rows = np.arange(top, top + visible.shape[0], dtype=np.float32)[:, None] - np.float32(y)
+        columns = np.arange(left, left + visible.shape[1], dtype=np.float32)[None] - np.float32(x)
+        inside = (rows * rows + columns * columns < radius * radius) & visible
         shade = (1 + 0.3 * (rows + columns) / radius)[..., None]
         picture[area][inside] = (colour * shade)[inside]
-        free[area][inside] = False
+        visible[inside] = False
     picture += random.normal(0, 0.02, picture.shape).astype(np.float32)
     return (np.clip(picture, 0, 1) * 255).astype(np.uint8)
 
