@@ -277,8 +277,8 @@ def run_pickled(token: str, data: bytes) -> bytes:
         if isinstance(error, H5PackError) or error.errno not in NO_SPACE:
             raise
         raise NoSpaceError(
-            f"{error.filename or 'the output'}: {os.strerror(error.errno)} on {socket.gethostname()}; make room, then "
-            "run again with resume=True",
+            f"{error.filename or 'the output'}: {os.strerror(error.errno)} on {socket.gethostname()}; make room, or "
+            "raise the limit on the size of files ('ulimit -f'), then run again with resume=True",
             parameters=("resume=True",),
         ) from error
 
