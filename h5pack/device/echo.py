@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational
+from operator import index
 from typing import Any
 
 import torch
@@ -161,7 +162,9 @@ class EchoLoader(LoaderWrapper):
         """
         try:
             saved, loader = dict(state["echo"]), state["loader"]
-            loaded = EchoState(int(state["epoch"]), int(state["batch"]), int(state["showing"]))
+            loaded = EchoState(*(index(state[name]) for name in ("epoch", "batch", "showing")))
+            if min(loaded.batch, loaded.showing) < 0:
+                raise ValueError(f"batch {loaded.batch}, showing {loaded.showing}")
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"not a state of an EchoLoader ({error!r}); give what state_dict() returned") from error
         settings = self._settings()

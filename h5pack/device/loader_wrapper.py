@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from h5pack.data.iteration import Closeable
@@ -133,7 +134,7 @@ class LoaderWrapper(Closeable):
         epoch = None
         if _epoch_of(self.loader, counted=True) is None:
             try:
-                epoch, state = int(state["epoch"]), state["loader"]
+                epoch, state = index(state["epoch"]), state["loader"]
             except (KeyError, TypeError, ValueError) as error:
                 raise StateError(
                     f"not a state of a {type(self.loader).__name__} ({error!r}); give what state_dict() returned"

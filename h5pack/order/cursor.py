@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from h5pack.errors import OptionsError, StateError
@@ -106,7 +106,7 @@ class EpochCursor:
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch. If a state was loaded for the same epoch, the next iteration still resumes from it."""
         try:
-            epoch = operator.index(epoch)
+            epoch = index(epoch)
         except TypeError as error:
             raise OptionsError(f"epoch is {epoch!r}; give a whole number", parameters=("epoch",)) from error
         if epoch != self._next_epoch:
@@ -158,8 +158,8 @@ class EpochCursor:
     def load(self, state: dict[str, Any]) -> None:
         """Make the next iteration continue where `state` was saved; raise a StateError if that is impossible."""
         try:
-            order, epoch, done = dict(state["order"]), int(state["epoch"]), int(state[self.unit])
-            saved_ranks = None if self._num_replicas is None else int(state["world_size"])
+            order, epoch, done = dict(state["order"]), index(state["epoch"]), index(state[self.unit])
+            saved_ranks = None if self._num_replicas is None else index(state["world_size"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(
                 f"the state is invalid ({error!r}): it was not saved by a sampler or loader of this kind, which counts "

@@ -476,7 +476,9 @@ def test_a_state_belongs_to_the_rows_of_its_pack(tmp_path: Path, kind: str, sett
 def test_what_is_not_a_state_is_refused(dataset: h5pack.H5Dataset, kind: str) -> None:
     other = Fed({"batches": "rows", "rows": "batches"}[kind], dataset).state()
     malformed = {"order": 3, "epoch": 0, "batches": 0, "rows": 0, "world_size": 1}
-    for wrong in ({}, None, 3, malformed, {"epoch": 0, "batches": 1}, other):
+    valid = Fed(kind, dataset).state()
+    fractions = [{**valid, name: 1.5} for name in valid if name != "order"]
+    for wrong in ({}, None, 3, malformed, {"epoch": 0, "batches": 1}, other, {**valid, kind: -1}, *fractions):
         with pytest.raises(StateError):
             Fed(kind, dataset).resumed(wrong)
 

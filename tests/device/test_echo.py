@@ -255,6 +255,9 @@ def test_states_of_other_settings_are_refused(dataset: h5pack.H5Dataset) -> None
         ({**state, "echo": {**state["echo"], "shuffle_buffer": 30}}, 2),
         ({**state, "echo": {**state["echo"], "version": 2}}, 2),
         ({**state, "batch": "x"}, 2),
+        ({**state, "batch": -1}, 2),
+        ({**state, "showing": -1}, 2),
+        ({**state, "showing": 1.5}, 2),
         (h5_loader(dataset).state_dict(), 2),
         (EchoLoader(h5pack.H5Loader(dataset, BATCH, window=3, seed=8), 2).state_dict(), 2),
     ):
