@@ -65,7 +65,7 @@ class PrefetchThread(BackgroundThreads):
         """Stop the thread once it has fetched its current batch. `stop` takes no lock, so finalizers may call it."""
         self.stopping = True
         self._credits.put(None)
-        self._batches.put(LoaderError("the iterator was closed while its next batch was awaited"))
+        self._batches.put(LoaderError("the loader was closed, or began a new iteration; use its newest iterator"))
 
     def _run(self) -> None:
         try:
