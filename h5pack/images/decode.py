@@ -9,7 +9,8 @@ orientation, then resized by Pillow. Rules for special kinds of images:
 - 16-bit gray keeps its high byte (Pillow's own conversion would clip everything above 255 to white); 12-bit gray keeps
   its high 8 bits, and in both, a TIFF may store white as 0;
 - 32-bit and floating-point images are rejected, because no conversion suits all of them;
-- only the first frame of an animation or multi-page file is used.
+- only the first frame of an animation or multi-page file is used;
+- HEIF files are opened by pillow-heif, which turns them upright and converts more than 8 bits to 8.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from h5pack.errors import RejectedImageError
 from h5pack.images.headers import SIDEWAYS, TURNS, DecodePath, ImageHeader, orientation_of, parse_jpeg, parse_png
+from h5pack.system.files import held_stderr
 from h5pack.version import __version__
 
 MAX_PIXELS = 178_956_970
@@ -46,6 +48,7 @@ _LONG_HEAD_BYTES = 65_536
 _ENCODER_SLACK_BYTES = 1_024
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_HEIF_BRANDS = (b"ftyphe", b"ftypmif1", b"ftypmsf1")
 _LIBTIFF = re.compile(rb"(?:tempfile\.tif: |(?=_?[A-Z]\w*(?<!Error)(?<!Exception)(?<!Warning): ))(.+)")
 """A message of libtiff: it begins with the name that Pillow gives to every TIFF file, or with the name of a function,
 such as LZWDecode. The last line of a Python traceback looks like the latter, but its first word ends with one of the
@@ -86,7 +89,7 @@ class Upright(NamedTuple):
 def decoder_versions() -> dict[str, str]:
     """Return the versions of all software that decoded pixels depend on; "not installed" for missing packages."""
     found = {"h5pack": __version__, "libjpeg-turbo": str(features.version_feature("libjpeg_turbo"))}
-    for name in ("Pillow", "simplejpeg"):
+    for name in ("Pillow", "pillow-heif", "simplejpeg"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -155,7 +158,7 @@ def read_header(head: bytes, open_file: Callable[[], BinaryIO], max_pixels: int)
 
 
 def _pillow_header(stream: BinaryIO) -> ImageHeader:
-    _refuse_programs(stream.read(4))
+    _prepare_format(stream.read(12))
     stream.seek(0)
     with rejecting(), Image.open(stream) as image:
         _refuse_deep(image)
@@ -203,7 +206,7 @@ class Decoder:
             else:
                 self._place(image_of(source), pixels)
         elif not (plain and self._decode_plain(source, decode_path, pixels)):
-            _refuse_programs(source)
+            _prepare_format(source)
             messages = _libtiff_messages() if self._quiet and source[:4] in _TIFF_STARTS else contextlib.nullcontext()
             with rejecting(), messages, Image.open(io.BytesIO(source)) as image:
                 refuse_bomb(image.height, image.width, self._options.max_pixels)
@@ -352,9 +355,20 @@ def _copy_pixels(image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
         out[...] = np.asarray(image).reshape(out.shape)
 
 
-def _refuse_programs(head: bytes) -> None:
+def _prepare_format(head: bytes) -> None:
+    """Let Pillow open HEIF files, and raise RejectedImageError for formats that need what is not there."""
     if head.startswith((b"%!PS", b"\xc5\xd0\xd3\xc6")):
         raise RejectedImageError("PostScript cannot be decoded without running a program; convert it to PNG")
+    if not head[4:].startswith(_HEIF_BRANDS) or "HEIF" in Image.OPEN:
+        return
+    try:
+        from pillow_heif import register_heif_opener
+
+        register_heif_opener()
+    except Exception as error:  # pillow-heif is not installed, or broken.
+        # Files of the other brands may be AVIF files, which Pillow can open.
+        if head[4:].startswith(_HEIF_BRANDS[0]):
+            raise RejectedImageError("HEIF needs the package pillow-heif; install it and convert again") from error
 
 
 def _refuse_deep(image: Image.Image) -> None:
@@ -394,26 +408,6 @@ def rejecting() -> Iterator[None]:
     except Exception as error:
         # Malformed bytes can make decoders raise any type of exception, so any other exception means a damaged image.
         raise _rejected(error) from error
-
-
-@contextlib.contextmanager
-def held_stderr() -> Iterator[list[bytes]]:
-    """Keep what is written to the process's standard error in the context; at its end, the list gets the lines."""
-    lines: list[bytes] = []
-    try:
-        original, messages = os.dup(2), os.memfd_create("messages")
-    except (OSError, AttributeError):
-        # A daemon may have closed its standard error, and not every system has memfd_create.
-        yield lines
-        return
-    os.dup2(messages, 2)
-    try:
-        yield lines
-    finally:
-        os.dup2(original, 2)
-        os.close(original)
-        lines += os.pread(messages, os.fstat(messages).st_size, 0).splitlines(keepends=True)
-        os.close(messages)
 
 
 @contextlib.contextmanager

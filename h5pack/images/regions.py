@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.images.decode import held_stderr, sample_jpegs
+from h5pack.images.decode import sample_jpegs
 from h5pack.images.headers import DecodePath, ImageHeader, with_height
+from h5pack.system.files import held_stderr
 
 Pixels = npt.NDArray[np.uint8]
 

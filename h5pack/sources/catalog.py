@@ -34,7 +34,7 @@ from h5pack.system.files import read_all
 IMAGE_SUFFIXES = frozenset(
     f".{ending}"
     for line in (
-        "jpg jpeg jpe jfif png apng bmp dib gif tif tiff webp avif avifs heic heif jp2 j2k jpx jpf",
+        "jpg jpeg jpe jfif png apng bmp dib gif tif tiff webp avif avifs heic heif hif jp2 j2k jpx jpf",
         "ppm pgm pbm pnm pfm tga pcx sgi ico icns dds qoi psd",
     )
     for ending in line.split()

@@ -1,4 +1,4 @@
-"""File operations without HDF5: atomic writes, locks, flushing, reads and writes at offsets, and the page cache."""
+"""File operations without HDF5: atomic writes, locks, flushing, reading and writing, page cache, standard error."""
 
 from __future__ import annotations
 
@@ -407,3 +407,23 @@ def make_hot(path: Path) -> None:
             block = bytearray(1 << 22)
             while file.readinto(block):
                 pass
+
+
+@contextlib.contextmanager
+def held_stderr() -> Iterator[list[bytes]]:
+    """Keep what is written to the process's standard error in the context; at its end, the list gets the lines."""
+    lines: list[bytes] = []
+    try:
+        original, messages = os.dup(2), os.memfd_create("messages")
+    except (OSError, AttributeError):
+        # A daemon may have closed its standard error, and not every system has memfd_create.
+        yield lines
+        return
+    os.dup2(messages, 2)
+    try:
+        yield lines
+    finally:
+        os.dup2(original, 2)
+        os.close(original)
+        lines += os.pread(messages, os.fstat(messages).st_size, 0).splitlines(keepends=True)
+        os.close(messages)

@@ -183,6 +183,40 @@ def test_every_orientation_is_turned_upright_once(form: str, value: int) -> None
     assert np.array_equal(decoded(data, channels, resize=True, size=(8, 9)), fitted(data, (8, 9), channels=channels))
 
 
+@pytest.fixture
+def heif(monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """A HEIF file with the orientation 6, in a process in which nothing opens HEIF files yet."""
+    package = pytest.importorskip("pillow_heif", reason="pip install pillow-heif")
+    package.register_heif_opener()
+    data = encode(RGB, "HEIF", exif=oriented(6).tobytes())
+    monkeypatch.delitem(Image.OPEN, "HEIF")
+    monkeypatch.setattr(Image, "ID", [name for name in Image.ID if name != "HEIF"])
+    return data
+
+
+@pytest.mark.parametrize("brand", [b"heic", b"mif1"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_heif_is_opened_by_pillow_heif(heif: bytes, brand: bytes, channels: int) -> None:
+    data = heif[:8] + brand + heif[12:]
+    found = decoded(data, channels)
+    assert np.array_equal(found, slow(data, channels))
+    upright = np.rot90(slow(encode(RGB, "PNG"), channels), -1)
+    assert found.shape == upright.shape
+    assert np.corrcoef(found.ravel(), upright.ravel())[0, 1] > 0.9
+
+
+def test_heif_without_pillow_heif_says_what_to_install(
+    heif: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_package("pillow_heif", tmp_path, monkeypatch)
+    with pytest.raises(RejectedImageError, match="pillow-heif"):
+        header_of(heif)
+    with pytest.raises(RejectedImageError, match="pillow-heif"):
+        Decoder(options(17, 23)).decode(heif, DecodePath.PILLOW, np.empty((17, 23, 3), np.uint8))
+    with pytest.raises(RejectedImageError, match="unknown format"):
+        header_of(heif[:8] + b"mif1" + heif[12:])
+
+
 @pytest.mark.parametrize("form", ["PNG", "PNG text", "WEBP"])
 def test_damaged_exif_data_is_no_orientation(form: str) -> None:
     if form == "PNG text":
