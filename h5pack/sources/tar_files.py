@@ -1,4 +1,4 @@
-"""The index of a tar file: the names, offsets and sizes of its members.
+"""The index of a tar file, and of the tar files in it: the names, offsets and sizes of its members.
 
 `_plain_header` parses simple headers, and `tarfile` parses all others. The loop over members in `tarfile` is not used,
 because it ends silently at a damaged header.
@@ -24,19 +24,23 @@ from h5pack.sources.catalog import Note
 _BLOCK_BYTES = 512
 _MAX_HEADER_BYTES = 1024 * 1024
 _MAX_LINKS = 8
+_SUFFIX = ".tar"
 _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
 
 
 class _Headers:
-    """The file object from which `tarfile` reads headers. It refuses extended headers of more than 1 MiB."""
+    """The file object from which `tarfile` reads the headers of a tar file, the bytes from `start` to `stop` of `file`.
 
-    def __init__(self, file: ArchiveFile) -> None:
-        self._file, self._position = file, 0
+    It refuses extended headers of more than 1 MiB.
+    """
+
+    def __init__(self, file: ArchiveFile, start: int, stop: int) -> None:
+        self._file, self._position, self._stop = file, start, stop
 
     def read(self, count: int) -> bytes:
         if count > _MAX_HEADER_BYTES:
             raise tarfile.HeaderError(f"an extended header of {count:,} bytes")
-        data = self._file.read_unchecked(count, self._position)
+        data = self._file.read_unchecked(min(count, self._stop - self._position), self._position)
         self._position += len(data)
         return data
 
@@ -48,12 +52,35 @@ class _Headers:
 
 
 def open_tar(path: Path, scratch: Path) -> tuple[ArchiveFile, Members]:
-    """Open a tar file and return its index. If it is compressed, decompress it into an unnamed file in `scratch`."""
+    """Open a tar file and return its index. If it is compressed, decompress it into an unnamed file in `scratch`.
+
+    If it holds only tar files, as those of ImageNet do, these are taken for folders.
+    """
     file = ArchiveFile(str(path))
     start = file.read(6, 0)
     if start.startswith((_GZIP, _BZIP2, _XZ, _ZSTD)):
         decompress(file, _decompressor(path, start), scratch)
-    return file, _index(file)
+    members = _index(file, 0, file.size)
+    if members.names and all(name.endswith(_SUFFIX) for name in members.names):
+        members = _members_of_tar_files(file, members)
+    return file, members
+
+
+def _members_of_tar_files(file: ArchiveFile, tars: Members) -> Members:
+    """Return the members of the tar files in a tar file, each in a folder named like its tar file."""
+    found = Members(folders=tars.folders, notes=tars.notes)
+    for tar, start, size, storing in zip(tars.names, tars.offsets, tars.sizes, tars.storings, strict=True):
+        if storing != Storing.RAW:
+            found.add(tar, 0, 0, 0, 0, storing)
+            continue
+        inner, folder = _index(file, start, start + size, f"{tar!r} in it "), tar.removesuffix(_SUFFIX)
+        found.folders |= {folder, *(f"{folder}/{name}" for name in inner.folders)}
+        found.notes += inner.notes
+        values = zip(inner.names, inner.offsets, inner.sizes, inner.storings, strict=True)
+        for name, offset, count, inner_storing in values:
+            path = name if inner_storing == Storing.OUTSIDE else f"{folder}/{name}"
+            found.add(path, offset, count, count, 0, inner_storing)
+    return found
 
 
 def _decompressor(path: Path, start: bytes) -> BinaryIO:
@@ -68,15 +95,20 @@ def _decompressor(path: Path, start: bytes) -> BinaryIO:
     return cast(BinaryIO, module.open(path))
 
 
-def _index(file: ArchiveFile) -> Members:
+def _index(file: ArchiveFile, start: int, stop: int, subject: str = "") -> Members:
+    """Return the members of the tar file in the bytes from `start` to `stop` of `file`. Errors begin with `subject`."""
     members, links = Members(), []
-    size, stream = file.size, _Headers(file)
-    with file.parsing("is not a tar file, or its first header is damaged"):
+    stream = _Headers(file, start, stop)
+    with file.parsing(f"{subject}is not a tar file, or its first header is damaged"):
         tar = tarfile.TarFile(fileobj=cast(BinaryIO, stream), errors="surrogateescape", encoding="utf-8")
-    position, last = 0, ""
+    position, last = start, ""
     while True:
-        plain = None if tar.pax_headers else _plain_header(file.read_unchecked(_BLOCK_BYTES, position))
-        if plain is not None and position + _BLOCK_BYTES + plain[1] <= size:
+        plain = (
+            None
+            if tar.pax_headers
+            else _plain_header(file.read_unchecked(min(_BLOCK_BYTES, stop - position), position))
+        )
+        if plain is not None and position + _BLOCK_BYTES + plain[1] <= stop:
             last, count = plain
             members.add(last, position + _BLOCK_BYTES, count, count, 0, Storing.RAW)
             position += _BLOCK_BYTES + -(-count // _BLOCK_BYTES) * _BLOCK_BYTES
@@ -87,22 +119,27 @@ def _index(file: ArchiveFile) -> Members:
         except SourceError:
             raise
         except Exception as error:
-            _require_end(file, position, last, error)
-            break
+            block = file.read(min(_BLOCK_BYTES, stop - position), position)
+            if len(block) == _BLOCK_BYTES and not any(block):
+                break
+            problem = f"the header at byte {position:,}, after {last!r}, is damaged ({error})"
+            if position + _BLOCK_BYTES > stop:
+                problem = f"{subject}was cut short: it ends at byte {stop:,}, after {last!r}, without an end mark"
+            raise file.damaged(problem) from error
         if member.size < 0 or tar.offset <= position:
             raise file.damaged(f"the header at byte {position:,} is damaged")
         position, last = tar.offset, member.name
         if member.isdir():
             members.add_folder(member.name)
             continue
-        if member.isreg() and member.offset_data + member.size > size and not member.issparse():
-            raise file.damaged(f"was cut short: it ends at byte {size:,}, within {last!r}")
+        if member.isreg() and member.offset_data + member.size > stop and not member.issparse():
+            raise file.damaged(f"{subject}was cut short: it ends at byte {stop:,}, within {last!r}")
         target = _add(members, member)
         if target is not None:
             links.append((len(members.names) - 1, target))
     file.require_unchanged()
     _resolve(members, links)
-    if _continues(file, position, size):
+    if _continues(file, position, stop):
         text = f"bytes after the end mark at byte {position:,} of {os.path.basename(file.path)} are not read"
         members.notes = (Note(text),)
     return members
@@ -157,17 +194,7 @@ def _resolve(members: Members, links: list[tuple[int, str]]) -> None:
                     values[link] = values[number]
 
 
-def _require_end(file: ArchiveFile, position: int, last: str, error: Exception) -> None:
-    """Raise SourceError unless the end mark of a tar file, a block of zeros, is at `position`."""
-    block = file.read(_BLOCK_BYTES, position)
-    if len(block) == _BLOCK_BYTES and not any(block):
-        return
-    if position + _BLOCK_BYTES > file.size:
-        problem = f"was cut short: it ends at byte {file.size:,}, after {last!r}, without an end mark"
-        raise file.damaged(problem) from error
-    raise file.damaged(f"the header at byte {position:,}, after {last!r}, is damaged ({error})") from error
-
-
-def _continues(file: ArchiveFile, position: int, size: int) -> bool:
+def _continues(file: ArchiveFile, position: int, stop: int) -> bool:
     """Return whether anything but zeros follows the end mark, such as another tar file."""
-    return any(any(file.read(_MAX_HEADER_BYTES, start)) for start in range(position, size, _MAX_HEADER_BYTES))
+    starts = range(position, stop, _MAX_HEADER_BYTES)
+    return any(any(file.read(min(_MAX_HEADER_BYTES, stop - start), start)) for start in starts)

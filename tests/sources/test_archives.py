@@ -35,11 +35,24 @@ from tests.makers import class_folders, flat_folder, pixels, quick, save, split_
 from tests.read.encoded_files import encode
 from tests.sources.test_folders import touch
 
+
+def tar_of_tars(path: Path, root: Path, mode: str = "w") -> Path:
+    """A tar file that holds a tar file for each folder of files, as ImageNet is distributed."""
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        for folder in sorted({file.parent for file in root.rglob("*") if file.is_file()}):
+            data = tar_file(path.with_name("inner"), folder).read_bytes()
+            add(archive, f"{folder.relative_to(root)}.tar", data)
+    path.with_name("inner").unlink()
+    return path
+
+
 FORMS: dict[str, Callable[[Path, Path], Path]] = {
     "tar": tar_file,
     "tar.gz": lambda path, root: tar_file(path, root, "w:gz"),
     "tar.bz2": lambda path, root: tar_file(path, root, "w:bz2"),
     "tar.xz": lambda path, root: tar_file(path, root, "w:xz"),
+    "nested.tar": tar_of_tars,
+    "nested.tar.gz": lambda path, root: tar_of_tars(path, root, "w:gz"),
     "zip": zip_file,
     "stored.zip": lambda path, root: zip_file(path, root, zipfile.ZIP_STORED),
 }
@@ -84,8 +97,11 @@ def add(archive: tarfile.TarFile, name: str, data: bytes = b"", **attributes: ob
     ("make", "forms"),
     [
         (lambda root: flat_folder(root, 2), "tar.gz tar.bz2 tar.xz"),
-        (lambda root: class_folders(root, {"cat": 2, "dog": 1}), "tar zip"),
-        (lambda root: split_folders(root, {"train": {"cat": 3, "dog": 2}, "val": {"dog": 2}}), "tar stored.zip"),
+        (lambda root: class_folders(root, {"cat": 2, "dog": 1}), "tar zip nested.tar nested.tar.gz"),
+        (
+            lambda root: split_folders(root, {"train": {"cat": 3, "dog": 2}, "val": {"dog": 2}}),
+            "tar stored.zip nested.tar",
+        ),
     ],
     ids=["flat", "classes", "splits"],
 )
@@ -228,6 +244,29 @@ def test_a_tar_file_that_was_cut_within_data_or_damaged_is_an_error(tmp_path: Pa
     path.write_bytes(gzip.compress(data)[:-9])
     with pytest.raises(SourceError):
         opened(path)
+
+
+def test_a_tar_file_in_a_tar_file_is_read_up_to_its_end_only(tmp_path: Path) -> None:
+    path, inner = tmp_path / "x.tar", tar_file(tmp_path / "in.tar", flat_folder(tmp_path / "in", 2)).read_bytes()
+    with tarfile.open(tmp_path / "in.tar") as archive:
+        last = archive.getmembers()[-1]
+    end = last.offset_data + last.size
+    unmarked = inner[: -(-end // 512) * 512]
+    for data in (inner[: last.offset_data + 99], unmarked, b"", b"no tar file", bytes(512) + inner):
+        with tarfile.open(path, "w") as archive:
+            add(archive, "a.tar", data)
+            add(archive, "b/c.tar", inner)
+        if data.startswith(bytes(512)):
+            assert list(opened(path).names) == ["b/c/00000.jpg", "b/c/00001.jpg"]
+            assert len(opened(path).notes) == 1
+        else:
+            with pytest.raises(SourceError, match=r"x\.tar: 'a\.tar' in it") as caught:
+                opened(path)
+            assert caught.value.path == str(path)
+    with tarfile.open(path, "w") as archive:
+        add(archive, "a.tar", inner)
+        add(archive, "../b.tar", inner)
+    assert list(opened(path).names) == ["00000.jpg", "00001.jpg"]
 
 
 def test_of_members_of_one_name_the_last_is_packed(tmp_path: Path) -> None:
