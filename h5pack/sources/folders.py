@@ -9,9 +9,9 @@ from __future__ import annotations
 import errno
 import os
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,8 @@ class Listing:
     folders: dict[str, str] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)  # the keys of `folders`, sorted
     ignored: Counter[str] = field(default_factory=Counter)  # skipped files and folders by category
-    # For the root ("") and each folder in it: the sorted names of the visible subfolders, including empty ones.
-    subfolders: dict[str, list[str]] = field(default_factory=lambda: {"": []})
+    # The sorted names of each folder's visible subfolders, including empty ones.
+    subfolders: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     def names(self, folder: str) -> list[str]:
         """Return the sorted names of the selected files in `folder`, without its path."""
@@ -49,6 +49,22 @@ class Listing:
             lead = f"{folder}/" if folder else ""
             for name in self.names(folder):
                 yield lead + name
+
+    def filled(self, top: str = "") -> list[str]:
+        """Return the names of the folders in `top` that have selected files in or below them."""
+        lead = f"{top}/" if top else ""
+        return [name for name in self.subfolders[top] if self._folders_below(lead + name)]
+
+    def inside(self, top: str) -> Listing:
+        """Return the listing whose root is the folder `top`; it has the same `ignored`."""
+        start = len(top) + 1
+        found = Listing(os.path.join(self.root, top), ignored=self.ignored)
+        found.order = [folder[start:] for folder in self._folders_below(top)]
+        found.folders = {folder[start:]: self.folders[folder] for folder in self._folders_below(top)}
+        for folder, names in self.subfolders.items():
+            if folder == top or folder.startswith(f"{top}/"):
+                found.subfolders[folder[start:]] = names
+        return found
 
     def _folders_below(self, top: str) -> list[str]:
         if not top:
@@ -83,7 +99,7 @@ def walk(root: str, names: NameFilter, top: str = "") -> Listing:
             problem = f"the folder cannot be listed ({error.strerror}); make it readable, or skip it with exclude"
             raise SourceError.at(path, problem, "exclude") from error
         stack += [(name, above | {identity}) for name in below]
-        if "/" not in folder:
+        if below:
             found.subfolders[folder] = sorted(map(os.path.basename, below))
         if wanted:
             found.folders[folder] = "\0".join(sorted(wanted))
@@ -111,12 +127,9 @@ def list_names(root: str, files: Iterable[str], folders: Iterable[str], names: N
     found.ignored["hidden folders"] += len({part for part in hidden.values() if part is not None})
     # Remove zeros, which a Counter keeps.
     found.ignored += Counter()
-    for folder in sorted(folder for folder, part in hidden.items() if part is None and folder.count("/") < 2):
+    for folder in sorted(folder for folder, part in hidden.items() if part is None and folder):
         above, _, name = folder.rpartition("/")
-        if folder:
-            found.subfolders[above].append(name)
-        if not above:
-            found.subfolders[folder] = []
+        found.subfolders[above].append(name)
     found.folders = {folder: "\0".join(sorted(some)) for folder, some in wanted.items()}
     found.order = sorted(found.folders)
     return found
@@ -277,7 +290,7 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
     `train/images` and `train/masks`. Each folder of masks becomes a field of the same name, or "masks" if packs reserve
     that name. `wanted` filters only the images.
     """
-    filled = [folder for folder in found.subfolders[""] if any(found.below(folder))]
+    filled = found.filled()
     by_split = bool(filled) and all(map(is_split_name, filled))
     roles = sorted({name for split in filled for name in found.subfolders[split]}) if by_split else filled
     images, targets = _roles(found.root, roles)
@@ -365,10 +378,11 @@ def _roles(root: str, folders: list[str]) -> tuple[str, list[str]]:
 def splits(found: Listing) -> Catalog:
     """Return a catalog with one split per folder. A split consists of class folders, or of images without labels.
 
-    Images without labels get the label -1 if other splits have classes; if none has, the catalog has no labels.
+    Images without labels get the label -1 if other splits have classes; if none has, the catalog has no labels. A
+    split's only folder, if its name says that it holds images, is no class.
     """
     root, folders = found.root, found.subfolders[""]
-    split_names = split_order(folder for folder in folders if any(found.below(folder)))
+    split_names = split_order(found.filled())
     if not split_names:
         names = ", ".join(folders) or "there are none"
         raise NoImagesError.at(root, f"no images in its split folders ({names}); check the path")
@@ -379,7 +393,7 @@ def splits(found: Listing) -> Catalog:
     index = {name: number for number, name in enumerate(label_names)}
     counts = [found.counts(split) for split in split_names]
     parts = [folder.split("/") for some in counts for folder in some]
-    labels = np.array([index[part[1]] if len(part) > 1 else schema.NO_LABEL for part in parts], np.int64)
+    labels = np.array([index[part[1]] if part[0] in labelled else schema.NO_LABEL for part in parts], np.int64)
     return Catalog(
         "splits",
         FileReader(found.root),
@@ -399,7 +413,8 @@ def _has_classes(found: Listing, split: str) -> bool:
         example = f"{found.names(split)[0]!r} beside {inner.split('/')[1]!r}"
         advice = "move them into a class, or skip them with exclude"
         raise _mixed(os.path.join(found.root, split), "class", example, advice)
-    return inner is not None
+    filled = found.filled(split)
+    return inner is not None and (len(filled) > 1 or _plain(filled[0]) not in _IMAGE_FOLDERS)
 
 
 def _mixed(folder: str, kind: str, example: str, advice: str, parameter: str = "exclude") -> SourceError:
@@ -409,12 +424,19 @@ def _mixed(folder: str, kind: str, example: str, advice: str, parameter: str = "
 
 
 def arranged(found: Listing, kind: str) -> Catalog:
-    """Return the catalog of a listing; `kind` is "flat", "splits", "classes", or "folder" to infer it."""
-    if kind == "flat":
+    """Return the catalog of a listing; `kind` is "flat", "splits", "classes", or "folder" to infer it.
+
+    If it is inferred, the classes or splits may be in an only folder, as in ``images/cat/1.jpg``.
+    """
+    filled = found.filled()
+    if kind == "flat" or (kind == "folder" and not filled):
         return flat(found)
-    filled = [folder for folder in found.subfolders[""] if any(found.below(folder))]
-    if kind == "folder" and not filled:
-        return flat(found)
+    only = filled[0] if kind == "folder" and len(filled) == 1 and not is_split_name(filled[0]) else ""
+    if only and not found.folders.keys() & {"", only}:
+        catalog = arranged(found.inside(only), kind)
+        names = NameTable.of(f"{only}/{name}" for name in catalog.names)
+        about = f"in {only!r}" + (catalog.about and f", {catalog.about}")
+        return replace(catalog, reader=FileReader(found.root), names=names, about=about)
     named = [folder for folder in filled if is_split_name(folder)]
     if kind == "splits" or (kind == "folder" and len(named) == len(filled)):
         for split in named if kind == "folder" else ():

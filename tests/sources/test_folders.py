@@ -17,6 +17,7 @@ from h5pack.sources import folders
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.folders import walk
+from tests.makers import tar_file
 
 EVERYTHING = NameFilter()
 
@@ -89,7 +90,7 @@ def test_broken_links_are_found_so_that_they_become_rejects(tmp_path: Path) -> N
     result = walk(str(tmp_path), EVERYTHING)
     assert list(result.below("")) == ["gone.jpg", "self.jpg", os.fsdecode(b"\xff.jpg")]
     assert result.ignored == {"no suffix files": 1}
-    assert result.subfolders == {"": []}
+    assert result.subfolders == {}
 
 
 def test_loops_of_links_end_and_are_counted(tmp_path: Path) -> None:
@@ -242,6 +243,47 @@ def test_a_split_of_images_alone_has_no_labels(tmp_path: Path) -> None:
     catalog = splits(tmp_path, "train/*/*")
     assert rows(catalog) == [("test/x.jpg", "test", None), ("test/y.jpg", "test", None)]
     assert catalog.label_names is None
+
+
+def test_a_splits_only_folder_of_images_is_no_class(tmp_path: Path) -> None:
+    root = touch(tmp_path, "train/cat/images/1.jpg", "train/dog/images/1.jpg", "val/Images/1.jpg", "val/Images/a/2.jpg")
+    assert [(name, label) for name, split, label in rows(splits(root)) if split == "val"] == [
+        ("val/Images/1.jpg", -1),
+        ("val/Images/a/2.jpg", -1),
+    ]
+    assert splits(root).label_names == ("cat", "dog")
+    without = splits(root, "train/dog/*", "train/cat/*")
+    assert (without.labels, without.label_names, len(without)) == (None, None, 2)
+    touch(root, "val/other/1.jpg")
+    assert splits(root).label_names == ("Images", "cat", "dog", "other")
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "labels", "found"),
+    [
+        (["data/images/cat/1.jpg", "data/images/dog/1.jpg", "meta/a.txt", "b.txt"], "classes", ("cat", "dog"), {"all"}),
+        (["a/train/cat/1.jpg", "a/val/dog/1.jpg"], "splits", ("cat", "dog"), {"train", "val"}),
+        (["images/train/1.jpg", "images/val/1.jpg", "labels/train/1.txt"], "splits", None, {"train", "val"}),
+        (["cat/1.jpg", "cat/more/2.jpg", "dog/none.txt"], "classes", ("cat", "dog"), {"all"}),
+        (["train/cat/1.jpg"], "splits", ("cat",), {"train"}),
+    ],
+)
+def test_classes_or_splits_may_be_in_an_only_folder(
+    names: list[str], kind: str, labels: tuple[str, ...] | None, found: set[str], tmp_path: Path
+) -> None:
+    root = touch(tmp_path / "in", *names)
+    for name in names:
+        (root / name).write_text(name)
+    for source in (root, tar_file(tmp_path / "in.tar", root)):
+        catalog = open_source(source, SourceOptions())
+        assert (catalog.kind, catalog.label_names, {*catalog.split_names}) == (kind, labels, found)
+        images = [name for name in sorted(names) if name.endswith(".jpg")]
+        for index, (name, image) in enumerate(zip(catalog.names, images, strict=True)):
+            # The names of an archive's members begin below its only folder.
+            assert name == (image if source == root else image[-len(name) :])
+            assert catalog.reader.read(index, name) == image.encode()
+            if labels is not None:
+                assert catalog.label_names[catalog.labels[index]] in name.split("/")
 
 
 def test_a_split_without_images_is_no_split(tmp_path: Path) -> None:
