@@ -7,7 +7,9 @@ by the same rules.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -248,7 +250,9 @@ def classes(found: Listing) -> Catalog:
 
 
 # Usual names of folders of images and of folders of their masks, in lower case and without "_" and "-".
-_IMAGE_FOLDERS = frozenset(("images", "image", "imgs", "img", "inputs", "input", "photos", "jpegimages", "rgb"))
+_IMAGE_FOLDERS = frozenset(
+    ("images", "image", "imgs", "img", "inputs", "input", "photos", "jpegimages", "rgb", "leftimg8bit")
+)
 _TARGET_FOLDERS = frozenset((
     "masks", "mask", "labels", "label", "annotations", "annotation", "segmentations", "segmentation", "targets",
     "segmentationclass", "segmentationobject", "groundtruth", "gt", "gtfine", "trimaps", "depth", "edges", "mattes",
@@ -256,24 +260,17 @@ _TARGET_FOLDERS = frozenset((
 
 
 def refuse_pairs(found: Listing, folders: list[str]) -> None:
-    """Raise SourceError if two of the folders seem to contain images and their masks, under the same names.
+    """Raise SourceError if two of the folders are named like images and their masks.
 
     `folders` are paths relative to the root.
     """
     images = next((folder for folder in folders if _plain(folder) in _IMAGE_FOLDERS), None)
     targets = next((folder for folder in folders if _plain(folder) in _TARGET_FOLDERS), None)
-    if images is None or targets is None:
-        return
-    stems = [
-        {os.path.splitext(name[len(folder) + 1 :])[0] for name in found.below(folder)} for folder in (images, targets)
-    ]
-    kind = "source_kind='splits'" if "/" in images else "source_kind='classes'"
-    fewest = min(map(len, stems))
-    if fewest and 2 * len(stems[0] & stems[1]) >= fewest:
-        pairs = "source_kind='pairs'"
+    if images is not None and targets is not None:
+        pairs, kind = "source_kind='pairs'", f"source_kind={'splits' if '/' in images else 'classes'!r}"
         problem = (
-            f"{images!r} and {targets!r} hold files of the same names, so they are probably images and "
-            f"their masks, not classes; pack them as pairs with {pairs}, or as classes with {kind}"
+            f"{images!r} and {targets!r} are probably images and their masks, not classes; pack them as pairs with "
+            f"{pairs}, or as classes with {kind}"
         )
         raise SourceError.at(found.root, problem, pairs, kind)
 
@@ -283,12 +280,38 @@ def _plain(folder: str) -> str:
     return os.path.basename(folder).lower().replace("_", "").replace("-", "")
 
 
+def _by_image(masks: dict[str, list[str]], images: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return the files of masks by the stem of their image, given the files of each by their own stem.
+
+    If no mask has the stem of an image, compare stems without what all masks, or all images, have in common: folders at
+    the beginning, as in "trimaps/a.png", and an ending from "_" or "-" on, as in "a_mask.png".
+    """
+    if not masks or not images or masks.keys() & images.keys():
+        return masks
+    (lead, ending), (image_lead, image_ending) = _shared(masks), _shared(images)
+    found: dict[str, list[str]] = {}
+    for stem, files in masks.items():
+        found.setdefault(image_lead + stem.removeprefix(lead).removesuffix(ending) + image_ending, []).extend(files)
+    return found
+
+
+def _shared(stems: Iterable[str]) -> tuple[str, str]:
+    """Return the folders, with a slash, and the ending from "_" or "-" on, that all stems have in common."""
+    folders, names = zip(*map(os.path.split, stems), strict=True)
+    folder = os.path.commonpath(folders)
+    parts = [re.split("(?=[_-])", name)[:0:-1] for name in names]
+    # In sorted order, the first and the last list differ wherever any two do.
+    extremes = zip(min(parts), max(parts), strict=False)
+    ending = [part for part, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], extremes)]
+    return folder and f"{folder}/", "".join(ending[::-1])
+
+
 def pairs(found: Listing, wanted: NameFilter) -> Catalog:
     """Return a catalog of images with masks. A mask is in another folder than its image, under the same name.
 
-    Suffixes may differ. The folders may be in the root, such as `images` and `masks`, or in each split, such as
-    `train/images` and `train/masks`. Each folder of masks becomes a field of the same name, or "masks" if packs reserve
-    that name. `wanted` filters only the images.
+    Suffixes may differ, and what `_by_image` leaves out. The folders may be in the root, such as `images` and `masks`,
+    or in each split, such as `train/images` and `train/masks`. Each folder of masks becomes a field of the same name,
+    or "masks" if packs reserve that name. `wanted` filters only the images.
     """
     filled = found.filled()
     by_split = bool(filled) and all(map(is_split_name, filled))
@@ -298,6 +321,8 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
     require_field_names(f"{found.root}: its masks in {', '.join(map(repr, targets))}", fields, found.root)
     ignored = Counter(found.ignored)
     files = _files_by_stem(found, (images, *targets), by_split, ignored)
+    for target in targets:
+        files[target] = _by_image(files[target], files[images])
     names: list[str] = []
     masks: list[list[str]] = [[] for _ in targets]
     splits: list[str] = []
@@ -320,9 +345,10 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
     if not names and rejects:
         problem = (
             f"no image in {images!r} has exactly one mask in each folder of masks; {rejects[0].name!r} "
-            f"has {rejects[0].reason}; give each mask the name of its image, except for the suffix"
+            f"has {rejects[0].reason}; give each mask the name of its image, except for the "
+            "suffix, and leave out other files with exclude"
         )
-        raise SourceError.at(found.root, problem)
+        raise SourceError.at(found.root, problem, "exclude")
     for target in targets:
         unused = sum(len(some) for stem, some in files[target].items() if stem not in files[images])
         ignored[f"files of {target!r} without an image"] += unused
@@ -440,7 +466,7 @@ def arranged(found: Listing, kind: str) -> Catalog:
     named = [folder for folder in filled if is_split_name(folder)]
     if kind == "splits" or (kind == "folder" and len(named) == len(filled)):
         for split in named if kind == "folder" else ():
-            refuse_pairs(found, [f"{split}/{name}" for name in found.subfolders[split]])
+            refuse_pairs(found, [f"{split}/{name}" for name in found.filled(split)])
         return splits(found)
     if kind == "folder" and named:
         other = next(folder for folder in filled if folder not in named)

@@ -305,6 +305,22 @@ def test_a_split_without_images_is_no_split(tmp_path: Path) -> None:
             {"SegmentationClass": {"1.jpg": "1.png"}, "SegmentationObject": {"1.jpg": "1.png"}},
         ),
         (["img/x/1.a.jpg", "gt/x/1.a.png"], {"gt": {"x/1.a.jpg": "x/1.a.png"}}),
+        (
+            ["images/a_1.jpg", "images/b_1.jpg", "annotations/trimaps/a_1.png", "annotations/trimaps/b_1.png"],
+            {"annotations": {"a_1.jpg": "trimaps/a_1.png", "b_1.jpg": "trimaps/b_1.png"}},
+        ),
+        (
+            ["leftImg8bit/u/u_1_left.png", "leftImg8bit/v/v_1_left.png", "gtFine/u/u_1_gt.png", "gtFine/v/v_1_gt.png"],
+            {"gtFine": {"u/u_1_left.png": "u/u_1_gt.png", "v/v_1_left.png": "v/v_1_gt.png"}},
+        ),
+        (
+            ["images/1.jpg", "images/1-2.jpg", "gt/1-m.png", "gt/1-2-m.png", "edges/1.png", "edges/1-2.png"],
+            {
+                "edges": {"1-2.jpg": "1-2.png", "1.jpg": "1.png"},
+                "gt": {"1-2.jpg": "1-2-m.png", "1.jpg": "1-m.png"},
+            },
+        ),
+        (["images/1.jpg", "masks/1_mask.png"], {"masks": {"1.jpg": "1_mask.png"}}),
         (["drawings/1.jpg", "masks/1.png"], {"masks": {"1.jpg": "1.png"}}),
         (["images/1.jpg", "outlines/1.png"], {"outlines": {"1.jpg": "1.png"}}),
     ],
@@ -365,7 +381,8 @@ def test_what_is_no_pair_is_counted_or_rejected(tmp_path: Path) -> None:
         ["a/1.jpg", "b/1.png"],
         ["images/1.jpg", "photos/1.jpg", "masks/1.png"],
         ["images/1.jpg", "x/1.jpg", "y/1.png"],
-        ["images/1.jpg", "masks/1_mask.png"],
+        ["images/1.jpg", "masks/2.png"],
+        ["images/1.jpg", "images/2.jpg", "masks/1_mask.png", "masks/1_edge.png"],
         ["1.jpg"],
     ],
 )
