@@ -20,9 +20,9 @@ Before there is a plan, `SurveyJournal` keeps the results of a long survey in th
 
 **On several machines**, writers are durable: rows are flushed before their record is written, and the record is flushed
 before a task ends. Locks may not reach other machines, so a writer marks the beginning and the end of each task in its
-file (see `Journal.late_writers`). If the last mark of a writer is a beginning, the writer may still write, even long
-after it was given up. Until rows move, such late writes do no harm, because another writer has written the same bytes
-at the same offsets.
+file (see `Journal.has_late_writers`). If the last mark of a writer is a beginning, the writer may still write, even
+long after it was given up. Until rows move, such late writes do no harm, because another writer has written the same
+bytes at the same offsets.
 """
 
 from __future__ import annotations
@@ -276,18 +276,15 @@ class Journal:
                 if magic == _MAGIC:
                     yield path, payload
 
-    def late_writers(self) -> list[Path]:
-        """Return the files of durable writers that may still write rows, because their last task has not ended.
+    def has_late_writers(self) -> bool:
+        """Return whether durable writers may still write rows, because their last task has not ended.
 
         Such a writer was killed, or it hangs and may continue at any time, or it still runs although another writer has
         completed its task.
         """
-        late = []
-        for path in sorted(self.folder.glob(f"{_ROWS}-*.log")):
-            marks = [payload for magic, payload in _intact(path) if magic == _MARK]
-            if marks and marks[-1] == _BEGUN:
-                late.append(path)
-        return late
+        files = map(_intact, self.folder.glob(f"{_ROWS}-*.log"))
+        marks = ([payload for magic, payload in records if magic == _MARK] for records in files)
+        return any(found[-1:] == [_BEGUN] for found in marks)
 
     @property
     def is_unfinished(self) -> bool:

@@ -180,7 +180,7 @@ class UnfinishedPack(Unfinished):
         self.own_lock.confirm()
         # Opening a file makes NFS drop cached pages that other machines have changed since.
         os.close(os.open(self.output.partial, os.O_RDONLY | os.O_CLOEXEC))
-        if rows < self.plan.rows and (self.own_lock.took_over or self.journal.late_writers()):
+        if rows < self.plan.rows and (self.own_lock.took_over or self.journal.has_late_writers()):
             self.own_lock.isolate()
 
     def part_rows(self, number: int, count: int) -> npt.NDArray[np.int64]:
