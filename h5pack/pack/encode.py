@@ -30,7 +30,7 @@ from h5pack.pack.journal import JournalWriter
 from h5pack.pack.kept import ENCODED_IMAGE, EncodedPlaces, KeptPlan
 from h5pack.pack.options import refuse_reject
 from h5pack.pack.resume import UnfinishedPack
-from h5pack.pack.survey import ImagesCheck, first_changed_of
+from h5pack.pack.survey import SurveyTask, again_task, first_changed_of
 from h5pack.pack.writer import join_groups, memory_error, new_token, read_image, release, worker_for
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.files import write_all
@@ -86,7 +86,7 @@ class EncodeTask:
     read: list[bool]  # whether the image's bytes are put into a temporary file; else its file is copied later
     sizes: list[tuple[int, int]]  # height and width of each image in the pack, when upright
     masks: list[list[str]]  # for each field, the names of the images' masks
-    check: ImagesCheck | None  # in a part of an array job, which may begin long after the survey
+    check: SurveyTask | None  # in a part of an array job, which may begin long after the survey
 
     def __str__(self) -> str:
         """Describe the task's images for the error message if its worker process dies."""
@@ -257,7 +257,7 @@ def _tasks(
             read=plan.needs_encoding[share].tolist(),
             sizes=list(zip(plan.heights[share].tolist(), plan.widths[share].tolist(), strict=True)),
             masks=[one.files.at(images) for one in plan.catalog.pixel_fields],
-            check=ImagesCheck.of(plan.catalog, plan.options, checked, plan.fingerprints) if len(checked) else None,
+            check=again_task(plan.catalog, plan.options, checked, plan.fingerprints) if len(checked) else None,
         )
 
 

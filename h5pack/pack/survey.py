@@ -101,7 +101,9 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class _Task:
+class SurveyTask:
+    """Images that one worker surveys."""
+
     indices: list[int]  # of the images in the catalog
     names: list[str]
     max_pixels: int
@@ -109,6 +111,7 @@ class _Task:
     masks: list[tuple[str, list[str]]]  # for each field of pixels: its kind, and the names of the images' masks
     resize: bool  # whether the images of a sample may differ in size
     keep: bool  # whether JPEG files are kept
+    fingerprints: npt.NDArray[np.uint64] | None = None  # (n,): what an earlier survey found, to compare with
 
     def __str__(self) -> str:
         return one_of(len(self.names), self.shown)
@@ -288,9 +291,9 @@ def _shares(count: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, count, step))
 
 
-def _task(catalog: Catalog, options: ConvertOptions, block: list[int]) -> _Task:
+def _task(catalog: Catalog, options: ConvertOptions, block: list[int]) -> SurveyTask:
     masks = [(one.kind, one.files.at(block)) for one in catalog.pixel_fields]
-    return _Task(
+    return SurveyTask(
         block, catalog.names.at(block), options.max_pixels, catalog.shown(block[0]), masks,
         resize=options.size is not None, keep=options.keep is not None,
     )  # fmt: skip
@@ -309,38 +312,26 @@ def first_changed(
     `indices`, int64 (n,), are the images' catalog indices, ascending; `fingerprints`, uint64 (M,), are those of all
     images. Images that are rejected have the fingerprint 0. Other arguments and errors are as in `survey`.
     """
-    tasks = (ImagesCheck.of(catalog, options, indices[share], fingerprints) for share in _shares(len(indices)))
+    tasks = (again_task(catalog, options, indices[share], fingerprints) for share in _shares(len(indices)))
     found = run(executor, first_changed_of, tasks, max_in_flight, ordered=True, resumable=options.resumable)
     return next((index for index in found if index is not None), None)
 
 
-@dataclass(frozen=True)
-class ImagesCheck:
-    """A task that surveys images again."""
-
-    task: _Task
-    fingerprints: npt.NDArray[np.uint64]  # (n,): what the earlier survey of each image found
-
-    def __str__(self) -> str:
-        return str(self.task)
-
-    @classmethod
-    def of(
-        cls, catalog: Catalog, options: ConvertOptions, indices: npt.NDArray[np.int64],
-        fingerprints: npt.NDArray[np.uint64],
-    ) -> ImagesCheck:  # fmt: skip
-        """Return the task for the images at `indices`; other arguments are as in `first_changed`."""
-        return cls(_task(catalog, options, indices.tolist()), fingerprints[indices])
+def again_task(
+    catalog: Catalog, options: ConvertOptions, indices: npt.NDArray[np.int64], fingerprints: npt.NDArray[np.uint64]
+) -> SurveyTask:
+    """Return a task for `first_changed_of` that surveys images again; arguments are as in `first_changed`."""
+    return replace(_task(catalog, options, indices.tolist()), fingerprints=fingerprints[indices])
 
 
-def first_changed_of(check: ImagesCheck) -> int | None:
+def first_changed_of(task: SurveyTask) -> int | None:
     """Return the catalog index of the first image whose fingerprint has changed; None if none has."""
-    _, found, _ = _survey(check.task)
-    changed = np.flatnonzero(found.fingerprints != check.fingerprints)
-    return check.task.indices[int(changed[0])] if len(changed) else None
+    _, found, _ = _survey(task)
+    changed = np.flatnonzero(found.fingerprints != task.fingerprints)
+    return task.indices[int(changed[0])] if len(changed) else None
 
 
-def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
+def _survey(task: SurveyTask) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
     """Return a task's first catalog index, the survey of its images, and their labels (empty without labels)."""
     reader: SourceReader = shared()
     found, labels = Survey.of(len(task.names)), []
@@ -369,7 +360,7 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
 
 
 def _with_masks(
-    reader: SourceReader, image: SurveyedImage, position: int, task: _Task
+    reader: SourceReader, image: SurveyedImage, position: int, task: SurveyTask
 ) -> tuple[SurveyedImage, list[str]]:
     """Return `image` with a fingerprint that covers its masks and further images, and the dtype of each of these.
 
