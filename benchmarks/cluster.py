@@ -124,7 +124,7 @@ def measure_conversions(folder: Path, scratch: Path, repeats: int) -> dict[str, 
 
 def make_task(number: int, rows: int) -> WriteTask:
     """A task like those of a conversion of many images with paths of usual length."""
-    pixels = PixelOptions(HEIGHT, WIDTH, 3, False, "crop", "bicubic", False, 10**8)
+    pixels = PixelOptions(HEIGHT, WIDTH)
     first = number * rows
     indices = np.arange(first, first + rows)
     names = [f"train/n{index % 1000:08d}/n{index % 1000:08d}_{index:09d}.JPEG" for index in indices.tolist()]

@@ -61,12 +61,12 @@ class PixelOptions:
 
     height: int  # of the decoded images, in pixels
     width: int
-    channels: int  # 1 (gray) or 3 (RGB)
-    resize: bool  # whether images of other sizes are resized; otherwise they are rejected
-    fit: str  # how to resize; see `h5pack.convert`
-    resample: str  # name of Pillow's filter for resizing
-    draft: bool  # whether JPEGs may be decoded at a reduced size
-    max_pixels: int  # images with more pixels are rejected
+    channels: int = 3  # 1 (gray) or 3 (RGB)
+    resize: bool = False  # whether images of other sizes are resized; otherwise they are rejected
+    fit: str = "crop"  # how to resize; see `h5pack.convert`
+    resample: str = "bicubic"  # name of Pillow's filter for resizing
+    draft: bool = False  # whether JPEGs may be decoded at a reduced size
+    max_pixels: int = MAX_PIXELS  # images with more pixels are rejected
     layout: str = "nhwc"  # axes of a row: nhwc (H, W, C) or nchw (C, H, W)
 
     @property

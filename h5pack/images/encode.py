@@ -32,16 +32,7 @@ class JpegEncoder(Decoder):
     def __init__(self, max_side: int | None, quality: int, max_pixels: int) -> None:
         self._max_side, self._quality = max_side, quality
         self._image: Image.Image | None = None
-        self.options = PixelOptions(
-            height=0,
-            width=0,
-            channels=3,
-            resize=True,
-            fit="stretch",
-            resample="bicubic",
-            draft=False,
-            max_pixels=max_pixels,
-        )
+        self.options = PixelOptions(0, 0, resize=True, fit="stretch", max_pixels=max_pixels)
         super().__init__(self.options, quiet=True)
 
     def encode(self, source: bytes | npt.NDArray[np.uint8], decode_path: int) -> tuple[bytes, int, int]:

@@ -54,18 +54,7 @@ class RowDecoder(Decoder):
         # Load Pillow's plugins before any thread decodes: Image.open in one thread may fail to recognize a format
         # while another thread is still loading the plugins.
         Image.init()
-        super().__init__(
-            PixelOptions(
-                height=0,
-                width=0,
-                channels=3,
-                resize=False,
-                fit="crop",
-                resample="bilinear",
-                draft=False,
-                max_pixels=MAX_PIXELS,
-            )
-        )
+        super().__init__(PixelOptions(0, 0))
 
     def header(self, data: bytes) -> ImageHeader:
         """Return an image's header, with its upright size.

@@ -34,11 +34,6 @@ def _strict() -> Iterator[None]:
         yield
 
 
-def options(height: int, width: int, channels: int = 3, **changes: Any) -> PixelOptions:
-    settings = {"resize": False, "fit": "crop", "resample": "bicubic", "draft": False, "max_pixels": MAX_PIXELS}
-    return PixelOptions(height, width, channels, **{**settings, **changes})
-
-
 def header_of(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageHeader:
     return read_header(data[:16_384], lambda: io.BytesIO(data), max_pixels)
 
@@ -48,7 +43,7 @@ def decoded(data: bytes, channels: int = 3, kind: DecodePath | None = None, **ch
     header = header_of(data)
     (height, width), quiet = changes.pop("size", (header.height, header.width)), changes.pop("quiet", False)
     out = np.full((height, width, channels), 77, np.uint8)
-    decoder = Decoder(options(height, width, channels, **changes), quiet)
+    decoder = Decoder(PixelOptions(height, width, channels, **changes), quiet)
     decoder.decode(data, header.decode_path if kind is None else kind, out)
     return out
 
@@ -212,7 +207,7 @@ def test_heif_without_pillow_heif_says_what_to_install(
     with pytest.raises(RejectedImageError, match="pillow-heif"):
         header_of(heif)
     with pytest.raises(RejectedImageError, match="pillow-heif"):
-        Decoder(options(17, 23)).decode(heif, DecodePath.PILLOW, np.empty((17, 23, 3), np.uint8))
+        Decoder(PixelOptions(17, 23)).decode(heif, DecodePath.PILLOW, np.empty((17, 23, 3), np.uint8))
     with pytest.raises(RejectedImageError, match="unknown format"):
         header_of(heif[:8] + b"mif1" + heif[12:])
 
@@ -331,7 +326,7 @@ def test_pillows_decoder_is_called_directly(monkeypatch: pytest.MonkeyPatch) -> 
     expected = [fitted(data, (12, 9)) for data in files]
     monkeypatch.setattr(decode, "_simplejpeg", lambda: None)
     monkeypatch.setattr(Image, "open", None)
-    decoder = Decoder(options(12, 9, resize=True))
+    decoder = Decoder(PixelOptions(12, 9, resize=True))
     for data, pixels_of_file in zip(files, expected, strict=True):
         out = np.empty((12, 9, 3), np.uint8)
         with pytest.raises(RejectedImageError):
@@ -445,7 +440,7 @@ def test_a_file_that_is_replaced_after_the_survey_is_decoded_or_rejected() -> No
     for name in ("rgb png", "gray jpeg", "ycbcr jpeg"):
         assert np.array_equal(decoded(FILES[name], kind=DecodePath.JPEG_420), slow(FILES[name]))
     with pytest.raises(RejectedImageError):
-        Decoder(options(4, 4)).decode(b"replaced", DecodePath.JPEG_420, np.zeros((4, 4, 3), np.uint8))
+        Decoder(PixelOptions(4, 4)).decode(b"replaced", DecodePath.JPEG_420, np.zeros((4, 4, 3), np.uint8))
 
 
 @pytest.mark.parametrize("name", ["rgb png", "ycbcr jpeg", "rgb tiff", "animated webp"])
@@ -459,7 +454,7 @@ def test_bombs_are_refused_by_the_survey_and_by_the_decoder(name: str) -> None:
     # This size is beyond Pillow's own limit.
     bomb = b"P5 20000 20000 255\n"
     with pytest.raises(RejectedImageError, match="bomb"):
-        Decoder(options(4, 4, resize=True)).decode(bomb, DecodePath.PILLOW, np.zeros((4, 4, 3), np.uint8))
+        Decoder(PixelOptions(4, 4, resize=True)).decode(bomb, DecodePath.PILLOW, np.zeros((4, 4, 3), np.uint8))
     assert header_of(bomb, 4 * 10**8).width == 20_000
 
 
@@ -540,12 +535,12 @@ def test_draft_decodes_jpegs_reduced_and_at_the_planned_size(fit: str, value: in
 def test_pixels_of_a_dataset_are_copied(channels: int) -> None:
     for source in (pixels(0, (9, 7)), pixels(0, (9, 7), 1)[:, :, None], pixels(0, (1, 7)), pixels(0, (9, 1))):
         out = np.zeros((*source.shape[:2], channels), np.uint8)
-        Decoder(options(*out.shape)).decode(source, DecodePath.PILLOW, out)
+        Decoder(PixelOptions(*out.shape)).decode(source, DecodePath.PILLOW, out)
         image = image_of(source).convert("L" if channels == 1 else "RGB")
         assert np.array_equal(out, np.asarray(image).reshape(out.shape))
         # The layout (C, H, W) holds the same pixels.
         planes = np.zeros((channels, *source.shape[:2]), np.uint8)
-        Decoder(options(*out.shape, layout="nchw")).decode(source, DecodePath.PILLOW, planes)
+        Decoder(PixelOptions(*out.shape, layout="nchw")).decode(source, DecodePath.PILLOW, planes)
         assert np.array_equal(planes.transpose(1, 2, 0), out)
 
 

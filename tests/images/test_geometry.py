@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +14,6 @@ from h5pack.images.geometry import Placement
 from h5pack.images.headers import DecodePath
 
 SIZES = [(60, 60), (61, 90), (97, 50), (40, 120), (150, 33)]
-PIXELS: dict[str, Any] = {
-    "channels": 3, "resize": True, "resample": "bilinear", "draft": False, "max_pixels": 10**6,
-}  # fmt: skip
 
 
 def painted(size: tuple[int, int], box: tuple[int, int, int, int]) -> np.ndarray:
@@ -45,7 +41,7 @@ def test_a_painted_box_stays_under_its_box(size: tuple[int, int], fit: str, targ
     middle = size[1] // 2, size[0] // 2
     box = (middle[0] - 12, middle[1] - 9, middle[0] + 10, middle[1] + 14)
     out = np.empty((*target, 3), np.uint8)
-    decoder = Decoder(PixelOptions(height=target[0], width=target[1], fit=fit, **PIXELS))
+    decoder = Decoder(PixelOptions(*target, resize=True, fit=fit, resample="bilinear"))
     decoder.decode(painted(size, box), DecodePath.PILLOW, out)
     heights, widths = (np.array([side], np.int32) for side in size)
     placement = Placement.of(heights, widths, *target, fit)

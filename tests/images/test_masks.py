@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +18,6 @@ from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, Upright
 from h5pack.images.headers import TURNS, DecodePath
 from h5pack.images.masks import MaskDecoder, narrow_mask, read_mask_header
 from tests.read.encoded_files import encode
-
-
-def pixel_options(size: tuple[int, int], fit: str = "crop", **changes: Any) -> PixelOptions:
-    given: dict[str, Any] = {
-        "height": size[0], "width": size[1], "channels": 3, "resize": True, "fit": fit, "resample": "nearest",
-        "draft": False, "max_pixels": MAX_PIXELS,
-    }  # fmt: skip
-    return PixelOptions(**{**given, **changes})
 
 
 def with_orientation(value: int) -> Image.Exif:
@@ -71,7 +62,7 @@ def test_every_pixel_is_the_nearest_one_of_the_same_window(
     numbers = np.arange(height * width).reshape(height, width)
     numbers = numbers if wide else numbers % 251
     size, dtype = (out_height, out_width), "<i4" if wide else "|u1"
-    options = pixel_options(size, fit)
+    options = PixelOptions(*size, resize=True, fit=fit, resample="nearest")
     decoder = Decoder(options)
     pixels = np.stack([numbers & 255, numbers >> 8, numbers * 0], axis=2).astype(np.uint8)
     image, mask = np.zeros((*size, 3), np.uint8), np.zeros(size, dtype)
@@ -97,7 +88,7 @@ def test_a_mask_is_turned_with_its_image(value: int, own: bool) -> None:
     numbers = np.arange(12 * 18, dtype=np.uint8).reshape(12, 18)
     photo = Image.fromarray(np.stack([numbers] * 3, axis=2))
     shape = (18, 12) if value > 4 else (12, 18)
-    options = pixel_options(shape, resize=False)
+    options = PixelOptions(*shape)
     decoder = Decoder(options)
     image, mask = np.zeros((*shape, 3), np.uint8), np.zeros(shape, np.uint8)
     decoder.decode(encode(photo, "PNG", exif=with_orientation(value)), DecodePath.PILLOW, image)
@@ -113,11 +104,11 @@ def test_a_mask_is_turned_with_its_image(value: int, own: bool) -> None:
 
 def test_a_tiff_that_pillow_turns_itself_turns_its_mask() -> None:
     numbers = np.arange(12 * 12, dtype=np.uint8).reshape(12, 12)
-    decoder = Decoder(pixel_options((12, 12), resize=False))
+    decoder = Decoder(PixelOptions(12, 12))
     image, mask = np.zeros((12, 12, 3), np.uint8), np.zeros((12, 12), np.uint8)
     data = encode(np.stack([numbers] * 3, axis=2), "TIFF", exif=with_orientation(3))
     decoder.decode(data, DecodePath.PILLOW, image)
-    MaskDecoder(pixel_options((12, 12)), "|u1").decode(encode(numbers, "PNG"), decoder.upright, mask)
+    MaskDecoder(PixelOptions(12, 12, resize=True), "|u1").decode(encode(numbers, "PNG"), decoder.upright, mask)
     assert np.array_equal(mask, image[:, :, 0])
 
 
@@ -145,7 +136,7 @@ def test_the_numbers_of_each_mode_are_kept(mode: str) -> None:
     header = read_mask_header(lambda: io.BytesIO(data), MAX_PIXELS)
     assert header == (2, 3, "<i4" if mode.startswith("I") else "|u1")
     out = np.zeros((2, 3), header.dtype)
-    MaskDecoder(pixel_options((2, 3)), header.dtype).decode(data, Upright(2, 3), out)
+    MaskDecoder(PixelOptions(2, 3, resize=True), header.dtype).decode(data, Upright(2, 3), out)
     assert np.array_equal(out, numbers)
 
 
@@ -155,7 +146,7 @@ def test_colors_are_no_numbers(mode: str) -> None:
     with pytest.raises(RejectedImageError, match=mode):
         read_mask_header(lambda: io.BytesIO(data), MAX_PIXELS)
     with pytest.raises(RejectedImageError, match=mode):
-        MaskDecoder(pixel_options((2, 3)), "|u1").pixels(data, Upright(2, 3))
+        MaskDecoder(PixelOptions(2, 3, resize=True), "|u1").pixels(data, Upright(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +162,7 @@ def test_colors_are_no_numbers(mode: str) -> None:
 )
 def test_what_is_no_mask_of_the_image_is_rejected(data: bytes, reason: str) -> None:
     with pytest.raises(RejectedImageError, match=reason):
-        MaskDecoder(pixel_options((2, 3)), "|u1").pixels(data, Upright(2, 3))
+        MaskDecoder(PixelOptions(2, 3, resize=True), "|u1").pixels(data, Upright(2, 3))
 
 
 @pytest.mark.parametrize("dtype", ["bool", "u1", "i1", "<u2", ">u2", "i4", ">i4", "u4", "i8", "u8"])
