@@ -17,7 +17,7 @@ from PIL import Image
 
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError
 from h5pack.images.decode import image_of, strict_pillow
-from h5pack.images.masks import naming_mask
+from h5pack.images.masks import gray_mask, naming_mask
 from h5pack.pack.writer import join_groups
 from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable
@@ -37,7 +37,6 @@ _TASKS_PER_WORKER = 16
 _TASK_BYTES = 32 * 1024 * 1024
 _PNG = {"compress_level": 1, "compress_type": zlib.Z_RLE}
 _PLAIN_CHROMA_QUALITY = 90
-_MAX_16_BITS = 2**16 - 1
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
 
@@ -241,13 +240,11 @@ def _export_field(work: ExportWork, number: int, index: int, path: str, results:
     uint8 masks become 8-bit PNG files, other masks become 16-bit PNG files. Further images get the export's format.
     """
     pixels = work.reader.read_field(number, index, path)
-    is_mask = pixels.ndim == 2
-    if is_mask and pixels.dtype != np.uint8:
-        if pixels.min() < 0 or pixels.max() > _MAX_16_BITS:
-            raise RejectedImageError(f"its numbers from {pixels.min()} to {pixels.max()} do not fit into 16 bits")
-        pixels = pixels.astype(np.uint16)
-    pixels = pixels[:, :, None] if is_mask else pixels
-    data = encode_jpeg(pixels, work.quality) if work.format == "jpeg" and not is_mask else None
+    data = None
+    if pixels.ndim == 2:
+        pixels = gray_mask(pixels)[:, :, None]
+    elif work.format == "jpeg":
+        data = encode_jpeg(pixels, work.quality)
     _store(work, path, pixels, data, results)
 
 

@@ -71,11 +71,9 @@ class EncodedOffsets(RowOffsets):
         return cls(base + offsets[:-1], 1, max(1, mean), base + offsets[1:])
 
     def edges(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """See `RowOffsets.edges`."""
         return np.append(0, self.ends[start : start + count] - self.addresses[start])
 
     def runs(self, rows: npt.NDArray[np.int64], max_bytes: int) -> Iterator[tuple[int, int]]:
-        """See `RowOffsets.runs`."""
         for first, last in limited_runs(consecutive_runs(rows), self.addresses[rows], self.ends[rows], max_bytes):
             yield int(rows[first]), last - first
 

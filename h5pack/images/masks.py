@@ -154,13 +154,18 @@ def encode_mask(pixels: npt.NDArray[Any], height: int, width: int) -> bytes:
     """
     if pixels.shape != (height, width):
         pixels = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST))
-    if pixels.dtype != np.uint8:
-        if pixels.min() < 0 or pixels.max() > _MAX_16_BITS:
-            raise RejectedImageError(f"its numbers from {pixels.min()} to {pixels.max()} do not fit into 16 bits")
-        pixels = pixels.astype(np.uint16)
     stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "PNG")
+    Image.fromarray(gray_mask(pixels)).save(stream, "PNG")
     return stream.getvalue()
+
+
+def gray_mask(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a mask, uint8 or int32, as uint8 or uint16; raise RejectedImageError if a number needs more bits."""
+    if pixels.dtype == np.uint8:
+        return pixels
+    if pixels.min() < 0 or pixels.max() > _MAX_16_BITS:
+        raise RejectedImageError(f"its numbers from {pixels.min()} to {pixels.max()} do not fit into 16 bits")
+    return pixels.astype(np.uint16)
 
 
 def require_size(height: int, width: int, image_height: int, image_width: int) -> None:

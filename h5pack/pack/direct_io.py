@@ -123,7 +123,6 @@ class ContiguousRows(RowBuffer):
         self._written = 0
 
     def ready(self, rows: int) -> None:
-        """See `RowBuffer`."""
         size, file = rows * self._row_bytes, self._file
         complete = size == self._size
         enough = _MIN_WRITE_BYTES
@@ -162,7 +161,6 @@ class ScatteredRows(RowBuffer):
         self._offsets = offsets.tolist()
 
     def ready(self, rows: int) -> None:
-        """See `RowBuffer`."""
         if rows < len(self._offsets):
             return
         if self._file.thread is None:

@@ -86,7 +86,6 @@ class KeptPlan(ConvertPlan):
     places: EncodedPlaces | None = None  # None before images are encoded
 
     def between(self, start: int, stop: int) -> ConvertPlan:
-        """See `ConvertPlan`."""
         plan = super().between(start, stop)
         assert isinstance(plan, KeptPlan)
         mine = np.zeros(len(self.catalog), np.bool_)
@@ -138,7 +137,6 @@ class KeptPlan(ConvertPlan):
         return [(file, size) for file, size in found if file is not None]
 
     def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
-        """See `ConvertPlan`."""
         return [None if self.places is None else self.places.file(index) for index in indices.tolist()]
 
     def with_encoded(self, places: EncodedPlaces, reasons: dict[int, str]) -> KeptPlan:
@@ -179,7 +177,6 @@ class KeptPlan(ConvertPlan):
         return max(1, int(self.offsets[-1]) // self.rows)
 
     def pixels_of(self, row: int) -> int:
-        """See `ConvertPlan`."""
         index = self.row_order.origins[row]
         return int(self.heights[index]) * int(self.widths[index])
 
@@ -188,7 +185,6 @@ class KeptPlan(ConvertPlan):
         return int(self.offsets[rows])
 
     def encoded_tables(self) -> dict[str, npt.NDArray[Any]]:
-        """See `ConvertPlan`."""
         origins = self.row_order.origins
         sizes = np.stack([self.heights[origins], self.widths[origins]], axis=1).astype(np.int32)
         return {schema.ENCODED_OFFSETS: self.offsets, schema.ENCODED_SIZE: sizes}
