@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import zlib
 from collections.abc import Callable
@@ -11,12 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from h5pack.system.machine import optional_module
+
 # isal and zlib compute the same checksum. On one machine isal reached 86 GB/s and zlib 5.8 GB/s. On other machines zlib
 # reaches only 1 GB/s. There, the checksum of a row takes half as long as decoding a small JPEG.
-try:
-    fastest_zlib: Any = importlib.import_module("isal.isal_zlib")
-except Exception:  # A broken package may raise other errors than ImportError.
-    fastest_zlib = zlib
+fastest_zlib: Any = optional_module("isal.isal_zlib") or zlib
 
 crc32: Callable[..., int] = fastest_zlib.crc32
 """Return the CRC-32 of a bytes-like object, as zlib defines it. Uses isal, which is faster, if isal is installed."""

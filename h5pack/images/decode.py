@@ -36,6 +36,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from h5pack.errors import RejectedImageError
 from h5pack.images.headers import SIDEWAYS, TURNS, DecodePath, ImageHeader, orientation_of, parse_jpeg, parse_png
 from h5pack.system.files import held_stderr
+from h5pack.system.machine import optional_module
 from h5pack.version import __version__
 
 MAX_PIXELS = 178_956_970
@@ -446,11 +447,7 @@ def _rejected(error: Exception) -> RejectedImageError:
 
 def _simplejpeg() -> Callable[..., npt.NDArray[np.uint8]] | None:
     """Return the function of simplejpeg that decodes JPEGs, or None if the package is not installed, or broken."""
-    try:
-        from simplejpeg import decode_jpeg
-    except Exception:
-        return None
-    return cast("Callable[..., npt.NDArray[np.uint8]]", decode_jpeg)
+    return getattr(optional_module("simplejpeg"), "decode_jpeg", None)
 
 
 @functools.cache

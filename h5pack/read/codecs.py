@@ -21,6 +21,7 @@ from h5pack.format.checksums import fastest_zlib
 from h5pack.format.schema import FilterId
 from h5pack.read.hdf5 import Filter
 from h5pack.system.libc import require_libc_function
+from h5pack.system.machine import optional_module
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -141,10 +142,7 @@ def _decode_lzf(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
 
 @functools.cache
 def _imagecodecs() -> Any:
-    try:
-        return importlib.import_module("imagecodecs")
-    except Exception:  # A broken package may raise other errors than ImportError.
-        return None
+    return optional_module("imagecodecs")
 
 
 _CHECKSUM_BYTES = 4

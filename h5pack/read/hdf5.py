@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import importlib
 import itertools
 import json
 import math
@@ -22,6 +20,7 @@ from h5pack.errors import IncompletePackError, PackFormatError, ReadError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache
 from h5pack.system.arrays import consecutive_runs
+from h5pack.system.machine import optional_module
 from h5pack.system.parameters import require_local
 
 _MAX_NAMED = 20  # maximum number of datasets that a message lists
@@ -277,9 +276,7 @@ def filters_of(dataset: h5py.Dataset) -> tuple[Filter, ...]:
 def load_filter(number: int) -> bool:
     """Try to make a filter available to HDF5 in this process; return whether it is available."""
     if not h5py.h5z.filter_avail(number):
-        with contextlib.suppress(Exception):
-            # Importing hdf5plugin registers its filters with HDF5. A broken package may raise any error.
-            importlib.import_module("hdf5plugin")
+        optional_module("hdf5plugin")  # Importing it registers its filters with HDF5.
     return bool(h5py.h5z.filter_avail(number))
 
 

@@ -1,9 +1,10 @@
-"""CPUs, memory and disk space that this process may use, large buffers, and a description of the machine."""
+"""CPUs, memory, disk space and packages that this process may use, large buffers, and facts about the machine."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import math
 import mmap
 import os
@@ -164,6 +165,14 @@ def _memory_left(folder: Path, limit: str, usage: str, droppable: str) -> list[i
         return [int(maximum) - used + int(stat.get(droppable, 0))]
     except (OSError, ValueError):
         return []
+
+
+def optional_module(name: str) -> Any:
+    """Import a module of an optional package; return None if the package is not installed, or broken."""
+    try:
+        return importlib.import_module(name)
+    except Exception:  # A broken package may raise other errors than ImportError.
+        return None
 
 
 def _version(name: str) -> str | None:
