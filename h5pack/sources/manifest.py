@@ -68,6 +68,12 @@ class ManifestColumns:
         """All columns that become fields."""
         return (*self.fields, *self.texts, *self.boxes, *self.keypoints, *self.paths)
 
+    def points_kind(self, name: str) -> tuple[str, str] | None:
+        """Return the kind of a field of boxes or keypoints, and the parameter that names it; None for others."""
+        if name in self.boxes:
+            return schema.BOXES, "box_columns"
+        return (schema.KEYPOINTS, "keypoint_columns") if name in self.keypoints else None
+
 
 def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalog:
     """Return the catalog of a manifest, with the images in the order of its lines."""
@@ -142,13 +148,10 @@ def _field(table: TextTable, name: str, columns: ManifestColumns) -> FieldValues
     values = table.values(name)
     if name in columns.texts:
         return _parsed(table, name, "text_columns", lambda: parse_texts(_listed_texts(values)))
-    kind, parameter = schema.RAGGED, "field_columns"
-    if name in columns.boxes:
-        kind, parameter = schema.BOXES, "box_columns"
-    elif name in columns.keypoints:
-        kind, parameter = schema.KEYPOINTS, "keypoint_columns"
-    elif not any(_is_list(value) for value in values):
+    points = columns.points_kind(name)
+    if points is None and not any(_is_list(value) for value in values):
         return numbers(table, name)
+    kind, parameter = points or (schema.RAGGED, "field_columns")
     lists = _lists(table, name, values)
     return _parsed(table, name, parameter, lambda: parse_ragged(lists, kind, columns.box_format))
 

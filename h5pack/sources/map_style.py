@@ -200,11 +200,7 @@ def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> C
     found: dict[str, FieldValues] = {}
     for name in reader.fields.all_fields:
         values = [None if sample is None else sample[name] for sample in samples]
-        kind, parameter = schema.ARRAY, "fields"
-        if name in reader.fields.boxes:
-            kind, parameter = schema.BOXES, "box_columns"
-        elif name in reader.fields.keypoints:
-            kind, parameter = schema.KEYPOINTS, "keypoint_columns"
+        kind, parameter = reader.fields.points_kind(name) or (schema.ARRAY, "fields")
         try:
             if kind == schema.ARRAY:
                 found[name] = parse_values(values)
