@@ -101,8 +101,8 @@ def check_tasks(
         yield CheckTask(path, start, offsets.offset(start), edges, checksums[start : start + count])
 
 
-def check_rows(task: CheckTask) -> list[int]:
-    """Return the rows that cannot be read or whose bytes do not match their checksums."""
+def check_rows(task: CheckTask) -> tuple[int, list[int]]:
+    """Return the number of checked rows, and the rows that cannot be read or do not match their checksums."""
     descriptor = os.open(task.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = read_all(descriptor, int(task.edges[-1]), task.offset)
@@ -111,7 +111,7 @@ def check_rows(task: CheckTask) -> list[int]:
             raise
         if len(task.checksums) > 1:
             # Reading each row alone shows which ones are unreadable.
-            return [row for part in _single_rows(task) for row in check_rows(part)]
+            return len(task.checksums), [row for part in _single_rows(task) for row in check_rows(part)[1]]
         data = b""
     finally:
         os.close(descriptor)
@@ -119,15 +119,10 @@ def check_rows(task: CheckTask) -> list[int]:
     for number, (start, stop) in enumerate(itertools.pairwise(task.edges.tolist())):
         if stop > len(data) or crc32(view[start:stop]) != task.checksums[number]:
             wrong.append(task.start + number)
-    return wrong
+    return len(task.checksums), wrong
 
 
 def _single_rows(task: CheckTask) -> Iterator[CheckTask]:
     for number, (start, stop) in enumerate(itertools.pairwise(task.edges.tolist())):
         edges = np.array([0, stop - start])
         yield CheckTask(task.path, task.start + number, task.offset + start, edges, task.checksums[number : number + 1])
-
-
-def check_rows_counted(task: CheckTask) -> tuple[int, list[int]]:
-    """Return the number of checked rows (for progress bars) and the result of `check_rows`."""
-    return len(task.checksums), check_rows(task)

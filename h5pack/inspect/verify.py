@@ -19,7 +19,7 @@ from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.fields import RaggedRows
 from h5pack.format.plans import plan_cache
-from h5pack.format.row_offsets import EncodedOffsets, RowOffsets, check_rows_counted, check_tasks
+from h5pack.format.row_offsets import EncodedOffsets, RowOffsets, check_rows, check_tasks
 from h5pack.pack.options import START_METHODS, check_choice
 from h5pack.read.encoded import EncodedIndex, index_kept, is_mask_group
 from h5pack.read.hdf5 import (
@@ -194,7 +194,7 @@ def _checked(path: str, rows: _Rows, executor: Executor, in_flight: int) -> Iter
     if rows.offsets is not None:
         everything = np.arange(len(rows.checksums), dtype=np.int64)
         tasks = check_tasks(path, rows.offsets, everything, rows.checksums, _TASK_BYTES)
-        return run(executor, check_rows_counted, tasks, in_flight, resumable=False)
+        return run(executor, check_rows, tasks, in_flight, resumable=False)
     chunks = max(1, _TASK_BYTES // rows.chunk_bytes)
     step, stored = rows.chunk_rows * chunks, rows.stored_checksums
     decode_tasks = (

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from h5pack.cluster.dask_client import count_threads, open_workers
 from h5pack.cluster.parts import PartsFolder
 from h5pack.errors import OptionsError
-from h5pack.format.row_offsets import check_rows_counted, check_tasks
+from h5pack.format.row_offsets import check_rows, check_tasks
 from h5pack.pack import finish, writer
 from h5pack.pack.compression import require_filter
 from h5pack.pack.direct_io import drop_partial_pages
@@ -308,7 +308,7 @@ class Conversion:
         )
         with self._stage("check", len(rows) * len(checksums)) as advance:
             in_flight, resumable = 2 * self.num_workers, self.options.resumable
-            for count, found in run(self._executor, check_rows_counted, tasks, in_flight, resumable=resumable):
+            for count, found in run(self._executor, check_rows, tasks, in_flight, resumable=resumable):
                 wrong.update(found)
                 advance(count)
         return sorted(wrong)

@@ -206,7 +206,7 @@ def encode_images(
     payloads = () if in_parts else pack.journal.payloads(_PREFIX)
     records = [(_data_path(str(path)), EncodedRecord.decode(payload)) for path, payload in payloads]
     intact = np.ones(sum(len(record.images) for _, record in records), np.bool_)
-    for damaged in run(executor, check_rows, _check_tasks(records), 2 * num_workers, resumable=resumable):
+    for _, damaged in run(executor, check_rows, _check_tasks(records), 2 * num_workers, resumable=resumable):
         intact[damaged] = False
     start = 0
     for path, record in records:
