@@ -38,9 +38,9 @@ from h5pack.pack import finish, writer
 from h5pack.pack.compression import require_filter
 from h5pack.pack.direct_io import drop_partial_pages
 from h5pack.pack.encode import encode_images
-from h5pack.pack.estimate import estimate_seconds, table_seconds
+from h5pack.pack.estimate import estimate_seconds
 from h5pack.pack.journal import Journal, RowRecord, RowResults, SurveyJournal
-from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
+from h5pack.pack.kept import make_kept_plan
 from h5pack.pack.options import ConvertOptions, output_path, refuse_reject, require_suitable
 from h5pack.pack.output import ConvertReport, Output, OutputLock, PartFile
 from h5pack.pack.plan import ConvertPlan, NoRowsError, close_holes, make_plan
@@ -176,10 +176,7 @@ class Conversion:
 
     def estimate_seconds(self) -> float:
         """Return an estimate of the seconds that `run` will take after the survey; see `h5pack.pack.estimate`."""
-        plan = self.plan()
-        if isinstance(plan, KeptPlan):
-            return copy_seconds(plan, self.num_workers) + table_seconds(plan.rows)
-        return estimate_seconds(plan, self._executor, self.num_workers)
+        return estimate_seconds(self.plan(), self._executor, self.num_workers)
 
     def run(self) -> ConvertReport:
         """Run the conversion and return its report."""

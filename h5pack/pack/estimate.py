@@ -16,10 +16,12 @@ import numpy.typing as npt
 from h5pack.errors import RejectedImageError, SourceError
 from h5pack.format.checksums import crc32
 from h5pack.images.decode import PixelOptions, strict_pillow
+from h5pack.images.encode import JpegEncoder
 from h5pack.pack.compression import Compression, compress_chunk
 from h5pack.pack.file_structure import PixelRows
+from h5pack.pack.kept import KeptPlan
 from h5pack.pack.plan import ConvertPlan
-from h5pack.pack.statistics import channel_sums, sampled_rows, statistics_range
+from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_range
 from h5pack.pack.writer import SampleDecoder
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.arrays import equal_runs, shuffled
@@ -31,6 +33,7 @@ _MAX_SAMPLE = 4_096
 _SAMPLE_PART = 8
 _TASK_BYTES = 512 * 1024  # far above gzip's window of 32 KiB, so that compression is as fast as with whole chunks
 _MAX_TASK_IMAGES = 256
+_TIMED_IMAGES = 8  # with `keep`
 # Times of writing and journaling rows, writing the tables, and the final flush; measured with rows of 3 and 116 KB.
 _WRITE_SECONDS_PER_ROW, _WRITE_SECONDS_PER_BYTE = 5e-6, 3e-10
 _TABLE_SECONDS_PER_ROW, _FLUSH_SECONDS = 5e-6, 0.1
@@ -60,8 +63,11 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
 
     The workers of `executor` share the plan's reader. They decode at least two tasks of images per worker, and more
     until 0.3 s have passed or an eighth of all images is decoded. With `compression`, they also compress the images.
-    Nothing is written.
+    With `keep`, this process copies or encodes a few images instead. Nothing is written.
     """
+    table_seconds = _TABLE_SECONDS_PER_ROW * plan.rows + _FLUSH_SECONDS
+    if isinstance(plan, KeptPlan):
+        return _copy_seconds(plan, num_workers) + table_seconds
     used, end = 0, time.perf_counter() + _SAMPLE_SECONDS
     step = plan.rows // max(1, len(sampled_rows(*statistics_range(plan, plan.row_order))))
 
@@ -98,12 +104,31 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
     alone = 0.0
     if plan.options.filter is not None and num_workers > 1:
         alone = _STORE_SECONDS_PER_BYTE * plan.row_bytes
-    return (max(in_workers, on_disk) + alone) * plan.rows + table_seconds(plan.rows)
+    return (max(in_workers, on_disk) + alone) * plan.rows + table_seconds
 
 
-def table_seconds(rows: int) -> float:
-    """Return an estimate of the seconds for writing the tables of a pack and flushing it."""
-    return _TABLE_SECONDS_PER_ROW * rows + _FLUSH_SECONDS
+def _copy_seconds(plan: KeptPlan, num_workers: int) -> float:
+    """Estimate the seconds for copying and encoding files and for the channel statistics, by timing a few images."""
+    origins = plan.row_order.origins[:: -(-plan.rows // _TIMED_IMAGES)].tolist()
+    encoder = JpegEncoder(plan.options.max_side, plan.options.quality, plan.options.max_pixels)
+    sampled = len(sampled_rows(*statistics_range(plan, plan.row_order), encoded=True))
+    seconds = 0.0
+    plan.catalog.reader.begin(origins)
+    with strict_pillow():
+        for index in origins:
+            begin = time.perf_counter()
+            with contextlib.suppress(OSError, RejectedImageError):
+                data = plan.catalog.reader.read(index, plan.catalog.names[index])
+                # Writing takes about as long as reading.
+                seconds += 2 * (time.perf_counter() - begin) * plan.rows
+                begin = time.perf_counter()
+                if not plan.fits[index]:
+                    data, _, _ = encoder.encode(data, int(plan.decode_paths[index]))
+                    seconds += (time.perf_counter() - begin) * plan.rows
+                elif isinstance(data, bytes):
+                    encoded_sums(data)
+                    seconds += (time.perf_counter() - begin) * sampled
+    return seconds / len(origins) / num_workers
 
 
 def _samples(plan: ConvertPlan) -> Iterator[list[int]]:

@@ -6,9 +6,7 @@ written (`h5pack.pack.encode`). Until then, the plan estimates their sizes.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,22 +14,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import RejectedImageError
 from h5pack.format import schema
 from h5pack.format.plans import DEFAULT_CHUNK_BYTES, ChunkPlan
-from h5pack.images.decode import strict_pillow
-from h5pack.images.encode import JpegEncoder, fitted_size
+from h5pack.images.encode import fitted_size
 from h5pack.pack.file_structure import EncodedMasks, PixelRows
 from h5pack.pack.journal import EncodedFile
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import ConvertPlan, NoRowsError, RowOrder, Rows, close_holes, plan_rows
-from h5pack.pack.statistics import encoded_sums, sampled_rows, statistics_range
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import Catalog
 from h5pack.system.text import format_bytes
 
 _MIN_CHUNKS = 256
-_TIMED_IMAGES = 8
 # Typical of photos with quality 90; only used for estimates.
 _BYTES_PER_PIXEL, _BYTES_PER_MASK_PIXEL, _HEADER_BYTES = 0.25, 0.03, 700
 
@@ -270,27 +264,3 @@ def plan_data_chunks(size: int) -> ChunkPlan:
     while chunk < DEFAULT_CHUNK_BYTES and 2 * chunk * _MIN_CHUNKS <= size:
         chunk *= 2
     return ChunkPlan(rows=chunk, bytes=chunk, count=-(-size // chunk))
-
-
-def copy_seconds(plan: KeptPlan, num_workers: int) -> float:
-    """Estimate the seconds for copying and encoding files and for the channel statistics, by timing a few images."""
-    origins = plan.row_order.origins[:: -(-plan.rows // _TIMED_IMAGES)].tolist()
-    encoder = JpegEncoder(plan.options.max_side, plan.options.quality, plan.options.max_pixels)
-    sampled = len(sampled_rows(*statistics_range(plan, plan.row_order), encoded=True))
-    seconds = 0.0
-    plan.catalog.reader.begin(origins)
-    with strict_pillow():
-        for index in origins:
-            begin = time.perf_counter()
-            with contextlib.suppress(OSError, RejectedImageError):
-                data = plan.catalog.reader.read(index, plan.catalog.names[index])
-                # Writing takes about as long as reading.
-                seconds += 2 * (time.perf_counter() - begin) * plan.rows
-                begin = time.perf_counter()
-                if not plan.fits[index]:
-                    data, _, _ = encoder.encode(data, int(plan.decode_paths[index]))
-                    seconds += (time.perf_counter() - begin) * plan.rows
-                elif isinstance(data, bytes):
-                    encoded_sums(data)
-                    seconds += (time.perf_counter() - begin) * sampled
-    return seconds / len(origins) / num_workers

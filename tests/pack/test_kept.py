@@ -26,7 +26,7 @@ from h5pack.errors import (
     SourceError,
 )
 from h5pack.images.encode import JpegEncoder
-from h5pack.pack import kept, writer
+from h5pack.pack import estimate, writer
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.kept import plan_data_chunks
 from h5pack.sources.catalog import FileReader
@@ -254,7 +254,7 @@ def test_the_estimate_skips_an_unreadable_image(source: Path, tmp_path: Path, mo
     with Conversion(source, tmp_path / "o.h5", **options()) as conversion:
         plan = conversion.plan()
         # A clock on which every reading and every encoding takes a second.
-        monkeypatch.setattr(kept, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+        monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
         whole = conversion.estimate_seconds()
         reader, first = type(plan.catalog.reader), int(plan.row_order.origins[0])
         read = reader.read
