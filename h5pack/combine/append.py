@@ -17,7 +17,6 @@ from h5pack.combine.convert import shard_path
 from h5pack.combine.parts import (
     Part,
     added_statistics,
-    is_virtual,
     label_type,
     merge,
     merge_classes,
@@ -117,7 +116,7 @@ def append(
     old = open_part(path)
     require_replaceable(path, writable=False)
     _require_options(old, options)
-    virtual = is_virtual(old)
+    virtual = old.is_virtual
     new_path = _shard_path(old) if virtual else path.with_name(f"{path.name}.new")
     if not resume and not overwrite:
         _require_no_leftovers(new_path, Output(new_path).partial, Output(path).partial)

@@ -85,6 +85,11 @@ class Part:
         """Whether the pack keeps JPEG files."""
         return isinstance(self.index, EncodedIndex)
 
+    @property
+    def is_virtual(self) -> bool:
+        """Whether it is a virtual file, or its images can only be read by the HDF5 library for other reasons."""
+        return bool(self.files) or self.index.library_reason is not None
+
     def checksums(self, dataset: str) -> npt.NDArray[np.uint32]:
         """Return the checksums of all rows of a dataset."""
         found: npt.NDArray[np.uint32] = self.engine.read(schema.checksums_path(dataset), np.arange(len(self)))
@@ -125,11 +130,6 @@ class RowOrigins:
         """Divide rows `start` to ``stop - 1`` into runs of one part each; yield (index of the part, start, stop)."""
         edges = (start + equal_runs(self.owners[start:stop])).tolist()
         return ((int(self.owners[first]), first, last) for first, last in itertools.pairwise(edges))
-
-
-def is_virtual(part: Part) -> bool:
-    """Return whether a pack is a virtual file, or its images can only be read by the HDF5 library for other reasons."""
-    return bool(part.files) or part.index.library_reason is not None
 
 
 def open_part(path: str | os.PathLike[str]) -> Part:

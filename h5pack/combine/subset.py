@@ -81,7 +81,8 @@ def subset(
     chosen = np.ones(len(part), np.bool_)
     names = _unique("splits", splits)
     if names:
-        chosen &= _in_splits(part, merged, names)
+        _require_known(part, "splits", names, merged.split_names)
+        chosen &= np.isin(merged.split_ids, [merged.split_names.index(name) for name in names])
     names = _unique("classes", classes)
     if names:
         chosen &= _of_classes(part, merged, names)
@@ -112,11 +113,6 @@ def _require_known(part: Part, parameter: str, names: Sequence[str], known: Sequ
             f"{parameter}={unknown[0]!r} does not exist; the pack has {listed(list(known)) or 'none'}",
             f"{parameter}={unknown[0]!r}",
         )
-
-
-def _in_splits(part: Part, merged: Catalog, names: Sequence[str]) -> np.ndarray:
-    _require_known(part, "splits", names, merged.split_names)
-    return np.isin(merged.split_ids, [merged.split_names.index(name) for name in names])
 
 
 def _of_classes(part: Part, merged: Catalog, names: Sequence[str]) -> np.ndarray:

@@ -396,8 +396,9 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
         for (name, row_shape, dtype), found, rows in zip(structure.datasets, mappings, lengths, strict=True):
             shape = (rows, *row_shape)
             require_group(file, os.path.dirname(name))
-            dataset = _create(file, name, shape, dtype, _sources(shape, found, names))
-            describe_dataset(dataset, structure)
+            kind, space = h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple(shape)
+            create = _sources(shape, found, names)
+            describe_dataset(h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, create)), structure)
         describe_file(file, structure, plan.tables)
     # Free the space that was not needed.
     os.truncate(path, path.stat().st_size)
@@ -468,8 +469,3 @@ def _relative(path: str, folder: Path) -> str:
     if os.path.realpath(folder / os.path.dirname(found)) != os.path.realpath(parent):
         found = os.path.relpath(os.path.join(os.path.realpath(parent), name), os.path.realpath(folder))
     return found
-
-
-def _create(file: h5py.File, name: str, shape: tuple[int, ...], dtype: str, create: h5py.h5p.PropDCID) -> h5py.Dataset:
-    kind, space = h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple(shape)
-    return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, create))

@@ -58,7 +58,7 @@ class RowBuffer:
 
 
 class RowFile:
-    """An unfinished file to which one worker writes rows; `io` is direct, buffered or auto (see `suits_direct`).
+    """An unfinished file to which one worker writes rows; `io` is direct, buffered or auto (see `writes_directly`).
 
     Two buffers alternate, so that one is written while the other is filled. They are reused, because allocating memory
     takes longer than filling it.
@@ -186,8 +186,8 @@ class ScatteredRows(RowBuffer):
 
 
 def writes_directly(path: str, io: str) -> bool:
-    """Return whether rows are written to the file at `path` with direct I/O, given the option `io`."""
-    return io == "direct" or (io == "auto" and suits_direct(path))
+    """Return whether rows are written to the file at `path` with direct I/O; if `io` is auto, where that is fast."""
+    return io == "direct" or (io == "auto" and file_system_type(path) in _DIRECT_FILE_SYSTEMS)
 
 
 def drop_partial_pages(path: str, io: str, descriptor: int, start: int) -> None:
@@ -198,11 +198,6 @@ def drop_partial_pages(path: str, io: str, descriptor: int, start: int) -> None:
     """
     if writes_directly(path, io) and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, start, 0, os.POSIX_FADV_DONTNEED)
-
-
-def suits_direct(path: str) -> bool:
-    """Return whether direct writes are fast on the file system that contains `path`."""
-    return file_system_type(path) in _DIRECT_FILE_SYSTEMS
 
 
 def _open_direct(path: str) -> int | None:

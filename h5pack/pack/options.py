@@ -165,8 +165,8 @@ class ConvertOptions:
         self._make_int("max_pixels", 1)
         self._make_int("seed", 0, 2**63 - 1)
         self._make_int("quality", 1, 100)
-        if self.val is not None:
-            check_fraction("val", self.val)
+        if self.val is not None and not (isinstance(self.val, float) and 0 < self.val < 1):
+            raise invalid("val", self.val, " is not a fraction; it must be above 0 and below 1, such as 0.1")
         for name, kind in (("val_groups", "field"), ("path_column", "column"), ("split_column", "column")):
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise invalid(name, getattr(self, name), f" is not the name of a {kind}")
@@ -316,12 +316,6 @@ def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> Non
 def is_integer(value: object) -> TypeGuard[int]:
     """Return whether a value is an integer of Python or NumPy, but not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def check_fraction(name: str, value: object) -> None:
-    """Raise OptionsError unless `value` is a float above 0 and below 1."""
-    if not (isinstance(value, float) and 0 < value < 1):
-        raise invalid(name, value, " is not a fraction; it must be above 0 and below 1, such as 0.1")
 
 
 def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import h5pack
 from h5pack.pack import direct_io
-from h5pack.pack.direct_io import ContiguousRows, RowFile, suits_direct
+from h5pack.pack.direct_io import ContiguousRows, RowFile, writes_directly
 from h5pack.system.files import cached_pages, file_system_type
 from tests.makers import flat_folder, quick
 
@@ -115,8 +115,8 @@ def test_which_file_systems_are_written_directly(tmp_path: Path) -> None:
     kinds = {fields[4]: fields[fields.index("-") + 1] for fields in mounts}
     for mount, kind in kinds.items():
         if kind in ("ext4", "xfs", "tmpfs", "proc") and os.path.isdir(mount):
-            assert suits_direct(mount) == (kind in ("ext4", "xfs"))
-    assert not suits_direct(str(tmp_path / "nowhere"))
+            assert writes_directly(mount, "auto") == (kind in ("ext4", "xfs"))
+    assert not writes_directly(str(tmp_path / "nowhere"), "auto")
 
 
 def test_direct_writes_leave_no_pages_of_rows_in_the_cache(tmp_path: Path) -> None:
