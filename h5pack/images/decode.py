@@ -42,7 +42,8 @@ from h5pack.version import __version__
 MAX_PIXELS = 178_956_970
 """Default of `max_pixels`: images with more pixels are rejected as decompression bombs. Pillow has the same limit."""
 
-_MAX_SIDE = 2**31 - 1  # A survey stores sides as int32.
+MAX_SIDE = 2**31 - 1
+"""Largest height and width of an image. A survey stores sides as int32."""
 _TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_BITS, _TIFF_COMPRESSION, _TIFF_PHOTOMETRIC = 0x0100, 0x0101, 0x0102, 0x0103, 0x0106
 _TIFF_PLANAR, _SEPARATE = 0x011C, 2
 _LONG_HEAD_BYTES = 65_536
@@ -384,7 +385,7 @@ def _refuse_deep(image: Image.Image) -> None:
 
 def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
     """Raise RejectedImageError if an image has more than `max_pixels` pixels, or a side that is not an int32."""
-    if height > _MAX_SIDE or width > _MAX_SIDE:
+    if height > MAX_SIDE or width > MAX_SIDE:
         raise RejectedImageError(f"{height}x{width} is larger than any image that can be decoded")
     if height * width > max_pixels:
         raise RejectedImageError(f"decompression bomb: {height}x{width} is more than {max_pixels} pixels")

@@ -17,6 +17,7 @@ import numpy as np
 from h5pack.errors import SourceError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValues, RaggedRows
+from h5pack.images.decode import MAX_SIDE
 from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, Note, unused_note
 from h5pack.sources.folders import is_path, is_split_name, split_order
 from h5pack.system.text import counted
@@ -24,7 +25,7 @@ from h5pack.system.text import counted
 _FOLDER = "annotations"
 _INSTANCES, _CAPTIONS = "instances", "captions"
 _NAME = re.compile(rf"({_INSTANCES}|{_CAPTIONS})_(.+)\.json")
-_MAX_ID, _MAX_SIDE = 2**63, 2**31 - 1
+_MAX_ID = 2**63
 _TAKEN = frozenset(("image_id", "category_id", "bbox", "iscrowd", "caption"))
 
 
@@ -174,7 +175,7 @@ def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], s
         size = int(entry.get("height") or 0), int(entry.get("width") or 0)
         if not isinstance(name, str) or not is_path(name):
             raise ValueError(name)
-        if not -_MAX_ID <= image_id < _MAX_ID or max(size) > _MAX_SIDE:
+        if not -_MAX_ID <= image_id < _MAX_ID or max(size) > MAX_SIDE:
             raise ValueError(image_id, *size)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         problem = f"image {number} has no valid id, file_name or size ({error!r}); correct it"
