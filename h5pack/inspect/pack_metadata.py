@@ -17,7 +17,7 @@ from h5pack.format import schema
 from h5pack.read.encoded import has_kept_images, index_kept, is_mask_group
 from h5pack.read.hdf5 import attribute_names, require_dataset, text
 from h5pack.read.ragged import index_ragged, is_ragged, own_fields
-from h5pack.system.text import counted, format_bytes
+from h5pack.system.text import counted, format_bytes, labels_text
 
 _WIDTH, _MAX_NAMES_LENGTH = 110, 180  # maximum characters of a line, and of a list of class names
 
@@ -38,9 +38,12 @@ def describe_pack(file: h5py.File) -> dict[str, Any]:
     names, rows, described["splits"] = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS), {}
     for name, part in () if names is None or rows is None else zip(names[()], rows[()].tolist(), strict=True):
         described["splits"].setdefault(text(name), []).append(part)
-    described["labels"] = _label_kind(file)
-    for kind in (schema.CLASSES, schema.COLUMNS) if schema.LABELS in file else ():
-        if (found := attribute_names(file[schema.LABELS], kind)) is not None:
+    labels = require_dataset(file, schema.LABELS) if schema.LABELS in file else None
+    described["labels"] = "none"
+    if labels is not None:
+        described["labels"] = labels_text(labels.shape, labels.dtype, attribute_names(labels, schema.CLASSES))
+    for kind in () if labels is None else (schema.CLASSES, schema.COLUMNS):
+        if (found := attribute_names(labels, kind)) is not None:
             described[kind] = list(found)
     for name in ("mean", "std"):
         stored = file.get(f"{schema.STATISTICS}/{name}")
@@ -59,17 +62,6 @@ def _options(stored: str) -> Any:
     with contextlib.suppress(ValueError):
         return json.loads(stored)
     return stored
-
-
-def _label_kind(file: h5py.File) -> str:
-    """Describe the labels in the same words as `ConvertPlan.label_kind`."""
-    if schema.LABELS not in file:
-        return "none"
-    labels = require_dataset(file, schema.LABELS)
-    if labels.ndim == 2:
-        return f"{counted(labels.shape[1], 'column')}, {labels.dtype}"
-    classes = attribute_names(labels, schema.CLASSES)
-    return "integers" if classes is None else counted(len(classes), "class")
 
 
 def _describe_field(file: h5py.File, name: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from h5pack.sources.map_style import with_labels
 from h5pack.sources.validation import divide
 from h5pack.system.arrays import shuffled_split
 from h5pack.system.parameters import invalid
-from h5pack.system.text import counted, format_bytes
+from h5pack.system.text import counted, format_bytes, labels_text
 from h5pack.version import __version__
 
 Rows = npt.NDArray[np.int64]
@@ -299,10 +299,8 @@ class ConvertPlan:
 
     def label_kind(self) -> str:
         """Return a description of the labels, such as "10 classes"."""
-        labels, names = self.catalog.labels, self.catalog.label_names
-        if labels is not None and labels.ndim == 2:
-            return f"{counted(labels.shape[1], 'column')}, uint8"
-        return "none" if labels is None else "integers" if names is None else counted(len(names), "class")
+        labels = self.catalog.labels
+        return labels_text(None if labels is None else labels.shape, "uint8", self.catalog.label_names)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON-serializable dict. The keys are stable across versions."""

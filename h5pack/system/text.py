@@ -12,6 +12,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s")
 
 
+def labels_text(shape: Sequence[int] | None, dtype: object, classes: Sequence[str] | None) -> str:
+    """Describe labels of shape (N,) or (N, columns), such as "10 classes"; their shape is None if there are none."""
+    if shape is None:
+        return "none"
+    if len(shape) == 2:
+        return f"{counted(shape[1], 'column')}, {dtype}"
+    return "integers" if classes is None else counted(len(classes), "class")
+
+
 def one_of(count: int, first: str) -> str:
     """Describe `count` images, one of which may be the cause of an error, by the name of the first."""
     return first if count == 1 else f"one of {counted(count, 'image')}, the first {first}"
