@@ -35,6 +35,7 @@ from h5pack.system.text import counted, format_bytes
 
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
+_CONTINUE = "continue it with resume=True, or start over with overwrite=True"
 _MAX_ENDING_BYTES = 40  # what names of temporary files add to the output's name at most, with the number of a shard
 
 
@@ -133,19 +134,17 @@ class Output:
         if has_unfinished and not overwrite and not resume:
             if self.partial.exists() and is_locked(self.partial):
                 raise OutputBusyError(_busy(self), path=self.final)
-            named: tuple[str, ...] = ("resume=True", "overwrite=True")
-            advice = "continue it with resume=True, or start over with overwrite=True"
             if not resumable:
-                named, advice = ("overwrite=True",), "start over with overwrite=True"
-            elif options.part is not None:
+                raise self._unfinished_error("start over with overwrite=True", "overwrite=True")
+            if options.part is not None:
                 # A part never discards an unfinished file.
-                named = ("resume=True", "part='{}/{}'".format(*options.part))
-                advice = f"continue it with {named[0]} instead of {named[1]}, or delete all of {self.partial}*"
-            raise self._unfinished_error(advice, named)
+                part = "part='{}/{}'".format(*options.part)
+                advice = f"continue it with resume=True instead of {part}, or delete all of {self.partial}*"
+                raise self._unfinished_error(advice, "resume=True", part)
+            raise self._unfinished_error(_CONTINUE, "resume=True", "overwrite=True")
 
-    def _unfinished_error(self, advice: str, parameters: tuple[str, ...]) -> OutputExistsError:
-        message = f"{self.partial}: belongs to an interrupted run; {advice}"
-        return OutputExistsError(message, path=self.partial, parameters=parameters)
+    def _unfinished_error(self, advice: str, *parameters: str) -> OutputExistsError:
+        return OutputExistsError.at(self.partial, f"belongs to an interrupted run; {advice}", *parameters)
 
     def require_not_begun(self, lock: OutputLock, options: ConvertOptions) -> None:
         """Raise OutputExistsError if another run was interrupted since `check`, unless the options allow to discard it.
@@ -153,8 +152,7 @@ class Output:
         `lock` holds `partial`, which is empty if no other run has begun.
         """
         if not options.overwrite and not options.continues and os.fstat(lock.descriptor).st_size:
-            advice = "continue it with resume=True, or start over with overwrite=True"
-            raise self._unfinished_error(advice, ("resume=True", "overwrite=True"))
+            raise self._unfinished_error(_CONTINUE, "resume=True", "overwrite=True")
 
     def require_space(self, needed: int, *, resumable: bool = True) -> None:
         """Raise NoSpaceError unless `needed` bytes are free or already occupied by the unfinished files.
