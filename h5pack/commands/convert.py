@@ -252,7 +252,6 @@ def _add_run_options(parser: argparse.ArgumentParser, overwrite: str) -> Any:
 
 
 def _run_convert(arguments: argparse.Namespace) -> int:
-    """Convert the source and print the report; return the exit status."""
     from h5pack.cluster.dask_client import open_client
     from h5pack.combine.convert import open_conversion
 
@@ -332,7 +331,6 @@ def _chunk_rows(text: str | None) -> int | None:
 
 
 def _run_append(arguments: argparse.Namespace) -> int:
-    """Append images; return the exit status."""
     from h5pack.combine.append import append
 
     keywords = {**_given_options(arguments), **_run_keywords(arguments)}
@@ -342,7 +340,6 @@ def _run_append(arguments: argparse.Namespace) -> int:
 
 
 def _run_join(arguments: argparse.Namespace) -> int:
-    """Join packs; return the exit status."""
     from h5pack.combine.join import join
 
     keywords = _run_keywords(arguments)
@@ -351,7 +348,6 @@ def _run_join(arguments: argparse.Namespace) -> int:
 
 
 def _run_subset(arguments: argparse.Namespace) -> int:
-    """Make a subset; return the exit status."""
     from h5pack.combine.subset import subset
 
     names = ("splits", "classes", "rows", "sample", "seed")

@@ -111,7 +111,6 @@ def _without_slash(folder: str) -> str:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    """Print the description of a file; return the exit status."""
     from h5pack.inspect.info import info
 
     report = info(arguments.file, labels=arguments.labels, stats=arguments.stats)

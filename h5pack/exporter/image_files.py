@@ -145,7 +145,6 @@ class ExportTask:
     masks: list[list[str]] = field(default_factory=list)  # for each field of masks or images, the rows' file paths
 
     def __str__(self) -> str:
-        """Describe the task's files for the error message if its worker process dies."""
         return f"{self.paths[0]!r} and the {len(self.paths) - 1} files after it"
 
 

@@ -89,7 +89,6 @@ class EncodeTask:
     check: SurveyTask | None  # in a part of an array job, which may begin long after the survey
 
     def __str__(self) -> str:
-        """Describe the task's images for the error message if its worker process dies."""
         return one_of(len(self.names), repr(self.names[0]))
 
 
