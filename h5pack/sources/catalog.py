@@ -251,7 +251,9 @@ def fingerprint(data: bytes) -> int:
 
 def _survey_error(name: str, error: OSError | ValueError) -> H5PackError:
     """Return the error for a file that cannot be read: RejectedImageError, or SourceError if the storage fails."""
-    reason = missing_file_reason(error) if isinstance(error, OSError) else "its name is not a valid file name"
+    reason: str | None = "its name is not a valid file name"
+    if isinstance(error, OSError):
+        reason = _MISSING_FILE_REASONS.get(error.errno or 0)
     if reason is None:
         return SourceError.at(name, f"cannot be read ({error}); repair the storage, then try again")
     return RejectedImageError(reason)
@@ -342,11 +344,6 @@ _MISSING_FILE_REASONS = {
 
 MISSING_FILE_REASONS = frozenset(_MISSING_FILE_REASONS.values())
 """The reasons for rejecting a file that is missing or cannot be opened."""
-
-
-def missing_file_reason(error: OSError) -> str | None:
-    """Return the reason for rejecting a file that cannot be read, or None if the storage failed."""
-    return _MISSING_FILE_REASONS.get(error.errno or 0)
 
 
 @dataclass(frozen=True)

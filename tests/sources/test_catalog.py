@@ -6,14 +6,15 @@ import errno
 import os
 import pickle
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from h5pack.errors import RejectedImageError
-from h5pack.sources.catalog import Catalog, FileReader, NameTable, Reject, missing_file_reason, one_split
+from h5pack.errors import RejectedImageError, SourceError
+from h5pack.sources.catalog import Catalog, FileReader, NameTable, Reject, one_split
 
 NAMES = st.binary(min_size=1, max_size=12).map(lambda data: os.fsdecode(data.replace(b"\0", b"0")))
 
@@ -111,13 +112,14 @@ def test_files_are_read_whole_and_by_their_heads(tmp_path: Path, monkeypatch: py
     assert reader.read(0, "x.jpg") == content
 
 
-def test_missing_files_differ_from_failing_storage(tmp_path: Path) -> None:
+def test_missing_files_differ_from_failing_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     reader = FileReader(str(tmp_path))
     for name in ("missing", "file/below", "loop", "x" * 300):
-        with pytest.raises(OSError) as caught:
-            reader.read(0, name)
-        assert missing_file_reason(caught.value) is not None
-    assert missing_file_reason(OSError(errno.EIO, "input/output error")) is None
-    assert missing_file_reason(OSError("no number")) is None
+        with pytest.raises(RejectedImageError):
+            reader.survey(0, name, 100)
+    for error in (OSError(errno.EIO, "input/output error"), OSError("no number")):
+        monkeypatch.setattr(os, "open", Mock(side_effect=error))
+        with pytest.raises(SourceError):
+            reader.survey(0, "file", 100)
