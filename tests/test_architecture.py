@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,10 +29,16 @@ TORCH_ALLOWED = {"data", "device", "monitor", "benchmark", "doctor"}
 H5PY_ALLOWED = {"read", "sources", "pack", "combine", "inspect", "benchmark"}
 
 
+@functools.cache
+def tree_of(module: Path) -> ast.Module:
+    return ast.parse((PACKAGE / module).read_text())
+
+
+@functools.cache
 def imports_of(module: Path) -> set[str]:
     """Names of the modules that a file imports, at its top or inside its functions."""
     found = set()
-    for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -94,17 +101,11 @@ def test_cached_properties_take_no_lock_where_another_thread_may_fork() -> None:
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_a_module_is_short_and_says_what_it_is_about(module: Path) -> None:
-    source = (PACKAGE / module).read_text()
-    assert source.count("\n") <= MAX_LINES
-    assert ast.get_docstring(ast.parse(source))
+    assert (PACKAGE / module).read_text().count("\n") <= MAX_LINES
+    assert ast.get_docstring(tree_of(module))
 
 
-CLASSES = [
-    node
-    for module in MODULES
-    for node in ast.parse((PACKAGE / module).read_text()).body
-    if isinstance(node, ast.ClassDef)
-]
+CLASSES = [node for module in MODULES for node in tree_of(module).body if isinstance(node, ast.ClassDef)]
 BASES = {node.name: [base.id for base in node.bases if isinstance(base, ast.Name)] for node in CLASSES}
 DOCUMENTED = {
     (node.name, member.name)
@@ -123,8 +124,7 @@ def _ancestors(name: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_everything_public_is_documented(module: Path) -> None:
-    tree = ast.parse((PACKAGE / module).read_text())
-    for node in tree.body:
+    for node in tree_of(module).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             assert ast.get_docstring(node), f"{module}: {node.name}"
             if isinstance(node, ast.ClassDef):
@@ -148,7 +148,7 @@ def _trivial(node: ast.ClassDef) -> bool:
 
 def test_functions_fit_on_a_screen() -> None:
     for module in MODULES:
-        for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
+        for node in ast.walk(tree_of(module)):
             if isinstance(node, ast.FunctionDef):
                 body = [line for line in node.body if not isinstance(line, ast.Expr)]
                 lines = (node.end_lineno or 0) - (body[0].lineno if body else node.lineno)
@@ -172,10 +172,9 @@ def test_a_public_name_is_imported_when_it_is_first_used() -> None:
 
 
 def test_type_checkers_see_the_public_names() -> None:
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
     seen = {
         alias.asname: node.module
-        for node in ast.walk(tree)
+        for node in ast.walk(tree_of(Path("__init__.py")))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.asname
