@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -287,28 +287,25 @@ def test_pages_that_stay_in_the_cache_leave_the_cold_stages_out(path: Path, monk
 
 @hasty
 @pytest.mark.parametrize("memory", [1_000, 1 << 40])
-@pytest.mark.parametrize(
-    ("ratios", "found"),
-    [([1.1, 1.4, 1.5], 1.4), ([0.9, 1.4, 1.5], None), ([0.5, 0.6, 1.2], 0.6), ([0.5, 0.6, 1.3], None)],
-)
-def test_the_loop_is_run_with_one_thread(
-    path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, ratios: list[float], found: float | None
-) -> None:
+def test_the_loop_is_run_with_one_thread(path: Path, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     """The result is a number if it is certain, else it is listed as unknown."""
     monkeypatch.setattr(target_module, "available_memory", lambda: memory)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    take_turns = Diagnosis._take_turns
-
-    def turns(self: Diagnosis, runs: Sequence[StageRun], end: float) -> None:
-        take_turns(self, runs, end)
-        for run, rates in zip(self._loops or (), ([100.0] * 3, [100 * ratio for ratio in ratios]), strict=False):
-            run.repeats[:] = [Repeat(100, 100 / rate) for rate in rates]
-
-    monkeypatch.setattr(Diagnosis, "_take_turns", turns)
-    report = diagnose(path)
-    assert report.evidence.one_thread_ratio == found
-    assert any("PyTorch's 7 threads" in text for text in report.unknown) == (found is None)
-    assert any(one.remedy is Remedy.ONE_STEP_THREAD for one in report.advice) == (found == 1.4)
+    with Diagnosis(settings(path)) as diagnosis:
+        diagnosis.run()
+        for ratios, found in (
+            ([1.1, 1.4, 1.5], 1.4), ([0.9, 1.4, 1.5], None), ([0.5, 0.6, 1.2], 0.6), ([0.5, 0.6, 1.3], None)
+        ):  # fmt: skip
+            assert diagnosis._loops is not None
+            for run, rates in zip(diagnosis._loops, ([100.0] * 3, [100 * ratio for ratio in ratios]), strict=True):
+                assert len(run.repeats) >= 3
+                run.repeats[:] = [Repeat(100, 100 / rate) for rate in rates]
+            diagnosis._unknown.clear()
+            diagnosis._collect_evidence(diagnosis._small_measurements())
+            report = diagnosis.report()
+            assert report.evidence.one_thread_ratio == found
+            assert any("PyTorch's 7 threads" in text for text in report.unknown) == (found is None)
+            assert any(one.remedy is Remedy.ONE_STEP_THREAD for one in report.advice) == (found == 1.4)
 
 
 @pytest.mark.parametrize("alone", [0.001, 0.05, 0.09])
