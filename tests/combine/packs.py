@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,21 @@ def source(root: Path, prefix: str, count: int, classes: list[str], splits: tupl
 
 
 def pack(root: Path, name: str, count: int, classes: list[str], **settings: Any) -> Path:
-    """A pack of such a source."""
-    out = root / f"{name}.h5"
-    h5pack.convert(source(root / name, name, count, classes), out, **quick(**SOURCE | settings))
-    return out
+    """A pack of such a source, and the source beside it."""
+    for path, data in _files(name, count, tuple(classes), tuple(settings.items())).items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(data)
+    return root / f"{name}.h5"
+
+
+@functools.cache
+def _files(name: str, count: int, classes: tuple[str, ...], settings: tuple[tuple[str, Any], ...]) -> dict[Path, bytes]:
+    """The files of a pack and its source, which many tests share."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = source(Path(folder, name), name, count, list(classes))
+        h5pack.convert(found, Path(folder, f"{name}.h5"), **quick(**SOURCE | dict(settings)))
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {path.relative_to(folder): path.read_bytes() for path in paths}
 
 
 def two_packs(root: Path, kind: str) -> list[Path]:
