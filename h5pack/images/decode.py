@@ -363,14 +363,11 @@ def _prepare_format(head: bytes) -> None:
         raise RejectedImageError("PostScript cannot be decoded without running a program; convert it to PNG")
     if not head[4:].startswith(_HEIF_BRANDS) or "HEIF" in Image.OPEN:
         return
-    try:
-        from pillow_heif import register_heif_opener
-
-        register_heif_opener()
-    except Exception as error:  # pillow-heif is not installed, or broken.
-        # Files of the other brands may be AVIF files, which Pillow can open.
-        if head[4:].startswith(_HEIF_BRANDS[0]):
-            raise RejectedImageError("HEIF needs the package pillow-heif; install it and convert again") from error
+    heif = optional_module("pillow_heif")
+    if heif is not None:
+        heif.register_heif_opener()
+    elif head[4:].startswith(_HEIF_BRANDS[0]):  # Files of the other brands may be AVIF files, which Pillow can open.
+        raise RejectedImageError("HEIF needs the package pillow-heif; install it and convert again")
 
 
 def _refuse_deep(image: Image.Image) -> None:
