@@ -251,7 +251,7 @@ def classes(found: Listing) -> Catalog:
 
 # Usual names of folders of images and of folders of their masks, in lower case and without "_" and "-".
 _IMAGE_FOLDERS = frozenset(
-    ("images", "image", "imgs", "img", "inputs", "input", "photos", "jpegimages", "rgb", "leftimg8bit")
+    ("images", "image", "image2", "imgs", "img", "inputs", "input", "photos", "jpegimages", "rgb", "leftimg8bit")
 )
 _TARGET_FOLDERS = frozenset((
     "masks", "mask", "labels", "label", "annotations", "annotation", "segmentations", "segmentation", "targets",
@@ -452,7 +452,8 @@ def _mixed(folder: str, kind: str, example: str, advice: str, parameter: str = "
 def arranged(found: Listing, kind: str) -> Catalog:
     """Return the catalog of a listing; `kind` is "flat", "splits", "classes", or "folder" to infer it.
 
-    If it is inferred, the classes or splits may be in an only folder, as in ``images/cat/1.jpg``.
+    If it is inferred, the classes or splits may be in an only folder, as in ``images/cat/1.jpg``, and an only folder of
+    images without classes, as in ``images/1.jpg``, is no class.
     """
     filled = found.filled()
     if kind == "flat" or (kind == "folder" and not filled):
@@ -463,6 +464,8 @@ def arranged(found: Listing, kind: str) -> Catalog:
         names = NameTable.of(f"{only}/{name}" for name in catalog.names)
         about = f"in {only!r}" + (catalog.about and f", {catalog.about}")
         return replace(catalog, reader=FileReader(found.root), names=names, about=about)
+    if _plain(only) in _IMAGE_FOLDERS:
+        return flat(found)
     named = [folder for folder in filled if is_split_name(folder)]
     if kind == "splits" or (kind == "folder" and len(named) == len(filled)):
         for split in named if kind == "folder" else ():

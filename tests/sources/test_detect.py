@@ -78,8 +78,7 @@ def test_a_mixture_of_splits_and_classes_is_an_error_that_names_both(tmp_path: P
         (["leftImg8bit/a/1_x.png", "gtFine/a/1_y.png"], "leftImg8bit"),
         (["cat/1.jpg", "dog/1.jpg"], None),
         (["images/1.jpg", "drawings/1.jpg"], None),
-        (["image/1.jpg"], None),
-        (["images/1.jpg", "labels/1.txt"], None),
+        (["images/cat/1.jpg", "labels/1.txt"], None),
     ],
 )
 def test_images_beside_their_masks_are_not_classes(tmp_path: Path, names: list[str], pair: str | None) -> None:

@@ -266,6 +266,8 @@ def test_a_splits_only_folder_of_images_is_no_class(tmp_path: Path) -> None:
         (["images/train/1.jpg", "images/val/1.jpg", "labels/train/1.txt"], "splits", None, {"train", "val"}),
         (["cat/1.jpg", "cat/more/2.jpg", "dog/none.txt"], "classes", ("cat", "dog"), {"all"}),
         (["train/cat/1.jpg"], "splits", ("cat",), {"train"}),
+        (["data/images/1.jpg", "data/images/more/2.jpg", "data/list.txt"], "flat", None, {"all"}),
+        (["training/image_2/1.jpg", "val/image_2/1.jpg"], "splits", None, {"training", "val"}),
     ],
 )
 def test_classes_or_splits_may_be_in_an_only_folder(
