@@ -210,6 +210,11 @@ def is_split_name(name: str) -> bool:
     return name.lower() in _SPLIT_RANKS
 
 
+def split_words(name: str) -> list[str]:
+    """Return the words of a name that denote a split, such as "train" in ``train2017`` and ``train-00000.tar``."""
+    return [word for word in re.split("[^A-Za-z]+", name) if is_split_name(word)]
+
+
 def split_order(names: Iterable[str]) -> tuple[str, ...]:
     """Return the distinct split names in the order of a pack: training, validation, test, then others; ties by name."""
     return tuple(sorted(set(names), key=lambda name: (split_rank(name), name)))
@@ -264,8 +269,8 @@ def refuse_pairs(found: Listing, folders: list[str]) -> None:
 
     `folders` are paths relative to the root.
     """
-    images = next((folder for folder in folders if _plain(folder) in _IMAGE_FOLDERS), None)
-    targets = next((folder for folder in folders if _plain(folder) in _TARGET_FOLDERS), None)
+    images = next((folder for folder in folders if _is_named(folder, _IMAGE_FOLDERS)), None)
+    targets = next((folder for folder in folders if _is_named(folder, _TARGET_FOLDERS)), None)
     if images is not None and targets is not None:
         pairs, kind = "source_kind='pairs'", f"source_kind={'splits' if '/' in images else 'classes'!r}"
         problem = (
@@ -275,9 +280,10 @@ def refuse_pairs(found: Listing, folders: list[str]) -> None:
         raise SourceError.at(found.root, problem, pairs, kind)
 
 
-def _plain(folder: str) -> str:
-    """Return the name of a folder in the spelling of `_IMAGE_FOLDERS` and `_TARGET_FOLDERS`."""
-    return os.path.basename(folder).lower().replace("_", "").replace("-", "")
+def _is_named(folder: str, names: frozenset[str]) -> bool:
+    """Return whether a folder's name, or its last word, is one of `_IMAGE_FOLDERS` or `_TARGET_FOLDERS`."""
+    words = re.split("[_-]", os.path.basename(folder).lower())
+    return "".join(words) in names or words[-1] in names
 
 
 def _by_image(masks: dict[str, list[str]], images: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -386,8 +392,8 @@ def _files_by_stem(
 
 def _roles(root: str, folders: list[str]) -> tuple[str, list[str]]:
     """Return the folder of images and the folders of masks; raise SourceError if the names do not determine them."""
-    images = [folder for folder in folders if _plain(folder) in _IMAGE_FOLDERS]
-    targets = [folder for folder in folders if _plain(folder) in _TARGET_FOLDERS]
+    images = [folder for folder in folders if _is_named(folder, _IMAGE_FOLDERS)]
+    targets = [folder for folder in folders if _is_named(folder, _TARGET_FOLDERS)]
     others = [folder for folder in folders if folder not in (*images, *targets)]
     if len(others) == 1 and len(images) + len(targets) == 1:
         images, targets = images or others, targets or others
@@ -440,7 +446,7 @@ def _has_classes(found: Listing, split: str) -> bool:
         advice = "move them into a class, or skip them with exclude"
         raise _mixed(os.path.join(found.root, split), "class", example, advice)
     filled = found.filled(split)
-    return inner is not None and (len(filled) > 1 or _plain(filled[0]) not in _IMAGE_FOLDERS)
+    return inner is not None and (len(filled) > 1 or not _is_named(filled[0], _IMAGE_FOLDERS))
 
 
 def _mixed(folder: str, kind: str, example: str, advice: str, parameter: str = "exclude") -> SourceError:
@@ -464,20 +470,25 @@ def arranged(found: Listing, kind: str) -> Catalog:
         names = NameTable.of(f"{only}/{name}" for name in catalog.names)
         about = f"in {only!r}" + (catalog.about and f", {catalog.about}")
         return replace(catalog, reader=FileReader(found.root), names=names, about=about)
-    if _plain(only) in _IMAGE_FOLDERS:
+    if _is_named(only, _IMAGE_FOLDERS):
         return flat(found)
     named = [folder for folder in filled if is_split_name(folder)]
     if kind == "splits" or (kind == "folder" and len(named) == len(filled)):
         for split in named if kind == "folder" else ():
             refuse_pairs(found, [f"{split}/{name}" for name in found.filled(split)])
         return splits(found)
-    if kind == "folder" and named:
-        other = next(folder for folder in filled if folder not in named)
-        problem = (
-            f"{named[0]!r} looks like a split and {other!r} like a class; give source_kind='splits' or "
-            "source_kind='classes', or leave one out with exclude"
-        )
-        raise SourceError.at(found.root, problem, "source_kind='splits'", "source_kind='classes'", "exclude")
     if kind == "folder":
         refuse_pairs(found, filled)
+        words = [{word.lower() for word in split_words(folder)} for folder in filled]
+        doubt = ""
+        if named:
+            other = next(folder for folder in filled if folder not in named)
+            doubt = f"{named[0]!r} looks like a split and {other!r} like a class"
+        elif all(words) and len(set.union(*words)) > 1:
+            doubt = f"{filled[0]!r} and {filled[1]!r} look like splits"
+        if doubt:
+            advice = "give source_kind='splits' or source_kind='classes', or leave one out with exclude"
+            raise SourceError.at(
+                found.root, f"{doubt}; {advice}", "source_kind='splits'", "source_kind='classes'", "exclude"
+            )
     return classes(found)

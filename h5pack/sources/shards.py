@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from h5pack.errors import SourceError
 from h5pack.sources.catalog import NameFilter, one_split
-from h5pack.sources.folders import is_folder, is_split_name, is_visible, numbered_splits, walk
+from h5pack.sources.folders import is_folder, is_split_name, is_visible, numbered_splits, split_words, walk
 
 TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 TABLE_SUFFIXES = (".parquet", ".arrow")
@@ -63,7 +63,7 @@ class Shards:
 def _split_of(name: str) -> str | None:
     folders, _, file = name.rpartition("/")
     named = [folder for folder in folders.split("/") if is_split_name(folder)]
-    named = named or [word for word in re.split(r"[^A-Za-z]+", file) if is_split_name(word)]
+    named = named or split_words(file)
     return named[0] if len(named) == 1 else None
 
 

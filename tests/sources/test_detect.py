@@ -68,6 +68,23 @@ def test_a_mixture_of_splits_and_classes_is_an_error_that_names_both(tmp_path: P
     assert kind_of(tmp_path, names=NameFilter(exclude=("train/*",))) == "classes"
 
 
+@pytest.mark.parametrize("folders", ["train2017 val2017", "Train_images test_images", "WIDER_train WIDER_val x_test"])
+def test_folders_with_words_of_splits_may_be_splits_or_classes(tmp_path: Path, folders: str) -> None:
+    touch(tmp_path, *(f"{folder}/1.jpg" for folder in folders.split()))
+    with pytest.raises(SourceError) as caught:
+        kind_of(tmp_path)
+    assert caught.value.parameters == ("source_kind='splits'", "source_kind='classes'", "exclude")
+    assert {*open_source(tmp_path, SourceOptions("splits")).split_names} == {*folders.split()}
+    assert kind_of(tmp_path, kind="classes") == "classes"
+    touch(tmp_path, "other/1.jpg")
+    assert kind_of(tmp_path) == "classes"
+
+
+def test_folders_with_one_word_of_a_split_are_classes(tmp_path: Path) -> None:
+    touch(tmp_path, "steam_train/1.jpg", "model-train/1.jpg")
+    assert kind_of(tmp_path) == "classes"
+
+
 @pytest.mark.parametrize(
     ("names", "pair"),
     [
@@ -76,6 +93,7 @@ def test_a_mixture_of_splits_and_classes_is_an_error_that_names_both(tmp_path: P
         (["train/JPEGImages/1.jpg", "train/SegmentationClass/1.png", "val/x/2.jpg"], "train/JPEGImages"),
         (["images/1.jpg", "images/2.jpg", "images/3.jpg", "masks/4.png", "masks/5.png", "masks/1.png"], "images"),
         (["leftImg8bit/a/1_x.png", "gtFine/a/1_y.png"], "leftImg8bit"),
+        (["train_images/1.png", "train_masks/1.png"], "train_images"),
         (["cat/1.jpg", "dog/1.jpg"], None),
         (["images/1.jpg", "drawings/1.jpg"], None),
         (["images/cat/1.jpg", "labels/1.txt"], None),
