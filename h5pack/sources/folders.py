@@ -54,8 +54,7 @@ class Listing:
 
     def filled(self, top: str = "") -> list[str]:
         """Return the names of the folders in `top` that have selected files in or below them."""
-        lead = f"{top}/" if top else ""
-        return [name for name in self.subfolders[top] if self._folders_below(lead + name)]
+        return [name for name in self.subfolders[top] if self._folders_below(os.path.join(top, name))]
 
     def inside(self, top: str) -> Listing:
         """Return the listing whose root is the folder `top`; it has the same `ignored`."""
@@ -63,9 +62,8 @@ class Listing:
         found = Listing(os.path.join(self.root, top), ignored=self.ignored)
         found.order = [folder[start:] for folder in self._folders_below(top)]
         found.folders = {folder[start:]: self.folders[folder] for folder in self._folders_below(top)}
-        for folder, names in self.subfolders.items():
-            if folder == top or folder.startswith(f"{top}/"):
-                found.subfolders[folder[start:]] = names
+        below = (folder for folder in self.subfolders if f"{folder}/".startswith(f"{top}/"))
+        found.subfolders.update((folder[start:], self.subfolders[folder]) for folder in below)
         return found
 
     def _folders_below(self, top: str) -> list[str]:
@@ -255,9 +253,9 @@ def classes(found: Listing) -> Catalog:
 
 
 # Usual names of folders of images and of folders of their masks, in lower case and without "_" and "-".
-_IMAGE_FOLDERS = frozenset(
-    ("images", "image", "image2", "imgs", "img", "inputs", "input", "photos", "jpegimages", "rgb", "leftimg8bit")
-)
+_IMAGE_FOLDERS = frozenset((
+    "images", "image", "image2", "imgs", "img", "inputs", "input", "photos", "jpegimages", "rgb", "leftimg8bit",
+))  # fmt: skip
 _TARGET_FOLDERS = frozenset((
     "masks", "mask", "labels", "label", "annotations", "annotation", "segmentations", "segmentation", "targets",
     "segmentationclass", "segmentationobject", "groundtruth", "gt", "gtfine", "trimaps", "depth", "edges", "mattes",
@@ -455,6 +453,17 @@ def _mixed(folder: str, kind: str, example: str, advice: str, parameter: str = "
     return SourceError(message, path=folder, parameters=(parameter,))
 
 
+def _only_folder(found: Listing) -> str:
+    """Return the deepest folder that holds all files, each in a folder of it; "" if that is the root or a split."""
+    path = ""
+    while len(filled := found.filled(path)) == 1 and not is_split_name(filled[0]):
+        below = os.path.join(path, filled[0])
+        if not found.folders.keys().isdisjoint((path, below)):
+            break
+        path = below
+    return path
+
+
 def arranged(found: Listing, kind: str) -> Catalog:
     """Return the catalog of a listing; `kind` is "flat", "splits", "classes", or "folder" to infer it.
 
@@ -464,13 +473,11 @@ def arranged(found: Listing, kind: str) -> Catalog:
     filled = found.filled()
     if kind == "flat" or (kind == "folder" and not filled):
         return flat(found)
-    only = filled[0] if kind == "folder" and len(filled) == 1 and not is_split_name(filled[0]) else ""
-    if only and not found.folders.keys() & {"", only}:
+    if kind == "folder" and (only := _only_folder(found)):
         catalog = arranged(found.inside(only), kind)
         names = NameTable.of(f"{only}/{name}" for name in catalog.names)
-        about = f"in {only!r}" + (catalog.about and f", {catalog.about}")
-        return replace(catalog, reader=FileReader(found.root), names=names, about=about)
-    if _is_named(only, _IMAGE_FOLDERS):
+        return replace(catalog, reader=FileReader(found.root), names=names, about=f"in {only!r}")
+    if kind == "folder" and len(filled) == 1 and _is_named(filled[0], _IMAGE_FOLDERS):
         return flat(found)
     named = [folder for folder in filled if is_split_name(folder)]
     if kind == "splits" or (kind == "folder" and len(named) == len(filled)):
@@ -487,8 +494,7 @@ def arranged(found: Listing, kind: str) -> Catalog:
         elif all(words) and len(set.union(*words)) > 1:
             doubt = f"{filled[0]!r} and {filled[1]!r} look like splits"
         if doubt:
-            advice = "give source_kind='splits' or source_kind='classes', or leave one out with exclude"
-            raise SourceError.at(
-                found.root, f"{doubt}; {advice}", "source_kind='splits'", "source_kind='classes'", "exclude"
-            )
+            kinds = "source_kind='splits'", "source_kind='classes'"
+            problem = f"{doubt}; give {' or '.join(kinds)}, or leave one out with exclude"
+            raise SourceError.at(found.root, problem, *kinds, "exclude")
     return classes(found)
