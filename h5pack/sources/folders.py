@@ -465,36 +465,36 @@ def _only_folder(found: Listing) -> str:
 
 
 def arranged(found: Listing, kind: str) -> Catalog:
-    """Return the catalog of a listing; `kind` is "flat", "splits", "classes", or "folder" to infer it.
+    """Return the catalog of a listing; `kind` is "flat", "splits", "classes", or "folder" to infer it."""
+    return {"flat": flat, "splits": splits, "classes": classes, "folder": _inferred}[kind](found)
 
-    If it is inferred, the classes or splits may be in an only folder, as in ``images/cat/1.jpg``, and an only folder of
-    images without classes, as in ``images/1.jpg``, is no class.
+
+def _inferred(found: Listing) -> Catalog:
+    """Return the catalog of a listing whose kind its folders say; raise SourceError if they are ambiguous.
+
+    Classes or splits may be in an only folder (``images/cat/1.jpg``). An only folder of images is itself no class.
     """
     filled = found.filled()
-    if kind == "flat" or (kind == "folder" and not filled):
-        return flat(found)
-    if kind == "folder" and (only := _only_folder(found)):
-        catalog = arranged(found.inside(only), kind)
+    if only := _only_folder(found):
+        catalog = _inferred(found.inside(only))
         names = NameTable.of(f"{only}/{name}" for name in catalog.names)
         return replace(catalog, reader=FileReader(found.root), names=names, about=f"in {only!r}")
-    if kind == "folder" and len(filled) == 1 and _is_named(filled[0], _IMAGE_FOLDERS):
+    if not filled or (len(filled) == 1 and _is_named(filled[0], _IMAGE_FOLDERS)):
         return flat(found)
     named = [folder for folder in filled if is_split_name(folder)]
-    if kind == "splits" or (kind == "folder" and len(named) == len(filled)):
-        for split in named if kind == "folder" else ():
+    if len(named) == len(filled):
+        for split in named:
             refuse_pairs(found, [f"{split}/{name}" for name in found.filled(split)])
         return splits(found)
-    if kind == "folder":
-        refuse_pairs(found, filled)
-        words = [{word.lower() for word in split_words(folder)} for folder in filled]
-        doubt = ""
-        if named:
-            other = next(folder for folder in filled if folder not in named)
-            doubt = f"{named[0]!r} looks like a split and {other!r} like a class"
-        elif all(words) and len(set.union(*words)) > 1:
-            doubt = f"{filled[0]!r} and {filled[1]!r} look like splits"
-        if doubt:
-            kinds = "source_kind='splits'", "source_kind='classes'"
-            problem = f"{doubt}; give {' or '.join(kinds)}, or leave one out with exclude"
-            raise SourceError.at(found.root, problem, *kinds, "exclude")
-    return classes(found)
+    refuse_pairs(found, filled)
+    words = [{word.lower() for word in split_words(folder)} for folder in filled]
+    if named:
+        other = next(folder for folder in filled if folder not in named)
+        doubt = f"{named[0]!r} looks like a split and {other!r} like a class"
+    elif all(words) and len(set.union(*words)) > 1:
+        doubt = f"{filled[0]!r} and {filled[1]!r} look like splits"
+    else:
+        return classes(found)
+    kinds = "source_kind='splits'", "source_kind='classes'"
+    problem = f"{doubt}; give {' or '.join(kinds)}, or leave one out with exclude"
+    raise SourceError.at(found.root, problem, *kinds, "exclude")

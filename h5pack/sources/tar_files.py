@@ -103,11 +103,8 @@ def _index(file: ArchiveFile, start: int, stop: int, subject: str = "") -> Membe
         tar = tarfile.TarFile(fileobj=cast(BinaryIO, stream), errors="surrogateescape", encoding="utf-8")
     position, last = start, ""
     while True:
-        plain = (
-            None
-            if tar.pax_headers
-            else _plain_header(file.read_unchecked(min(_BLOCK_BYTES, stop - position), position))
-        )
+        stream.seek(position)
+        plain = None if tar.pax_headers else _plain_header(stream.read(_BLOCK_BYTES))
         if plain is not None and position + _BLOCK_BYTES + plain[1] <= stop:
             last, count = plain
             members.add(last, position + _BLOCK_BYTES, count, count, 0, Storing.RAW)
