@@ -144,10 +144,11 @@ def test_no_more_is_kept_than_was_asked_for(keep: int, monkeypatch: pytest.Monke
 
 def test_a_garbage_collection_returns_memory_at_any_moment() -> None:
     pool = pool_of(keep=64)
-    stop = threading.Event()
+    started, stop = threading.Barrier(4), threading.Event()
 
     def litter() -> None:
         """Make batches that only the garbage collector can free."""
+        started.wait()
         for number in range(300):
             memory = pool.allocate(9)
             memory.arrays["labels"][...] = number
@@ -156,6 +157,7 @@ def test_a_garbage_collection_returns_memory_at_any_moment() -> None:
             assert cycle[0].tolist() == [number] * 9
 
     def collect() -> None:
+        started.wait()
         while not stop.is_set():
             gc.collect(0)
 
