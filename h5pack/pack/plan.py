@@ -286,8 +286,15 @@ class ConvertPlan:
         return dict(zip(self.catalog.split_names, itertools.pairwise(starts), strict=True))
 
     def notes(self) -> tuple[Note, ...]:
-        """Return notes about the source, too large a `chunk_rows`, and a file much larger than its image files."""
+        """Return notes about the source, images without a label, and too large a `chunk_rows` or file."""
         notes = list(self.catalog.notes)
+        labels = self.catalog.labels
+        if labels is not None and labels.ndim == 1:
+            missing = labels[self.row_order.origins] == schema.NO_LABEL
+            counts = {name: int(missing[slice(*rows)].sum()) for name, rows in self.split_rows().items()}
+            if text := ", ".join(f"{name} {count:,}" for name, count in counts.items() if count):
+                which = "with the label -1" if self.catalog.label_names is None else "without a label (-1)"
+                notes.append(Note(f"images {which}: {text}"))
         if self.options.chunk_rows is not None and self.options.chunk_rows > self.rows:
             text = f"chunk_rows exceeds the {self.rows:,} images; these are in one chunk of {self.chunks.rows:,} rows"
             notes.append(Note(text, ("chunk_rows",)))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SizesDifferError
+from h5pack.format.schema import NO_LABEL
 from h5pack.images.decode import PixelOptions
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import ConvertPlan, make_plan, order_rows
@@ -154,6 +155,17 @@ def test_a_file_much_larger_than_the_image_files_is_worth_a_note(
 def test_a_chunk_of_more_rows_than_there_are_is_worth_a_note(chunk_rows: int, noted: bool) -> None:
     made = plan(size=(64, 32), chunk_rows=chunk_rows)
     assert (made.rows, [note.parameters for note in made.notes()]) == (20, [("chunk_rows",)] * noted)
+
+
+@pytest.mark.parametrize("label_names", [("x", "y", "z"), None])
+@pytest.mark.parametrize(("missing", "counts"), [([], []), ([7], ["test 1"]), ([3, 4, 7], ["train 1, test 1"])])
+def test_images_without_a_label_are_counted_by_split(
+    missing: list[int], counts: list[str], label_names: tuple[str, ...] | None
+) -> None:
+    labels = np.arange(COUNT, dtype=np.int64) % 3
+    labels[missing] = NO_LABEL
+    made = plan(catalog(labels=labels, label_names=label_names), survey(reasons={3: "truncated"}))
+    assert [note.text.partition(": ")[2] for note in made.notes()] == counts
 
 
 def test_the_plan_as_text() -> None:
