@@ -141,7 +141,7 @@ def test_pre_commit_runs_the_pinned_tools() -> None:
 
 def test_the_oldest_versions_that_are_claimed_are_tested() -> None:
     oldest = dict(pin.split("==") for pin in pins("constraints-oldest.txt"))
-    users = ("fast", "plot", "compress", "gpu", "monitor", "tables", "dask", "regions")
+    users = EXTRAS.keys() - {"dev", "docs"}
     requirements = [*listed("options", "install_requires")]
     requirements += [one for extra in users for one in listed("options.extras_require", extra)]
     for requirement in requirements:
