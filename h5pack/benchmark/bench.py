@@ -167,7 +167,7 @@ def make_settings(**keywords: Any) -> BenchSettings:
 
 @dataclass
 class _Comparison:
-    """The measurements that decide the recommendation. They end before `end`, and are added to `report`."""
+    """Takes the measurements that decide the recommendation, until the time `end`, and adds them to `report`."""
 
     report: BenchReport
     workload: Workload

@@ -255,13 +255,19 @@ class _Compared(CaseRepeats):
 
 
 def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bool) -> _Compared:
-    """Return the recommended variant. The usual one is that of least effort (see `_effort`).
+    """Return the recommended variant. The *usual* variant is the one of least effort (see `_effort`).
 
-    Without `compare`, return the usual variant, or if that is the input file, the variant nearest to the default if it
-    is faster. With `compare`, return the fastest of the variants that are faster than the usual one by at least
-    `WORTH`. If several are fastest, return the one of least effort among them, so that noise does not decide. If none
-    is, return the usual one. If the usual one is the input file, choose likewise among the variants that are faster
-    than it. If no variant is near the default, return the nearest of those that are not likely slower than another.
+    Without `compare`, return the usual variant. But if that is the input file, and the variant nearest to the default
+    is faster, return that one.
+
+    With `compare`, the first case that applies decides:
+
+    - No variant is near the default: return the nearest of those that are not likely slower than another.
+    - The usual variant is the input file: apply these rules to the variants that are faster than it; if there are
+      none, return the input file.
+    - Otherwise: return the fastest of the variants that are faster than the usual one by at least `WORTH`. If several
+      are fastest, return the one of least effort among them, so that noise does not decide. If none is that much
+      faster, return the usual one.
     """
 
     def least_effort(some: Sequence[_Compared]) -> _Compared:
@@ -392,7 +398,7 @@ def _turns_text(picked: _Compared, found: Sequence[_Compared]) -> str:
 
 
 def _why(picked: _Compared, others: Sequence[_Compared], workload: Workload) -> str:
-    """Return why a variant is recommended rather than others that are not slower."""
+    """Return why `picked` is recommended, although `others` may be as fast or faster."""
     if picked.variant.is_input:
         return "the input file is kept, which is the least work"
     if workload.is_default(picked.variant):

@@ -34,7 +34,7 @@ _COUNT = "number of parts"
 
 
 class PartsFolder:
-    """The folder ``OUT.partial.parts``: a record of what must be equal in all parts, and the results they share."""
+    """The folder ``OUT.partial.parts`` of an array job: what all parts must have in common, and results to share."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -114,7 +114,7 @@ class SharedResults(ElasticExecutor):
     def in_flight(self) -> int:
         """See `ElasticExecutor`. Also collect results that other parts have saved, and run tasks they did not finish.
 
-        The number of tasks is enough for the workers of all parts, because other parts run most of them.
+        The number suffices for the workers of all parts: each part submits all tasks, but other parts run most of them.
         """
         for number, (outer, _, _) in list(self._awaited.items()):
             result = self._load(number)

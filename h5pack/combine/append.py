@@ -126,7 +126,8 @@ def append(
         _remove(new_path)
         return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
     settings = {**_row_options(old), **options, "overwrite": overwrite, "resume": resume, "progress": progress}
-    # If a call was interrupted after it had replaced the pack, the pack has all names already, which is no error.
+    # The interrupted call may have replaced the pack already. The pack then has the names of the new images, which
+    # is no error, so leave these images out.
     ended = resume and old.options.get("combined", {}).get("verb") == "append"
     only_new = only_new or ended
     with _Addition(source, new_path, old, only_new, split, **settings) as conversion:

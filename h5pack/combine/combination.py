@@ -1,4 +1,4 @@
-"""The plan of a pack that is made of the rows of other packs (its parts): its tables and its structure."""
+"""The plan of a pack that is made of rows of other packs (its parts): the new pack's tables and structure."""
 
 from __future__ import annotations
 

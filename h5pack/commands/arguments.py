@@ -58,7 +58,7 @@ def add_hdf5(group: Any) -> None:
 
 
 def option_text(text: str, fragments: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """Return the text with the parameters in `fragments`, such as ``size=64``, replaced by command-line options."""
+    """Return the text with each of `fragments`, such as ``size=64``, replaced by its option, ``--size 64``."""
     # Replace the longest fragments first, because one may begin with another. Do not replace parts of paths.
     for fragment in sorted(fragments, key=len, reverse=True):
         option = _option_text(fragment, parser) or fragment

@@ -142,8 +142,8 @@ class BufferPool:
     """Allocator of memory for batches of up to `batch_rows` rows. It reuses memory after a batch's tensors are freed.
 
     `fields` are the (name, row shape, dtype) of a batch's tensors. When a batch is freed, its buffer is kept for reuse
-    unless the pool would then have more than `keep` buffers, including buffers in use. Pinned buffers are all kept, by
-    torch's allocator. `blocks`, if not None, is a pool whose buffers each hold several batches.
+    if the pool then has at most `keep` buffers, free or in use. torch's allocator keeps all pinned buffers. `blocks`,
+    if not None, is a further pool, whose buffers are each large enough for several batches.
     """
 
     def __init__(

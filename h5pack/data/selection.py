@@ -87,7 +87,7 @@ def _check_weights(weights: npt.ArrayLike, count: int) -> npt.NDArray[np.float64
 
 
 def _class_weights(dataset: H5Dataset, rows: RowSet, text: str) -> npt.NDArray[np.float64]:
-    """Return weights of the rows, in the file's order, with which all classes have the same total weight."""
+    """Return row weights, in the file's order, that give all classes the same total weight."""
 
     def error(message: str) -> OptionsError:
         return OptionsError(

@@ -122,7 +122,7 @@ class Augmentation:
     def __post_init__(self) -> None:
         for name in ("flip", "vertical_flip", "erase"):
             object.__setattr__(self, name, checked_number(name, getattr(self, name)))
-        # These values are converted to tuples of floats because they are part of the key of a cached table.
+        # Convert these values to tuples of floats, which are hashable: they are part of the key of a table's cache.
         for name in ("erase_scale", "erase_ratio"):
             given = getattr(self, name)
             values = tuple(checked_number(name, value) for value in given) if isinstance(given, Iterable) else ()

@@ -344,7 +344,7 @@ class _FetchClock:
         # Each thread has its own current CUDA stream. If the wrapped loader is a DeviceFeed, it delivers batches in the
         # prefetch thread, and must make them ready for the stream of the consumer's thread.
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        # Each device has its own current stream, and the feed's device need not be the consumer's current device.
+        # Each device has its own current stream. The feed's may differ from the consumer's current device (None).
         devices = [device, None] if device is not None and device.type == "cuda" else [None]
         self._streams = [torch.cuda.current_stream(one) for one in devices] if in_use else []
 

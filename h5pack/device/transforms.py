@@ -251,8 +251,8 @@ class ImageTransform:
             # Integer labels look like row numbers. If they were used as row numbers, all images of a class would be
             # augmented alike.
             raise OptionsError(
-                f"the transform {self._name} needs row numbers, but the second of the batch's two elements may be "
-                f"labels; {_ADVICE}, or make the batches dicts with the key 'rows'"
+                f"the transform {self._name} needs row numbers, but the batch's second element may be labels instead, "
+                f"which look the same; {_ADVICE}, or make the batches dicts with the key 'rows'"
             )
         return BatchKey(rows.to(images.device, non_blocking=True), epoch, repeats_of(batch))
 

@@ -269,7 +269,7 @@ def _known_text(evidence: Evidence) -> str:
 
 
 def _more_seconds(enough_seconds: float) -> float:
-    """Return the time budget to recommend after a noisy run."""
+    """Return the time budget to recommend if the measurements were uncertain."""
     return max(60.0, 2 * enough_seconds)
 
 

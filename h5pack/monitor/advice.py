@@ -155,9 +155,10 @@ def advise(verdict: Verdict, evidence: Evidence) -> list[Advice]:
 
 
 def threads_advice(evidence: Evidence) -> Advice | None:
-    """Return advice on PyTorch's CPU threads, or None.
+    """Return advice on the number of PyTorch's CPU threads.
 
-    None if the step does not compete with the loader for CPUs, or if one thread is not clearly faster.
+    None if the training step does not compete with the loader for CPUs, or if the loop was measured with one thread
+    and was not clearly faster.
     """
     if not evidence.step_competes:
         return None

@@ -63,9 +63,9 @@ class RowSampler(Protocol):
 
 
 class RowSet(RowSampler, EpochRows):
-    """Rows of the file that are the same in every epoch: the base class of `RowRange` and `RowSubset`.
+    """A set of the file's rows that is the same in every epoch: the base class of `RowRange` and `RowSubset`.
 
-    `pack_digest` is a checksum that differs between files with the same number of rows; None if it is not known.
+    `pack_digest` is a checksum that distinguishes files with the same number of rows; None if it is not known.
     """
 
     def __init__(self, count: int, chunk_rows: int, pack_digest: int | None) -> None:

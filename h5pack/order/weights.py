@@ -113,7 +113,10 @@ class WeightedRows(RowSampler):
         return positions, self._draws_before(sums, offset), counts
 
     def _draws_before(self, units: Rows, offset: int) -> Rows:
-        """Return the number of points below given positions on the line; point k is at (k x line + offset) / count."""
+        """Return, for each position on the line of weights, how many of the epoch's draws are at points before it.
+
+        The point of draw k is at (k x line + offset) / count, where `line` is the length of the line.
+        """
         # The result is the floor of (count x units + line - 1 - offset) / line, but the product exceeds 64 bits. So
         # take the floating-point quotient, and correct it by the remainder, which is small and so exact modulo 2^64.
         near = (units * (self.count / self._line)).astype(np.int64)

@@ -66,7 +66,7 @@ class Survey:
         self.file_bytes += part.file_bytes
 
     def encode(self, start: int, columns: tuple[str, ...]) -> bytes:
-        """Return this part of a survey, whose first image has the index `start`, as the payload of a journal record.
+        """Return this part of a survey as the payload of a journal record. `start` is the index of its first image.
 
         Labels and fields are left out.
         """

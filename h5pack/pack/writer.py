@@ -110,10 +110,11 @@ def write_tasks(
     if plan.source_bytes:
         most = max(1, min(most, _TASK_SOURCE_BYTES * len(plan.catalog) // plan.source_bytes))
     else:
-        # Images that are not files may take any time, so divide them further.
+        # The time to read images that are not files is unknown, so make smaller tasks.
         most = equal_share
     least = max(1, equal_share // 8)
-    # NFS may send whole pages. Keep the rows of a chunk together if two machines could otherwise write to one page.
+    # NFS may write back whole pages, so two machines that write to one page could overwrite each other's rows. If
+    # that is possible, keep the rows of a chunk in one task.
     by_chunk = job.durable and not job.keep and any(one.row_bytes % schema.ALIGNMENT_BYTES for one in offsets)
     row_groups = None  # with `keep`, each file is read by itself
     if by_chunk:

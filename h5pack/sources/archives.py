@@ -339,7 +339,7 @@ class ArchiveReader(SourceReader):
         if self.storings[index] == Storing.ZIP_DEFLATED:
             try:
                 decoder = zlib.decompressobj(-zlib.MAX_WBITS)
-                # Request one byte more than declared, to notice excess bytes, and because a limit of 0 means no limit.
+                # Request one byte more than wanted, to notice excess bytes, and because a limit of 0 means no limit.
                 data = decoder.decompress(data, wanted + 1)
             except zlib.error as error:
                 raise RejectedImageError(f"cannot be decompressed: {error}") from error

@@ -441,9 +441,9 @@ class Catalog:
         )
 
     def filtered(self, wanted: NameFilter) -> Catalog:
-        """Return a catalog of only the images that the patterns allow; count the others in `ignored`.
+        """Return a catalog of only the images whose names `wanted` allows; count the others in `ignored`.
 
-        Suffixes are not checked, because this method is for sources that list their images in a table.
+        Unlike in a folder, any suffix is allowed: this method is for sources that list their images in a table.
         """
         if not wanted.include and not wanted.exclude:
             return self

@@ -30,7 +30,7 @@ KINDS = (
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab", *JSON_LINES)
 _FOLDER_KINDS = ("folder", "flat", "classes", "splits", "pairs")
 _SHARD_KINDS = ("webdataset", "parquet", "mds")
-# Hugging Face's library datasets caches the results of transformations in files of these names, beside the data.
+# The library `datasets` of Hugging Face caches transformed data in files with these names, beside the data.
 _CACHES = ("cache-*.arrow", "tmp*")
 _PARQUET_MAGIC = b"PAR1"
 _ZIP_STARTS = (b"PK\3\4", b"PK\5\6")

@@ -279,7 +279,7 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
 
 
 def find_labels(file: h5py.File, images: str, rows: int) -> str | None:
-    """Return the path of the dataset beside the images that is named like labels and has `rows` rows, or None."""
+    """Return the path of the dataset beside `images` with a usual name for labels and `rows` rows, or None."""
     if schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
         # Only "labels" has the labels of a pack. A field may be called "label".
         return schema.LABELS if schema.LABELS in file else None

@@ -24,7 +24,7 @@ def require_local(path: str | os.PathLike[str]) -> None:
         raise OptionsError(f"path is {path!r}; give the path of a file", parameters=("path",))
     name = os.fsdecode(path)
     if not name:
-        # An unset variable of a shell would otherwise stand for the working directory.
+        # Without this check, an unset shell variable (an empty path) would mean the working directory.
         raise OptionsError("path is empty; give the path of a file or folder", path=name, parameters=("path",))
     if "\0" in name:
         raise OptionsError(f"path is {name!r}; give a path without NUL characters", path=name, parameters=("path",))
