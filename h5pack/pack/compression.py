@@ -105,7 +105,7 @@ def compress_chunk(values: npt.NDArray[Any], compression: Compression) -> bytes:
 
 @dataclass(frozen=True)
 class CompressTask:
-    """One chunk to compress, of the images or of a field in ``OUT.partial``; its rows have their final order."""
+    """A chunk of the images or of a field in ``OUT.partial`` to compress; its rows already have their final order."""
 
     path: str
     start: int  # the chunk's first row

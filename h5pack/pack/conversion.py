@@ -2,15 +2,15 @@
 
 An interrupted conversion can be continued where it stopped. What a run finds decides what it does:
 
-- the output, but no ``OUT.partial``: it compares the output with the source and the options, and changes nothing. With
-  `overwrite`, it does so only if a journal shows that the interrupted run had replaced the output already, or if there
-  is no journal and the run was to finish an array job;
+- the output, but no ``OUT.partial``: it only compares the output with the source and the options, and removes
+  temporary files. With `overwrite`, it does so only if a journal shows that the interrupted run had already replaced
+  the output, or if there is no journal and this run has `finish`;
 - ``OUT.partial.survey``: it continues the survey;
 - a journal with a plan: it surveys the images again, and requires the same plan and the same images. With `keep`, it
   encodes the images that are not encoded yet. It checks the rows that the journal lists, and writes all others;
-- a journal with ``written.bin``: every row was written, and rows may have moved. It repairs rows that are not whole
-  where they belong now, and finishes;
-- the same, and ``OUT.partial`` is complete (a compressed file is written at once): it only renames the file.
+- a journal with ``written.bin``: every row was written, and rows may have moved. It repairs the rows whose bytes are
+  not intact at their final position, and finishes;
+- the same, and ``OUT.partial`` is a complete compressed file: it only renames the file.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _CHECK_BYTES = 8 * 1024 * 1024
 
 
 class Conversion:
-    """A conversion whose plan can be inspected before it runs.
+    """A conversion whose plan can be inspected before any row is written.
 
-    A context manager that takes the parameters of `h5pack.convert`.
+    Use it as a context manager. The parameters are those of `h5pack.convert`.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class Conversion:
         output = self.output
         if not self.options.continues or not output.final.exists() or output.partial.exists():
             return None
-        # A part may begin a new array job, but without a journal there is nothing to finish.
+        # Without a journal, `part` and `resume` begin a new conversion, but `finish` has nothing left to do.
         begins = output.journal_identity() is None and not self.options.finish
         if self.options.overwrite and (begins or Journal(output.journal).is_unfinished):
             return None
         if output.parts.exists() and Journal(output.journal).written() is None:
-            # All parts that have begun are still in their survey, or ended there; the output is an earlier one.
+            # All parts that have begun are still in their survey, or ended there, so the output is from an earlier run.
             return None
         rows, rejects = verify_existing(output.final, self.catalog, self.options)
         if not output.partial.exists():
@@ -192,12 +192,12 @@ class Conversion:
 
     def _write_all(self, plan: ConvertPlan) -> ConvertReport:
         self.output.require_space(plan.needed_bytes, resumable=self.options.resumable)
-        # An old output that has shards is replaced with all of them.
+        # If the old output has shards, they are removed with it, so none of them may be a file of the source.
         require_other_files(finish.shards_of(self.output.final, self.output.final), plan.catalog.reader.paths())
         return self.write(plan, self.output)
 
     def write(self, plan: ConvertPlan, output: Output) -> ConvertReport:
-        """Write a pack, or a part of it, as planned; continue an interrupted run if the options say so."""
+        """Write a pack, or this run's part of an array job; continue an interrupted run if the options say so."""
         in_parts, distributed = self.options.part is not None, self._client is not None or self.options.finish
         lock = PartFile(output) if in_parts else OutputLock(output, distributed)
         resume = ("resume=True",) if self.options.resumable else ()
@@ -211,7 +211,7 @@ class Conversion:
                 pack.allocate(plan)
                 return self._write_part(pack) if in_parts else self._write_and_finish(pack)
         except NoRowsError:
-            # All tasks have ended, and there is nothing to resume. The workers may go on with another shard.
+            # There is nothing to resume. All tasks have ended, so keep the workers: the next shard may use them.
             output.remove_leftovers()
             output.partial.unlink(missing_ok=True)
             raise
@@ -296,7 +296,7 @@ class Conversion:
     ) -> list[int]:
         """Return, in ascending order, the `rows` whose bytes in any dataset do not match their checksums.
 
-        `checksums` has an array, indexed by row, for the images and for each field that is chunked like them.
+        `checksums` has one array for the images, and one for each field that is chunked like them, indexed by row.
         """
         wrong: set[int] = set()
         tasks = itertools.chain.from_iterable(

@@ -4,8 +4,8 @@ A buffered write copies every byte into the page cache, which takes CPU time tha
 measured on one virtual machine, where a direct write (O_DIRECT) took 0.02. Buffered writes also evict other files from
 the cache in favour of an output that may be far larger than memory. Direct writes must start and end on 4,096-byte
 boundaries in the file and in memory, so the first and last partial page of contiguous rows are written with buffered
-writes. Two writers can share only these pages. With direct I/O, a background thread writes while the next images are
-decoded.
+writes. Only such a page can contain rows of two workers. With direct I/O, a background thread writes while the next
+images are decoded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from h5pack.system.machine import huge_page_memory
 
 _PAGE = schema.ALIGNMENT_BYTES
 _MIN_WRITE_BYTES = 2 * 1024 * 1024
-# Before a task ends, its worker waits for the last write, so the writes of its last rows become smaller and smaller.
+# A task ends only after its last write. To shorten this wait, its writes become smaller at the end, down to this size.
 _MIN_LAST_WRITE_BYTES = 256 * 1024
 # A scattered row smaller than this has too few whole pages for direct writes to pay off.
 _MIN_DIRECT_ROW_BYTES = 16 * _PAGE
@@ -73,7 +73,7 @@ class RowFile:
         self._memory = [huge_page_memory(_PAGE), huge_page_memory(_PAGE)]
 
     def begin_rows(self, offsets: npt.NDArray[np.int64], row_bytes: int, *, last: bool = False) -> RowBuffer:
-        """Return a buffer for rows at ascending byte `offsets`, int64 (n,); `last` if no buffer follows it directly.
+        """Return a buffer for rows at ascending byte `offsets`, int64 (n,); `last` if they are the last rows of a task.
 
         There is memory for two buffers, so first call `wait` on all earlier buffers except the most recent one.
         """
@@ -140,7 +140,7 @@ class ContiguousRows(RowBuffer):
             self._submit(file.descriptor, size)
 
     def _submit(self, descriptor: int, stop: int) -> None:
-        """Let the thread write the bytes up to `stop` that are not yet written."""
+        """Let the background thread write the bytes up to `stop` that it has not yet received."""
         if stop > self._written:
             data, offset = self.buffer.data[self._written : stop], self._start + self._written
             assert self._file.thread is not None
@@ -186,15 +186,16 @@ class ScatteredRows(RowBuffer):
 
 
 def writes_directly(path: str, io: str) -> bool:
-    """Return whether rows are written to the file at `path` with direct I/O; if `io` is auto, where that is fast."""
+    """Return whether rows are written to the file at `path` with direct I/O. `io` auto means: where that is fast."""
     return io == "direct" or (io == "auto" and file_system_type(path) in _DIRECT_FILE_SYSTEMS)
 
 
 def drop_partial_pages(path: str, io: str, descriptor: int, start: int) -> None:
-    """Drop the pages from byte `start` on that direct writes left in the page cache; they must have been flushed.
+    """Drop the file's pages in the page cache, from byte `start` on, if rows were written with direct I/O.
 
-    The kernel would not load 2 MiB around a page that is in the page cache already into one large folio, from which
-    rows can be copied faster (see `h5pack.read.mapping`).
+    These pages were written with buffered writes, and must have been flushed. If one of them stayed in the cache, the
+    kernel could not load the 2 MiB around it into one large folio, from which rows can be copied faster (see
+    `h5pack.read.mapping`).
     """
     if writes_directly(path, io) and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, start, 0, os.POSIX_FADV_DONTNEED)

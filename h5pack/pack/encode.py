@@ -1,9 +1,10 @@
 """Encoding of images that cannot be stored unchanged, before rows are written; only used with `keep`.
 
 The offset of a row depends on the sizes of all earlier rows, so these images must be encoded first. Each worker appends
-encoded images to its own temporary file ``encoded-*.bin`` in the journal's folder, and records to an ``encoded-*.log``.
-Then rows are copied from these files in the pack's order, so the output is the same for any number of workers. A
-resumed conversion reads the records and compares the bytes with their checksums, as it does for rows.
+encoded images to its own temporary file ``encoded-*.bin`` in the journal's folder, and a record of each task to its
+``encoded-*.log``. Then rows are copied from the ``.bin`` files in the pack's order, so the output is the same for any
+number of workers. A resumed conversion reads the records and compares the bytes with their checksums, as it does for
+rows.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class EncodeTask:
     read: list[bool]  # whether the image's bytes are put into a temporary file; else its file is copied later
     sizes: list[tuple[int, int]]  # height and width of each image in the pack, when upright
     masks: list[list[str]]  # for each field, the names of the images' masks
-    check: SurveyTask | None  # in a part of an array job, which may begin long after the survey
+    check: SurveyTask | None  # in an array job: surveys the images again, because they may have changed meanwhile
 
     def __str__(self) -> str:
         return one_of(len(self.names), repr(self.names[0]))
@@ -114,7 +115,7 @@ def _data_path(journal: str) -> str:
 
 
 def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
-    """Encode a task's images into this worker's temporary file and journal them; return the path and the record."""
+    """Encode a task's images into this worker's temporary file and journal them; return its path and the record."""
     worker = worker_for(task.job, _EncodeWorker)
     reader = shared()
     reader.begin(task.indices)
@@ -146,7 +147,7 @@ def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
 
 
 def _require_unchanged(task: EncodeTask) -> None:
-    """Raise ResumeError if an image was changed after the survey; all parts would use what was encoded from it."""
+    """Raise ResumeError if an image was changed after the survey, because all parts would use its encoded bytes."""
     changed = None if task.check is None else first_changed_of(task.check)
     if changed is not None:
         partial = task.job.journal.removesuffix(".journal")
@@ -261,9 +262,9 @@ def _tasks(
 
 
 def _check_tasks(records: list[tuple[str, EncodedRecord]]) -> Iterator[CheckTask]:
-    """Yield a task for each record, which checks its images; these follow each other in the temporary file `path`.
+    """Yield a task for each record that checks the record's images, which are contiguous in a temporary file.
 
-    The images of all records are numbered from 0.
+    The tasks number the images from 0, across all records.
     """
     start = 0
     for path, record in records:

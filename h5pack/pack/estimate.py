@@ -63,7 +63,7 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
 
     The workers of `executor` share the plan's reader. They decode at least two tasks of images per worker, and more
     until 0.3 s have passed or an eighth of all images is decoded. With `compression`, they also compress the images.
-    With `keep`, this process copies or encodes a few images instead. Nothing is written.
+    With `keep`, this process reads a few images instead, and encodes or decodes them. Nothing is written.
     """
     table_seconds = _TABLE_SECONDS_PER_ROW * plan.rows + _FLUSH_SECONDS
     if isinstance(plan, KeptPlan):
@@ -93,8 +93,8 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
     # Leave out each worker's first task, which includes one-time work such as imports.
     timed = [times for is_first, *times in samples if not is_first] or [times for _, *times in samples]
     busy, waiting = np.array(timed).T
-    # Images differ in their CPU time, so use its mean; but of the rest the median, because other programs may delay a
-    # task by far more than it takes.
+    # Use the mean of the CPU time, which differs between images, but the median of the waiting time, because other
+    # programs may delay a task by far more than it takes.
     decoded = float(np.mean(busy) + np.median(waiting))
     written = _WRITE_SECONDS_PER_ROW + _WRITE_SECONDS_PER_BYTE * plan.row_bytes
     in_workers = (decoded + written) / num_workers
@@ -134,8 +134,8 @@ def _copy_seconds(plan: KeptPlan, num_workers: int) -> float:
 def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     """Yield one list of catalog indices per task, in random order.
 
-    If the source has groups, such as chunks, a task has whole groups, because reading one image of a group takes as
-    long as reading all of them; but of a group at most 256 images.
+    If the source has groups, such as chunks, reading one image of a group takes as long as reading all of them. So a
+    task has whole groups then, but at most 256 images of each.
     """
     origins = plan.row_order.origins
     groups = plan.catalog.reader.groups(origins)
@@ -164,9 +164,9 @@ def _decoder(pixels: PixelOptions, fields: tuple[PixelRows, ...], thread: int) -
 
 
 def _time_sample(task: _SampleTask) -> tuple[bool, float, float]:
-    """Decode images as a conversion does; return whether this is the worker's first task, and the seconds per image.
+    """Decode images as a conversion does; return whether this is the worker's first task, and two times per image.
 
-    These are the seconds of CPU time of this thread, and those of waiting for the disk, for other threads or for a CPU.
+    These are, in seconds, this thread's CPU time and its time of waiting for the disk, for other threads or for a CPU.
     """
     reader: SourceReader = shared()
     misses = _decoder.cache_info().misses

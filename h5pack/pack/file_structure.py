@@ -8,7 +8,7 @@ to open. The first time, the structure is written for the planned rows, which de
 second time, it is written for the rows that were packed, with all tables, and completes the output.
 HDF5 allocates chunks in order, so the chunks that remain have the same addresses in both structures.
 
-A compressed pack is a separate file. Each of its chunks gets its address when its compressed size is known.
+A compressed pack is written to a separate file, in which a chunk gets its address when its compressed size is known.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class FileStructure:
     def row_offsets(self, addresses: Addresses, edges: npt.NDArray[np.int64] | None) -> tuple[RowOffsets, ...]:
         """Return the byte offsets of the rows of the images, and of each field that is chunked like them.
 
-        `addresses` are the byte offsets of the chunks. `edges`, int64 (N + 1,), are the boundaries in bytes of encoded
-        images from the first image; None if rows are pixels.
+        `addresses` are the byte offsets of the chunks. `edges`, int64 (N + 1,), are the byte offsets of encoded
+        images from the first image, and the end of the last; None if rows are pixels.
         """
         if edges is None:
             return tuple(
@@ -212,7 +212,10 @@ def table_bytes(tables: PackTables) -> int:
 
 
 def copy_structure(path: Path, target: int, addresses: Addresses, structure: FileStructure) -> None:
-    """Copy a file of `write_structure` without its chunks to the descriptor `target`, set its size; delete `path`."""
+    """Copy the file at `path`, without its chunks, to the descriptor `target`, and delete the file.
+
+    `target` gets the size of the file. `addresses` and `structure` are those of `write_structure`.
+    """
     source = os.open(path, os.O_RDONLY)
     sizes = np.repeat(structure.all_chunk_bytes, [len(some) for some in addresses])
     starts = np.concatenate(addresses)
@@ -460,7 +463,7 @@ def _write_masks(file: h5py.File, masks: EncodedMasks) -> None:
 
 
 def _create_small(group: h5py.Group, name: str, values: npt.NDArray[Any]) -> None:
-    """Write a table that is read whenever the file is opened: in the metadata (compact layout) if it is small."""
+    """Write a table; if small, into the metadata (compact layout), because it is read whenever the file is opened."""
     if values.nbytes > _MAX_COMPACT_BYTES:
         group.create_dataset(name, data=values)
         return

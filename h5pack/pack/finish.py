@@ -63,10 +63,10 @@ def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 
 def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
-    """Move planned rows to their final positions, in ascending order of their targets.
+    """Move planned rows to their final positions, in ascending order of these positions.
 
-    `origins`, int64 (n,), is the planned row that each final row comes from; see `close_holes`. Raises OutputBusyError
-    if another process has taken over the conversion.
+    `origins`, int64 (n,), has for each final row the planned row that it comes from; see `close_holes`. Raises
+    OutputBusyError if another process has taken over the conversion.
     """
     # Encoded rows never move, because images that cannot be packed are known before the first row is written.
     descriptor = pack.lock.descriptor
@@ -89,7 +89,7 @@ def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[n
     """Redo the moves of rows (see `move_rows`) that an interrupted run did not complete.
 
     `wrong` are the final rows, ascending, whose bytes do not match their checksums. A row whose bytes no longer exist
-    in the file (for example after a power cut) is decoded again, or its kept file is read again.
+    in the file (for example after a power cut) is decoded again or, with `keep`, read again.
     """
     plan, descriptor = pack.plan, pack.lock.descriptor
     decoder = SampleDecoder(plan.pixels, plan.pixel_rows)
@@ -126,7 +126,7 @@ def _kept(pack: UnfinishedPack, row: int, size: int) -> bytes:
 
 
 def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> PackTables:
-    """Return the data of all tables; the rows in the file already have their final order."""
+    """Return the data of all tables. The rows in the file must have the order `final`, because some are read here."""
     plan, catalog = pack.plan, pack.plan.catalog
     origins, starts = plan.row_order.origins[final.origins], final.split_starts.tolist()
     return PackTables(
@@ -169,8 +169,8 @@ def compress(
     """Write a compressed copy of ``OUT.partial`` with all tables, flush it, and replace ``OUT.partial`` by it.
 
     The workers of `executor` compress chunks; at most `max_in_flight` chunks are being compressed or wait to be stored,
-    unless the executor sets that number itself (see `run`).
-    After each chunk, `advance` is called with its number of rows.
+    unless the executor sets that number itself (see `run`). After each chunk, `advance` is called with its number of
+    rows.
     """
     structure, step = pack.structure, pack.structure.chunk_rows
     compression, partial = structure.compression, str(pack.output.partial)
@@ -294,7 +294,8 @@ def is_complete(path: Path) -> bool:
 def shards_of(file: Path, out: Path) -> set[Path]:
     """Return the paths of the shards that belong to `file`, the output of a conversion to `out`.
 
-    `file` may have been renamed since. The set is empty if `file` is not the output of a conversion into shards.
+    `file` may have another name than `out`, such as ``OUT.partial``. The set is empty if `file` is not the
+    output of a conversion into shards.
     """
     try:
         with h5py.File(file, "r", locking=False) as opened:

@@ -14,7 +14,7 @@ The folder ``OUT.partial.journal/`` contains
 A record means that a row was passed to the kernel, not that it reached the disk: after a power cut, the journal may
 list rows that are not in the file. So a resumed run reads every listed row, and writes those with a wrong checksum
 again. It reads them from the disk, because after a failed fsync the page cache may still hold rows that did not reach
-the disk, and the next fsync succeeds.
+the disk, although the next fsync succeeds.
 
 Before there is a plan, `SurveyJournal` keeps the results of a long survey in the file ``OUT.partial.survey``.
 
@@ -148,7 +148,7 @@ class RowResults:
 
     def __init__(self, rows: int, channels: int, fields: int = 0) -> None:
         self.packed: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)
-        self.settled: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)
+        self.settled: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)  # whether a row is packed or rejected
         self.checksums: npt.NDArray[np.uint32] = np.zeros(rows, np.uint32)
         self._field_checksums: npt.NDArray[np.uint32] = np.zeros((fields, rows), np.uint32)
         self._reasons: dict[int, str] = {}
@@ -288,7 +288,7 @@ class Journal:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether rows are missing. False for a journal without a plan, because the plan is removed first."""
+        """Whether rows are missing. False without a plan, because removing a journal begins with its plan."""
         return self.plan() is not None and self.written() is None
 
     def save_written(self, record: RowRecord) -> None:
@@ -308,7 +308,7 @@ class Journal:
 
 
 class SurveyJournal:
-    """``OUT.partial.survey``: saved results, so that a resumed run can continue its survey. A context manager.
+    """The file ``OUT.partial.survey``, from which a resumed run continues an interrupted survey. A context manager.
 
     The first record is `identity`, which says what the results belong to. The file is created once the survey has taken
     10 seconds, with all results so far. It is removed when the journal of rows begins, or when the run ends, unless the
@@ -389,7 +389,7 @@ class SurveyJournal:
 
 
 def _written_head(payload: bytes) -> bytes:
-    # Without the length, which may exceed 32 bits for hundreds of millions of rows.
+    # Leave out the length, which may exceed 32 bits for hundreds of millions of rows.
     return _WRITTEN.pack(_MAGIC, zlib.crc32(payload))
 
 

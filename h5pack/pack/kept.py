@@ -61,7 +61,7 @@ class EncodedPlaces:
             field.add(path, masks)
 
     def file(self, index: int) -> EncodedFile | None:
-        """Return the location of an image in the temporary files; None if it is in none of them."""
+        """Return the location of an image in the temporary files, or None if no file contains it."""
         owner, image = self.owners[index], self.images[index]
         return None if owner < 0 else EncodedFile(self.paths[owner], int(image["offset"]), int(image["checksum"]))
 
@@ -74,8 +74,8 @@ class KeptPlan(ConvertPlan):
     widths: npt.NDArray[np.int32]
     jpeg_bytes: npt.NDArray[np.int64]  # (M,): size of each image's file in the pack; an estimate until it is encoded
     fits: npt.NDArray[np.bool_]  # (M,): whether the file is stored unchanged
-    # (M,): whether the image must be put into a temporary file first: because it must be encoded, or because the source
-    # is read by groups
+    # (M,): whether the image is put into a temporary file before rows are written, because it must be encoded or the
+    # source is read by groups
     needs_encoding: npt.NDArray[np.bool_]
     places: EncodedPlaces | None = None  # None before images are encoded
 
@@ -192,7 +192,7 @@ class KeptPlan(ConvertPlan):
 
     @property
     def _mask_bytes(self) -> int:
-        """Bytes of all masks, estimated before they are encoded."""
+        """Bytes of all masks; an estimate until they are encoded."""
         if self.places is not None:
             return sum(int(one.images["bytes"].sum()) for one in self.places.fields)
         pixels = self.heights.astype(np.int64)[self.row_order.origins] * self.widths[self.row_order.origins]

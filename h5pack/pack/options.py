@@ -54,7 +54,7 @@ _EXCLUSIVE = (
     (("shard_bytes", "part"), ", because the parts of an array job write one file"),
     (("shard_bytes", "finish"), ", because the parts of an array job write one file"),
 )
-# Options that can only be used with another one.
+# Options, and the option without which they cannot be used.
 _DEPENDENT = ((("draft", "fit", "resample"), "size"), (("max_side", "quality"), "keep"), (("val_groups",), "val"))
 
 
@@ -182,7 +182,7 @@ class ConvertOptions:
         object.__setattr__(self, name, bool(value))
 
     def _make_int(self, name: str, minimum: int, maximum: int | None = None) -> None:
-        # The options are written to the pack as JSON, which NumPy's integers cannot be.
+        # Convert NumPy's integers, because the pack stores the options as JSON.
         object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum, maximum))
 
     def _check_combinations(self) -> None:
@@ -239,7 +239,7 @@ class ConvertOptions:
 
     @property
     def group_field(self) -> str | None:
-        """The name in the pack of the field `val_groups`, which may be the path of a dataset in `fields`."""
+        """The name of the field `val_groups` in the pack; the option itself may be a dataset's path, as in `fields`."""
         paths = [name.strip("/") for name in self.fields]
         name = self.val_groups
         return os.path.basename(name) if name is not None and name.strip("/") in paths else name
@@ -369,7 +369,7 @@ def parse_bytes(size: int | str, name: str = "chunk_bytes") -> int:
 
 
 def refuse_reject(source: str, reject: Reject, *, begun: bool) -> None:
-    """Raise RejectedImageError, as ``strict=True`` requires. `begun` says whether ``resume=True`` can continue."""
+    """Raise RejectedImageError, as ``strict=True`` requires; `begun` says whether the run can be resumed."""
     advice = "or run again without strict=True to leave it out"
     if begun:
         advice = "and start over with overwrite=True, or continue with resume=True and without strict=True"

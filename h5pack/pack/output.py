@@ -36,7 +36,7 @@ from h5pack.system.text import counted, format_bytes
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
 _CONTINUE = "continue it with resume=True, or start over with overwrite=True"
-_MAX_ENDING_BYTES = 40  # what names of temporary files add to the output's name at most, with the number of a shard
+_MAX_ENDING_BYTES = 40  # upper bound of what a temporary file's name adds to the output's, with a shard's number
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Output:
     def __init__(self, final: Path, private: str = "", *, permissions_of: Path | None = None) -> None:
         """`private` is a suffix for temporary files of this process alone, if several processes write the output."""
         self.final = Path(output_file(final))
-        self.permissions_of = permissions_of  # a file whose owner, group and mode the output gets; None: as usual
+        self.permissions_of = permissions_of  # a file whose owner, group and mode the output gets; None: as a new file
         self.partial = self._beside(".partial")  # the file under construction
         self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is ready
         self.survey = self._beside(".partial.survey")  # see `h5pack.pack.journal.SurveyJournal`
@@ -147,7 +147,7 @@ class Output:
         return OutputExistsError.at(self.partial, f"belongs to an interrupted run; {advice}", *parameters)
 
     def require_not_begun(self, lock: OutputLock, options: ConvertOptions) -> None:
-        """Raise OutputExistsError if another run was interrupted since `check`, unless the options allow to discard it.
+        """Raise OutputExistsError if another run was interrupted since `check`, unless the options allow discarding it.
 
         `lock` holds `partial`, which is empty if no other run has begun.
         """
@@ -181,7 +181,7 @@ class Output:
         return status.st_dev, status.st_ino
 
     def note_replaced(self, shards: Iterable[Path]) -> None:
-        """Save which shards belong to the output that `partial` replaces, so that they are removed after it."""
+        """Save which shards belong to the output that `partial` will replace, so that they are removed afterwards."""
         noted = {"inode": self.partial.stat().st_ino, "shards": sorted(path.name for path in shards)}
         write_atomically(self.journal / "replaced.json", json.dumps(noted).encode())
 
@@ -197,10 +197,8 @@ class Output:
                     self.final.with_name(name).unlink(missing_ok=True)
         if not keep_survey:
             self.survey.unlink(missing_ok=True)
-        # Remove what parts share before the journal, so that a kill in between does not leave only the former, which
-        # would look like parts that are in their survey.
-        # Coordinators and parts that were killed may have left files and folders of their own. Keep the probe of this
-        # process (see `h5pack.cluster.dask_client`) while it needs it.
+        # Coordinators and parts that were killed may have left files and folders of their own. With `keep_survey`, a
+        # conversion begins, which still needs the probe of this process (see `h5pack.cluster.dask_client`).
         kinds: tuple[str, ...] = () if keep_survey else ("owner", "probe", "parts")
         kinds += ("new", "structure", "journal", "parts") if self.parts.exists() else ()
         private = tuple(f"{self.partial.name}.{kind}-" for kind in kinds)
@@ -210,6 +208,8 @@ class Output:
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
+        # Remove `parts` before the journal. If a kill left only `parts`, the next run would conclude that the parts are
+        # still in their survey.
         shutil.rmtree(self.parts, ignore_errors=True)
         # Remove the plan first, so that a journal that is removed only in part cannot be taken for an unfinished one.
         with contextlib.suppress(OSError):
@@ -227,7 +227,7 @@ class Output:
         """
         if not self.partial.exists():
             for folder in (*self.shards.glob("*.journal"), self.shards, self.journal):
-                # The folder of another conversion that has just begun is not empty.
+                # This fails if a folder is not empty, such as that of another conversion that has just begun.
                 with contextlib.suppress(OSError):
                     folder.rmdir()
 
@@ -253,7 +253,7 @@ class OwnerFile:
             except FileExistsError:
                 _require_stale(output, own)
                 before = _owner_of(self.path)
-                # Also if the owner before that one was on another machine.
+                # This stays true if an even earlier owner was on another machine.
                 self.took_over = before.get("host") != socket.gethostname() or bool(before.get("took_over"))
                 self._write(own)
                 os.replace(own, self.path)
@@ -387,7 +387,7 @@ class OutputLock:
 
     @property
     def took_over(self) -> bool:
-        """Whether an owner on another machine was replaced, which may still have the file open."""
+        """Whether an owner on another machine, which may still have the file open, was replaced."""
         return self._owner is not None and self._owner.took_over
 
     def isolate(self) -> None:

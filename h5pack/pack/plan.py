@@ -92,7 +92,7 @@ def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool
 _METADATA_BYTES = 65_536
 _MAPPING_BYTES = 1_024  # upper bound of what a virtual file needs for each dataset of a shard, with the shard's name
 _BLOCK = 65_536
-# Outputs of this size, and this many times as large as the image files, get a note on what needs less disk.
+# An output of at least this size, and this many times as large as the image files, gets a note on how to save space.
 _LARGE_FILE_BYTES, _MANY_TIMES = 256 * 1024 * 1024, 3
 
 
@@ -163,7 +163,7 @@ class ConvertPlan:
 
     @property
     def offsets(self) -> Rows | None:
-        """Boundaries of the encoded rows in bytes from the first row, (N + 1,); None if rows are pixels."""
+        """Byte offset of each encoded row from the first, and the last row's end, (N + 1,); None if rows are pixels."""
         return None
 
     def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
@@ -236,7 +236,7 @@ class ConvertPlan:
         if self.options.shard_bytes is None:
             return structure.metadata_block_bytes + size
         shards = len(self.shard_edges()) - 1
-        # Each shard of encoded images has chunks of its own size, of which the last may be partly filled.
+        # Each shard of encoded images has chunks of its own size, and the last chunk may be partly filled.
         rest = _METADATA_BYTES + (0 if self.options.keep is None else self.chunks.bytes)
         mappings = shards * (1 + len(self.catalog.pixel_fields)) * _MAPPING_BYTES
         virtual = replace(structure, metadata_bytes=structure.metadata_bytes + mappings)
@@ -286,7 +286,7 @@ class ConvertPlan:
         return dict(zip(self.catalog.split_names, itertools.pairwise(starts), strict=True))
 
     def notes(self) -> tuple[Note, ...]:
-        """Return notes about the source, images without a label, and too large a `chunk_rows` or file."""
+        """Return notes about the source, about images without a label, and about a large `chunk_rows` or file."""
         notes = list(self.catalog.notes)
         labels = self.catalog.labels
         if labels is not None and labels.ndim == 1:
@@ -385,7 +385,7 @@ class ConvertPlan:
 
 
 class NoRowsError(NoImagesError):
-    """None of the images of a plan, or of a shard of it, can be packed. `rejects` are all of them."""
+    """None of the images of a plan, or of a shard of it, can be packed. `rejects` lists all of them."""
 
     def __init__(self, plan: ConvertPlan, rejects: Sequence[Reject]) -> None:
         advice, parameters = "check the images", ("value_range",) if plan.catalog.kind == "hdf5" else ()

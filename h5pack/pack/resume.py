@@ -44,7 +44,7 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
 
 
 class RowCounts(Protocol):
-    """The planned number of rows of a file, and the length of its images dataset if only some are packed."""
+    """The planned number of rows of a file, and the length of its images dataset if it has fewer rows."""
 
     @property
     def rows(self) -> int: ...
@@ -54,7 +54,7 @@ class RowCounts(Protocol):
 
 
 class Unfinished:
-    """An unfinished file, of a conversion or of combined packs: its rows are written, its tables are not."""
+    """An unfinished file, of a conversion or of combined packs, to which tables are added after its rows."""
 
     plan: RowCounts
     output: Output
@@ -152,8 +152,8 @@ class UnfinishedPack(Unfinished):
         elif self._resumes and not begun.to_encode.any():
             output.structure.unlink()
         else:
-            # A run that was interrupted while it encoded images has not written the structure yet. If it has, copying
-            # it again does not change the chunks.
+            # If the earlier run was interrupted while it encoded images, the file has no structure yet. If the file has
+            # one, copying it again does not change the chunks.
             copy_structure(output.structure, self.lock.descriptor, self.addresses, self.structure)
             if not begun.to_encode.any():
                 self._start_journal()
@@ -238,7 +238,7 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
 
 
 def source_changed(plan: ConvertPlan, journal: Journal, name: str) -> ResumeError:
-    """Return the error for a source that has changed; `name` is that of the first image that has."""
+    """Return the error for a source that has changed; `name` is its first changed image, or says what else changed."""
     return _refused(plan, journal, f"{plan.source} has changed since the conversion began (first change: {name})")
 
 
@@ -273,7 +273,7 @@ def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tu
 def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
     """Return whether the packed and rejected names are those of the source, with the same splits, labels and fields.
 
-    The images that `val` moved to its split are not compared, because they follow from the names and labels.
+    Which images `val` moved to its split is not compared: it follows from the options, names, labels and fields.
     """
     packed = file[schema.FILENAMES][()].tolist()
     rejected = file[f"{schema.REJECTS}/filenames"][()].tolist() if schema.REJECTS in file else []

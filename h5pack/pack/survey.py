@@ -54,7 +54,7 @@ class Survey:
     jpeg_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     mask_dtypes: list[str] = field(default_factory=list)  # for each field of masks: the dtype of its widest mask
     orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # in Exif, 1 to 8
-    fields: list[dict[str, Any] | None] = field(default_factory=list)  # of each sample; empty without labels
+    fields: list[dict[str, Any] | None] = field(default_factory=list)  # fields of each sample; empty without labels
 
     def add(self, start: int, part: Survey, columns: tuple[str, ...]) -> None:
         """Add a part of the survey, whose first image has the index `start`."""
@@ -109,9 +109,9 @@ class SurveyTask:
     max_pixels: int
     shown: str  # how messages name the first image
     masks: list[tuple[str, list[str]]]  # for each field of pixels: its kind, and the names of the images' masks
-    resize: bool  # whether the images of a sample may differ in size
+    resize: bool  # whether images are resized; otherwise, the images of a sample must have the same size
     keep: bool  # whether JPEG files are kept
-    fingerprints: npt.NDArray[np.uint64] | None = None  # (n,): what an earlier survey found, to compare with
+    fingerprints: npt.NDArray[np.uint64] | None = None  # (n,): of an earlier survey, to compare with
 
     def __str__(self) -> str:
         return one_of(len(self.names), self.shown)
@@ -125,7 +125,7 @@ def survey(
     advance: Callable[[int], object],
     journal: SurveyJournal | None = None,
 ) -> Survey:
-    """Read the headers of all images of a catalog in the workers of `executor`, which share its reader.
+    """Read the headers of all images of a catalog in the workers of `executor`, which share the catalog's reader.
 
     At most `max_in_flight` tasks run or wait. `advance` is called with the number of images after each task. With the
     option `keep`, the sizes of JPEG files are surveyed, and truncated files are rejected. Images whose results are in
@@ -187,7 +187,7 @@ def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -
 
 
 def _require_missing(catalog: Catalog, reasons: dict[int, str], max_pixels: int) -> None:
-    """Raise WorkerError if this machine does not reject a file that another machine could not find or open."""
+    """Raise WorkerError if another machine could not find or open a file, but this one does not have that problem."""
     for index, reason in reasons.items():
         if reason not in MISSING_FILE_REASONS:
             continue
@@ -365,7 +365,8 @@ def _with_masks(
     """Return `image` with a fingerprint that covers its masks and further images, and the dtype of each of these.
 
     Raises RejectedImageError if a mask differs from the image in size; without `resize`, also if a further image does.
-    If the image may have an Exif orientation, a mask turned by 90 degrees is accepted here, and checked when decoded.
+    If the image may have an Exif orientation, a mask turned by 90 degrees is accepted here, and checked when it
+    is decoded.
     """
     marks, dtypes = [image.fingerprint], []
     index = task.indices[position]

@@ -35,8 +35,8 @@ from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, sta
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.processes import shared
 
-# Limits of a task's rows, and of the image files they come from. Tasks are large, because after each of them a worker
-# waits for its last write. Several machines also need large tasks, because each costs the scheduler 2 ms.
+# Limits in bytes of a task's rows, and of the image files they come from. Tasks are large, because after each task a
+# worker waits for its last write. On several machines, each task also costs the scheduler 2 ms.
 TASK_BYTES, _TASK_SOURCE_BYTES = 128 * 1024 * 1024, 64 * 1024 * 1024
 _TASKS_PER_WORKER = 16
 # Rows that are not contiguous in the file are written in groups of this size while the next group is decoded.
@@ -213,7 +213,7 @@ _local = threading.local()
 
 
 def worker_for(job: Job, create: Callable[[Job], Worker]) -> Worker:
-    """Return this thread's worker for `job`, which `create` returns when the thread gets its first task of this job."""
+    """Return this thread's worker for `job`. If it has none yet, close that of an earlier job, and call `create`."""
     worker: Worker | None = getattr(_local, "worker", None)
     if worker is None or worker.job != job:
         release()
@@ -381,7 +381,7 @@ def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowReco
 
 
 def memory_error(name: str) -> SourceError:
-    """Return the error for an image that cannot be decoded because memory is short, now or on this machine."""
+    """Return the error for an image that cannot be decoded because too little memory is free."""
     problem = (
         "does not fit into memory; free memory, then run again with resume=True (without it for a part of an array "
         "job), or start over with overwrite=True and a smaller max_pixels to reject it"
