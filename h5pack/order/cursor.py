@@ -14,8 +14,8 @@ _PARAMETERS = {"samples": "num_samples", "trim": "drop_last", "pack_digest": "da
 _OF_SPLIT = ("start", "rows")
 _PACK_DIGEST = "pack_digest"
 _GLOBAL_BATCH = "batch_size times num_replicas"
-# By key of a saved state: how the message "the state was saved ..." ends if the value differs from that of this order.
-# {saved} and {ours} stand for the two values.
+# For each key of a saved state: the end of the message "the state was saved ...", which is raised if the saved value
+# differs from this order's value. {saved} and {ours} stand for the two values.
 _PROBLEMS = {
     **dict.fromkeys(
         ("order", "mixture"),
@@ -39,7 +39,7 @@ def _rows_text(order: dict[str, Any]) -> str:
 
 
 def _agrees(saved: Any, ours: Any, name: str = "") -> bool:
-    """Return whether a saved value and our value are equal. A digest of the pack agrees with a missing digest."""
+    """Return whether a saved value and our value are equal. A pack's digest also agrees with None (unknown)."""
     if name == _PACK_DIGEST:
         return saved is None or ours is None or bool(saved == ours)
     if isinstance(saved, dict) and isinstance(ours, dict):
@@ -67,9 +67,9 @@ class IterationState:
         return {**self.__dict__, "received": None, "count": self.received_count()}
 
     def received_count(self, given: int | None = None) -> int:
-        """Return how many of the batches or rows the training loop has received; `given` is the loop's own number.
+        """Return how many batches or rows the training loop has received: `given`, if the loop has counted them itself.
 
-        Raise StateError if they are not the first ones of the iteration.
+        Raise StateError if these may not be the first batches or rows of the iteration.
         """
         count = self.received() if given is None and self.received is not None else given
         count = self.count if count is None else count
@@ -197,7 +197,7 @@ class EpochCursor:
         if done * saved_ranks % streams:
             raise StateError(
                 f"the state was saved after {done} rows on each of {saved_ranks} ranks, when not all {streams} streams "
-                f"had delivered equally many; resume with {saved_ranks} ranks, or save after a multiple of "
+                f"had delivered equally many rows; resume with {saved_ranks} ranks, or save after a multiple of "
                 f"{streams // saved_ranks} rows"
             )
         return done * saved_ranks // ranks

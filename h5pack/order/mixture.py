@@ -53,7 +53,10 @@ class Mixture:
         return [np.flatnonzero(self.owners == number) for number in range(len(self.plans))]
 
     def draws_of(self, epoch: int, steps: Any) -> tuple[int, int, Any]:
-        """Return the key of random crops. It includes `steps`, because an epoch may repeat a row in several steps."""
+        """Return the key of random crops: seed, epoch, and `steps`, because several steps of an epoch may repeat a row.
+
+        `steps` is the number of a step of this order, or the number of each row's step, int64 (n,).
+        """
         return self.plans[0].seed, epoch, steps
 
     def identity(self) -> dict[str, Any]:

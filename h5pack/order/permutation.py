@@ -28,8 +28,8 @@ class Permutation:
     """A random permutation of 0..count-1 with random access, determined by a 64-bit key.
 
     More than `TABLE_ROWS` items are permuted by a Feistel network, which permutes the numbers below the next power of
-    four, and is applied again until the result is below `count` (Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains"). So even a billion items take no memory.
+    four. It is applied to a number again and again until the result is below `count` (Black and Rogaway 2002, "Ciphers
+    with arbitrary finite domains"). So even a billion items take no memory.
     """
 
     def __init__(self, count: int, key: int) -> None:

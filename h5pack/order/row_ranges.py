@@ -75,7 +75,7 @@ class RowSet(RowSampler, EpochRows):
         return self
 
     def chunk_starts(self, chunks: Rows) -> Rows:
-        """Return the positions at which chunks start, int64 (n,); for chunk number `chunk_count`, the row count."""
+        """Return the positions at which `chunks` start, int64 (n,). The number `chunk_count` stands for the end."""
         raise NotImplementedError
 
     def chunk_lengths(self) -> Rows:
@@ -87,7 +87,7 @@ class RowSet(RowSampler, EpochRows):
 
 
 class RowRange(RowSet):
-    """Consecutive rows of the file: a split, or all rows. The object's size does not depend on their number."""
+    """Consecutive rows of the file: a split, or all rows. The object takes the same memory for any number of rows."""
 
     def __init__(self, start: int, stop: int, chunk_rows: int, pack_digest: int | None = None) -> None:
         super().__init__(stop - start, chunk_rows, pack_digest)

@@ -160,7 +160,7 @@ class EpochDraws(EpochRows):
         return self._weighted.rows.rows_at(found)
 
     def _groups(self, owners: Rows) -> Iterator[tuple[int, int, Rows]]:
-        """Divide ascending chunk numbers into slices of few distinct chunks; yield (start, stop, chunks) per slice."""
+        """Divide ascending chunk numbers into slices with few distinct numbers; yield (start, stop, these numbers)."""
         max_chunks = max(1, _BLOCK_ROWS // self.chunk_rows)
         chunks, heads = np.unique(owners, return_index=True)
         heads = np.append(heads, len(owners))

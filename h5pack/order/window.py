@@ -75,7 +75,7 @@ class ChunkGroup:
 
     @cached_property
     def slots(self) -> tuple[Rows, Rows]:
-        """The index of the span of each of `rows`, and its slot in the batch; both int64, (n,)."""
+        """For each of `rows`: the index of its span in `spans`, and its slot in the batch; both int64, (n,)."""
         _, firsts, counts = np.array(self.spans).T
         ends = np.cumsum(counts)
         owners = np.searchsorted(ends, self.positions, "right")
@@ -257,7 +257,7 @@ class _ChunkSequence:
         self._edges: Rows | None = None
         self._short: list[tuple[int, int]] = []
         if self.rows.short_chunks is not None and (not permuted or self.rows.chunk_count > TABLE_ROWS):
-            # Only the first and the last chunk can be shorter, so the start of any chunk is computed without a table.
+            # Only a range's first and last chunk can be shorter, so the start of any chunk is computed without a table.
             for chunk, missing in self.rows.short_chunks:
                 number = chunk
                 if self._permutation is not None:
@@ -325,7 +325,7 @@ class _ChunkSequence:
             window += 1
 
     def _rows_between(self, numbers: Rows, edges: Rows) -> tuple[Rows, Rows]:
-        """For each chunk ``numbers[i]``, return rows and indices of offsets ``edges[i]`` to ``edges[i + 1] - 1``."""
+        """For each chunk ``numbers[i]``, return rows and indices at offsets ``edges[i]`` to ``edges[i + 1] - 1``."""
         starts = self._starts(numbers)
         chunks = numbers % self.rows.chunk_count
         if self._permutation is not None:
