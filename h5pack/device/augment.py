@@ -33,10 +33,11 @@ COLOR_STREAM = 2
 _GREY = (19595, 38470, 7471)
 """Weights of red, green and blue in grey, in units of 2^-16, as in Pillow and ITU-R BT.601."""
 _QUARTER_TURN = (11225, 21145, -32370, -21774, 2601, 19173, 82681, -68855, -13826)
-"""The 3 x 3 matrix that rotates a color by a quarter turn, from axis I to axis Q, in units of 2^-16.
+"""The 3 x 3 matrix that removes a color's grey and rotates the rest by a quarter turn, from axis I to axis Q.
 
-It is inverse(T) R T, where T maps a color to YIQ (FCC NTSC 1953, as in Python's colorsys: I = 0.74 (red - Y) - 0.27
-(blue - Y), Q = 0.48 (red - Y) + 0.41 (blue - Y)) and R maps (Y, I, Q) to (0, -Q, I).
+It is inverse(T) R T, where R maps (Y, I, Q) to (0, -Q, I), and T maps a color to YIQ (FCC NTSC 1953, as in Python's
+colorsys: I = 0.74 (red - Y) - 0.27 (blue - Y), Q = 0.48 (red - Y) + 0.41 (blue - Y)). The entries are in units of
+2^-16, rounded such that each row adds up to 0.
 """
 
 
@@ -51,6 +52,8 @@ class ColorJitter:
         grey   = 0.299 red + 0.587 green + 0.114 blue
         p      = grey + s * ((p - grey) rotated by h in the plane of I and Q of the YIQ color space)
         result = b * (c * p + (1 - c) * level)
+
+    `level` is 255 times the grey of the option `mean` of `Normalize`, or 127.5 if `mean` is not given.
 
     Parameters
     ----------
@@ -68,9 +71,8 @@ class ColorJitter:
 
     Notes
     -----
-    torchvision applies the four changes in random order, and clamps and rounds after each. In torchvision, `level`
-    is the mean grey of each image. Here, it is 255 times the grey of the option `mean` of `Normalize`, or 127.5 if
-    `mean` is not given. torchvision rotates hue in HSV, which is not linear.
+    torchvision applies the four changes in random order, and clamps and rounds after each. Its `level` is the mean
+    grey of each image. It rotates the hue in HSV, which is not linear.
     """
 
     brightness: float = 0.0
@@ -110,7 +112,7 @@ class Augmentation:
     """The random changes to make to images, as described in `Normalize`. Raises OptionsError for invalid values."""
 
     flip: float = 0.0  # Probability of a horizontal flip.
-    # An int: padding on each side before a window of the image's size is cut out.
+    # An int: pixels of padding, added on each side before a window of the image's size is cut out.
     crop: int | RandomCrop | ResizedCrop = 0
     erase: float = 0.0  # Probability that a box is erased.
     erase_scale: tuple[float, float] = (0.02, 0.33)  # Range of (box area) / (result area), drawn uniformly.
@@ -173,7 +175,8 @@ class Augmentation:
         Raises OptionsError if a `RandomCrop` does not fit in an image of this size with its padding.
         """
         if isinstance(self.crop, RandomResizedCrop) or self.resize is not None:
-            return (0, 1), (0, 1)  # CenterCrop resizes the whole image; `crop_windows` draws for RandomResizedCrop.
+            # `crop_windows` draws the windows of RandomResizedCrop. The window of CenterCrop is the whole image here.
+            return (0, 1), (0, 1)
         if isinstance(self.crop, CenterCrop):
             top, left = self.crop.window(height, width)
             return (top, 1), (left, 1)
@@ -189,7 +192,7 @@ class Augmentation:
         return (-padding, rows), (-padding, columns)
 
     def window_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of the crop window, in pixels of the image; `RandomResizedCrop` draws both."""
+        """Return height and width of the crop window, in pixels of the image, unless `RandomResizedCrop` draws them."""
         return self.output_size(height, width) if self.resize is None else (height, width)
 
     def changes(self, height: int, width: int) -> Changes:
@@ -204,7 +207,7 @@ GEOMETRY = (
     *("flip", "vertical_flip", "top", "left", "box_top", "box_left", "box_height", "box_width"),
     *("crop_height", "crop_width"),
 )
-"""What each row of `AugmentationDraws.geometry` says."""
+"""The names of the rows of `AugmentationDraws.geometry`."""
 
 
 class _Row:
@@ -215,7 +218,7 @@ class _Row:
 
     def __get__(self, draws: AugmentationDraws | None, owner: type) -> torch.Tensor:
         if draws is None:
-            raise AttributeError("this attribute is one of an object, not of the class")
+            raise AttributeError("only an object has this attribute, not its class")
         return draws.geometry[self._number]
 
 
@@ -223,7 +226,7 @@ class _Row:
 class AugmentationDraws:
     """The random augmentation of each sample of a batch: int32 tensors on the images' device."""
 
-    geometry: torch.Tensor  #: (10, N): `flip` to `crop_width`, which are rows of it, (N,) each.
+    geometry: torch.Tensor  #: (10, N). The attributes `flip` to `crop_width` are its rows, (N,) each.
     #: (12, N): the 3 x 4 color matrix of each sample, row by row, in units of 2^-16. The last column of the matrix
     #: holds the offsets that are added to red, green and blue.
     color: torch.Tensor | None = None
@@ -248,12 +251,12 @@ class AugmentationDraws:
             fitting = (rows, count), torch.int32, pixels.device
             if part is not None and (part.shape, part.dtype, part.device) != fitting:
                 raise OptionsError(
-                    f"the draws do not fit {count} images on {pixels.device}; give those of Normalize.draw for them",
+                    f"the draws do not fit {count} images on {pixels.device}; give what Normalize.draw returned",
                     parameters=("draws",),
                 )
         if self.color is not None and channels != 3:
             raise OptionsError(
-                f"the draws have colors, which need images with 3 channels; these have {channels}",
+                f"the draws change colors, which needs images with 3 channels; these have {channels}",
                 parameters=("draws",),
             )
 
@@ -303,7 +306,7 @@ def draw_augmentation(
 def _boxes(words: torch.Tensor, augmentation: Augmentation, height: int, width: int) -> list[torch.Tensor]:
     """Return top, left, height and width of each sample's box, each int64, (N,). All are 0 if nothing is erased."""
     tries = words[:, BOX : BOX + 4 * TRIES]
-    # As in torchvision, a box is less high and less wide than the result.
+    # With ``smallest=0``, a box is less high and less wide than the result, as in torchvision.
     fits, box_height, box_width, word_top, word_left = first_that_fits(
         tries, augmentation.erase_scale, augmentation.erase_ratio, height, width, smallest=0
     )

@@ -21,8 +21,8 @@ def mark_echoed(batch: Any, repeats: int) -> Any:
     """Return a batch that shares the memory of `batch` and has the attribute `repeats`. `batch` does not change.
 
     `repeats` is how often the batch was delivered before. A tuple, named tuple, list or dict becomes an instance of a
-    subclass of its type. A tensor is detached. Another mapping is copied shallowly. If it cannot be copied, or cannot
-    have attributes, it becomes a dict. Any other object is returned without the attribute.
+    subclass of its type. A tensor is detached. A mapping of any other type is copied shallowly; if it cannot be copied,
+    or cannot have attributes, it becomes a dict. Any other object is returned without the attribute.
     """
     if isinstance(batch, (list, tuple, dict)):
         kind = type(batch)

@@ -1,12 +1,12 @@
-"""Copying batches to a CUDA device and transforming them there, on CUDA streams of their own.
+"""Copying batches to a CUDA device and transforming them there, on separate CUDA streams.
 
 Each batch passes through three streams. The *copy stream* copies it from pinned memory. The *transform stream* waits
 for the copy and transforms it. The *consumer's stream* (the one that is current when the batch is requested) waits for
 both, and then runs the training step.
 
-torch's allocator keeps the memory of each stream apart, and may give freed memory to the next tensor on the same stream
-at once. So `record_stream` must be called for each further stream on which a tensor is used: its memory is then reused
-only when that stream has finished the work that was queued when the tensor was freed.
+torch's allocator may give the memory of a freed tensor to the next tensor of the same stream at once, even if another
+stream is still using it. So `record_stream` must be called for each further stream that uses a tensor. The allocator
+then reuses the tensor's memory only when that stream has finished the work that was queued when the tensor was freed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from h5pack.order.permutation import derive_key
 
 
 class CudaOperations:
-    """The CUDA operations of a `DeviceCopier`. Tests replace them by a simulation. `device` must have an index."""
+    """The CUDA operations of a `DeviceCopier`. Tests replace them with a simulation. `device` must have an index."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -48,7 +48,7 @@ class CudaOperations:
         return torch.cuda.stream(stream)
 
     def event(self, stream: Any) -> Any:
-        """Record an event on a stream. A thread that waits for the event sleeps instead of using a CPU."""
+        """Record an event on a stream and return it. A thread that waits for it sleeps instead of using a CPU."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
@@ -75,8 +75,8 @@ class CudaOperations:
 def _streams(device: torch.device) -> tuple[Any, Any]:
     """Return the copy stream and the transform stream of a device.
 
-    They are shared by all feeds of the process, because the allocator keeps memory for each stream that was ever used.
-    The transforms have priority over the training step, which would otherwise delay the next batch.
+    All feeds of the process share them, because the allocator keeps memory for each stream that was ever used. The
+    transform stream has priority, because the training step would otherwise delay the next batch.
     """
     stream: Any = torch.cuda.Stream
     return stream(device), stream(device, priority=-1)
@@ -101,11 +101,11 @@ class QueuedBatch:
 class DeviceCopier:
     """Moves the batches of one iteration to a device and transforms them there.
 
-    The prefetch thread calls `enter` and `copy`; the consumer's thread calls the other methods. With `keep_images`,
-    repeated images are copied only once: if two consecutive batches have the same tensor of images, as in the repeats
-    of an `EchoLoader`, they share its copy. The transform that gets this copy, `transform` or the first of its
-    parts, must not change it in place. So unless it is a `Normalize`, or `Views` whose transforms are all `Normalize`,
-    each batch is copied.
+    The prefetch thread calls `enter` and `copy`; the consumer's thread calls the other methods.
+
+    With `keep_images`, consecutive batches that have the same tensor of images, such as the repeats of an `EchoLoader`,
+    share one copy of it. The first transform must not change this copy in place. So `keep_images` only has an effect
+    if the first transform is a `Normalize`, or `Views` whose transforms are all `Normalize`.
     """
 
     def __init__(self, operations: CudaOperations, transform: ImageTransform | None, keep_images: bool = False) -> None:
@@ -215,9 +215,10 @@ def _is_strided(tensor: torch.Tensor) -> bool:
 def apply_transform(transform: ImageTransform, fetched: FetchedBatch, device: torch.device) -> Any:
     """Return the transformed batch. The result does not depend on when the batch was requested.
 
-    The transform runs outside of inference mode, because the consumer may be in it during prefetching, but not when it
-    uses the batch. A transform that may draw from torch's generators (``transform.draws``) shares them with the
-    training step, so while it runs, they are seeded from torch's seed, the epoch, the batch's number and the rank.
+    The transform runs outside of inference mode, because the consumer may be in this mode during prefetching, but no
+    longer when it uses the batch. A transform that may draw from torch's generators (``transform.draws``) shares them
+    with the training step, so while it runs, they are seeded from torch's seed, the epoch, the batch's number and the
+    rank.
     """
     seeded = _seeded(device, fetched.epoch, fetched.number) if transform.draws else contextlib.nullcontext()
     with outside_inference_mode(), seeded:

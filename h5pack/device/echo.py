@@ -239,7 +239,7 @@ class _EchoIterator(BatchIterator):
         return batch
 
     def _end_batch(self, fetched: FetchedBatch) -> None:
-        # An interrupt here must not leave the loader's state and this state at different batches.
+        # Keep these updates together: after an interrupt, the loader's state and this state must be at the same batch.
         self._cursor.advance(fetched)
         self._state.batch, self._state.showing = self._state.batch + 1, 0
         self._current = None
@@ -259,7 +259,7 @@ class _FixedEcho(_EchoIterator):
         fetched = self._current or self._begin_batch(self._fetcher.fetch())
         batch = self._show(fetched)
         assert isinstance(self._loader.factor, Fraction)
-        # More showings than these are counted if an interrupt prevented the last delivery, and the state was loaded.
+        # The count is too large if an interrupt prevented the last delivery, and the state was saved and loaded.
         if self._state.showing >= showings(self._loader.factor, self._state.batch):
             self._end_batch(fetched)
         return batch
@@ -296,8 +296,8 @@ class _AdaptiveEcho(_EchoIterator):
                 self._begin_batch(fetched)
             if self._state.showing < self._max_showings:
                 break
-            # Only after a resume: this batch had been delivered `max_showings` times before the state was saved. Wait
-            # for the next batch.
+            # This happens only after a resume: the batch had been delivered `max_showings` times before the state was
+            # saved. Wait for the next batch.
         assert self._current is not None
         batch = self._show(self._current)
         self._delivered_at = time.monotonic()
@@ -306,8 +306,8 @@ class _AdaptiveEcho(_EchoIterator):
     def _get(self, *, wait: bool) -> FetchedBatch | None:
         """Return the loader's next batch; None if it is not ready. If `wait`, wait until it is ready.
 
-        Without `wait`, still wait briefly for a batch that is expected soon: a repeat instead would hardly save time.
-        After the last batch, raise StopIteration, or the loader's error.
+        Without `wait`, still wait briefly for a batch that is expected soon, because a repeat of the current batch
+        would hardly save time. After the last batch, raise StopIteration, or the loader's error.
         """
         tolerance = _WAIT_SHARE * self._step_seconds
         soon = 0.0 < self._clock.begun + self._clock.seconds - time.monotonic() <= tolerance

@@ -41,9 +41,9 @@ class DeviceFeed(LoaderWrapper):
     transform : callable or sequence of callable, optional
         Called with a batch's images on the device. The result replaces the images. If `transform.whole_batch` is true,
         the transform is called with the batch, and the result replaces the batch. If `transform.keyed` is true, a
-        `BatchKey` is the second argument. For other transforms, torch's generators of the CPU and of CUDA are seeded
-        from `torch.initial_seed()`, the epoch, the batch's number in the epoch, and the rank. Transforms in a sequence
-        are applied in its order.
+        `BatchKey` is the second argument. While a transform that is not keyed runs, torch's generators of the CPU and
+        of CUDA are seeded from `torch.initial_seed()`, the epoch, the batch's number in the epoch, and the rank. A
+        sequence of transforms is applied in order.
     prefetch_factor : int
         Maximum number of batches that are copied to the device before the step requests them. The device also holds
         the batch of the current step, and the batch of the previous step until that step has finished. So up to

@@ -164,7 +164,7 @@ class LoaderWrapper(Closeable):
         return self._cursor, BatchFetcher(self, iterator, self._iteration, record, first)
 
     def _first_number(self, state: dict[str, Any] | None) -> int:
-        """Return how many batches of the epoch come before the iteration that has just begun; 0 if unknown.
+        """Return the index in the epoch of the first batch of the iteration that has just begun; 0 if unknown.
 
         `state` is the loader's state at the beginning of the iteration.
         """
@@ -188,7 +188,7 @@ class LoaderWrapper(Closeable):
             return
         for sampler in with_samplers(self.loader):
             # If set_epoch or load_state_dict was called during the iteration, the sampler's state already describes the
-            # next epoch and must not be changed. `state_dict` then ignores the number of batches.
+            # next iteration and must not be changed. In this case, `state_dict` ignores its argument.
             if isinstance(sampler, (BatchOrder, ChunkSampler)) and sampler.state_dict(0) != sampler.state_dict(1):
                 sampler.set_epoch(sampler.epoch + 1)
 
@@ -222,7 +222,7 @@ class LoaderWrapper(Closeable):
 
 
 class BatchFetcher:
-    """A class that fetches batches from a wrapped loader during one iteration. Only one thread at a time may use it."""
+    """Fetches the batches of one iteration from a wrapped loader. Only one thread at a time may use it."""
 
     def __init__(
         self, wrapper: LoaderWrapper, iterator: Iterator[Any], iteration: int, record: bool, first: int

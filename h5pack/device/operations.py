@@ -22,8 +22,9 @@ _BITS = 16
 _BLOCK_VALUES = 1 << 16
 """How many values each thread processes at a time. Their temporaries (512 KiB) then stay in the CPU's cache."""
 _ROW_VALUES = 1 << 12
-"""Each constant is repeated for several lines of an image, so that operations run over these lines at once: the largest
-divisor of the image's height for which this number of values suffices (64 KiB for all four constants), or 1."""
+"""Maximum length of each of the four constants after repetition (64 KiB for all four). They are repeated for several
+lines of an image, so that one operation computes all these lines. The number of lines is the largest divisor of the
+image's height for which this length suffices, or 1."""
 
 
 def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws, size: tuple[int, int]) -> torch.Tensor:

@@ -103,7 +103,7 @@ def axes_of(
 
 
 def move_field(kind: str, field: Any, axes: Axes) -> Any:
-    """Move a field of a batch like its images.
+    """Return a field of a batch, moved like its images.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def move_boxes(boxes: torch.Tensor | Sequence[torch.Tensor], axes: Axes) -> torc
     """Return boxes moved like their images, clipped to the output.
 
     A box that is completely outside of the output remains as a box without area, so that boxes keep their order and
-    their labels. Rows without area, such as four zeros that pad an image's boxes, still have no area afterwards.
+    their labels. A box without area, such as four zeros that serve as padding, still has no area afterwards.
     ``(boxes[..., 2:] > boxes[..., :2]).all(-1)`` selects the boxes with an area.
 
     Parameters
@@ -193,7 +193,7 @@ def move_boxes(boxes: torch.Tensor | Sequence[torch.Tensor], axes: Axes) -> torc
 
 
 def _move_in_one(move: Callable[..., Any], rows: Sequence[torch.Tensor], axes: Axes) -> list[torch.Tensor]:
-    """Move the boxes or points of all images in one call, so that the number of kernels does not grow with images."""
+    """Move the boxes or points of all images in one call: a call for each image would launch many more kernels."""
     counts = [len(one) for one in rows]
     if not counts:
         return []

@@ -38,11 +38,11 @@ _ADVICE = "open the dataset with H5Dataset(..., with_rows=True)"
 
 
 class Views:
-    """A transform that makes several views of the same images, as contrastive learning needs (such as SimCLR).
+    """A transform that makes several views of the same images, for contrastive learning (such as SimCLR).
 
-    In a `DeviceFeed`, the images of the batch become a tuple of tensors, one for each view, and so do the fields that a
-    `Normalize` among the transforms moves with the images. The random numbers of one view are independent of those of
-    another, even if both views have the same transform and seed.
+    In a `DeviceFeed`, the images of the batch become a tuple of tensors, one for each view. A field that a
+    `Normalize` among the transforms moves with the images becomes such a tuple, too. The random numbers of one view are
+    independent of those of another, even if both views have the same transform and seed.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def uniform(key: BatchKey, seed: int, count: int) -> torch.Tensor:
 
 
 class ImageTransform:
-    """A wrapper that applies the transform of a `DeviceFeed`, or a sequence of them, to a batch.
+    """A wrapper that applies the transform, or the sequence of transforms, of a `DeviceFeed` to a batch.
 
     `seconds` is the total time spent in calls of the transforms. `dataset` is the loader's dataset, None if unknown.
     Raises OptionsError if a transform is not callable, is a compiled `Normalize` with fields, or needs row numbers that
@@ -210,7 +210,7 @@ class ImageTransform:
         elements, names = named_elements(batch), ", ".join(map(repr, named_elements(batch)))
         kinds = {}
         for name, kind in transform.fields.items():
-            # An index is valid, too, if the element has a name.
+            # An element that has a name may also be given by its index.
             found = name if name in elements else next((n for n, (index, _) in elements.items() if index == name), None)
             if found is None:
                 raise OptionsError(

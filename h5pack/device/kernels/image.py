@@ -48,7 +48,7 @@ def _constants_of(  # type: ignore[no-untyped-def]
     """Return centre, coarse, fine and bias of the values of a vector whose first value is of the channel `first`.
 
     PLANAR: all values are of this channel. Otherwise, the constants of each channel are loaded once. The compiler knows
-    each `spot`, so nothing has to be selected.
+    each `spot`, so no selection (`tl.where` on `is_later`) is left at run time.
     """
     centre, coarse, fine, bias = _load_constants(constants + first, CHANNELS, FINE)
     for later in tl.static_range(1, 1 if PLANAR else CHANNELS):
@@ -169,9 +169,9 @@ def _copy_rows(  # type: ignore[no-untyped-def]
 ):
     """Compute vectors of the lines y, y + advance, ... of a part (see `image_kernel`).
 
-    `y`, `column` and `place` are (A, 1). The first value of a vector is in this column, which is negative if the vector
-    begins before the line. In line y it is stored at this place, an offset from the last multiple of VALUES at or
-    before the start of the part. `known` says which values are computed: (A, 1) or (A, VALUES).
+    `y`, `column` and `place` are (A, 1), a number for each vector. `column` is the column of its first value, negative
+    if the vector begins before the line. `place` is where the value is stored in line y: an offset from the last
+    multiple of VALUES at or before the start of the part. `known`, (A, 1) or (A, VALUES), says which values to compute.
     """
     image = part
     plane = 0
@@ -311,7 +311,7 @@ def image_kernel(  # type: ignore[no-untyped-def]
             PLANES, MOVES, PADDED, ERASES, COLORS, FINE, WIDE, VALUES,
         )  # fmt: skip
     else:
-        # The rest of each line: fewer than VALUES values at its beginning and at its end, in a vector each.
+        # The rest of each line: fewer than VALUES values at its beginning and at its end, each in one vector.
         y = tl.arange(0, VECTORS) // 2
         is_end = tl.arange(0, VECTORS) % 2 == 1
         head = tl.minimum((VALUES - (y * length + shift) % VALUES) % VALUES, length)

@@ -31,9 +31,10 @@ _FLAT_PROGRAMS = 128
 _IMAGE_WARPS = 2
 """Warps per program of the image kernel; each thread computes one vector at a time."""
 _TURNS, _TURNS_OF_PLANES = 4, 2
-"""How often a program of the image kernel computes its vectors at most, each time in other lines. What depends on the
-columns is computed once for all turns, but with more turns there are too few programs to hide the latency of memory. A
-program that computes all planes of an image does so in each turn. Found by measuring on an H100.
+"""Maximum number of turns of a program of the image kernel. In each turn it computes its vectors in other lines. What
+depends on the columns is computed once for all turns, but with more turns there are too few programs to hide the
+latency of memory. The second number is for programs that compute all planes of an image in each turn. Found by
+measuring on an H100.
 """
 _MOST_PARTS = 65535
 """CUDA's limit for the second dimension of a grid."""
@@ -147,8 +148,8 @@ def plan_lines(lines: int, length: int, values: int, vectors: int, turns: int) -
 
     A line has `length` values. A program computes `vectors` vectors of `values` values at a time. In lines that are a
     period apart, the same columns are at multiples of 16 bytes. Among the periods with which a program's loop has at
-    most this many turns, choose the one with the smallest product of programs and turns. The preparation of a program
-    counts as three turns.
+    most `turns` turns, choose the one with the smallest product of programs and turns, where the preparation of a
+    program counts as three more turns.
     """
     least = values // math.gcd(length, values)
     per_line = max(1, length // values)
