@@ -1,9 +1,9 @@
 """`bench`: within a time budget, pack a sample with several chunk sizes, time reading it, and recommend one size.
 
 A file variant is the sample with one chunk size and compression. A case is a file variant, an order and a reader. The
-cases that decide the recommendation are measured first: one case for each variant, and then the run-off. It measures
-the fastest variants again, and tries other loader settings with the best one. The remaining time is for the cases that
-only appear in the tables.
+cases that decide the recommendation are measured first: one case for each variant, and then the run-off, which
+measures the fastest variants again, and tries other loader settings with the best one. The remaining time is for the
+cases that only appear in the tables.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from h5pack.system.progress import progress_bar
 
 _MAX_THREADS = 4
 _TRIED = (1, 2, 4, 8, 16)
-"""Default numbers of threads and workers to compare: those up to the CPU count; a CPU count below 16 is added."""
+"""Default numbers of threads and workers to compare, up to the number of CPUs, which is added if it is below 16."""
 _WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.5, 0.25
 """Fractions of the remaining time for warming up, comparing variants, the run-off, and each of two sets of settings."""
 _SMALL_SECONDS = 10.0
@@ -116,8 +116,8 @@ def bench(
     rows : int, optional
         Number of rows in the sample. Default: as many as time, memory and disk allow, up to 512 MiB.
     num_images : int, optional
-        Number of images in the dataset that is judged, which may be larger than `source`. Default: the images of
-        `source`. Generated images stand for a large dataset.
+        Number of images in the dataset that the recommendation is for, if `source` is only a part of it. Default: the
+        number of images in `source`. Generated images stand for a large dataset.
     size : int, (int, int) or str, optional
         Height and width of every packed image, as for `convert`.
     source_kind : str, optional
@@ -218,7 +218,7 @@ class _Comparison:
         return sum(len(one.speeds) for one in self.report.run_off)
 
     def measure_first_epoch(self, chosen: Recommendation) -> None:
-        """Add the speeds of first epochs to the workload if only these decode chunks."""
+        """Measure first epochs if only first epochs decode chunks, and add their speeds to the workload."""
         speeds = self.sweep.first_epoch(self.workload.case(chosen.variant, chosen.judged_by), self.end)
         self.workload = replace(self.workload, first_epoch=speeds)
 
@@ -368,8 +368,8 @@ class BenchRun:
         chosen, left_out = report.recommendation, len(set(every) - tried)
         # Omit this note if the sample is too small to compare variants: then most cases are left out on purpose.
         if left_out and (chosen is None or chosen.compared):
-            text = f"{left_out} of {len(every)} cases, of which none decides, were not measured for lack of time"
-            report.notes.append(f"{text}; about {enough} seconds are enough for all tables.")
+            text = f"{left_out} of {len(every)} cases were not measured for lack of time; the answer needs none of them"
+            report.notes.append(f"{text}. About {enough} seconds are enough for all tables.")
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -397,7 +397,7 @@ def _require_time(left: float, needed: float, packing: float, settings: BenchSet
 
 
 def _command_source(report: BenchReport, source: BenchInput) -> str:
-    """Return the source in the recommended command: a placeholder if images were generated, or their number given."""
+    """Return the source to name in the recommended command: a placeholder if the input is not the whole dataset."""
     if source.kind == "generated":
         return "IMAGES"
     return source.source if report.num_images == source.num_images else "ALL_IMAGES"

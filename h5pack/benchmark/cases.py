@@ -174,10 +174,10 @@ class Measurement:
         return tuple(map(operator.truediv, self.speeds, self.ceilings)) if matched else ()
 
     def ratios(self, other: Measurement, *, all_turns: bool = False) -> tuple[float, ...]:
-        """Return this case's speed divided by the other's in each turn that measured both, ascending.
+        """Return this case's speed divided by the other's in each turn that measured both, in ascending order.
 
-        The speed of a machine varies over time, but within a turn it affects both cases alike. Of every ten ratios, the
-        lowest and the highest are left out, so that more turns mean less noise, unless `all_turns` is true.
+        The speed of a machine varies over time, but within a turn it affects both cases alike. Unless `all_turns` is
+        true, the lowest tenth and the highest tenth are left out (rounded down), so that more turns mean less noise.
         """
         others = dict(zip(other.turns, other.speeds, strict=False))
         both = zip(self.turns, self.speeds, strict=False)
@@ -188,10 +188,13 @@ class Measurement:
     def is_faster(self, other: Measurement, min_turns: int = MIN_REPEATS) -> bool:
         """Return whether this case is faster than `other`, judged by the ratios of their speeds (see `ratios`).
 
-        There must be at least `min_turns` ratios, and the lowest must be above 1.05. The lowest must also be above 1.25
-        or above the spread, which is the highest ratio divided by the lowest: on a busy machine, a few ratios may all
-        be above 1 by chance. If the lowest ratio is above both 1.25 and the spread, `MIN_REPEATS` ratios are enough.
-        One repeat of each case is enough if their speeds are as far apart as `HOPELESS` says.
+        - There must be at least `min_turns` ratios.
+        - The lowest ratio must be above 1.05.
+        - The lowest ratio must also be above 1.25 or above the spread, which is the highest ratio divided by the
+          lowest: on a busy machine, a few ratios may all be above 1 by chance.
+
+        If the lowest ratio is above both 1.25 and the spread, `MIN_REPEATS` ratios are enough. One repeat of each case
+        is enough if their speeds are as far apart as `HOPELESS` says.
         """
         if not self.speeds or not other.speeds:
             return False
@@ -204,7 +207,7 @@ class Measurement:
         return ratios[0] > (min(bounds) if len(ratios) >= min_turns else max(bounds))
 
     def with_repeats_of(self, other: Measurement) -> Measurement:
-        """Return this measurement with the repeats of `other` added, which is a measurement of the same case."""
+        """Return this measurement with the repeats of `other`, a measurement of the same case, added at the end."""
         matched = bool(self.of_ceiling or not self.speeds) and bool(other.of_ceiling or not other.speeds)
         ceilings = (*self.ceilings, *other.ceilings) if matched else ()
         speeds, turns = (*self.speeds, *other.speeds), (*self.turns, *other.turns)
@@ -285,7 +288,7 @@ def usable_seconds(budget: float) -> float:
     """Return how many seconds of a time budget packing and measuring may take.
 
     The rest is for the report, for removing temporary files, and for the end of the process, which takes up to 0.7 s
-    after torch was imported.
+    if torch was imported.
     """
     return 0.97 * budget - min(0.9, 0.2 * budget)
 
@@ -369,11 +372,12 @@ def _level(case: BenchCase) -> int:
 
 
 class SweepTable:
-    """Table of the sweep's measurements, updated by the run-off, by variant, order, engine and page-cache state.
+    """The sweep's measurements, updated by the run-off, as a table by variant, order, engine and page-cache state.
 
     Cases may also differ in batch size, window, threads or workers. For each order, engine and page-cache state, the
-    table holds the cases with the settings that were measured first, the usual ones. All other cases are in `others`.
-    Variants are sorted: the input file, then uncompressed by ascending chunk size, contiguous, and compressed variants.
+    table holds only the cases with the usual settings: those that were measured first. All other cases are in `others`.
+    The variants are sorted: the input file, the uncompressed variants by ascending chunk size, the contiguous variant,
+    and the compressed variants.
     """
 
     def __init__(

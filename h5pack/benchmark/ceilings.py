@@ -30,7 +30,7 @@ _PROBES = 16
 
 
 def touch(images: npt.NDArray[Any]) -> int:
-    """Read one byte of each memory page of a uint8 array, so that all are in memory; return the sum of the bytes."""
+    """Read a byte of each page of a uint8 array, so that the whole array is in memory; return the sum of the bytes."""
     return int(images.reshape(-1)[:: mmap.PAGESIZE].sum())
 
 
@@ -182,8 +182,8 @@ class PageState:
     def _seems_cached(self) -> bool:
         """Return whether any of a few sampled chunks can be read without waiting for the disk; True if unknown.
 
-        False if the rows are in other files. This check is needed because mincore(2) reports
-        all pages as cached to a process that may not write the file.
+        False for a virtual dataset, whose rows are in other files. This check is needed because mincore(2) reports all
+        pages as cached to a process that may not write the file.
         """
         index = self._dataset.engine.indexes[self._dataset.names[0]]
         if isinstance(index, VirtualIndex):

@@ -1,4 +1,4 @@
-"""The workload that a recommendation is made for, and the settings of loaders that are recommended for it."""
+"""The workload that a recommendation is for, and the choice of the loaders' settings to recommend."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def limited_batch_size(batch_size: int, rows: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The data, the machine and the settings that a recommendation is made for."""
+    """The data, the machine and the settings that a recommendation is for."""
 
-    source: str  # Path of the dataset that is judged, as on the command line, or a placeholder for it.
+    source: str  # Path of the whole dataset, as on the command line, or a placeholder for it.
     options: dict[str, Any]  # Keywords of `h5pack.convert` for converting the source.
     num_images: int
     row_bytes: int
@@ -37,10 +37,10 @@ class Workload:
     cpus: int  # Number of CPUs that this process may use.
     asked_batch_size: int | None = None  # Batch size that was asked for, if the sample is too small for it.
     split: str | None = None  # Split that a training reads; None: all rows.
-    any_size: bool = False  # Whether the images are generated, and stand for sets of any size.
+    any_size: bool = False  # Whether the images are generated, and stand for datasets of any size.
     fields: tuple[str, ...] = ()  # Names of an input file's further datasets that are read with the images.
-    decodes_input: bool = False  # Whether the input file is no pack, and must be decoded: it is kept only if faster.
-    first_epoch: tuple[float, ...] = ()  # Images/s of first epochs, if only these decode chunks; else empty.
+    decodes_input: bool = False  # Whether the input file has faults and must be decoded: it is kept only if faster.
+    first_epoch: tuple[float, ...] = ()  # Images/s of first epochs, if only first epochs decode chunks; else empty.
 
     @property
     def recommended_batch_size(self) -> int:
@@ -83,10 +83,10 @@ def pick_settings(
 
 
 def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, list[str]]:
-    """Return the recommended number of workers for a DataLoader, and the reasons: none if no number was measured.
+    """Return the recommended number of workers for a DataLoader, and the reasons; no reasons if nothing was measured.
 
-    The number is one per CPU unless another number is faster. If one per CPU was not measured, because other numbers
-    were asked for, it is the fastest of these.
+    Recommend one worker per CPU, unless another number is faster. If one per CPU was not measured, because other
+    numbers were asked for, recommend the fastest of these.
     """
     case = replace(picked.case, num_threads=1)
     tried = {
@@ -174,7 +174,7 @@ def speed_range_text(speed: float, low: float, high: float) -> str:
 
 
 def epoch_text(rows: int, *speeds: float) -> str:
-    """Return how long `rows` images take at the median of speeds in images/s, and the range, "1.9 ms (1.5 to 2.2)"."""
+    """Return how long `rows` images take at `speeds` in images/s: median and range, such as "1.9 ms (1.5 to 2.2)"."""
     seconds, least, most = (rows / speed for speed in (statistics.median(speeds), max(speeds), min(speeds)))
     factor, unit = (1_000, "ms") if seconds < 1 else (1, "s")
     span = f" ({factor * least:.1f} to {factor * most:.1f})" if len(speeds) > 1 else ""

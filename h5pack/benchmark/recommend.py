@@ -40,7 +40,7 @@ from h5pack.pack.options import convert_command, lacks_labels
 from h5pack.system.text import counted
 
 _MAX_FINALISTS = 6
-_NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) counts as the default.
+_NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) counts as near it.
 WORTH = 1.15  # A chunk size is recommended instead of the default only if it is at least this many times as fast.
 _BUSY_SPREAD = 1.5  # The machine counts as busy if the speed ratios of similar variants vary by more than this factor.
 
@@ -69,7 +69,7 @@ class Recommendation:
     ties: tuple[str, ...]  # Labels of this variant and of those without a clear difference to it; all if not compared.
     compared: bool = True  # Whether variants were compared; False if the sample is too small, or they hardly matter.
     hardly_matters: bool = False  # Whether all images are read so fast that no other variant can save much.
-    memory_images: int = 0  # How many images fit into half of the available memory: reads of more are judged cold.
+    memory_images: int = 0  # How many images fit into half of the available memory; more are judged by cold reads.
     reasons: tuple[str, ...]  # Sentences that explain the recommendation.
     command: str  # Command line that converts to the variant; empty if `convert` is False.
     code: str  # Python code that reads the file with these settings.
@@ -89,7 +89,7 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Findings:
-    """What was measured in the sweep and in the run-off, and what it is judged for."""
+    """The measurements of the sweep and of the run-off, and what is needed to judge them."""
 
     variants: Sequence[FileVariant]
     measurements: Sequence[Measurement]
@@ -99,7 +99,7 @@ class Findings:
 
     @property
     def cases(self) -> dict[BenchCase, FileVariant]:
-        """The cases that compare the variants, without the contiguous one, which h5pack cannot write."""
+        """The cases that compare variants. A contiguous copy has none, because h5pack cannot write such a file."""
         given = [one for one in self.variants if one.is_input or one.chunk_rows is not None]
         return {self.workload.case(one.label, self.cache): one for one in given}
 
@@ -171,7 +171,7 @@ def choose(findings: Findings) -> Recommendation | None:
     ties = [one for one in found if not compared or not (picked.is_likely_faster(one) or one.is_likely_faster(picked))]
     busy = compared and _is_busy(picked, found, workload)
     variant = picked.variant
-    # Compare nothing if the sample is small, so that noise is not taken for a result.
+    # If variants are not compared, do not compare settings either: the differences would be noise.
     run_off = findings.run_off if compared else ()
     used, settings_reasons = pick_settings(picked.stated, run_off, workload)
     case = replace(used.case, batch_size=workload.recommended_batch_size)
@@ -238,7 +238,8 @@ class _Compared(CaseRepeats):
     def is_faster(self, other: _Compared, min_turns: int = MIN_TURNS) -> bool:
         """Return whether this variant is faster than the other: by `Measurement.is_faster`, or by a sign test.
 
-        The sign test is that the other's median ratio is below `TIE`, with a level of 1 %; it needs at least 7 turns.
+        The sign test has a level of 1 %, and tests whether the median of the other's speed divided by this one's is
+        below `TIE`. It needs at least 7 turns.
         """
         mine, others = self.beside(other)
         return mine.is_faster(others, min_turns) or _is_below(other.ratios(self, all_turns=True), TIE, 0.01)
@@ -321,7 +322,11 @@ def _is_below(ratios: Sequence[float], bound: float, level: float = 0.05) -> boo
 
 
 def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
-    """Return a sort key: 0 input file, 1 uncompressed, 2 compressed, 3 input file to decode; then the distance."""
+    """Return a sort key: the kind of the variant, and the distance of its chunk size from the default.
+
+    The kinds are 0: the input file; 1: uncompressed; 2: compressed; 3: the input file if `decodes_input` is true. The
+    distance is the absolute value of the logarithm of (rows per chunk / default rows per chunk).
+    """
     if variant.is_input or variant.chunk_rows is None:
         return 3 * workload.decodes_input, 0.0
     return 1 + (variant.compression != "none"), abs(math.log(variant.chunk_rows / max(1, workload.default_chunk_rows)))
@@ -334,8 +339,8 @@ def _name(variant: FileVariant) -> str:
 def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, hardly_matters: bool) -> list[str]:
     """Return sentences on how long an epoch takes with each chunk size; empty if there is only one.
 
-    The times of the others are that of the recommended variant, divided by the ratios of speeds in the same turns. An
-    input file that is not recommended is left out, because `_gain` gives its time.
+    The times of another variant are the time of the recommended variant divided by the ratios of their speeds in the
+    same turns. An input file that is not recommended is left out, because `_gain` gives its time.
     """
     texts, fastest, seconds = [], 1.0, workload.num_images / picked.stated.median
     for one in found:
@@ -446,7 +451,7 @@ def _gain(findings: Findings, picked: Measurement, compared: Sequence[Measuremen
         if one.speeds and (one.case.variant, one.case.engine, one.case.order, one.case.cache) == baseline
     ]
     reasons = []
-    # If H5Loader reads the input file, too, h5py's speed matters only if it is higher.
+    # If H5Loader can read the input file, h5py's speed matters only if it is higher than the recommended variant's.
     shown = plain if not own or (plain and plain[0].median > picked.median) else []
     for reader, found in ((f"H5Loader: {when}", own), (f"h5py with one index a call{where}: ", shown)):
         for one in found[:1]:

@@ -34,7 +34,7 @@ from h5pack.system.text import counted, format_bytes, listed, printable
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
 _NOISY_RATIO, _SLOW_RATIO = 1.5, 1.25
-_LONG_SECONDS = 300  # For a busy machine: of more repeats, more outliers can be left out.
+_LONG_SECONDS = 300  # A longer time budget to advise: of more repeats, more outliers are left out.
 _Line = tuple[Measurement, list[str]]
 """A measurement, and further cells of its line in a table."""
 
@@ -45,7 +45,7 @@ class BenchReport:
 
     source: str  #: The path, or "generated images".
     kind: str  #: "folder", "file" or "generated".
-    num_images: int  #: Number of images in the dataset that is judged.
+    num_images: int  #: Number of images in the dataset that the recommendation is for.
     row_shape: tuple[int, ...]
     row_bytes: int
     sample_rows: int
@@ -190,12 +190,12 @@ class BenchReport:
         return f"rows={self.source_images}" if self.sample_rows < self.source_images else ""
 
     def _hint(self) -> tuple[str, tuple[str, ...]]:
-        """Return advice about sets of other sizes, and the parameters that it names; both are empty without advice."""
+        """Return advice on how to learn more, and the parameters that it names; both are empty without advice."""
         chosen, shape, longer = self.recommendation, self.row_shape, self._longer
         count = "N" if self.num_images == self.source_images else str(self.num_images)
         given: tuple[str, ...] = (f"num_images={count}",)
         if self._fewest_images > 1 and not self._more_rows and count == "N":
-            return "Smaller sets get smaller chunks by default, which suit them; num_images=N judges those of N.", given
+            return "Smaller sets get smaller chunks by default, which suit them; num_images=N judges sets of N.", given
         if chosen is not None and chosen.unsure and longer:
             return f"For a more certain comparison, add {' '.join(longer)} to the options.", longer
         if chosen is None or chosen.compared or self._more_rows or self.kind == "generated" or len(shape) not in (2, 3):
@@ -215,9 +215,9 @@ class BenchReport:
 
     @property
     def _fewest_images(self) -> int:
-        """Number of images from which on `h5pack.convert` makes the recommended chunks by default.
+        """Smallest number of images for which `h5pack.convert` makes the recommended chunks by default.
 
-        0 unless the images were generated, and the recommended chunks are the default of a large dataset.
+        0 unless the images were generated and the recommended chunks are the default for a large dataset.
         """
         chosen, counts = self.recommendation, range(1, MANY_IMAGES + 1)
         plan = partial(plan_chunks, row_bytes=self.row_bytes, whole_pages=True)

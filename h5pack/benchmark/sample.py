@@ -108,7 +108,7 @@ class BenchInput:
 
     kind: str  # "folder", "file" or "generated".
     source: str  # Path to convert.
-    num_images: int  # The images that the source has; a dataset that is judged may have more, see `dataset_images`.
+    num_images: int  # Number of images in the source, which may be only a part of the dataset (`dataset_images`).
     options: dict[str, Any]  # Keywords for converting the images with `convert`.
     split: str | None = None  # The split that a training reads; None if there is none.
     variant: FileVariant | None = None  # The input file as it is; None if the input is not an HDF5 file.
@@ -119,7 +119,7 @@ class BenchInput:
 
 
 def find_input(path: str | os.PathLike[str] | None, scratch: Path, settings: BenchSettings) -> BenchInput:
-    """Open the input of a benchmark. If `path` is None, generate images in `scratch`, repeated for large samples."""
+    """Open the input of a benchmark. If `path` is None, generate images in `scratch`; large samples repeat them."""
     given = {name: getattr(settings, name) for name in ("size", "images", "labels", "source_kind")}
     options = {name: value for name, value in given.items() if value is not None}
     if path is None:
@@ -245,7 +245,7 @@ class BenchSample:
 
 
 def dataset_images(source: BenchInput, settings: BenchSettings) -> int | None:
-    """Return the number of images of the dataset that is judged; None if generated images stand for one of any size."""
+    """Return how many images the whole dataset has; None if generated images stand for a dataset of any size."""
     return settings.num_images or (None if source.kind == "generated" else source.num_images)
 
 
@@ -291,7 +291,8 @@ def make_sample(
     base, sizes = scratch / "base.h5", partial(_sizes_for, wanted, default_chunk_rows)
     row_limit = partial(_sample_rows, source, settings, scratch, row_bytes, num_files)
     packed_by, rows = begin + _PACKING_SHARE * seconds, 0
-    # `speed` is at first that of a few images, where starting may take most of the time. If there is time, pack more.
+    # At first, `speed` is that of a few images, where starting may take most of the time, so it is too low. Pack again
+    # while there is time for at least twice as many rows.
     while (more := row_limit(int(speed * (packed_by - clock())))) >= 2 * rows:
         rows = more
         report = packer.convert(base, limit=rows, chunk_rows=sizes(rows)[0], overwrite=True)
@@ -402,9 +403,9 @@ def _make_variants(
 
 
 def _sizes_for(wanted: Sequence[int], default_chunk_rows: int, rows: int) -> list[int]:
-    """Return the chunk sizes of which `rows` rows fill two chunks, or the smallest, those closest to the default first.
+    """Return the smallest chunk size, and all others of which `rows` rows fill at least two chunks.
 
-    The last ones are left out if time is short.
+    Those closest to the default are first, because the last ones are left out if time is short.
     """
     some = [count for count in wanted if count == wanted[0] or 2 * count <= rows]
     return sorted(some, key=lambda count: abs(math.log(count / default_chunk_rows)))

@@ -1,6 +1,6 @@
 """Measure cases in turns for as long as time allows; a turn measures each case once, by the reader of the case.
 
-The readers are H5Loader, h5py, single rows, or a DataLoader with workers.
+A reader uses H5Loader, h5py, a DataLoader with workers, or, for single rows, H5Dataset.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class SharedDatasets:
         key = variant.label, library
         if key not in self._datasets:
             dataset = H5Dataset(variant.path, images=variant.images, labels=variant.labels)
-            # Scale the cache by the sample's share of all images: it should hold the sample only if it would hold all.
+            # Scale the cache with the sample, so that it holds the sample only if the full cache would hold all images.
             if not variant.is_input:
                 dataset.engine.chunks.cache.capacity = int(DECODED_BYTES * self._sampled)
             self._datasets[key] = through_library(dataset) if library else dataset
@@ -194,7 +194,7 @@ class LoaderReader(CaseReader):
 
 
 class LibraryReader(CaseReader):
-    """Reader of single rows by h5py, or of batches, row by row, or in the sequential order with a slice per batch.
+    """Reader of single rows or batches by h5py. In sequential order, a batch is read as one slice, else row by row.
 
     Encoded images are read row by row, and decoded by Pillow. The chunk cache is h5py's default, or set up for random
     access if the case's engine is "tuned". `dataset` is used only for the order of a window shuffle.
@@ -311,7 +311,10 @@ class _CaseState:
     reason: str | None = None  # Why the case cannot be measured; None if it can.
 
     def reloads_next(self) -> bool:
-        """Return whether to load the file again before the next repeat: only if the allowance covers enough of them."""
+        """Return whether to load the file again before the next repeat.
+
+        The allowance must be enough for `MIN_REPEATS` such repeats.
+        """
         return self.reload and MIN_REPEATS * (self.run_seconds + self.load_seconds) <= self.allowance
 
     def next_seconds(self) -> float:
@@ -397,8 +400,8 @@ class Sweep:
         `ceilings`, the ceiling is measured after each repeat of an H5Loader. Return the estimated seconds of one turn.
 
         If `reload_each_repeat` is true, the file is loaded into the page cache again before each repeat, provided that
-        time remains for enough repeats. The reason: where the cached pages lie in memory changes speeds by up to a
-        fifth, and they move only when the file is loaded again.
+        time remains for enough repeats. Speeds differ by up to a fifth with the places of the cached pages in memory,
+        which change only when the file is loaded again.
         """
         shares = sum(min_seconds(case) for case in cases)
         soft_end = self._clock() + seconds
