@@ -28,7 +28,7 @@ from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop, ResizedCrop, check_image_size
 
 FLIP, TOP, LEFT, ERASE, BOX, VERTICAL_FLIP = 0, 1, 2, 3, 4, 44
-"""Index of the random word for each change (`random_words`, stream 0). From BOX on, each tried box takes four words."""
+"""Indices of the random words for each change (`random_words`, stream 0). From BOX on, each try takes four words."""
 COLOR_STREAM = 2
 _GREY = (19595, 38470, 7471)
 """Weights of red, green and blue in grey, in units of 2^-16, as in Pillow and ITU-R BT.601."""
@@ -90,7 +90,7 @@ class ColorJitter:
 
 
 def checked_number(name: str, value: Any) -> float:
-    """Return the value of an option as a float; raise OptionsError if it is no number."""
+    """Return the value of an option as a float; raise OptionsError if it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError) as error:
@@ -172,10 +172,10 @@ class Augmentation:
     def windows(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return (smallest first row, number of possible first rows) of the crop window, and the same for its columns.
 
-        Raises OptionsError if a `RandomCrop` does not fit in an image of this size with its padding.
+        Raises OptionsError if the window of a `RandomCrop` does not fit in an image of this size after padding.
         """
         if isinstance(self.crop, RandomResizedCrop) or self.resize is not None:
-            # `crop_windows` draws the windows of RandomResizedCrop. The window of CenterCrop is the whole image here.
+            # `crop_windows` draws RandomResizedCrop's windows. If a CenterCrop resizes, its window is the whole image.
             return (0, 1), (0, 1)
         if isinstance(self.crop, CenterCrop):
             top, left = self.crop.window(height, width)

@@ -227,7 +227,7 @@ def apply_transform(transform: ImageTransform, fetched: FetchedBatch, device: to
 
 @contextlib.contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Leave the inference mode, if it is on, without recording gradients."""
+    """Leave inference mode in the context, if it is on, but do not record gradients."""
     if not torch.is_inference_mode_enabled():
         yield
         return

@@ -259,7 +259,7 @@ class _FixedEcho(_EchoIterator):
         fetched = self._current or self._begin_batch(self._fetcher.fetch())
         batch = self._show(fetched)
         assert isinstance(self._loader.factor, Fraction)
-        # The count is too large if an interrupt prevented the last delivery, and the state was saved and loaded.
+        # Not ``==``: the count is larger if an interrupt prevented the last delivery and a state was saved and loaded.
         if self._state.showing >= showings(self._loader.factor, self._state.batch):
             self._end_batch(fetched)
         return batch

@@ -237,7 +237,7 @@ class BatchFetcher:
         self._count += 1
         state = self._wrapper._loader_state() if self._record else None
         if self._epoch is None:
-            # Keep the epoch of the first batch: before this iteration ends, a new one may change the loader's epoch.
+            # Keep the epoch of the first batch: a new iteration may change the loader's epoch before this one ends.
             known = _epoch_of(self._wrapper.loader, counted=True)
             self._epoch = self._iteration if known is None else known
         return FetchedBatch(batch, self._epoch, self._first + self._count - 1, self._count, state)

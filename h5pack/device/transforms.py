@@ -133,7 +133,8 @@ class ImageTransform:
                     parameters=("fields",),
                 )
         self._overwriting = [one for one in called if overwrites_results(one)]
-        # `draws`: whether torch's generators may be used. `replaces_images`: whether the loaded images stay unchanged.
+        # `draws`: whether any transform may use torch's generators. `replaces_images`: whether the first transform
+        # leaves the loaded images unchanged.
         self.draws = any(not _is_keyed(one) and not isinstance(one, Normalize) for one in called)
         first = self.transforms[0] if self.transforms else None
         views = first.transforms if isinstance(first, Views) else (first,)
