@@ -81,7 +81,7 @@ class Recommendation:
 
     @property
     def label_note(self) -> str:
-        """Advice if `command` packs fields of another HDF5 file, but no labels; else empty."""
+        """Advice if `command` names fields to pack, but no labels; else empty."""
         if not lacks_labels(shlex.split(self.command)):
             return ""
         return "The command packs no labels, because no dataset is named like labels; choose one with labels=NAME."

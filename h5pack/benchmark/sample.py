@@ -56,7 +56,7 @@ _FILES = 2_000  # Generated files; a larger set repeats them, because writing a 
 _FALLBACK_SIZE = (224, 224)
 _PROBE_IMAGES, _PROBE_BYTES, _PROBE_SECONDS = (64, 512), 64 * 1024 * 1024, 0.1
 _PACKING_SHARE = 0.2
-"""Fraction of the time budget for packing the sample."""
+"""Fraction of the remaining time for packing the sample. After twice as much, no more variants of it are made."""
 _PREFIX, _LOCK = ".h5pack-bench-", "lock"
 _LESS_SPACE = "give another scratch=FOLDER, fewer rows or fewer chunk sizes"
 

@@ -102,7 +102,10 @@ class CaseReader:
 
 
 class SharedDatasets:
-    """Datasets shared by several readers, so that the chunks of a file, maybe millions, are indexed only once."""
+    """Datasets shared by several readers, so that the chunks of a file, maybe millions, are indexed only once.
+
+    `sampled` is the fraction of all images that are in the sample.
+    """
 
     def __init__(self, sampled: float = 1.0) -> None:
         self._sampled = sampled
@@ -311,10 +314,7 @@ class _CaseState:
     reason: str | None = None  # Why the case cannot be measured; None if it can.
 
     def reloads_next(self) -> bool:
-        """Return whether to load the file again before the next repeat.
-
-        The allowance must be enough for `MIN_REPEATS` such repeats.
-        """
+        """Return whether to load the file again first: if the allowance is enough for `MIN_REPEATS` such repeats."""
         return self.reload and MIN_REPEATS * (self.run_seconds + self.load_seconds) <= self.allowance
 
     def next_seconds(self) -> float:
