@@ -66,10 +66,10 @@ def append(
     file system supports it (XFS, Btrfs), the new file shares the disk blocks of the existing rows; otherwise these rows
     are copied. Classes keep their numbers, and new classes get the next numbers.
 
-    If the pack is a virtual file, the new images are written to a further pack beside it, such as ``NAME-00003.h5``.
-    It gets the lowest number that the virtual file does not use yet.
+    If the pack is a virtual file, the new images are written to a further pack beside it, such as ``NAME-00003.h5``,
+    with the lowest number that the virtual file does not use yet. The new virtual file also refers to this pack.
 
-    The new files have the mode of the pack, and its owner and group if the system permits that.
+    The new files get the permissions of the pack, and its owner and group if the system permits that.
 
     Parameters
     ----------
@@ -126,8 +126,8 @@ def append(
         _remove(new_path)
         return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
     settings = {**_row_options(old), **options, "overwrite": overwrite, "resume": resume, "progress": progress}
-    # The interrupted call may have replaced the pack already. The pack then has the names of the new images, which
-    # is no error, so leave these images out.
+    # If the interrupted call has already replaced the pack, the pack has the names of the new images. Leave these
+    # images out instead of raising an error.
     ended = resume and old.options.get("combined", {}).get("verb") == "append"
     only_new = only_new or ended
     with _Addition(source, new_path, old, only_new, split, **settings) as conversion:
@@ -148,9 +148,9 @@ def append(
 
 def _require_options(old: Part, options: dict[str, Any]) -> None:
     reasons = dict.fromkeys((*_OF_ROWS, *_OF_FILES), "the pack determines it; leave it out")
-    several = "append runs on one machine; convert the new images into a pack of their own, and join both"
+    several = "append runs on one machine; convert the new images into a pack of their own, and join the two packs"
     reasons |= dict.fromkeys(_OF_SEVERAL, several)
-    reasons["val_groups"] = "it would not see the groups of the pack's images; give the splits in the source"
+    reasons["val_groups"] = "it would ignore the groups of the pack's images; define the splits in the source"
     for name, reason in reasons.items():
         if name in options:
             text = f"{old.path}: {name} cannot be given, because {reason}"
@@ -227,7 +227,7 @@ class _Addition(Conversion):
         for what, own, other in zip(("labels", "the label columns", "the fields"), *contents, strict=True):
             if own != other:
                 problem = f"has {what} {shown(other)}, but {plan.source} has {shown(own)}"
-                raise SourceError.at(old.path, f"{problem}; give the options that select the same")
+                raise SourceError.at(old.path, f"{problem}; choose options so that both are the same")
         if contents[0][0] == "classes":
             merge_classes([(old.path, old.catalog.label_names or ()), (plan.source, plan.catalog.label_names or ())])
         _split_for(old, plan.catalog, self._split)
@@ -244,7 +244,7 @@ def _sizes_differ(old: Part, source: object, sizes: str) -> SizesDifferError:
 
 
 def _pack_new(conversion: Conversion, rejects: Sequence[Reject]) -> bool:
-    """Pack the new images; return False if there are none, or only some of `rejects`, which still cannot be packed."""
+    """Pack the new images; return False if there is none, or if all are in `rejects` and again cannot be packed."""
     if not len(conversion.catalog):
         return False
     try:
@@ -262,9 +262,9 @@ def _stored_name(name: str) -> str:
 
 
 def _split_for(old: Part, new: Catalog, split: str | None) -> str | None:
-    """Return the split of the new images in the pack: `split`, or if it is None, None for the splits of their source.
+    """Return the split for all new images, or None if they keep the splits of their source.
 
-    Images of a source without splits get the only split of the pack.
+    All get `split` if it is given. If not, images of a source without splits get the only split of the pack.
     """
     names = new.split_names
     if split is None and names == one_split(0)[0] and names[0] not in old.catalog.split_names:
@@ -279,7 +279,7 @@ def _split_for(old: Part, new: Catalog, split: str | None) -> str | None:
 
 
 def _with_split(old: Part, new: Part, split: str | None) -> Part:
-    """Return the new images with their split in the pack; see `_split_for`."""
+    """Return `new` with the split that its images get in the pack; see `_split_for`."""
     split = _split_for(old, new.catalog, split)
     if split is None:
         return new
@@ -288,7 +288,7 @@ def _with_split(old: Part, new: Part, split: str | None) -> Part:
 
 
 def _with_latest_rejects(merged: Catalog, new: Part) -> Catalog:
-    """Return the tables without the rejects of images that were packed, or rejected again, among the new images."""
+    """Return the tables with the rejects of `new`, and earlier rejects unless `new` packed or rejected them again."""
     names = {*new.catalog.names, *(reject.name for reject in new.rejects)}
     old = (reject for reject in merged.rejects if reject.name not in names)
     return replace(merged, rejects=(*old, *new.rejects))
@@ -296,6 +296,6 @@ def _with_latest_rejects(merged: Catalog, new: Part) -> Catalog:
 
 def _remove(path: Path) -> None:
     """Remove the temporary pack of the new images, and its table of rejects."""
-    # A call that is interrupted in between finds the pack when it is resumed, and removes it then.
+    # Remove the pack last: if the call is interrupted in between, a resumed call finds the pack and removes it.
     for one in (Output(path).rejects, path):
         one.unlink(missing_ok=True)

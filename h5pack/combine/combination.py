@@ -54,12 +54,12 @@ class Combination:
         cls, verb: str | None, parts: Sequence[Part], merged: Catalog, order: Rows, statistics: dict[str, Any],
         chunk_rows: int | None = None,
     ) -> Combination:  # fmt: skip
-        """Return a combination. `order` lists its rows, as row numbers of `merged`, the catalog of all parts' rows."""
+        """Return a combination of the rows `order` of `merged`, the catalog of all parts' rows."""
         catalog = merged if np.array_equal(order, np.arange(len(merged))) else _tables_at(merged, order)
         edges = equal_runs(catalog.split_ids.astype(np.int64))
         names = [catalog.split_names[number] for number in catalog.split_ids[edges[:-1]].tolist()]
         if verb is None:
-            # The rows are sorted by split. As in one file, keep splits without rows.
+            # The rows of shards are sorted by split. Keep splits without rows, as a conversion into one file does.
             names = list(catalog.split_names)
             edges = np.searchsorted(catalog.split_ids, np.arange(1 + len(names)))
         pairs = itertools.pairwise(edges.tolist())
@@ -72,11 +72,11 @@ class Combination:
         return len(self.origins)
 
     def permissions_of(self, out: Path) -> Path | None:
-        """Return the file whose permissions the output gets: the pack that it replaces, if rows are appended to it."""
+        """Return the file whose permissions the output gets: the pack that `append` replaces; None for other verbs."""
         return out if self.verb == "append" else None
 
     def stored_rows(self, rows: int) -> int:
-        """Return the length along axis 0 that the images of the first `rows` rows take: rows of pixels, or bytes."""
+        """Return the length of the images dataset for the first `rows` rows: `rows`, or if encoded, their bytes."""
         return rows if self.offsets is None else int(self.offsets[rows])
 
     @cached_property
@@ -101,7 +101,7 @@ class Combination:
 
     @cached_property
     def pixel_rows(self) -> tuple[PixelRows, ...]:
-        """The fields of pixels that are chunked like the images; none if images are encoded."""
+        """The fields of masks and of further images, which are chunked like the images; none if images are encoded."""
         first = self.parts[0]
         if first.is_encoded:
             return ()
@@ -185,7 +185,7 @@ class Combination:
 
 
 def _tables_at(merged: Catalog, order: Rows) -> Catalog:
-    """Select the rows with the numbers `order`, in that order, in all tables of `merged`; the reader stays the same."""
+    """Return `merged` with only the rows `order`, in that order, in all tables; the reader stays the same."""
     return replace(
         merged,
         names=merged.names.take(order),

@@ -3,9 +3,9 @@
 The shards are packs of limited size. They have one plan, so images, splits and their order are as in one large pack.
 They are written one after the other into the folder ``OUT.partial.shards``, and each is complete before the next one
 begins. When all shards are complete, the virtual file is written as ``OUT.partial``. Finally the shards are renamed,
-and then the virtual file. A resumed run sees from these files how far the interrupted run had come. A run that starts
-over completes these renames if they have begun: the old output is gone then, and only its virtual file lists its
-shards.
+and then the virtual file. A resumed run sees from these files how far the interrupted run had come. If these renames
+have begun, even a run that starts over completes them first: otherwise, the renamed shards would remain without the
+virtual file that lists them.
 
 A shard without any image that can be packed is left out; a file ``SHARD.rejects.json`` then lists its rejects.
 """
@@ -187,7 +187,7 @@ def convert(
         "val". A source without splits is divided into "train" and "val".
     val_groups : str, optional
         Name of a field, such as the person in an image, or the path of a dataset in `fields`. Images with equal values
-        in this field stay in one split. The hash of `seed` chooses groups that make up about the fraction `val` of the
+        in this field stay in one split. A hash of `seed` chooses groups that make up about the fraction `val` of the
         images, regardless of classes. Missing values (empty texts, NaN) are equal.
     chunk_rows : int, optional
         Rows per chunk.
@@ -264,7 +264,7 @@ def shard_path(out: Path, number: int) -> Path:
 
 
 def _rejects_path(shard: Path) -> Path:
-    """Return the path of the list of rejects that stands for a shard without images."""
+    """Return the path of the list of rejects, which replaces a shard without images."""
     return shard.with_name(f"{shard.name}.rejects.json")
 
 
@@ -379,7 +379,7 @@ class ShardedConversion(Conversion):
             if not finish.is_complete(output.partial):
                 parts = [open_part(path) for path in shards]
                 merged = merge(parts)
-                # All rows of a split may have been rejected.
+                # Number splits as in the plan, which also has the splits whose rows were all rejected.
                 names = self.plan().catalog.split_names
                 split_ids = np.array([names.index(name) for name in merged.split_names], np.int32)[merged.split_ids]
                 rejects = (*merged.rejects, *left_out)

@@ -48,7 +48,7 @@ class Part:
     layout: str
     options: dict[str, Any]  # the options of its conversion
     rejects: tuple[Reject, ...]
-    statistics: dict[str, Any]  # as in `PackTables`, and "pixels": the number of pixels that they were computed from
+    statistics: dict[str, Any]  # as in `PackTables`, and "pixels": how many pixels they were computed from
 
     def __len__(self) -> int:
         return len(self.catalog)
@@ -118,7 +118,7 @@ class RowOrigins:
 
     @classmethod
     def of(cls, parts: Sequence[Part], order: Rows) -> RowOrigins:
-        """Return the origins of the rows with the numbers `order`, counted consecutively through all parts."""
+        """Return the origins of the rows `order`; row numbers continue from each part to the next."""
         starts = np.cumsum([0, *map(len, parts)])
         owners = np.searchsorted(starts, order, "right") - 1
         return cls(owners, order - starts[owners])
@@ -203,7 +203,7 @@ def _measured_pixels(part: Part) -> int:
         return int(rows * math.prod(part.index.row_shape) // len(part.statistics["mean"]))
     own = np.flatnonzero(part.catalog.split_ids == (names.index(name) if name in names else -1))[::step]
     sizes = part.index.image_sizes[own].astype(np.int64).prod(axis=1)
-    # Statistics leave out rows that could not be decoded. Which ones is unknown, so assume that all have the mean size.
+    # Statistics leave out rows that could not be decoded. It is unknown which, so assume that these have the mean size.
     return int(int(sizes.sum()) * rows // max(1, len(own)))
 
 
@@ -234,7 +234,7 @@ def _content(part: Part) -> tuple[Any, ...]:
 
 
 def label_type(catalog: Catalog) -> tuple[str | None, tuple[str, ...] | None]:
-    """Return which labels there are, "a table", "classes", "integers" or None, and the columns of a table."""
+    """Return the kind of labels ("a table", "classes", "integers" or None), and the columns of a table."""
     if catalog.labels is None:
         return None, None
     if catalog.labels.ndim == 2:
@@ -248,7 +248,7 @@ def _form(values: FieldValues) -> tuple[Any, ...]:
 
 
 def shown(value: Any) -> str:
-    """Return a property of a pack for a message."""
+    """Return a property of a pack as text for a message."""
     if isinstance(value, tuple) and all(isinstance(one, int) for one in value):
         return "x".join(map(str, value))
     return "none" if value is None or value == [] else str(value)
@@ -288,7 +288,10 @@ def merge(parts: Sequence[Part]) -> Catalog:
 
 
 def merge_classes(found: Iterable[tuple[Path | str, tuple[str, ...]]]) -> tuple[tuple[str, ...], list[Rows]]:
-    """Return all class names, and for each pack the new number of each of its classes, followed by -1."""
+    """Merge the classes of packs, given as (path, class names).
+
+    Returns all class names, and for each pack the new number of each of its classes, followed by -1.
+    """
     numbers: dict[str, int] = {}
     origins: dict[str, tuple[str, Path | str]] = {}
     maps = []
@@ -353,7 +356,7 @@ def _sums(statistics: dict[str, Any]) -> npt.NDArray[np.uint64]:
 
 
 def measured_statistics(parts: Sequence[Part], merged: Catalog, order: Rows) -> dict[str, Any]:
-    """Compute the statistics of the rows of `merged` with the numbers `order`, on the same sample as `convert` uses."""
+    """Compute the statistics of the rows `order` of `merged`, on the same sample as `convert` would use."""
     number = schema.statistics_split(merged.split_names)
     own = order[merged.split_ids[order] == number]
     encoded = parts[0].is_encoded

@@ -117,7 +117,7 @@ def _require_known(part: Part, parameter: str, names: Sequence[str], known: Sequ
 
 def _of_classes(part: Part, merged: Catalog, names: Sequence[str]) -> np.ndarray:
     if merged.labels is None or merged.labels.ndim != 1 or merged.label_names is None:
-        raise OptionsError.at(part.path, "classes needs a pack with class names; leave it out", "classes")
+        raise OptionsError.at(part.path, "classes requires a pack with class names; leave it out", "classes")
     _require_known(part, "classes", names, merged.label_names)
     return np.isin(merged.labels, [merged.label_names.index(name) for name in names])
 
@@ -142,7 +142,7 @@ def _of_rows(part: Part, rows: Sequence[int] | str) -> np.ndarray:
 
 
 def _parsed(rows: str, count: int) -> Rows:
-    """Return the row numbers in text such as "0:1000,7123"; return [-1] for invalid text or rows beyond `count`."""
+    """Return the row numbers in text such as "0:1000,7123"; [-1], which is rejected, for invalid text or rows."""
     try:
         ranges = [[int(number) for number in one.split(":")] for one in rows.split(",")]
         if any(number > count for one in ranges for number in one):

@@ -204,7 +204,7 @@ class RowCopier:
 
     If the file system supports it, disk blocks are shared between the files. Otherwise, rows are read, compared with
     their checksums, and written. Threads suffice, because most of this work releases the GIL. `number` is the position
-    of the dataset in `Part.pixel_datasets`. If the file is resumed, rows whose bytes it already has are not copied.
+    of the dataset in `Part.pixel_datasets`. A resumed run does not copy rows whose bytes are already in the file.
     """
 
     def __init__(self, pack: _UnfinishedFile, number: int) -> None:
@@ -390,7 +390,7 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
     structure = replace(plan.structure, compat=False, compression=None, metadata_bytes=room)
     lengths = [plan.stored_rows(plan.rows), *[plan.rows] * len(structure.fields)]
     with create_file(path, structure) as file:
-        # See `write_structure`.
+        # Allocate the disk space first, for the reason in `write_structure`.
         reserve(path, 0, structure.metadata_bytes)
         reserve(path, structure.metadata_block_bytes, table_bytes(plan.tables))
         for (name, row_shape, dtype), found, rows in zip(structure.datasets, mappings, lengths, strict=True):
@@ -400,7 +400,7 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
             create = _sources(shape, found, names)
             describe_dataset(h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, create)), structure)
         describe_file(file, structure, plan.tables)
-    # Free the space that was not needed.
+    # Free the reserved space beyond the end of the file.
     os.truncate(path, path.stat().st_size)
 
 
@@ -438,7 +438,7 @@ def _sources_of(path: str, index: ChunkIndex, first: int, begin: int, end: int) 
     ranges = index.ranges(begin, end)
     counts = np.diff(np.append(ranges.firsts, end))
     starts = ranges.firsts + ranges.shifts
-    # A range ends where its chunk ends, so join ranges that follow each other in one source.
+    # Each range is within one chunk, so join ranges that follow each other in one source.
     joins = (np.diff(ranges.source_ids) == 0) & (starts[1:] == starts[:-1] + counts[:-1])
     for low, high in itertools.pairwise(run_edges(~joins).tolist()):
         source = index.sources[int(ranges.source_ids[low])]
@@ -460,9 +460,10 @@ def _sources(shape: tuple[int, ...], mappings: list[_VirtualRows], names: dict[s
 
 
 def _relative(path: str, folder: Path) -> str:
-    """Return the path of a file relative to `folder`; without symbolic links to folders if these would mislead it.
+    """Return the path of a file relative to `folder`.
 
-    The system resolves ".." in a linked folder to the parent of the link's target.
+    Symbolic links to folders are resolved if the path would otherwise lead elsewhere, because the system resolves ".."
+    after a link to the parent of the link's target.
     """
     found = os.path.relpath(path, folder)
     parent, name = os.path.split(path)
