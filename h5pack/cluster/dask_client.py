@@ -3,10 +3,10 @@
 `open_dask_executor` wraps a `distributed.Client` as an executor of `concurrent.futures`. Before any task runs, each
 worker is checked: it must have the same versions of the packages that decode images, and must see the source and the
 output's folder. A worker that joins later is checked before its first task. Tasks are sent as bytes, because the
-scheduler would otherwise unpickle each image's name. The object that all tasks share is sent once to each worker
-process, by a worker plugin that also reaches workers that join later.
+scheduler would otherwise unpickle all tasks, with the names of all images. A worker plugin sends the object that all
+tasks share to each worker process once, also to workers that join later.
 
-If a worker is lost, the scheduler gives its tasks to another one. A task may therefore run twice, even at the same
+If a worker is lost, the scheduler gives its tasks to another worker. A task may therefore run twice, even at the same
 time. That is harmless because tasks are idempotent; see `h5pack.pack.journal`.
 """
 
@@ -104,16 +104,17 @@ def _refusal(found: dict[str, list[str]]) -> WorkerError:
 
 @contextlib.contextmanager
 def open_client(address: str) -> Iterator[Any]:
-    """Connect to the scheduler at an address or in a scheduler file; "local:N" starts one with N worker processes here.
+    """Connect to a Dask scheduler, and yield the client.
 
-    Raises OptionsError if `address` is none of these, WorkerError if no scheduler answers or Dask is not installed.
+    `address` is the scheduler's address, its scheduler file, or "local:N" to start N worker processes on this machine.
+    Raises OptionsError if it is none of these, WorkerError if no scheduler answers or Dask is not installed.
     """
     try:
         import distributed
     except Exception as error:  # A broken package may raise other errors than ImportError.
         problem = f"a Dask cluster needs distributed, whose import fails ({error}); run pip install distributed"
         raise WorkerError(problem) from error
-    # h5pack reports lost connections by errors, so silence each of Dask's loggers; some have levels of their own.
+    # h5pack raises an error if a connection is lost, so silence Dask's loggers: each, as some have their own level.
     for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "distributed"]:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     with contextlib.ExitStack() as stack:

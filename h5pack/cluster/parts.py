@@ -1,11 +1,11 @@
 """The files that the parts of an array job share.
 
 The parts are independent processes on several machines, connected only by these files. Each part makes the same plan,
-so it needs the results of the whole survey (the pass over all image headers). No part waits for a particular other one,
-which may never be started, or may be killed. Instead, all parts submit the same tasks: `SharedResults` gives task N to
-the first part that creates the file ``N.claim``, and that part saves the result as ``N.result``. If a part has no other
-work and no result arrives for a while, it also runs tasks that other parts have claimed. At worst a task runs several
-times, which gives the same result.
+so it needs the results of the whole survey (the pass over all image headers) and, with `keep`, of encoding. No part
+waits for a particular other part, because that one may be killed or never start. Instead, all parts submit the same
+tasks: `SharedResults` gives task N to the first part that creates the file ``N.claim``, and that part saves the result
+as ``N.result``. If a part has no other work and no result arrives for a while, it also runs tasks that other parts have
+claimed. At worst a task runs several times, which gives the same result.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PartsFolder:
         return agreed
 
     def agree(self, count: int, options: dict[str, Any], catalog: Catalog) -> None:
-        """Record the number of parts, options, packages and source; raise ResumeError if earlier parts differ."""
+        """Record the number of parts, options, packages and source, or raise ResumeError if the record differs."""
         job = {_COUNT: count, "options": options, "packages": decoder_versions(), "source": catalog.identity()}
         job = json.loads(json.dumps(job))
         temporary = self.folder.with_name(f"{self.folder.name}-{secrets.token_hex(6)}")
@@ -114,7 +114,7 @@ class SharedResults(ElasticExecutor):
     def in_flight(self) -> int:
         """See `ElasticExecutor`. Also collect results that other parts have saved, and run tasks they did not finish.
 
-        The number suffices for the workers of all parts: each part submits all tasks, but other parts run most of them.
+        The number allows tasks for the workers of all parts, because other parts run most of the tasks in flight here.
         """
         for number, (outer, _, _) in list(self._awaited.items()):
             result = self._load(number)
@@ -155,7 +155,7 @@ class SharedResults(ElasticExecutor):
             data = (self._folder / f"{number}.result").read_bytes()
         except FileNotFoundError:
             return _MISSING
-        # A power cut can leave a file without its bytes.
+        # Compare the CRC-32, because a power cut can leave a file without its bytes.
         return pickle.loads(data[4:]) if data[:4] == zlib.crc32(data[4:]).to_bytes(4, "little") else _MISSING
 
     def _save(self, number: int, result: Any) -> None:
