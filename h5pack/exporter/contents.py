@@ -1,21 +1,21 @@
 """What the folder of an export contains: the names of the image files, and the manifest, a table of their rows.
 
-A file is named like its row, which is made safe and distinct, in the folders of its split and class:
+Each image file gets the stored name of its row, made safe and distinct, in the folders of its split and class:
 - A path starts with the folder of the split, then the folder of the class. If the stored name already begins with these
-  folders, they are not repeated. A file without splits has no split folders.
+  folders, they are not repeated. If the HDF5 file has no splits, there are no split folders.
 - ``.``, ``..`` and a leading ``/`` are removed from the stored name, and control characters become ``_``. A path
   component that begins with a dot gets ``_`` in front, because readers of image folders skip hidden files.
 - A suffix of the export format is kept. A suffix of another image format is replaced by the export format's first
   suffix, which is also appended to all other names.
 - If a row has no stored name, or the name is too long for the file system, its file is named after the row number.
 - If there are masks or further images, all images are in the folder ``images``. Beside it, each field of masks or
-  further images has a folder with the field's name. A file has the same path there as the row's image has in
+  further images has a folder with the field's name. In it, a file has the same path as the row's image has in
   ``images``, except for the suffix.
-- A name gets ``~2``, ``~3``, ... before its suffix if an earlier row or a folder already has that name, for its image
-  or for a file beside it.
+- If an earlier row's file or a folder already has the name of a row's image, mask or further image, the row's name gets
+  ``~2``, ``~3``, ... before its suffix.
 
 The manifest is a CSV table with the split, labels and fields of each row, in stored order. Lists, such as boxes, are
-written as JSON into one cell. ``h5pack convert DIR/manifest.csv`` with the options that `Manifest.command` returns
+written as JSON into one cell. ``h5pack convert DIR/manifest.csv``, with the options that `Manifest.command` returns,
 restores splits, labels, label columns, fields and row order.
 """
 
@@ -148,9 +148,9 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
 def _make_distinct(
     paths: list[str], files_of: Callable[[str], list[str]], folders: Iterable[str], fold: Callable[[str], str]
 ) -> Iterator[int]:
-    """Rename, in place, the paths of which a file equals an earlier file or a folder, and yield their indices.
+    """Change `paths` in place, so that no file has the name of an earlier file or a folder; yield the changed indices.
 
-    ``files_of(path)`` returns the paths of a row's files: that of the image, which is `path`, and those beside it.
+    ``files_of(path)`` returns the paths of a row's files: its image, which is `path`, its masks and further images.
     """
     used = set(map(fold, folders))
     unchanged = {fold(file) for path in paths for file in files_of(path)}
@@ -175,7 +175,7 @@ def has_splits(catalog: Catalog) -> bool:
 def _class_folders(catalog: Catalog, rules: NameRules) -> tuple[dict[int, str], set[int], bool]:
     """Return the class folder of each label, the splits without class folders, and whether the folders are exact.
 
-    There are no class folders for files without labels, for label tables, and for over 1,000 classes without names. The
+    There are no class folders if there are no labels, a label table, or over 1,000 classes without names. The
     folders are exact if classes have names, every row has a label, and each folder has exactly the name of its class.
     """
     labels, names = catalog.labels, catalog.label_names
@@ -454,7 +454,7 @@ def _column_of(
     field: str, values: FieldValues, unlabelled: bool, name: Callable[[str], str], lost: list[str]
 ) -> ManifestColumn:
     """Return the column of a field; append to `lost` if the column cannot have the field's name."""
-    # In a table without labels, `h5pack convert` would take a column for labels if its name is in LABEL_COLUMNS.
+    # If a table has no labels, `h5pack convert` would take a column in LABEL_COLUMNS for labels, so rename the column.
     column = name(f"field_{field}" if unlabelled and field.lower() in LABEL_COLUMNS else field)
     if column != field:
         lost.append(f"the name of the field {field!r}, which becomes {column!r}")

@@ -229,8 +229,8 @@ class ExportFolder:
     """The output folder of an export, and its temporary siblings.
 
     An export is written to `partial`, which is renamed to `final` when it is complete. An earlier export is renamed to
-    `replaced` while the new one takes its place. `lock_file` exists whenever `partial` or `replaced` does, so one of
-    these without a `lock_file` was not made by an export. Symbolic links are resolved.
+    `replaced` while the new one takes its place. `lock_file` exists whenever `partial` or `replaced` does: a folder
+    with one of these names, but without `lock_file`, was not made by an export. Symbolic links are resolved.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -282,7 +282,7 @@ class ExportFolder:
         """Raise OutputExistsError if the final folder, which is to be replaced, has files that no export wrote."""
         if not self.has_output():
             return
-        advice = "only an export can be replaced, so move the folder or name another"
+        advice = "only an export can be replaced, so move this folder or give another name"
         try:
             with (self.final / MANIFEST).open(newline="", encoding="utf-8") as stream:
                 lines = csv.reader(stream)
@@ -314,7 +314,7 @@ class ExportFolder:
             os.close(descriptor)
 
     def restore(self) -> None:
-        """Give an earlier export its name back if a run was interrupted before the new one got it."""
+        """Rename `replaced` back to `final` if a run was interrupted before it renamed `partial` to `final`."""
         if self.replaced.exists() and not self.final.exists():
             os.rename(self.replaced, self.final)
 

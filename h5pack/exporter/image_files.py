@@ -1,4 +1,4 @@
-"""Exported image files: selecting rows, converting their pixels, and encoding as PNG or JPEG in worker processes."""
+"""Image files of an export: selecting rows, converting their pixels, encoding as PNG or JPEG in worker processes."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def _shows(data: bytes, pixels: npt.NDArray[Any]) -> bool:
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return False
     found = found if found.ndim == 3 else found[:, :, None]
-    # Depending on its version, Pillow opens a 16-bit PNG file as uint16 or as int32.
+    # Do not compare other dtypes: Pillow opens a 16-bit PNG file as uint16 or as int32, depending on its version.
     return (found.dtype == np.uint8) == (pixels.dtype == np.uint8) and np.array_equal(found, pixels)
 
 
