@@ -42,12 +42,12 @@ _FILTER_NAMES = {
     32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2",
 }  # fmt: skip
 _LAYOUTS = {getattr(h5py.h5d, name.upper()): name for name in ("chunked", "contiguous", "compact", "virtual")}
-# Not described one by one in texts.
+# Tables of a pack, which `FileReport.to_text` describes together in one line.
 _TABLES = (schema.CHECKSUMS, schema.FILENAMES, schema.SPLITS, schema.STATISTICS, schema.REJECTS)
 _MAX_SAMPLED_ROWS = 1024
 _SMALL_CHUNK_BYTES = 256 * 1024
-"""Smaller chunks are a fault if the default ones are larger. Rows of 114 KiB, one a chunk, were read at 0.6 to 0.75 of
-the speed of the default chunks."""
+"""Smaller chunks are a fault if default chunks have at least 4 times as many rows. Chunks of one row of 114 KiB were
+read at 0.6 to 0.75 of the speed of the default chunks."""
 _OPENING_GAP_BYTES = 1024 * 1024
 
 
@@ -74,7 +74,7 @@ class DatasetReport:
     files: int = 0  #: number of files that a virtual dataset refers to
     #: size of all decoded chunks if the dataset has faults, but `H5Loader` keeps its decoded chunks in memory; else 0
     kept_bytes: int = 0
-    #: `fix` with the only field of one integer a row as labels, if no dataset is named like labels; else None
+    #: `fix` with a field as labels, if no dataset is named like labels, and only this field has one integer per row
     label_fix: tuple[str, ...] | None = None
 
     @property
@@ -114,10 +114,10 @@ class DatasetReport:
             lines.append(f"  fix{without}: {shlex.join(self.fix)}")
             if not without and lacks_labels(self.fix):
                 how = shlex.join(["h5pack", "info", path, "--labels"])
-                text = f"if a field has them, '{how} NAME' prints the fix that packs it as labels instead"
+                text = f"if field NAME has them, '{how} NAME' prints a fix that packs it as labels"
                 lines.append(f"  labels: no dataset is named like labels; {text}")
             if "--fields" in self.fix:
-                lines.append("  split: --val 0.1 for validation; --val-groups FIELD keeps rows of one value together")
+                lines.append("  split: --val 0.1 for validation; with --val-groups FIELD, equal values stay together")
             measure = ["h5pack", "bench", path, "--images", self.name]
             measure += ["--labels", _labels_of(labelled)] if "--labels" in labelled and path in labelled else []
             lines.append(f"  measure: {shlex.join(measure)}")
@@ -158,7 +158,7 @@ class FileReport:
             lines.append(f"tables   {names}: {counted(len(tables), 'dataset')}, {stored} stored")
         if full:
             size = format_bytes(sum(stop - start for start, stop in self.opening))
-            one = "; for 1 range, which is faster over a network, not on a local disk"
+            one = "; to make it 1 range (faster over a network, not on a local disk)"
             fix = "" if self.opening_fix is None else f"{one}: {shlex.join(self.opening_fix)}"
             lines.append(f"opening  reads {counted(len(self.opening), 'range')} of the file, {size} in all{fix}")
         stats = self.stats or {}
@@ -184,8 +184,8 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
     ----------
     path : path
     labels : str, optional
-        Name of the dataset of labels, for counting classes, and for commands that fix faults; "": there are none.
-        Default: find it.
+        Name of the dataset of labels, for counting classes, and for commands that fix faults; "" if there are none.
+        Default: detected.
     stats : bool
         Also count the rows of each class, and report channel statistics. A pack stores its channel statistics; for
         other files, they are measured on up to 1,024 rows.
@@ -279,7 +279,7 @@ def faults_of(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
 def describe_dataset(dataset: h5py.Dataset, labels: str | None = None, name: str | None = None) -> DatasetReport:
     """Describe how a dataset is stored, and what makes reading single rows of it slow.
 
-    `labels` is the dataset of labels, for the command that fixes the faults, if it is known; "" if there are none.
+    `labels` is the dataset of labels in the command that fixes the faults: None to detect it, "" if there are none.
     `name` is the path in the report, which for a dataset in another file is that of the link.
     """
     layout = _LAYOUTS[dataset.id.get_create_plist().get_layout()]
@@ -353,7 +353,7 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
     chunks, itemsize = dataset.chunks, dataset.dtype.itemsize
     chunk_bytes = math.prod(chunks) * itemsize
     per_row = math.prod(chunk_grid(dataset)[1:])
-    # Compression is no fault of a pack, and neither are chunks beyond the array, because its owner has chosen them.
+    # In a pack, compression and chunks beyond the array are not faults: the options of its conversion chose them.
     own = schema.FORMAT in dataset.file.attrs
     found = []
     if per_row > 1:
@@ -386,8 +386,8 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
         found.append(f"chunks have only {chunk_bytes:,} bytes, so looking them up takes longer than reading them")
     elif not filters and per_row == 1 and chunk_bytes < _SMALL_CHUNK_BYTES and 4 * chunks[0] <= usual:
         found.append(
-            f"chunks of {counted(chunks[0], 'row')} ({format_bytes(chunk_bytes)}) are read more slowly than those that "
-            f"h5pack makes by default, of {counted(usual, 'row')} ({format_bytes(usual * row_bytes)})"
+            f"chunks of {counted(chunks[0], 'row')} ({format_bytes(chunk_bytes)}) are read more slowly than the chunks "
+            f"of {counted(usual, 'row')} ({format_bytes(usual * row_bytes)}) that h5pack makes by default"
         )
     return tuple(found)
 
@@ -428,7 +428,7 @@ def _label_fix(dataset: h5py.Dataset, fix: tuple[str, ...] | None) -> tuple[str,
 def packing_options(file: h5py.File, name: str, labels: str | None = None) -> dict[str, Any]:
     """Return the keyword arguments with which `convert` keeps the axes, labels and fields of the images in `name`.
 
-    `labels` is the dataset of labels if it is known; "" if there are none.
+    `labels` is the dataset of labels: None to detect it, "" if there are none.
     """
     images = file[name]
     found: dict[str, Any] = {}
@@ -482,7 +482,7 @@ def _label_counts(labels: h5py.Dataset, parts: Sequence[Sequence[int]] = ()) -> 
 def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:
     """Measure the mean and std of each channel on evenly spaced rows; return None if they are not finite.
 
-    Also return None without 4 axes or pixels. The channel axis is the last one if its length is 1, 3 or 4, else axis 1.
+    Also None if `images` is empty or not numeric with 4 axes. The channel axis is 3 if its length is 1, 3 or 4, else 1.
     """
     if images.ndim != 4 or images.dtype.kind not in "iuf" or not images.size:
         return None

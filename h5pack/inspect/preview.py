@@ -309,7 +309,8 @@ def _beside(picture: Image.Image, masks: Sequence[npt.NDArray[Any]]) -> Image.Im
     return joined
 
 
-# The colors of Pascal VOC for the mask values 0 to 255, (256, 3): a channel has every third bit, in reversed order.
+# The colors of Pascal VOC for the mask values 0 to 255, (256, 3): each channel has every third bit of the value, in
+# reversed order.
 _BITS = np.arange(256)[:, None] >> np.arange(24) & 1
 _COLORS = (_BITS.reshape(256, 8, 3) << np.arange(7, -1, -1)[:, None]).sum(1).astype(np.uint8)
 
