@@ -16,7 +16,7 @@ def comma_parts(value: str | None) -> tuple[str, ...]:
 
 
 def comma_names(value: str) -> tuple[str, ...]:
-    """Split an option's value at commas; raise an error if it names nothing, as an unset variable of a shell does."""
+    """Split an option's value at commas; raise an error if no name is left, for example for an unset shell variable."""
     names = comma_parts(value)
     if not names:
         raise argparse.ArgumentTypeError(f"{value!r} names nothing; give a name, or leave out the option")
@@ -31,7 +31,7 @@ def add_workers(group: Any) -> None:
 
 
 def print_report(report: Any, arguments: argparse.Namespace, **settings: Any) -> None:
-    """Print a report as text (made with `settings`, parameters written as options), or with ``--json`` as JSON."""
+    """Print a report: with ``--json`` as JSON, else its text for `settings`, with parameters written as options."""
     if arguments.json:
         print(json.dumps(report.to_json(), indent=1), flush=True)
     else:
@@ -40,7 +40,7 @@ def print_report(report: Any, arguments: argparse.Namespace, **settings: Any) ->
 
 
 def add_hdf5(group: Any) -> None:
-    """Add the options that say which datasets of an HDF5 file hold images and labels, and how to interpret images."""
+    """Add the options that name the datasets of images and labels in an HDF5 file, and say how to interpret images."""
     group.add_argument(
         "--images", metavar="NAME", help="dataset of images, as arrays or encoded files (default: detected)"
     )
@@ -86,7 +86,7 @@ def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
 
 
 def _literal(value: str) -> Any:
-    """Return the value of a Python literal; if it is none, return the text, without the brackets of a list."""
+    """Return the value of a Python literal; return other text unchanged, but without the brackets of a list."""
     try:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError):

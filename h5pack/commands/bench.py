@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     sample.add_argument(
         "--num-images", type=int, metavar="N",
-        help="number of images in the dataset that is judged (default: those of SOURCE, or many)",
+        help="number of images in the dataset to recommend for (default: as in SOURCE; without SOURCE, many)",
     )  # fmt: skip
     sample.add_argument(
         "--size",
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) != arguments.parser.get_default(name):
             problem = "is not used with mixing=True; leave one of them out"
             if not arguments.mixing:
-                problem = "is only used with mixing=True; add that, or leave it out"
+                problem = f"is only used with mixing=True; add mixing=True, or leave out {name}"
             raise OptionsError(f"{name} {problem}", parameters=(name, "mixing=True"))
     if arguments.mixing:
         _print_mixing(_mixing(arguments), arguments)
@@ -142,7 +142,7 @@ def _print_mixing(report: Any, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_report(report, arguments)
         return
-    # The option --window first names the window to judge, then the windows to compare it with.
+    # The first value of --window is the window to judge; the others are the windows to compare it with.
     text = report.to_text().replace("windows=SIZES", f"--window {report.window},SIZES")
     print(option_text(text, (f"epochs={report.epochs}",), arguments.parser))
 

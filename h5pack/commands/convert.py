@@ -70,7 +70,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--root", metavar="DIR",
-        help="folder that relative paths of a manifest or of COCO start from (default for a manifest: its folder)",
+        help="folder to which paths in a manifest or in COCO are relative (default for a manifest: its folder)",
     )  # fmt: skip
     _add_columns(what)
 

@@ -73,7 +73,7 @@ _NOT_PARAMETERS = ("file", "model", "transform", "plot", "quiet", "json", "debug
 def run(arguments: argparse.Namespace) -> int:
     """Find the bottleneck of feeding a step and print the report; return the exit status, 1 if there are failures."""
     begun = time.perf_counter()
-    # Load the user's functions first, because importing torch takes seconds and a mistyped name should fail at once.
+    # Load the user's functions before torch, whose import takes seconds, so that a mistyped name fails at once.
     named = {name: load_named(f"--{name}", getattr(arguments, name)) for name in ("model", "transform")}
     from h5pack.benchmark.plots import check_plot_file
     from h5pack.doctor.diagnose import Diagnosis

@@ -79,7 +79,7 @@ def _add_export(commands: Any) -> None:
     )
     export.set_defaults(run=_export)
     export.add_argument("file", metavar="FILE", help="a pack, or any HDF5 file")
-    # The argument must be called "out": the message after Ctrl-C looks for unfinished output at arguments.out.
+    # The argument must be called "out": after Ctrl-C, the command line looks for unfinished output at arguments.out.
     export.add_argument("out", type=_without_slash, metavar="DIR", help="the folder to create")
 
     what = export.add_argument_group("what to export")
