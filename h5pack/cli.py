@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except H5PackError as error:
         if arguments.debug:
             raise
-        # Names of files and classes may contain line breaks, or control the terminal.
+        # Names of files and classes may contain line breaks and control sequences of the terminal.
         print(f"h5pack: {printable(option_text(str(error), error.parameters, arguments.parser))}", file=sys.stderr)
         return 2 if isinstance(error, OptionsError) else 1
     except KeyboardInterrupt as error:
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null for standard streams that are closed, or the next file that is opened would get their output."""
+    """Open /dev/null for closed standard streams; otherwise, the next file to be opened would receive their output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -146,7 +146,7 @@ def _open_standard_streams() -> None:
 
 
 def _discard_output() -> None:
-    """Redirect standard output to /dev/null, or Python would fail again when it flushes standard output at exit."""
+    """Redirect standard output to /dev/null; otherwise, Python would fail again when it flushes it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -194,8 +194,8 @@ def _joined(argv: Sequence[str]) -> list[str]:
 class _SignalHandler:
     """Raises KeyboardInterrupt on SIGINT, and `_Terminated` on SIGTERM, but ignores a signal soon after another one.
 
-    A second exception would interrupt the cleanup after the first: a lock that is then never released made `join` wait
-    forever. Programs that forward signals often send two, to the process and to its group.
+    A second exception would interrupt the cleanup after the first: once, a lock of `concurrent.futures` stayed held, so
+    `h5pack join` never ended. Programs that forward signals often send two, to the process and to its group.
     """
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@
     │   └── SizesDifferError                 images differ in size although they must have the same size
     ├── RejectedImageError (ValueError)      one image cannot be packed (raised only with ``strict``)
     ├── OutputExistsError (FileExistsError)  the output, finished or unfinished, already exists
-    ├── OutputBusyError (BlockingIOError)    another conversion is writing this output
+    ├── OutputBusyError (BlockingIOError)    another process is writing this output
     ├── NoSpaceError (OSError)               the output or temporary files do not fit on the disk
     ├── ResumeError (ValueError)             the interrupted conversion had other options or another source
     ├── WorkerError (RuntimeError)           a worker process died, or cannot be used
@@ -119,11 +119,11 @@ class RejectedImageError(H5PackError, ValueError):
 
 
 class OutputExistsError(H5PackError, FileExistsError):
-    """The output, or an unfinished conversion to it, already exists."""
+    """The output already exists, finished or unfinished."""
 
 
 class OutputBusyError(H5PackError, BlockingIOError):
-    """Another conversion is writing the same output."""
+    """Another process is writing the same output."""
 
 
 class NoSpaceError(H5PackError, OSError):
