@@ -137,14 +137,14 @@ def convert(
         The manifest's columns of mask paths. Each becomes a field of masks, with a number for each pixel of the image.
         Masks are cropped, padded, resized and turned upright together with their images.
     box_columns, keypoint_columns : str or sequence of str
-        Columns, or keys of a map-style dataset's samples, that hold lists of boxes, or of keypoints, (x, y) or (x, y,
-        visibility). Coordinates are in pixels of the upright image. They are adapted if the image is resized.
+        Columns, or keys of a map-style dataset's samples, that hold a list of boxes, or a list of keypoints: (x, y) or
+        (x, y, visibility). Coordinates are in pixels of the upright image. They are adapted if the image is resized.
     box_format : str
         The numbers of a box in the source: xyxy (left, top, right, bottom), xywh (left, top, width, height) or cxcywh
         (centre, width, height). Boxes are always stored as xyxy.
     image_columns : str or sequence of str
-        The manifest's columns of paths of further images of a sample. Each becomes a field of images, which are
-        decoded to the same size as the sample's main image.
+        The manifest's columns that hold paths of further images for each sample. Each column becomes a field of images,
+        which are decoded to the same size as the sample's main image.
     images, labels : str, optional
         Names of an HDF5 file's datasets of images and of labels. Default: detected. ``labels=""`` packs no labels.
     fields : str or sequence of str
