@@ -379,11 +379,7 @@ class ShardedConversion(Conversion):
             if not finish.is_complete(output.partial):
                 parts = [open_part(path) for path in shards]
                 merged = merge(parts)
-                # Number splits as in the plan, which also has the splits whose rows were all rejected.
-                names = self.plan().catalog.split_names
-                split_ids = np.array([names.index(name) for name in merged.split_names], np.int32)[merged.split_ids]
-                rejects = (*merged.rejects, *left_out)
-                merged = replace(merged, split_names=names, split_ids=split_ids, rejects=rejects)
+                merged = replace(merged, rejects=(*merged.rejects, *left_out))
                 order = np.argsort(merged.split_ids, kind="stable")
                 virtual = Combination.of(None, parts, merged, order, added_statistics(parts, merged))
                 make_virtual(virtual, output, lock, output.shards)
