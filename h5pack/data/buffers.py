@@ -12,10 +12,10 @@ as long as copying into it (measured: 14 ms and 3 ms for 30 MB). So each worker 
 memory files). The first byte of a segment's header page says whether the main process still uses the segment. The main
 process maps a segment for each batch, and clears that byte when the batch's last tensor is freed. A worker reuses a
 segment only if neither process uses it: the worker has no array in the segment, and the segment was not sent or its
-byte is clear. A child that the main process forks shares the segments of the batches that live then. So for these the
-main process sets the byte to `_FORKED`: the worker forgets the segment, and the system frees it when no process maps it
-any more. If a user's collate function changes the batch that `H5Dataset.collate` returned, the batch is sent as
-ordinary tensors, which torch copies.
+byte is clear. If the main process forks, the child shares the segments of the batches that exist then. When such a
+batch is freed, the main process sets the byte to `_FORKED` instead: the worker forgets the segment, and the system
+frees it when no process maps it any more. If a user's collate function changes the batch that `H5Dataset.collate`
+returned, the batch is sent as ordinary tensors, which torch copies.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def unfilled_memory() -> Iterator[None]:
     """Keep torch from filling new tensors with a value. Use this for tensors that are then overwritten completely.
 
     With ``torch.use_deterministic_algorithms``, torch otherwise fills every new tensor, which takes as long as copying
-    it. The setting belongs to the process, so of several threads, the last to leave this context restores it.
+    it. The setting is global. So if several threads are in this context, the last to leave it restores the setting.
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield
@@ -104,7 +104,8 @@ _filling = _Filling()
 class BatchMemory:
     """The memory of a batch that is being filled: row indices `start` to ``start + rows - 1`` of a buffer.
 
-    `address` is the address of the buffer's first byte; `arrays` has an array (rows, ...) for each field, by name.
+    `base` holds the buffer's bytes; `pinned` is the same buffer as a tensor if it is pinned, else None. `address` is
+    the address of the buffer's first byte; `arrays` has an array (rows, ...) for each field, by name.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class BufferPool:
 _HEADER = mmap.PAGESIZE
 _FREE, _BUSY, _FORKED = 0, 1, 2
 _SPARE = 3
-"""Number of free segments that a worker keeps besides the one it fills, because it usually prefetches batches."""
+"""Number of free segments that a worker keeps besides the one it fills: prefetching needs several at a time."""
 
 
 class SharedSegment:
@@ -338,7 +339,7 @@ class _Forks:
 
 
 _forks = _Forks()
-# Another thread may receive a batch between the call before the fork and the fork, so count after it, too.
+# Another thread may receive a batch after the call to `before`, but before the fork itself. So count after it, too.
 os.register_at_fork(before=_forks.add, after_in_parent=_forks.add)
 
 

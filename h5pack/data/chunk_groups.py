@@ -33,7 +33,7 @@ TASK_BYTES = 8 * 1024 * 1024
 the work among the threads."""
 
 _MIN_CROPS, _MAX_CROPS, _CROPPED_BYTES = 8, 64, 64 * 1024 * 1024
-"""Minimum and maximum number of images that one task crops, and about how many bytes their uncropped pixels take.
+"""Minimum and maximum number of images that one task crops, and the approximate bytes of their pixels before cropping.
 
 64 crops of photos of 512 pixels take 40 ms. CPU time of one crop with two threads: 628 us in tasks of 32, 596 us in
 tasks of 64, 584 us in tasks of 128, because drawing the windows takes 0.2 to 0.5 ms per task. But larger tasks leave
@@ -41,7 +41,7 @@ threads idle for longer at the end of an epoch.
 """
 
 DECODING_BYTES = 256 * 1024
-"""Bytes of decoded chunks that one task copies, or those of one chunk if it is larger."""
+"""Bytes of decoded chunks that one task copies. A larger chunk is a task of its own."""
 
 _LARGE_BYTES, _FEW_ROWS = 8_192, 8
 """Decoded rows of at least this many bytes, or up to `_FEW_ROWS` rows of a chunk, are copied one by one. Other rows are
@@ -58,8 +58,8 @@ OnArrival = Callable[[list[Span]], None]
 class Block:
     """Rows to be copied from memory into one span of a batch, or into several whole batches with adjacent memory.
 
-    `rows` has the row numbers, int64 (n,). `found` has, for each field in the page cache, the locations of the rows.
-    `checked` is the monotonic time at which the rows were known to be in memory.
+    `rows` has the row numbers, int64 (n,). `found` has the locations of the rows for each field that is copied from the
+    page cache or from decoded chunks. `checked` is the monotonic time at which the rows were known to be in memory.
     """
 
     spans: list[Span]
@@ -95,7 +95,8 @@ class OpenBatches:
     def arrays_of(self, block: Block) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays, by field name, into which a block's rows are to be copied in the block's order."""
         batch, slot, _ = block.spans[0]
-        # If there are several batches, their memory is adjacent, so this part of the first batch's extends over all.
+        # If the block has several batches, their memory is adjacent. So this range begins in the memory of the first
+        # batch, and extends over all of them.
         return self._memory[batch].part(slot, len(block.rows)).arrays
 
     def memory(self, batch: int) -> BatchMemory:
@@ -118,8 +119,8 @@ class PlannedGroup:
     """A chunk group, and the read plan of each field whose rows are read from the file directly into the batches.
 
     If `runs` is given, all rows are in memory, and are copied in blocks (see `Block`) instead. `runs` then holds two
-    arrays, int64 (n,): the first row and the last row of each run of consecutive rows. `found` then has, for each field
-    in the page cache, the locations of the rows, in the order in which the rows are stored in the batches.
+    arrays, int64 (n,): the first row and the last row of each run of consecutive rows. `found` then has the locations
+    of the rows as in `Block`, in the order in which the rows are stored in the batches.
     """
 
     group: ChunkGroup
@@ -174,9 +175,9 @@ class GroupReader:
         self._can_gather = len(held) + len(self._cached) == len(dataset.names)
 
     def _find(self, field: BatchField) -> CachedRows | DecodedRows | None:
-        """Return a field's rows in the page cache, or those of decoded chunks that stay in memory.
+        """Return what a field's rows can be copied from: decoded chunks that stay in memory, or the page cache.
 
-        None if there are none, or their bytes cannot be copied to batches.
+        None if there is no such source, or if the stored bytes cannot be copied to batches as they are.
         """
         if field.name == ROWS or field.name in self._held:
             return None
@@ -190,9 +191,10 @@ class GroupReader:
         return None if mapped is None else CachedRows(mapped)
 
     def plan(self, group: ChunkGroup) -> PlannedGroup:
-        """Plan the reads of a group's rows; load rows that are not in the page cache, or make the kernel start reading.
+        """Plan the reads of a group's rows, and bring rows that are not in memory into the page cache.
 
-        Rows are loaded if they can then be copied from a mapping (see `FileMapping.load`). This waits for the disk.
+        If the rows can then be copied from a mapping (see `FileMapping.load`), wait until the disk has delivered them.
+        Otherwise only make the kernel start reading. The same is done for the group's `upcoming` rows.
         """
         for rows in group.upcoming:
             runs = _runs_of(rows)
@@ -228,10 +230,10 @@ class GroupReader:
         return plans
 
     def _locate(self, group: ChunkGroup) -> dict[str, RowLocations]:
-        """Return, for each field in the page cache, the locations of a group's rows, in the order of the batches.
+        """Return `PlannedGroup.found`: by field, the locations of a group's rows, in the order of the batches.
 
-        All rows of the group are located at once. Locating the rows of each batch separately would take a third as long
-        as copying them if there are several files.
+        All rows of the group are located at once. With several files, locating the rows of each batch separately would
+        take a third as long as copying them.
         """
         located = {name: rows.locate(group.rows) for name, rows in self._cached.items()}
         return {
@@ -271,7 +273,7 @@ class GroupReader:
     def blocks(self, planned: PlannedGroup, batch_rows: int, max_rows: int) -> list[Block]:
         """Divide a cached group into blocks of up to `max_rows` rows: parts of a span, or whole batches.
 
-        A whole batch has `batch_rows` rows; 0 means that batches are not combined.
+        A whole batch has `batch_rows` rows; if this is 0, each block has rows of one batch only.
         """
         assert planned.runs is not None
         for name in self._cached:
@@ -394,7 +396,7 @@ def _runs_of(rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.ND
 
 
 def _cut_rows(rows: npt.NDArray[np.int64], max_rows: int) -> list[int]:
-    """Divide rows into ascending parts of at most `max_rows`; return the start of each part, and the number of rows."""
+    """Divide rows into ascending parts of at most `max_rows`; return each part's start, then the number of rows."""
     edges = [0, *(np.flatnonzero(np.diff(rows) < 0) + 1).tolist(), len(rows)]
     cuts = [cut for low, high in itertools.pairwise(edges) for cut in range(low, high, max_rows)]
     return [*cuts, len(rows)]

@@ -81,8 +81,8 @@ class H5Dataset(BatchSource):
         Compare each row that is read with its stored checksum. Encoded images are compared by their encoded bytes.
     decode : RandomResizedCrop, CenterCrop or Resize, optional
         For encoded images: decode the window that this crop needs, and resize it, so that all images are uint8
-        (height, width, 3). Random windows are drawn for (seed, epoch, row) of an h5pack sampler or loader, as
-        `Normalize` draws them; with other samplers, from torch's random generator. None: whole images.
+        (height, width, 3). With an h5pack sampler or loader, random windows are drawn from (seed, epoch, row) as by
+        `Normalize`; with other samplers, from torch's random generator. None: whole images.
     exact : bool
         With `decode`, True: the pixels are as if the whole image was decoded, then cropped and resized. False: an
         image whose window is at least twice as large as the result is decoded at a fraction of its size, which is
@@ -256,7 +256,7 @@ class H5Dataset(BatchSource):
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         """Return the samples at many indices, read together. torch's DataLoader calls this for each batch.
 
-        Without transforms the result is a `SampleBatch`, which reads when a sample is accessed or by `collate`.
+        Without transforms the result is a `SampleBatch`, which reads when a sample is accessed or `collate` is called.
         """
         return self.samples_at(self._rows(indices), self.draw_key(indices))
 
@@ -312,7 +312,7 @@ class H5Dataset(BatchSource):
         return made
 
     def with_decode(self, decode: DecodeCrop | None, exact: bool) -> H5Dataset:
-        """Return a dataset of the same open files that decodes images by `decode`; if that is None, this dataset.
+        """Return a dataset of the same open files that decodes images by `decode`; return this dataset if it is None.
 
         Raises
         ------
@@ -352,8 +352,8 @@ class H5Dataset(BatchSource):
     ) -> list[list[Any]]:
         """Return, for each field in `ragged`, its values in `rows`: tensors, str or lists of str.
 
-        Boxes and keypoints move with images that are cropped; random crops are drawn from `key`. `held` has, by
-        path, the values of fields whose `rows` were read before and need not be read again.
+        Boxes and keypoints move with images that are cropped; random crops are drawn from `key`. `held` has, by path,
+        the values in `rows` of the fields that were read before.
 
         Raises
         ------

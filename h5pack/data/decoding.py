@@ -76,7 +76,7 @@ def key_of(indices: Sequence[Any]) -> DrawKey:
     """Return the key of indices that come from one iteration of a sampler; for other indices, a random key."""
     keys = [index.key for index in indices if isinstance(index, DrawnIndex)]
     if not keys or len(keys) < len(indices):
-        # torchvision's transforms use torch's random generator, too.
+        # Use torch's random generator, as torchvision's transforms do, so that `torch.manual_seed` determines crops.
         return DrawKey(int(torch.empty((), dtype=torch.int64).random_()), 0)
     repeats = [key.repeat for key in keys]
     return replace(keys[0], repeat=torch.tensor(repeats) if any(repeats) else 0)
@@ -109,7 +109,7 @@ class Steps(NamedTuple):
 
 
 def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
-    """Return whether a field of this kind, encoded or not, can be used with crops of `images`."""
+    """Return whether a field of this kind, which is encoded if `is_encoded`, can be used with crops of `images`."""
     if kind in schema.PIXEL_KINDS:
         return is_encoded
     return kind not in schema.MOVED_KINDS or isinstance(images, EncodedIndex)
@@ -254,10 +254,10 @@ class CropDecoder:
         return whole[top : top + height, left : left + width]
 
     def _scaled(self, data: bytes, header: ImageHeader, steps: Steps) -> Pixels | None:
-        """Return a window of the image decoded at a fraction of its size.
+        """Decode the image at a fraction of its size, and return the pixels of the window.
 
-        Return None if the window is less than twice as large as the resized window, or if the image cannot be decoded
-        at a smaller size.
+        Return None if the window is less than twice as high or as wide as the resized window, or if the image cannot be
+        decoded at a smaller size.
         """
         top, left, height, width = steps.window
         share = max(one / other for one, other in zip(steps.resized, (height, width), strict=True))

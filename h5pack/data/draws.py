@@ -68,8 +68,8 @@ def key_base(key: BatchKey, seed: int, stream: int = 0) -> int | torch.Tensor:
     """Return the part of the hash that all samples of a batch share, as a signed 64-bit integer.
 
     It is ``derive_key(seed, epoch)`` in view 0 of stream 0, else ``derive_key(seed, epoch, stream, view)``. While
-    torch.compile traces a call, the result is an int64 tensor (), not an int. From an int epoch, which changes between
-    calls, Dynamo would make a symbol, and products of symbols must not exceed 64 bits.
+    torch.compile traces a call, the result is an int64 tensor (), not an int. Dynamo would turn an int epoch, which
+    changes between calls, into a symbol, and products of symbols must not exceed 64 bits.
     """
     parts = (seed, key.epoch, stream, key.view) if stream or key.view else (seed, key.epoch)
     if not torch.compiler.is_compiling():

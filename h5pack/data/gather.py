@@ -1,4 +1,4 @@
-"""Rows that are copied from memory to batches: in the page cache, of decoded chunks, or small fields that are held."""
+"""Rows that are copied from memory to batches: from the page cache, from decoded chunks, or from held small fields."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class HeldRows:
 
 
 def list_sizes(dataset: H5Dataset, rows: range, max_bytes: int) -> dict[str, int]:
-    """Return the sizes in bytes of the fields with rows of different lengths that fit into `max_bytes`, smallest first.
+    """Choose, smallest first, fields with rows of different lengths that fit into `max_bytes` together.
 
-    A size is that of the field's values in `rows`.
+    Return the size of each in bytes, by name: its values in `rows`, and the offsets of all its rows.
     """
     sizes = {
         name: int(index.offsets[rows.stop] - index.offsets[rows.start]) * index.data.row_bytes + index.offsets.nbytes
@@ -61,14 +61,14 @@ def list_sizes(dataset: H5Dataset, rows: range, max_bytes: int) -> dict[str, int
 
 @dataclass(frozen=True)
 class RowLocations:
-    """Locations of rows: `positions`, int64 (n,), for `CachedRows.gather`, and the numbers of the rows' files."""
+    """Locations of rows, to pass to `gather`: `positions`, int64 (n,), and the numbers of the files with the rows."""
 
     positions: npt.NDArray[np.int64]
     files: list[int]
 
 
 class CachedRows:
-    """Rows of a dataset in the page cache, copied from a mapping of the file in stored byte order.
+    """Rows of a dataset in the page cache. They are copied from a mapping of the file, in the stored byte order.
 
     One call copies all rows of a batch without the GIL: ``np.take`` if the chunks are adjacent, else
     ``torch.index_select``. Speeds as multiples of ``np.take`` from private memory (2 cores, one thread): ``np.take``

@@ -57,7 +57,7 @@ class BatchIterator(Closeable, Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._process != os.getpid():
-            # Another thread of the parent process may hold the lock, and a forked child has no such thread.
+            # If another thread of the parent held the lock during the fork, no thread of this child would release it.
             self._lock, self._process = threading.RLock(), os.getpid()
         with self._lock:
             return self._checked_batch()
@@ -232,7 +232,7 @@ class BackgroundThreads:
                 ended.wait()
 
     def stop_with(self, owner: object) -> weakref.finalize[..., object]:
-        """Stop the threads when `owner` is garbage-collected, which requires that they do not reference `owner`."""
+        """Stop the threads when `owner`, which they must not reference, is garbage-collected. Return the finalizer."""
         finalizer = weakref.finalize(owner, self.stop)
         finalizer.atexit = False
         return finalizer
@@ -260,7 +260,7 @@ def _stop_all() -> None:
         idle.close()
     for thread in threading.enumerate():
         if isinstance(thread, ReusableThread):
-            # An interrupt may have lost the thread on its way from or to the idle ones.
+            # If an interrupt came while this thread moved from or to the idle threads, neither loop above ended it.
             thread.end()
             thread.join(5.0)
 

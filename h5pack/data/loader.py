@@ -141,12 +141,12 @@ class H5Loader(Closeable, Resumable):
         Number of batches to prefetch, as far as `memory_bytes` allows. None: the batches of two shuffle windows. The
         chunks of a window are read together, so lower values are raised to the batches of one window. For rows in the
         page cache, and without `streams` or `lanes`, None means fewer: at least two batches, and enough to keep each
-        thread and the caller's thread busy. A thread copies up to 5 MiB of small batches, or 16 MiB of a large batch.
+        thread and the caller's thread busy: each copies up to 5 MiB of small batches, or 16 MiB of a large batch.
     memory_bytes : int, optional
         Upper bound in bytes for the batches that each iteration prefetches, the small fields that are held in memory,
-        and the memory for decoding. The results of transforms, the batches that the caller holds, and rows in the page
-        cache, which belongs to the system, do not count. None: half of the memory that is available to this process,
-        divided among the ranks on this machine.
+        and the memory for decoding. Not counted: the results of transforms, the batches that the caller holds, and the
+        page cache, which belongs to the system. None: half of the memory that is available to this process, divided
+        among the ranks on this machine.
     pin_memory : bool
         Yield batches in pinned memory, from which copies to a GPU can be asynchronous. Without a GPU, warn and use
         pageable memory.
@@ -157,11 +157,11 @@ class H5Loader(Closeable, Resumable):
     target_transform : callable, optional
         Called with the labels of each batch, in the same way as `transform`.
     decode, exact
-        For encoded images, as for `H5Dataset`. If `decode` is given, both replace the dataset's. The datasets of a
-        `ConcatPack` must not differ in them. Random crops depend on (seed, epoch, row), with `weights` also on the
+        For encoded images, as for `H5Dataset`. If `decode` is given, both replace the dataset's. Otherwise the datasets
+        of a `ConcatPack` must not differ in them. Random crops depend on (seed, epoch, row), with `weights` also on the
         batch, but not on threads, ranks or resumes.
     num_workers : None
-        Not supported. An error recommends `num_threads` instead of DataLoader's worker processes.
+        Must be None, because an H5Loader reads in threads, not in worker processes; see `num_threads`.
 
     Raises
     ------
@@ -271,7 +271,7 @@ class H5Loader(Closeable, Resumable):
         self._held_names = small if hold_small else []
         held = decoding + (small_bytes if hold_small else 0)
         # If all decoded chunks fit into the cache, decode each only once, not once per epoch. The doctor and the
-        # monitor read `decodes_once`. If the plan reads chunks again, `decoding` includes the cache already.
+        # monitor read `decodes_once`. If the plan reads chunks several times per epoch, `decoding` includes the cache.
         decoded, again = self._base.engine.decoded_bytes(), self.plan.reads_again
         self.decodes_once = decoded > 0 and (again or decoded <= budget - needed - small_bytes)
         self._keeps_decoded = again or self.decodes_once
@@ -288,8 +288,8 @@ class H5Loader(Closeable, Resumable):
     def _plan_blocks(self, batch_bytes: int, wanted: int | None) -> None:
         """Decide how many cached rows one task copies, and how many batches are filled in advance.
 
-        Small batches are filled several at a time, because Python code takes longer than copying one of them. A large
-        batch is shared by the threads: few buffers are then in use, which are likely to stay in the CPU's cache. With
+        Small batches are filled several at a time, because a task's Python code takes longer than copying one of them.
+        The threads share a large batch: few buffers are then in use, which are likely to stay in the CPU's cache. With
         batches of 38 MB and two threads, blocks of 16 MiB in 2 buffers reached 0.96 of the speed of a memory copy, in 4
         buffers 0.87, and blocks of 4 MiB in 2 buffers 0.74. Small batches share blocks of 5 MiB: larger blocks would
         delay the first batch, and smaller blocks would need more checks that files are unchanged.

@@ -83,7 +83,7 @@ class MixtureSampler(BatchOrder):
         for pack, rows in zip(dataset.datasets, packs, strict=True):
             if not rows.count:
                 raise OptionsError.at(pack.path, "the dataset has no rows; leave it out of the mixture")
-        # This plan validates the parameters. Each pack gets a copy with its own rows and seed, for all ranks together.
+        # This plan validates the parameters. Each pack gets a copy of it with its own rows and seed, for all ranks.
         plan = plan_order(packs[0], batch_size, shuffle, seed, window, False, ranks=(rank, num_replicas))
         whole = replace(plan, batch_size=BLOCK_ROWS, rank=0, num_replicas=1, streams=1)
         plans = tuple(replace(whole, rows=rows, seed=derive_key(plan.seed, n)) for n, rows in enumerate(packs))

@@ -18,8 +18,8 @@ A planning thread computes the order a few groups ahead, and makes the kernel st
 cache. A reading thread runs the next task. If there is none, it issues the next group. If that is not possible, it
 sleeps until a token in `_wake` signals a change.
 
-The rows of a group that is in the page cache are copied block by block. A block is a part of a large batch, or several
-small batches. So there are three kinds of groups:
+The rows of a *cached* group, which are all in memory (in the page cache or in decoded chunks), are copied block by
+block. A block is a part of a large batch, or several small batches. So there are three kinds of groups:
 
 - Rows that are read or decoded: all batches are opened when the group is issued; reading threads run its tasks.
 - Cached rows, with several streams or lanes: likewise, and each task copies a block.
@@ -89,10 +89,9 @@ class Pipeline(BackgroundThreads):
     ``draw_key(batches)`` returns the key of random crops, see `h5pack.data.samplers.draw_key`. The threads come from
     `idle`, as in `BackgroundThreads.start`.
 
-    For groups in the page cache, a task copies up to `block_rows` rows. With a single stream and lane, at most
-    `max_gathered` batches, which must not exceed `credits`, have memory but are not delivered yet while such groups are
-    copied. In this case, if `can_help` is true, the consumer's thread also copies while it waits, and at most `cpus`
-    threads copy.
+    For cached groups, a task copies up to `block_rows` rows. With a single stream and lane, `max_gathered`, which must
+    not exceed `credits`, is the bound instead of `credits` while such groups are copied. If `can_help` is also true,
+    the consumer's thread copies, too, while it waits, and at most `cpus` threads copy.
     """
 
     def __init__(
@@ -303,7 +302,7 @@ class Pipeline(BackgroundThreads):
     @property
     def _useful(self) -> int:
         """Number of reading threads that may be awake. More threads than CPUs would only slow down the copying."""
-        # Reading from a disk waits, and transforms may wait, too, so then more threads are useful.
+        # Threads that read from a disk or run transforms may wait, so more of them than CPUs are useful.
         if self._tasks or not self._can_help:
             return self._readers
         return max(1, min(self._readers, self._cpus - self._helping))

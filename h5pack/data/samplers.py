@@ -49,11 +49,11 @@ def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArr
 
 
 def _watch_loop(iteration: IterationState) -> None:
-    """If a DataLoader with workers iterates, set the attributes that say what of `iteration` the loop has received.
+    """Set `iteration.received` and `iteration.in_order` if a DataLoader with workers runs the iteration.
 
-    Such a DataLoader requests items before the loop does. Only the DataLoader's iterator counts the batches that the
-    loop received, so find that iterator on the stack. torchdata's StatefulDataLoader has other iterators, and counts by
-    itself.
+    Such a DataLoader requests items before the training loop does. Only the DataLoader's iterator counts the batches
+    that the loop received, so find that iterator on the stack. torchdata's StatefulDataLoader has other iterators, and
+    counts by itself.
     """
     for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), _MAX_FRAMES):
         # Use `f_locals` only of torch's frames. Before Python 3.13, it keeps a frame's variables alive until the frame
@@ -67,6 +67,7 @@ def _watch_loop(iteration: IterationState) -> None:
 
 
 def _received(loader: weakref.ref[Any], iteration: IterationState) -> int | None:
+    """Return how many of the sampler's items the training loop has received; None if that is no longer known."""
     found = loader()
     batches = getattr(found, "_num_yielded", None)
     if batches is None and not iteration.exhausted:
@@ -88,9 +89,9 @@ class SamplerIterator(Iterator[Item]):
     """One iteration over a sampler.
 
     An iteration starts when its first item is requested, not before: DataLoaders create iterators that they never use.
-    `load_state_dict` starts it, too. torchdata's StatefulDataLoader saves and restores the state of this iterator along
-    with the sampler's, but requests no item from an iterator restored at the end of an epoch. Unless that one started,
-    the sampler would repeat the epoch.
+    `load_state_dict` starts it, too: torchdata's StatefulDataLoader saves and restores the state of this iterator along
+    with the sampler's, but requests no item from an iterator that is restored at the end of an epoch. If such an
+    iteration did not start, the sampler would repeat the epoch.
     """
 
     def __init__(self, cursor: EpochCursor, items: Callable[[IterationState], Iterator[Item]]) -> None:

@@ -117,7 +117,7 @@ def batch_type(fields: tuple[str, ...]) -> Any:
 
 
 def new_batch(fields: tuple[str, ...], values: Sequence[Any], shared: Sequence[Any] | None = None) -> Any:
-    """Return a batch of tensors and lists; `shared`, by default `values`, may be the `SharedBatch` of its tensors."""
+    """Return a batch of tensors and lists. `shared` may be the `SharedBatch` with the tensors; None: `values`."""
     batch = batch_type(fields)(*values)
     shared = values if shared is None else shared
     if isinstance(shared, SharedBatch):
@@ -141,7 +141,7 @@ def _new_sample(fields: tuple[str, ...], lists: tuple[str, ...], values: Sequenc
 
 @dataclass
 class _JoinedList:
-    """A list of tensors (n_i, ...), joined to be sent from a worker: each alone would take 0.1 ms to send."""
+    """A list of tensors (n_i, ...), joined into one, because sending each from a worker would take 0.1 ms."""
 
     entries: npt.NDArray[Any] | torch.Tensor
     lengths: list[int]
@@ -297,7 +297,10 @@ class SampleBatch(Sequence[Any]):
         return self._samples
 
     def _load_samples(self, rows: npt.NDArray[np.int64]) -> list[Any]:
-        """Return the samples of `rows`, the first rows of the batch: views of the batch, unless they differ in size."""
+        """Return the samples in `rows`, which must be the first rows of the batch.
+
+        The samples are views of the batch, unless their images differ in size.
+        """
         source, key = self._source, self._key
         if not self._differ:
             try:

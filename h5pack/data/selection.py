@@ -221,8 +221,8 @@ def plan_order(
 ) -> OrderPlan:
     """Return the plan of an order from the parameters of a sampler's or loader's constructor.
 
-    The constructor must call this directly, so that warnings name the line that calls the constructor. With
-    `single_rows`, single rows are planned in blocks that take `batch_size` rows from each stream of this rank. Then
+    The constructor must call this directly, so that warnings name the line that calls the constructor. `single_rows` is
+    for samplers of single rows: each batch of the plan then has `batch_size` rows from each stream of this rank, and
     `drop_last` leaves out only the rows that do not divide evenly among the streams.
     """
     rank, num_replicas = resolve_ranks(*ranks)
