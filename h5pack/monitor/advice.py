@@ -58,7 +58,7 @@ class Remedy(Enum):
         "Use operations on whole tensors, or a DataLoader (`num_workers`)."
     )
     LARGER_BATCH_FOR_STEP = (
-        "Small batches: with half the batch size, the step still reaches {half:.0f} % of its images/s, so each step "
+        "Small batches: with half the batch size, the step reaches only {half:.0f} % of its images/s, so each step "
         "has a fixed cost, which a larger `batch_size` spreads over more images."
     )
     LARGER_BATCH_FOR_LOADER = (
@@ -150,7 +150,7 @@ class Advice:
 
 
 def advise(verdict: Verdict, evidence: Evidence) -> list[Advice]:
-    """Return advice on the bottleneck and on other findings; advice on the most common causes comes first."""
+    """Return advice on the bottleneck and on other findings, with the most common causes first."""
     return list(_Rules(verdict, evidence))
 
 
@@ -169,14 +169,13 @@ def threads_advice(evidence: Evidence) -> Advice | None:
 
 
 FASTER_ALONE = 1.2
-"""PyTorch's threads are too many if the training is more than this many times as fast with one of them."""
+"""PyTorch uses too many threads if the training is more than this many times as fast with one thread."""
 # The disk loses time with seeks if stored order is more than this many times as fast as the loader's order.
 _SEEKS = 1.3
-# A step has a high fixed cost if its images/s with half a batch, divided by its images/s with a whole batch, are less
-# than this.
+# A step has a high fixed cost if its images/s with half a batch are less than this fraction of those with a whole one.
 _OVERHEAD = 0.75
 _SMALL_BATCH_BYTES = 1 << 20
-# A loader that uses at least the first and less than the second number of CPUs counts as using only one CPU.
+# A loader counts as using only one CPU if it uses at least the first number of CPUs, and fewer than the second.
 _ONE_CPU = (0.8, 1.3)
 
 

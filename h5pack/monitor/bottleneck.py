@@ -19,7 +19,7 @@ from h5pack.read.chunk_index import ChunkIndex
 
 
 class _Named(Enum):
-    """An enumeration whose members are written as their value, and the words for it in texts."""
+    """Base class of enumerations that define a member by its value and, for use in texts, its `words`."""
 
     words: str
 
@@ -111,7 +111,7 @@ class StageResult:
 
 
 class Encoding(Enum):
-    """The kind of decoding needed in every epoch. Its value begins a sentence that ends with "in every epoch"."""
+    """The kind of decoding needed in every epoch. In texts, "in every epoch" follows its value."""
 
     IMAGES = "encoded images are decoded"
     CHUNKS = "compressed chunks are decoded"
@@ -129,8 +129,8 @@ class Encoding(Enum):
 
 # A loader that uses at least this fraction of the CPUs that its threads or workers can use counts as CPU-bound.
 _BUSY = 0.8
-# Normalizing takes a measured fraction of the loop's time. If this fraction and the fraction computed from separate
-# measurements differ by more than this factor, neither is trusted.
+# The fraction of the loop's time that normalizing takes is measured in the loop, and is also computed from the stages
+# measured alone. If the two results differ by more than this factor, neither is trusted.
 _SHARE_NOISE = 2.0
 # A thread counts as mostly waiting if it runs on a CPU for less than this fraction of its time.
 _WAITS = 0.5
@@ -314,11 +314,11 @@ def _feed_cause(evidence: Evidence, *, waits: bool) -> Bottleneck:
     return Bottleneck.DECODING if decodes else Bottleneck.LOADER
 
 
-# The step counts as waiting if it waits for more than this fraction of the loop's time. By default, `FeedMonitor` warns
-# above the same fraction.
+# The step counts as waiting if it waits for more than this fraction of the loop's time, which is also the default of
+# `FeedMonitor`'s `warn_stall`.
 MAX_STALL = 0.1
-# If the step waits for more than MAX_STALL in some repeats and for less in others, and these fractions differ by more
-# than this, there is no verdict.
+# If the step waits for more than MAX_STALL in some repeats and for less in others, and its lowest and highest fractions
+# differ by more than this, there is no verdict.
 _STALL_NOISE = 0.1
 # Two speeds whose medians differ by at most this factor count as equal, whatever the ranges of their repeats.
 _EQUAL = 1.1
@@ -326,7 +326,7 @@ _EQUAL = 1.1
 _APART = 1.5
 # The feed is fast enough if its slowest repeat is more than this many times as fast as the step's fastest repeat.
 _AMPLE = 1.5
-# If a step on the CPU hardly waits for data, but alone is this many times as fast as the loop, other work slows it.
+# If a step on the CPU hardly waits for data, but is this many times as fast alone as in the loop, other work slows it.
 _SLOWED = 3.0
 # If the loop is this many times as fast as one of its stages alone, the machine's speed changed between measurements.
 _FASTER = 1.25
@@ -408,8 +408,8 @@ class _StageRules:
     def _device_parts(self) -> tuple[Bottleneck, ...]:
         """Return the stage that takes more time, normalizing or the step, or both stages if they are about equal.
 
-        Their speeds measured alone are compared and, if known, also their shares of the loop's time. If the two
-        comparisons differ, both stages are returned. If the loop contradicts the speeds measured alone, it is the step,
+        Compare their speeds measured alone and, if known, also their shares of the loop's time. If the two comparisons
+        differ, return both stages. If the shares do not match the speeds (see `normalize_agrees`), return the step,
         because nothing shows that normalizing is the limit.
         """
         evidence, alone = self.evidence, {stage: 1 / rates.median for stage, rates in self.device.items()}
@@ -452,7 +452,7 @@ class _StageRules:
 
 
 def _causes(outer: Rates, own: Bottleneck, inner: Rates, within: tuple[Bottleneck, ...]) -> tuple[Bottleneck, ...]:
-    """Return what limits an outer stage: `own` if it does so itself, `within` if it is the inner stage, or both."""
+    """Return what limits an outer stage (see `_EXPLAINS`): itself (`own`), the inner stage (`within`), or both."""
     share = outer.median / inner.median
     if share < _EXPLAINS[0] and outer.high < _APART * _EXPLAINS[0] * inner.low:
         return (own,)

@@ -95,8 +95,8 @@ class MonitoredIterator(BatchIterator):
         self._finish_epoch(self._cursor)
 
     def __del__(self) -> None:
-        # If the user leaves the loop early, the iterator is only dropped, not closed. The wrapped loader's iterator
-        # cleans up when it is garbage-collected.
+        # If the user leaves the loop early, nothing closes the iterator, so report here. The wrapped loader's iterator
+        # needs no call, because it cleans up when it is garbage-collected.
         if not sys.is_finalizing():
             with contextlib.suppress(Exception):
                 self._labels.end()
@@ -267,7 +267,7 @@ class FeedRecorder:
         self.due = begun + monitor._interval_seconds
 
     def waited(self, seconds: float) -> None:
-        """Count seconds of waiting in which no batch arrived: while the loader started, or when it had ended."""
+        """Count seconds of waiting that brought no batch: while the loader started, at its end, or before its error."""
         self.counters.wait += seconds
         self.counters.stall += seconds
 
@@ -295,7 +295,7 @@ class FeedRecorder:
         report = self._close_interval(now)
         self._monitor._outputs.interval(report, now.batches)
         limit, name = self._monitor._warn_stall, self._monitor._name
-        # During the first interval, workers are still starting and caches are filling, so it is not representative.
+        # The first interval is not representative, because workers are still starting and caches are filling.
         warm, self._warm = self._warm, True
         has_warned = self._warned or (self._monitor._warn_once and name in _warned)
         if limit is not None and warm and report.stall_fraction > limit and not has_warned:
@@ -312,7 +312,8 @@ class FeedRecorder:
         is_new = now.batches > self._last.batches or self._interval is None
         last = self._close_interval(now) if is_new else None
         self._final = self._report("epoch", self._first, now)
-        # The outputs call a function of the user, which may raise an error. Then do not report again.
+        # Call the outputs last: they call the user's `on_report`. If that raises an error, `_final` is set already, so
+        # the next call of `finish` does not report again.
         if last is not None:
             self._monitor._outputs.interval(last, now.batches)
         self._monitor._outputs.end(self._final)
@@ -346,8 +347,8 @@ class FeedRecorder:
 
     def _report(self, over: str, first: _Counters, last: _Counters) -> FeedReport:
         seconds = max(last.time - first.time, 1e-9)
-        # A wait is counted when its CUDA events have completed, so part of it may belong to an earlier interval. Limit
-        # the sum to this interval.
+        # A wait is counted when its CUDA events have completed, so part of it may belong to an earlier interval. So the
+        # sum may exceed this interval's length: limit it.
         stall = min(max(0.0, last.stall - first.stall), seconds)
         images = None if last.images is None else last.images - (first.images or 0)
         cpu = last.cpu.since(first.cpu)

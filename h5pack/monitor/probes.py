@@ -149,7 +149,7 @@ class GpuProbe:
             self._card = _find_card(self._nvml, device)
             self._name = _decoded(self._nvml.nvmlDeviceGetName(self._card))
         except Exception as error:
-            # A problem with the driver or its Python package must not stop the training. Reports then lack the GPU.
+            # A problem with the driver or its Python package must not stop the training; reports then have no `gpu`.
             self._card = None
             _log.info("reports have no GPU status, which needs NVIDIA's driver and nvidia-ml-py: %s", error)
 

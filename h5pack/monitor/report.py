@@ -179,7 +179,7 @@ class ReportOutputs:
             return
         try:
             # Open the file again for each report, because other processes may append to the file or move it.
-            # In JSON, `backslashreplace` gives the escapes of surrogates.
+            # UTF-8 cannot encode surrogates; `backslashreplace` writes them as their escapes in JSON.
             with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(json.dumps(report.to_json(), ensure_ascii=False) + "\n")
         except OSError as error:
