@@ -39,8 +39,8 @@ Step = Callable[[torch.Tensor, "torch.Tensor | None"], Any]
 _MAX_QUEUED_CALLS = 256
 # Maximum number of queued copies to the GPU. Each holds device memory until the GPU has finished the copy.
 _MAX_QUEUED_COPIES = 8
-# Maximum number of tensors that `copies_beyond_cache` returns. Only tiny batches would need more to exceed the cache,
-# and for those the kernel launch takes longest, whether they are in the cache or not.
+# Maximum number of tensors that `copies_beyond_cache` returns. Only tiny batches would need more to exceed the cache.
+# For them the cache does not matter, because launching the kernel takes most of the time.
 _MAX_COPIES = 16
 _PREFETCH_FACTOR = 2
 # Number of batches that a `DeviceFeed` prefetches for a GPU, including those that wait in host memory.
@@ -156,7 +156,7 @@ class DeviceStages:
         self, loader: Any, step: Step, ready_images: Callable[[], int], prefetched: int
     ) -> Callable[[float], Repeat]:
         """Return a function that measures a whole training loop for a number of seconds; see `measure_epochs`."""
-        # The inner monitor gets device="cpu" because it runs in the prefetching thread, which uses no CUDA stream.
+        # The inner monitor measures the loader's batches, which are on the host, so it must not time a CUDA stream.
         quiet: dict[str, Any] = {"warn_stall": None, "profiler_ranges": False}
         inner = FeedMonitor(loader, device="cpu", name="doctor's loader", **quiet)
         feed = DeviceFeed(inner, self._device, transform=self._normalize, prefetch_factor=_PREFETCH_FACTOR)
@@ -180,7 +180,7 @@ def cache_bytes_of(device: torch.device) -> int:
 
 
 def copies_beyond_cache(images: torch.Tensor, cache_bytes: int) -> list[torch.Tensor]:
-    """Return a batch and copies of it: at least twice as large as the device's cache in total, but at most 16 tensors.
+    """Return a batch and copies of it, in total at least twice as large as the device's cache, but at most 16 tensors.
 
     In training, every batch is new, so it is not in the cache. A single batch that is measured repeatedly would be read
     from the cache; several batches in turn are not.

@@ -47,8 +47,8 @@ _COLD_STAGES = 2
 # Minimum number of batches that are normalized and passed to the step. The first run of the step takes one batch. The
 # trial and the three repeats take three batches each: one for the step alone, and two for the loop.
 _MIN_BATCHES = 13
-# Do not start measurements that need more than the remaining time multiplied by this factor. The first factor is for a
-# busy machine, the second for an idle one.
+# Do not start measurements that need more than this multiple of the remaining time. The first number is for a busy
+# machine, the second for an idle one.
 _SLACK_BUSY, _SLACK = 3.0, 1.5
 # The stages that most verdicts need (see `Diagnosis._is_needed`). Others are left out if time is short.
 _NEEDED = frozenset({Stage.LOADER, Stage.TRANSFORM, Stage.STEP, Stage.NORMALIZE, Stage.COPY, Stage.EVERYTHING})
@@ -148,9 +148,9 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         self._measuring = 0.0  # time.perf_counter() at the start of the first repeat; 0 before
         self._batch_seconds = 0.0  # minimum time that the device needs for a batch; 0 if unknown
         self._complete = False
-        # The loop with all of PyTorch's threads and with one, if they are to be compared; and the latter, if there was
-        # no time for it.
+        # The loop with all of PyTorch's threads, and the loop with one thread; None if they are not compared.
         self._loops: tuple[StageRun, StageRun] | None = None
+        # The loop with one thread, if there was no time for it.
         self._left_out: StageRun | None = None
         images, labels = detect_names(settings.path, settings.images, settings.labels)
         self.target = Target(replace(settings, images=images, labels=labels))
@@ -171,7 +171,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         try:
             target.load_sample()
         except SizesDifferError as error:
-            # A pack stores the sizes of its images, so `Target` takes crops.
+            # The file is not a pack: a pack stores the sizes of its images, so `Target` takes crops of one size.
             path = target.dataset.path
             command = shlex.join(["h5pack", "convert", path, "packed.h5", "--keep", "jpeg"])
             text = f"{path}: its images differ in size; make a pack of it ({command}) and measure that"
@@ -251,7 +251,8 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
     def _is_hopeless(self, needed: float) -> bool:
         """Return whether `needed` seconds clearly exceed the remaining time.
 
-        If they exceed it only a little, measuring may succeed, above all on a busy machine, which may become idle.
+        If they exceed it only a little, measuring may still succeed. A busy machine may become idle, so there they may
+        exceed it more.
         """
         return needed > (_SLACK_BUSY if load_text(self._load) else _SLACK) * self._left()
 
@@ -303,12 +304,12 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
     def _try_out_loops(self, hot: Sequence[StageRun]) -> list[StageRun]:
         """Return the loop with one of PyTorch's threads, and the loop to compare it with unless that is in `hot`.
 
-        Return nothing, and note why, if there is no time for them.
+        Return an empty list if they cannot be compared, or if there is no time, which `_left_out` records.
         """
         threads, reasons = torch.get_num_threads(), self.target.reasons
         if self.target.on_gpu or threads < 2 or Stage.STEP not in self._runs or Stage.STEP in reasons:
             return []
-        # A loop that is cold in every epoch runs later.
+        # If the file does not fit into memory, the loop runs later, with a cold cache. Then compare hot loops instead.
         together = self._runs.get(Stage.EVERYTHING) or next(iter(self.target.loop(self.target.hot_rows)), None)
         if together is None or Stage.EVERYTHING in reasons:
             return []

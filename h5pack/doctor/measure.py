@@ -27,7 +27,7 @@ MAX_REPEATS = 5
 _MIN_BATCHES = 2
 # Minimum duration of a repeat in seconds. A shorter one would mostly measure the clock and the scheduler.
 MIN_SECONDS = 0.015
-# The loader counts as slower than its consumer if the consumer spends more than this fraction of time waiting.
+# The loader counts as slower than its consumer if the consumer spends at least this fraction of time waiting.
 _STARVED = 0.5
 # Maximum seconds of work that are queued on a device before the host waits for it.
 _QUEUED_SECONDS = 0.1
@@ -69,10 +69,10 @@ def repeats_within(runs: Sequence[StageRun], seconds: float) -> int:
 
 
 def next_seconds(left: float, run: StageRun, others: Iterable[StageRun]) -> float | None:
-    """Return for how many seconds to measure a repeat of `run`, if `left` seconds are left.
+    """Return for how many seconds to measure a repeat of `run`, if `left` seconds are left for it and `others`.
 
-    `others` are the repeats that follow. Each repeat gets its minimum and an equal share of the remaining time. Return
-    None if even the minimum does not fit.
+    `others` are the repeats that follow. Each repeat gets its minimum, and an equal share of the time beyond all
+    minimums. Return None if even the minimum of `run` does not fit.
     """
     if run.total_seconds > left:
         return None
@@ -133,7 +133,7 @@ class Meter:
         if self._step is None or self._loader is None:
             # Without monitors, the consumer counts as waiting all the time.
             return np.array([0.0, 0.0, time.perf_counter()])
-        # Read the loader's wait first. The step's wait, which includes it, may grow until it is read, but not shrink.
+        # Read the loader's wait first. The step's wait includes it, and can only grow between the two readings.
         loader, step = self._loader.report().wait_seconds, self._step.report()
         on_cpu = [loader, max(0.0, step.wait_seconds - loader), loader]
         waits = on_cpu if self._cuda is None else [step.stall_seconds, 0.0, loader]
@@ -190,12 +190,15 @@ def measure_epochs(
 ) -> Repeat:
     """Measure a loader for about `seconds`, but for at least two batches or one epoch, whichever is shorter.
 
-    `consume` processes a batch and returns its number of images. If an epoch is shorter than `seconds`, run as many
-    whole epochs as fit (only one if `once`), and include the time to start each iterator, except the first. If the
-    first epoch is longer, stop it when the time is up, and leave out the first `prefetched` batches, which the loader
-    read before they were requested. If these batches took more than half of the time, or if the loader had meanwhile
-    read most of the later batches, count all batches instead. Then leave out only the time until the first batch, and
-    not even this time if the loader is slower than its consumer.
+    `consume` processes a batch and returns its number of images. What counts depends on the first epoch:
+
+    - If it is shorter than `seconds`, run as many whole epochs as fit (only one if `once`). All batches count, and so
+      does the time to start each iterator, except the first.
+    - If it is longer, stop it when the time is up. Leave out the first `prefetched` batches, which the loader read
+      before they were requested.
+    - If it is longer, but these batches took more than half of the time, or the loader had by then read most of the
+      later batches, or `prefetched` is 0: all batches count. Leave out the time until the first batch, unless the
+      loader is slower than its consumer.
 
     `ready_images` returns how many images are ready in the loader. They count as loaded if the consumer mostly waits.
     """
@@ -312,7 +315,7 @@ class ChunkReader:
         return start.until(_Mark.end(images, meter))
 
     def busy_fraction(self, seconds: float, rows: int) -> float:
-        """Read the first `rows` rows in this thread for `seconds`; return the fraction of time as `busy_fraction`."""
+        """Read the first `rows` rows in this thread for `seconds`; return what the function `busy_fraction` returns."""
         blocks, out = itertools.cycle(self._blocks(0, rows)), self._buffer()
         return busy_fraction(lambda: self._read(*next(blocks), out), seconds)
 
@@ -394,7 +397,7 @@ class StageRun:
         self.overhead_seconds = max(0.0, took - measured.seconds)
 
     def repeat(self, seconds: float) -> None:
-        """Measure one more repeat. Its time beyond `seconds` is the expected overhead of the next repeat."""
+        """Measure one more repeat, and expect the next one to exceed its `seconds` by as much as this one did."""
         took, measured = self._measure(seconds)
         self.repeats.append(measured)
         self.overhead_seconds = max(0.0, took - max(seconds, self.min_seconds))

@@ -374,7 +374,7 @@ def bottleneck_stage(name: Bottleneck, evidence: Evidence) -> Stage:
 
 
 def _grounds(name: Bottleneck, evidence: Evidence) -> str:
-    """Return the measurement that shows that `name` is a bottleneck, in words."""
+    """Describe the measurement that shows that `name` is a bottleneck."""
     stage, why = bottleneck_stage(name, evidence), ""
     if stage is Stage.COLD:
         why = ", and the file does not fit into memory"

@@ -47,8 +47,8 @@ from h5pack.system.text import error_line, short_repr
 DTYPES = ("float32", "bfloat16", "float16")
 # A file larger than this fraction of the available memory is assumed not to stay in the page cache.
 _CACHED_FRACTION = 0.8
-# Distance between the first rows of successive cold repeats, as a fraction of all rows, continuing at row 0 after the
-# last row. This fraction (the golden ratio) spreads the first rows evenly.
+# Each cold repeat starts this fraction of all rows after the start of the previous one, and continues at row 0 after
+# the last row. This fraction (the golden ratio) spreads the starts evenly.
 _GOLDEN = 0.618
 # Numbers of images from which the time for a whole batch is estimated.
 _FEW_IMAGES = (8, 64)
@@ -143,7 +143,10 @@ class HostLoaders:
         return loader
 
     def prefetch_of(self, loader: Any) -> tuple[int, Callable[[], int]]:
-        """Return how many batches a loader prefetches, and a function that counts ready images (0 for DataLoader)."""
+        """Return how many batches a loader prefetches, and a function that counts its ready images.
+
+        A DataLoader does not say how many are ready, so the count is 0.
+        """
         if self._settings.num_workers is not None:
             return int((loader.prefetch_factor or 0) * loader.num_workers), lambda: 0
         return 2 * loader.plan.max_group_batches + 2, lambda: loader.queue_depth * loader.plan.batch_rows(0)
@@ -186,8 +189,8 @@ class Target:
 
     `failures` maps a stage to its error in one line, which mostly comes from the user's code. `reasons` maps a stage to
     the reason why it is not measured. Stages measured with a filled page cache read the first `hot_rows` rows of the
-    split, by `reader`. `fits_cache` is true if the page cache can hold the whole split. Raises OptionsError and
-    PackFormatError as `diagnose` does.
+    split; `reader` reads rows for the stages without a loader. `fits_cache` is true if the page cache can hold the
+    whole split. Raises OptionsError and PackFormatError as `diagnose` does.
     """
 
     def __init__(self, settings: DiagnoseSettings) -> None:
@@ -210,7 +213,7 @@ class Target:
         self.batch_size = limited_batch_size(settings.batch_size, len(self.dataset))
         self.index: ChunkIndex = self.dataset.engine.indexes[self.dataset.names[0]]
         if isinstance(self.index, EncodedIndex) and (self.index.image_sizes != self.index.image_sizes[0]).any():
-            # The images of a batch need one size. Most trainings take such crops.
+            # The images of a batch must have one size, so take the crops that most trainings take.
             self.dataset = self.dataset.with_decode(RandomResizedCrop(_CROP_SIZE), exact=True)
         self.failures: dict[Stage, str] = {}
         self.reasons: dict[Stage, str] = {}
@@ -254,7 +257,10 @@ class Target:
             self.loaders.transform = None
 
     def record_failure(self, stage: Stage, error: Exception, what: str, reason: str | None = None) -> None:
-        """Record the error of a stage; unless it is an H5PackError, begin with `what`, which says what failed."""
+        """Record the error of a stage. In `failures`, `what` precedes it, unless it is an H5PackError.
+
+        `reason` is the text for `reasons`; None: the error in one line.
+        """
         line = error_line(error)
         self.failures[stage] = line if isinstance(error, H5PackError) else f"{what} ({line})"
         self.reasons[stage] = reason or line
@@ -399,7 +405,7 @@ class Target:
         return runs
 
     def loop(self, rows: int | None = None, prepare: Callable[[], None] | None = None) -> list[StageRun]:
-        """Return the training loop over the first `rows` rows (None: all rows) as one stage; empty if there is none."""
+        """Return the training loop over the first `rows` rows (None: all) as one stage, or [] if it cannot run."""
         step, transform_failed = self.step, Stage.TRANSFORM in self.failures
         if step is None or transform_failed:
             self.reasons[Stage.EVERYTHING] = self.reasons[Stage.TRANSFORM if transform_failed else Stage.STEP]
