@@ -48,7 +48,7 @@ Shape = tuple[tuple[int, ...], npt.DTypeLike]
 
 
 def lay_out(shapes: Sequence[Shape]) -> tuple[list[int], int]:
-    """Lay out an array for each (shape, dtype) in a batch's memory; return their byte offsets and the total bytes."""
+    """Place an array for each (shape, dtype) in a batch's memory; return each one's byte offset and the total bytes."""
     offsets, size = [], 0
     for shape, dtype in shapes:
         offsets.append(size)
@@ -329,7 +329,7 @@ def _tensors(base: npt.NDArray[np.uint8], shapes: Sequence[Shape]) -> list[torch
 
 
 class _Forks:
-    """How often this process has begun or ended a fork."""
+    """The number of forks that this process has begun, plus the number of those that have ended."""
 
     def __init__(self) -> None:
         self.count = 0

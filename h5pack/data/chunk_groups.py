@@ -336,7 +336,10 @@ class GroupReader:
         return addresses[group.positions].view(np.uint64)
 
     def _stage(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Copy all rows of a group to their batches, for a field with small rows. `low` and `high` are ignored."""
+        """Copy all rows of a group to their batches, for a field with small rows.
+
+        `low` and `high`, which all tasks receive, are ignored.
+        """
         if field.name == ROWS:
             values: npt.NDArray[Any] = group.rows
         elif field.name in self._held:

@@ -82,11 +82,11 @@ class CachedRows:
             self._unit, self._windows = _windows(mapped)
 
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Make sure that rows can be copied; see `MappedDataset.ready`."""
+        """Return whether rows can be copied now, without waiting; see `MappedDataset.ready`."""
         return self.mapped.ready(first, last)
 
     def load(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Load rows from the disk, so that they can be copied; see `MappedDataset.load`."""
+        """Load rows from the disk, and return whether they can be copied now; see `MappedDataset.load`."""
         return self.mapped.load(first, last)
 
     def locate(self, rows: npt.NDArray[np.int64]) -> RowLocations:
@@ -115,11 +115,11 @@ class DecodedRows:
         self._decoded = decoded
 
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Make sure that rows can be copied; see `DecodedDataset.ready`."""
+        """Return whether rows can be copied now; see `DecodedDataset.ready`."""
         return self._decoded.ready(first, last)
 
     def load(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Return False, because chunks are decoded when they are read."""
+        """Return False: chunks are not loaded in advance, but decoded when they are read."""
         return False
 
     def locate(self, rows: npt.NDArray[np.int64]) -> RowLocations:

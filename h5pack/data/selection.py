@@ -120,7 +120,7 @@ def _class_weights(dataset: H5Dataset, rows: RowSet, text: str) -> npt.NDArray[n
 def _select_rows(
     dataset: Any, indices: Sequence[int] | npt.NDArray[np.int64] | None
 ) -> tuple[H5Dataset, RowSet, npt.NDArray[np.int64] | None]:
-    """Return the `H5Dataset`, the chosen rows in file order, and each row's position in `indices` or `dataset`.
+    """Return the `H5Dataset`, the chosen rows in file order, and each row's position in `indices` (None: in `dataset`).
 
     The positions are None if `dataset` is an `H5Dataset` of consecutive rows, and `indices` is None.
     """

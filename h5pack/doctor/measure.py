@@ -364,7 +364,7 @@ def _ready_seconds() -> float:
 
 
 def with_one_thread(run: Callable[[float], Repeat], seconds: float) -> Repeat:
-    """Return ``run(seconds)``, with only one of PyTorch's CPU threads."""
+    """Return ``run(seconds)``, called while PyTorch uses a single CPU thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
