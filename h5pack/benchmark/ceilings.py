@@ -120,7 +120,7 @@ class Ceilings:
         self._speeds: dict[tuple[str, int], list[float]] = {}
 
     def measure(self, case: BenchCase) -> float | None:
-        """Measure the ceiling for a case of H5Loader once; return images/s, or None if it cannot be measured."""
+        """Measure and record the ceiling for an H5Loader case; return images/s, or None if it cannot be measured."""
         threads = ceiling_threads(case, self._cpus)
         speed = self._measure_copy(threads) if case.cache == "hot" else self._measure_read(threads)
         if speed is not None:
@@ -165,7 +165,7 @@ class PageState:
         """Drop the files from the page cache; return None if that succeeds, else the reason why pages stay there."""
         if not hasattr(os, "posix_fadvise"):
             return "this system cannot drop a file from the page cache"
-        # Close the dataset, because its loaders map the files, and the system keeps mapped pages.
+        # Close the dataset first: its loaders map the files, and mapped pages cannot be dropped.
         self._dataset.close()
         for path in self.files:
             try:

@@ -123,9 +123,9 @@ class Pipeline(BackgroundThreads):
         self._opened, self._delivered, self._max_open = first, first, credits
         self._batches = OpenBatches()
         self._reader = GroupReader(dataset, pool.fields, self._batches, held, draw_key, keep=keep_decoded)
-        # Batches of cached rows are filled one after the other, which uses few buffers, so that they stay in the CPU's
-        # cache. With several streams or lanes, consecutive batches take rows from several groups, so whole groups are
-        # processed at once.
+        # Fill batches of cached rows one after the other: this uses few buffers, which then stay in the CPU's cache.
+        # With several streams or lanes, process whole groups at once, because consecutive batches take rows from
+        # several groups.
         self._batchwise = plan.step_streams * plan.lanes == 1
         self._max_gathered = max_gathered
         self._blocks: deque[Block] = deque()  # of a cached group

@@ -377,7 +377,7 @@ def _refuse_deep(image: Image.Image) -> None:
         # Pillow takes each byte of such a plane for a pixel.
         bits = image.tag_v2.get(_TIFF_BITS, ())
         if len(bits) > 1 and max(bits) > 8 and image.tag_v2.get(_TIFF_COMPRESSION, 1) == 1:
-            raise RejectedImageError("its planes of 16 bits are not compressed; save it with interleaved channels")
+            raise RejectedImageError("its 16-bit channels are in uncompressed planes; save them interleaved")
 
 
 def refuse_bomb(height: int, width: int, max_pixels: int) -> None:

@@ -149,7 +149,7 @@ class Evidence:
     num_workers: int | None = None
     encoding: Encoding | None = None  # the decoding needed in every epoch; None if there is none
     library_reason: str | None = None  # why rows are read through the HDF5 library; None: h5pack reads them directly
-    # The fraction of the loop's time in which the step waited for data, of all repeats together
+    # The fraction of the loop's time, over all repeats, in which the step waited for data
     stall_fraction: float | None = None
 
     # Set by `FeedMonitor` only, for loops whose stages are not measured:

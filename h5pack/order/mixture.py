@@ -60,7 +60,7 @@ class Mixture:
         return self.plans[0].seed, epoch, steps
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that must be equal to resume from a saved state, as JSON-serializable values."""
+        """Return the JSON-serializable values that must match those of a saved state to resume from it."""
         return {
             "mixture": _VERSION,
             "packs": [{**plan.identity(), "global_batch": None} for plan in self.plans],

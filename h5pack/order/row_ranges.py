@@ -59,7 +59,7 @@ class RowSampler(Protocol):
         """Return the distinct rows of the file that can occur in any epoch, ascending; a range, or int64, (n,)."""
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that must be equal to resume from a saved state; numbers and strings only."""
+        """Return the values that must match those of a saved state to resume from it; numbers and strings only."""
 
 
 class RowSet(RowSampler, EpochRows):

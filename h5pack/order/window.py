@@ -195,7 +195,7 @@ class OrderPlan:
         return self.seed, epoch, batches if isinstance(self.rows, WeightedRows) else 0
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that must be equal to resume from a saved state; numbers and strings only."""
+        """Return the values that must match those of a saved state to resume from it; numbers and strings only."""
         return {
             "order": ORDER_VERSION,
             **self.rows.identity(),

@@ -292,7 +292,7 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
     if options.val is not None:
         training_split(source, catalog, options.val)  # Raises OptionsError if no split can be divided.
     if options.group_field is not None:
-        # The fields of samples are known only after the survey.
+        # The catalog of a Python dataset has no fields before the survey; the options name those that it will have.
         of_samples = (*options.fields, *options.box_columns, *options.keypoint_columns)
         require_field(source, catalog, options.group_field, of_samples if catalog.reader.has_labels else catalog.fields)
 

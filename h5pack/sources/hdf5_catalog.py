@@ -432,7 +432,7 @@ def _read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
         try:
             return parse_texts([text(value) for value in _read_all(path, dataset, name).tolist()])
         except FieldValueError as error:
-            raise _dataset_error(path, name, f"row {error.row} {error}; leave it out") from None
+            raise _dataset_error(path, name, f"row {error.row} {error}; leave out this field") from None
     if not is_numeric_dtype(dataset.dtype) or not dataset.shape:
         problem = f"holds {dataset.dtype}, but a field needs rows of numbers or one text per row; leave it out"
         raise _dataset_error(path, name, problem)

@@ -98,7 +98,7 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
 def _add_shard(
     samples: _Samples, file: ArchiveFile, members: Members, prefix: str, shards: Shards, wanted: tuple[str, ...]
 ) -> None:
-    """Add a shard's samples. `wanted` are the endings of the members to read for the columns that the user named."""
+    """Add a shard's samples. `wanted` says which members ("json", "txt") may hold columns that the user named."""
     reader = ArchiveReader.of(file, members)
     images: list[int] = []
     for key, parts in _grouped(file, members, samples, prefix, shards.wanted):
