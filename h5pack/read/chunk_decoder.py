@@ -98,7 +98,10 @@ class DecodedChunks:
         return found
 
     def move(self, key: Hashable, out: npt.NDArray[np.uint8]) -> bool:
-        """Copy the first bytes of a cached chunk to `out`, and cache `out` instead; False if it is not cached."""
+        """Fill `out` with the first bytes of the chunk cached under `key`, and cache `out` in its place.
+
+        Return False if no chunk is cached under `key`.
+        """
         state = self._own_state()
         with state.lock:
             found = state.chunks.get(key)
@@ -157,7 +160,7 @@ class ChunkDecoder:
         return ChunkRows(values, rows - chunk * index.chunk_rows, size, int(size > 0))
 
     def move(self, index: ChunkIndex, chunk: int, out: npt.NDArray[np.uint8]) -> bool:
-        """Move a decoded chunk to `out`; see `DecodedChunks.move`."""
+        """Call `DecodedChunks.move` for chunk number `chunk`."""
         return self.cache.move((*self._key, index.name, chunk), out)
 
     def _load(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
@@ -177,9 +180,9 @@ class ChunkDecoder:
         return self._assemble(index, chunk)
 
     def _assemble(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        """Join all chunks with the number `chunk` along axis 0, which hold parts of rows, and return the whole rows."""
+        """Return all rows of chunk number `chunk` along axis 0, joined from the chunks that hold parts of the rows."""
         assert index.chunk_shape is not None
-        # Labels that are stored as (N, 1) have an index of the shape (N,).
+        # Labels of shape (N, 1) have an index of shape (N,), but their chunks still have two axes.
         row_shape, inner = index.row_shape or (1,), index.chunk_shape[1:]
         rows = np.empty((index.chunk_rows, *row_shape), index.dtype)
         fill = np.frombuffer(index.fill, index.dtype).reshape(row_shape) if index.fill else None
@@ -233,9 +236,10 @@ class ChunkDecoder:
 
 
 class DecodedDataset:
-    """The rows of a dataset whose decoded chunks all stay in memory, as one array from which one call copies a batch.
+    """All rows of a dataset, decoded and in one array in memory, so that one call copies a batch.
 
-    A chunk moves from the cache to the array when its rows are asked for. Do not use it for a virtual dataset.
+    A chunk moves from the cache to the array at the first call of `ready` for its rows. Virtual datasets are not
+    supported.
 
     Attributes
     ----------
@@ -249,9 +253,10 @@ class DecodedDataset:
         self._moved = np.zeros(-(-index.rows // index.chunk_rows), bool)
 
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Return whether the rows ``first[i]`` to ``last[i]`` of all i are in `array`, or can be moved there.
+        """Move the rows ``first[i]`` to ``last[i]`` of all i from the cache to `array`; return whether all are there.
 
-        `first` and `last` are int64 (n,). If not, read and keep their chunks with `ChunkDecoder.rows_in_chunk`.
+        `first` and `last` are int64 (n,). If some are not, cache their chunks by `ChunkDecoder.rows_in_chunk` with
+        ``keep=True``, and try again.
         """
         chunks = all_between(self.index.chunks_of(first), self.index.chunks_of(last))
         return all(self._move(chunk) for chunk in chunks[~self._moved[chunks]].tolist())
@@ -270,7 +275,7 @@ class DecodedDataset:
 class SourceFiles:
     """The source files of virtual datasets, each opened on its first read in a process.
 
-    At most `max_open` stay open; the one that was opened first is closed first.
+    At most `max_open` stay open; the one that was opened first is closed first. `own` reads the engine's own file.
     """
 
     def __init__(self, own: ChunkDecoder) -> None:
@@ -318,7 +323,7 @@ class SourceFiles:
             file.identity.require(file.path)
 
     def check_unchanged_throttled(self, index: ChunkIndex) -> None:
-        """Call `check_unchanged`, at most once per second. The HDF5 library does not notice replaced source files."""
+        """Call `check_unchanged`, at most once per second. The HDF5 library would not notice replaced source files."""
         if index.files and time.monotonic() - self._checked.get(index.name, 0.0) > CHECK_SECONDS:
             self.check_unchanged(index)
             self._checked[index.name] = time.monotonic()

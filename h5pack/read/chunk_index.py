@@ -223,7 +223,8 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
             stored = table.sizes.copy()
             stored_checksums = _stored_checksums(file, name, table)
             if codec.steps:
-                # With H5Pset_chunk_opts, an edge chunk may be unfiltered although its mask is 0, so HDF5 must read it.
+                # With H5Pset_chunk_opts, an edge chunk whose mask is 0 may be unfiltered. If its size is that of a
+                # decoded chunk, it is unknown whether it was filtered, so HDF5 must read it.
                 at_edge = _reaches_past_edge(dataset).reshape(stored.shape)
                 table.sizes[at_edge & (stored == codec.size) & (table.filter_masks == 0)] = -1
         _require_inside(file, name, table.addresses, stored, chunk_rows, dataset.shape[0])
@@ -247,7 +248,7 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
 
 
 def index_checksums(file: h5py.File, name: str, rows: int) -> dict[str, ChunkIndex]:
-    """Return {path: index} of the checksums of dataset `name`; an empty dict unless each of its rows has one."""
+    """Return {path: index} of the dataset with the checksums of dataset `name`; {} unless it has `rows` checksums."""
     path = schema.checksums_path(name)
     found = find_item(file, path)
     fits = isinstance(found, h5py.Dataset) and found.shape == (rows,) and found.dtype.kind == "u"
@@ -255,7 +256,7 @@ def index_checksums(file: h5py.File, name: str, rows: int) -> dict[str, ChunkInd
 
 
 def _stored_checksums(file: h5py.File, name: str, table: ChunkTable) -> npt.NDArray[np.uint32] | None:
-    """Return the checksums of a pack's stored chunks; None if there are none, or another program rewrote the chunks."""
+    """Return the checksums of the stored chunks; None if there are none, or if another program rewrote the chunks."""
     found = find_item(file, f"{schema.CHUNK_CHECKSUMS}/{name}")
     if not isinstance(found, h5py.Dataset) or found.shape != table.sizes.shape or found.dtype != np.uint32:
         return None
@@ -266,7 +267,7 @@ def _stored_checksums(file: h5py.File, name: str, table: ChunkTable) -> npt.NDAr
 
 
 def contiguous_group_rows(rows: int, row_bytes: int) -> int:
-    """Choose the rows per chunk group of a dataset without chunks, as `plan_chunks` does, but at most 4,096 rows."""
+    """Return the number of rows per chunk group of a dataset without chunks: as in `plan_chunks`, but at most 4,096."""
     if row_bytes >= DEFAULT_CHUNK_BYTES:
         return 1
     return min(_MAX_GROUP_ROWS, plan_chunks(max(1, rows), max(1, row_bytes)).rows)

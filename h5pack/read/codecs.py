@@ -58,7 +58,7 @@ class MallocBuffer:
 
 
 class UnsupportedFilterError(ValueError):
-    """h5pack has no decoder of its own for a filter of a dataset, or that decoder is not installed."""
+    """h5pack itself has no decoder for a filter of a dataset, or the package with the decoder is not installed."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Codec:
             if step.number in _DECODERS:
                 data = _DECODERS[step.number](np.asarray(data), step.parameters, self.size)
             else:
-                # The decoded size is known only for filter 0, because it was the first to encode the chunk.
+                # Filter 0 was the first to encode the chunk, so only its decoded size is known: that of the chunk.
                 data = decode_plugin(step.number, step.parameters, _to_malloc(data), None if position else self.size)
         decoded: Bytes = np.asarray(data)
         if len(decoded) != self.size:
@@ -182,8 +182,8 @@ def fletcher32(data: Bytes) -> tuple[int, int]:
     parts = [(_FLETCHER_WORDS, *pair) for pair in sums.tolist()]
     parts.append((len(tail), float(tail.sum()), float((tail * np.arange(len(tail), 0, -1)).sum())))
     for count, plain, weighted in parts:
-        # Appending a part raises the weight of every earlier word by `count`. `first` is the plain sum of the earlier
-        # words; `weighted` is the weighted sum of the part.
+        # The `count` words of this part raise the weight of every earlier word by `count`. `first` is the plain sum of
+        # the earlier words; `weighted` is the weighted sum of this part.
         second += count * first + int(weighted)
         first += int(plain)
     return _folded(first), _folded(second)

@@ -149,7 +149,7 @@ def _describe(
         rows = len(dataset) if rows < 0 else rows
         _require_length(file, name, len(dataset), images, rows)
         if is_encoded(dataset):
-            # Ignore stored checksums: they belong to the encoded bytes, and cannot be compared with decoded pixels.
+            # Ignore stored checksums: they are those of the encoded bytes, and do not apply to decoded pixels.
             others = other_files(file, dataset)
             indexes[name] = replace(index_encoded(file, dataset, name, sized=sized), external_files=others)
             continue

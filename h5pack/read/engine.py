@@ -52,7 +52,7 @@ class ReadStats:
     chunk_misses: int = 0  # visits to chunks of the main dataset
     bytes_wanted: int = 0  # total size of returned rows of all datasets; encoded images count with row 0's decoded size
     bytes_read: int = 0  # bytes read from files or copied from mappings; may be below `bytes_wanted` if compressed
-    # Number of system calls and HDF5 library calls; none for rows copied from a mapping, one per row in `read_encoded`.
+    # Number of system calls and HDF5 library calls. Rows copied from memory add 0, rows read by `read_encoded` 1 each.
     reads: int = 0
 
     @property
@@ -211,10 +211,10 @@ class Engine:
         return out  # type: ignore[no-any-return]
 
     def read_batch(self, name: str, rows: npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
-        """Return rows like `read`, but copy them from memory if they are small and all there.
+        """Return rows like `read`, but if there are several small rows and all are in memory, copy them from there.
 
-        They are copied from a mapping if they are in the page cache, or from decoded chunks if all of these stay in
-        memory.
+        Rows in the page cache are copied from a mapping. Rows of filtered chunks are copied from the decoded chunks, if
+        all decoded chunks of the file stay in memory.
         """
         found = self._copy_cached(name, rows, out)
         return self.read(name, rows, out) if found is None else found
@@ -289,14 +289,14 @@ class Engine:
         return self.can_scatter(index) or self.can_decode(index)
 
     def decoding_bytes(self, num_threads: int, *, keep: bool) -> int:
-        """Return the memory in bytes that `rows_in_chunk` needs in `num_threads` threads, with the cache if `keep`."""
+        """Return the memory in bytes that `rows_in_chunk` needs in `num_threads` threads, plus the cache if `keep`."""
         largest = max((index.decoding_bytes for index in self.indexes.values()), default=0)
         if not largest:
             return 0
         return num_threads * largest + (self.chunks.cache.capacity if keep else 0)
 
     def decoded_bytes(self) -> int:
-        """Return the size in bytes of all chunks after decoding; 0 if none is decoded, or the cache is too small."""
+        """Return the size in bytes of all chunks after decoding; 0 if none needs decoding, or the cache is smaller."""
         return self._decoded_bytes if self._decoded_bytes <= self.chunks.cache.capacity else 0
 
     @cached_property
@@ -316,7 +316,7 @@ class Engine:
         index = self.indexes[name]
         found = self.files.rows_in_chunk(index, rows, keep=keep)
         if keep and found.calls and (decoded := self.decoded(name)) is not None:
-            decoded.ready(rows[:1], rows[:1])  # Now, because moving the chunk in the next epoch would slow that down.
+            decoded.ready(rows[:1], rows[:1])  # Move the chunk now. Moving it in the next epoch would slow that epoch.
         self._count(index, len(rows), 1, found.size, found.calls)
         return found.values.view(index.dtype).reshape(-1, *index.row_shape), found.positions
 
@@ -433,7 +433,7 @@ class Engine:
     def check(self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any] | list[bytes]) -> None:
         """Raise DamagedRowsError if `values`, read from `rows`, do not match the file's checksums, if it has any.
 
-        Of encoded rows, the bytes are checked. If `values` are decoded images, the bytes are read again.
+        Checksums of encoded rows are those of their bytes. If `values` are decoded images, the bytes are read again.
         """
         if schema.checksums_path(name) not in self.indexes:
             return
@@ -448,7 +448,7 @@ class Engine:
     def require_checksums(self, name: str, rows: npt.NDArray[np.int64], found: npt.NDArray[np.uint32]) -> None:
         """Raise DamagedRowsError if `found`, uint32 (n,), differs from the stored checksums of `rows`.
 
-        If rows of several files differ, the error is about one of these files.
+        If rows of several files differ, the error names only one of these files and its rows.
         """
         wrong = np.flatnonzero(found != self.read(schema.checksums_path(name), rows))
         if len(wrong):

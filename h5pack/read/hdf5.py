@@ -70,7 +70,7 @@ def _open_failure(name: str, error: Exception) -> str:
 
 
 def metadata_problem(error: Exception) -> str:
-    """Return in one line what is wrong with a file if reading its metadata raised `error`, and what to do."""
+    """Return a line that says why reading a file's metadata raised `error`, and what to do."""
     reason = _failed_call(error)
     if reason is not None:
         return f"cannot be read ({reason}); check the disk, then try again"
@@ -80,7 +80,10 @@ def metadata_problem(error: Exception) -> str:
 
 
 def _failed_call(error: Exception) -> str | None:
-    """Return why a system call failed, None if none did. HDF5 adds details such as the time, with a line break."""
+    """Return why the system call behind `error` failed; None if `error` has another cause.
+
+    HDF5's own text is longer: it contains a line break, and details such as the time.
+    """
     found = re.search(r"errno = (\d+)", str(error))
     number = getattr(error, "errno", None) or (int(found[1]) if found else 0)
     return os.strerror(number) if number else None
@@ -121,7 +124,7 @@ def read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: npt.NDArr
 
 
 def require_complete(file: h5py.File) -> None:
-    """Raise if a pack is incomplete or its format version is too new; do nothing for files that are not packs."""
+    """Raise IncompletePackError for an incomplete pack, PackFormatError for a newer format; accept all other files."""
     if schema.FORMAT not in file.attrs:
         return
     version = int(file.attrs[schema.FORMAT])
@@ -194,7 +197,7 @@ def find_item(file: h5py.File, name: str) -> Any:
 def dataset_names(file: h5py.File, links: Sequence[ExternalLink] | None = None) -> list[str]:
     """Return the paths of all datasets in a file, without a leading slash, in the order in which HDF5 visits them.
 
-    The datasets in other files to which the file has links come last. `links` are these links if they are known.
+    Datasets in other files, to which external links lead, come last. `links` are the file's external links, if known.
     """
     names: list[str] = []
 
@@ -362,7 +365,7 @@ def stored_options(file: h5py.File) -> dict[str, Any]:
 
 
 def encode_text(value: str) -> bytes:
-    """Encode a string as files store it: as UTF-8, with ``\\udcXX`` escapes for bytes of file names that are not."""
+    """Encode a string as UTF-8. Bytes of file names that are not UTF-8 become escapes such as ``\\udcXX``."""
     return value.encode("utf-8", "backslashreplace")
 
 

@@ -43,7 +43,7 @@ _MAX_CALL_BLOCKS = 64
 """Maximum number of blocks that one system call checks, which bounds the time for which the call holds kernel locks."""
 
 _MAX_ABSENT = 1 / 16
-"""Maximum share of pages that `FileMapping.ready` loads into the page cache."""
+"""`FileMapping.ready` loads missing pages into the page cache only if at most this share of the pages is missing."""
 
 _MAX_FILES = 1_024
 """Maximum number of files that are mapped together, and stay open; a process may have 65,530 mappings by default."""
@@ -51,10 +51,10 @@ _MAX_STEP = 1 << 36
 """Maximum gap in bytes that `_grid_bases` may leave between two mapped files."""
 
 _SMALL_BYTES = 1 << 30
-"""If files have at most this many bytes of rows, `FileMapping.load` loads blocks of which few rows are wanted, too."""
+"""If files have at most this many bytes of rows, `FileMapping.load` also loads blocks of which few rows are wanted."""
 
 _BLOCK_FILE_SYSTEMS = ("ext4", "xfs")
-"""Local file systems with large folios. On network file systems, one thread that waits for each block would be slow."""
+"""Local file systems with large folios. On network file systems, loading blocks one by one in one thread is slow."""
 
 _MAP_FIXED = 16
 _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
@@ -145,8 +145,11 @@ class FileMapping:
     def load(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
         """Like `ready`, but first load all blocks with bytes of the extents into the page cache, waiting for the disk.
 
-        Return False if these blocks should be read with preadv instead: if the files do not fit into half of the
-        available memory, if most bytes of the blocks are not wanted, or if the file system is not known to suit.
+        Return False if loading fails, or if preadv suits better, for one of these reasons:
+
+        - The rows of all files do not fit into half of the available memory.
+        - Most bytes of the blocks are not wanted, and the files have more than `_SMALL_BYTES` bytes of rows.
+        - The kernel or a file system is not known to load whole blocks well.
         """
         blocks, size = self._blocks_of(starts, stops), int((self._stops - self._begins).sum())
         if not self._suits_blocks or size > available_memory() // 2:
@@ -159,7 +162,10 @@ class FileMapping:
         return all_between(starts // _BLOCK, (np.minimum(stops, self._ends[-1]) - 1) // _BLOCK)
 
     def _check(self, wanted: npt.NDArray[np.int64], max_absent: float) -> bool:
-        """Load the blocks `wanted` into the page table; return False if of some, too large a share is not cached."""
+        """Load the blocks `wanted` into the page table; return False on an error.
+
+        Also return False if, in one of the calls, more than `max_absent` of the pages are not in the page cache.
+        """
         process, checked = self._checked
         if process != os.getpid():
             process, checked = self._checked = (os.getpid(), np.full(len(checked), -np.inf))
@@ -206,7 +212,7 @@ class FileMapping:
             storage.identity.require(storage.path, descriptor)
 
     def _opened_files(self) -> list[tuple[Storage, int, int]]:
-        """Return (storage, descriptor, size) of each file; once a second, check that no file at a path was replaced."""
+        """Return (storage, descriptor, size) of each file; once a second, check that its path still leads to it."""
         checked, files = self._opened
         if time.monotonic() - checked > CHECK_SECONDS:
             files = [(storage, storage.open(), storage.identity.size) for storage in self._storages]
@@ -214,10 +220,10 @@ class FileMapping:
         return files
 
     def _load(self, number: int, start: int, stop: int, *, loaded: bool, max_absent: float) -> bool:
-        """Load ``bytes[start:stop]`` into the page table; return False on an error or if too few are in the page cache.
+        """Load ``bytes[start:stop]``, of file `number`, into the page table; return False on an error.
 
-        `number` is the file's number. If the bytes were `loaded` before and are all still in the page cache, they are
-        not loaded again, because the check alone is seven times as fast.
+        Also return False if more than `max_absent` of the pages are not in the page cache. If the bytes were `loaded`
+        before and are all still in the page cache, only check this, which is seven times as fast as loading them again.
         """
         share = self._cached_share(number, start, stop)
         if share < 1 - max_absent:
@@ -242,7 +248,7 @@ class FileMapping:
 
 
 def _kernel_reads_blocks() -> bool:
-    """Return whether the kernel reads 2 MiB at once where it loads a missing page of a mapping with MADV_HUGEPAGE.
+    """Return whether the kernel reads 2 MiB at once when it loads a missing page of a mapping with MADV_HUGEPAGE.
 
     Linux does so since version 5.18. Earlier versions wait for as little as one page at a time.
     """
@@ -332,7 +338,7 @@ class MappedDataset:
     def _extents(
         self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return where in the mapping's `bytes` each extent with some of the rows starts and stops, int64 (n,)."""
+        """Return the starts and stops, int64 (m,), of the extents of the mapping's `bytes` that contain the rows."""
         index = self.index
         if self.array is not None and self._files is None:
             return self.offsets(first), self.offsets(last) + index.row_bytes
@@ -364,11 +370,11 @@ class MappedDataset:
 
 
 def _grid_bases(found: Sequence[SourceFile], files: npt.NDArray[np.int64], index: VirtualIndex) -> list[int]:
-    """Return for each file the index in `FileMapping.bytes` at which to map it, a multiple of `_BLOCK`.
+    """Return the index in `FileMapping.bytes` at which to map each file, a multiple of `_BLOCK`.
 
-    The distance between the first rows of any two files is a multiple of the row size, so that the rows of all files
-    can form one array. If this is impossible, or gaps could exceed `_MAX_STEP`, a file begins at the next multiple of
-    `_BLOCK` after the previous file.
+    If possible, the distance between the first rows of any two files is a multiple of the row size, so that the rows of
+    all files can form one array. Where this is impossible, or gaps could exceed `_MAX_STEP`, a file begins at the next
+    multiple of `_BLOCK` after the previous file.
     """
     step = math.lcm(_BLOCK, index.row_bytes)
     bases, end, origin = [], 0, 0

@@ -127,7 +127,10 @@ def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64],
 
 
 def texts_of(engine: Engine, name: str, rows: npt.NDArray[np.int64], found: RaggedRows) -> list[Any]:
-    """Return the texts in `found`; raise DamagedRowsError if one is malformed. Messages use the other parameters."""
+    """Return the texts in `found`; raise DamagedRowsError if one is malformed.
+
+    The other parameters are used in messages only.
+    """
     wrong, problem = np.zeros(len(found), np.bool_), "is not UTF-8"
     if found.kind == schema.TEXTS:
         filled = np.flatnonzero(np.diff(found.offsets))
@@ -151,7 +154,7 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def find_field(file: h5py.File, name: str) -> str:
-    """Return the path of the field `name` of a pack. Without such a field, return `name`, taken as a path.
+    """Return the path of the field `name` of a pack. If there is no such field, `name` is a path, and is returned.
 
     Raises PackFormatError if a pack has neither the field nor the path.
     """

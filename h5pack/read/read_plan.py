@@ -23,8 +23,8 @@ from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import run_edges
 
 MAX_GAP_BYTES = 4_096
-"""Maximum gap in bytes between two extents that one read covers. It is one page, because the disk reads whole pages
-anyway, and reading the gap is cheaper than another system call."""
+"""Maximum gap in bytes between two extents that one read covers: one page. The disk reads whole pages anyway, and
+reading the gap is cheaper than another system call."""
 
 MAX_EXTENT_BYTES = 4 * 1024 * 1024
 """Size in bytes of aligned blocks of a file. One read covers only extents that begin in the same block, so that the
@@ -168,7 +168,7 @@ class FileExtents(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterPlan:
-    """Direct reads of rows into buffers anywhere in memory. `RowExtents` documents the other fields."""
+    """Direct reads of rows into buffers anywhere in memory. For fields without a comment, see `RowExtents`."""
 
     index: ChunkIndex
     rows: npt.NDArray[np.int64]

@@ -102,7 +102,7 @@ def _metadata(pack: FileDescription) -> tuple[Any, ...]:
 
 
 def _join(packs: Sequence[FileDescription], parts: Sequence[ChunkIndex]) -> ChunkIndex:
-    """Join `parts`, the indexes of one dataset in all files."""
+    """Return one index of a dataset in all files; ``parts[i]`` is its index in file i."""
     first, rows = parts[0], sum(part.rows for part in parts)
     encoded = [part for part in parts if isinstance(part, EncodedIndex)]
     if encoded:
@@ -122,7 +122,7 @@ def _join(packs: Sequence[FileDescription], parts: Sequence[ChunkIndex]) -> Chun
         raise PackFormatError.at(packs[0].path, problem, dataset=first.name)
     whole = replace(first, shape=(rows, *first.row_shape))
     if not rows or not whole.row_bytes:
-        return whole  # None of the files stores anything of this dataset.
+        return whole  # No file stores any bytes of this dataset.
     mapped, at = [], 0
     for pack, part in zip(packs, parts, strict=True):
         if part.rows:

@@ -40,7 +40,7 @@ _is_fuse: dict[int, bool] = {}  # by device number
 class FileIdentity:
     """Inode, size and modification time of a file. They change if the file is replaced or rewritten.
 
-    `inode` is 0 on FUSE file systems, such as sshfs, which may give a file that is not open another inode at any time.
+    `inode` is 0 on FUSE file systems, such as sshfs, where the inode of a file may change while the file is not open.
     """
 
     inode: int
@@ -65,7 +65,7 @@ class FileIdentity:
             status = os.stat(path if file is None else file)
             same = status.st_mtime_ns == self.modified_ns and status.st_size == self.size
         except OSError as error:
-            # Servers report a removed file that is still open as stale.
+            # If a file on a server is removed while it is open, the error is ESTALE.
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
                 problem = f"cannot be read ({error.strerror}); check its permissions and its disk"
                 raise ReadError.at(path, problem) from error

@@ -110,13 +110,13 @@ def require_sources(dataset: h5py.Dataset, visited: _Visited | None = None, dept
 
 
 def files_of(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int = 0) -> frozenset[SourceFile]:
-    """Return the files that hold a dataset or values of it, with the errors of `require_sources`."""
+    """Return a dataset's file and all other files that hold its values; raise the errors of `require_sources`."""
     others = require_sources(dataset, visited, depth) if dataset.is_virtual else _external_files(dataset)
     return others | {_identify(dataset.file)}
 
 
 def other_files(file: h5py.File, dataset: h5py.Dataset) -> frozenset[SourceFile]:
-    """Return `files_of` a dataset that was found in `file`, which may be linked to it, without `file` itself."""
+    """Return all files of a dataset except `file`, in which it was found, possibly through a link to another file."""
     return files_of(dataset) - {_identify(file)}
 
 
@@ -126,7 +126,8 @@ def index_rows(
     """Index a dataset like `index_dataset`, and follow virtual mappings and links to the files that hold the rows.
 
     Returns a `VirtualIndex` if at least some rows can be read directly from the source files. Also raises
-    PackFormatError if a source is missing, or smaller than its mapping requires.
+    PackFormatError if a source is missing, or smaller than its mapping requires. Only recursive calls give `visited`
+    and `depth`.
     """
     visited = visited or _Visited()
     key = file.filename, name
@@ -151,7 +152,7 @@ def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
 
 
 def _index_linked(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, depth: int) -> ChunkIndex:
-    """Return `index`, that of a link to `dataset` in another file, with the places of the rows in that file."""
+    """Return `index`, that of a link to `dataset`, completed with the locations of the rows in the dataset's file."""
     there = index_rows(dataset.file, dataset, dataset.name.lstrip("/"), visited, depth)
     file = _identify(dataset.file)
     if there.library_reason is not None or not index.rows or not index.row_bytes:
@@ -279,7 +280,7 @@ def _require_source(dataset: h5py.Dataset, file: h5py.File, name: str, mappings:
 
 
 def _needed(mapping: _Mapping, shape: tuple[int, ...]) -> str | None:
-    """If a source of this shape is too small for a mapping, return a description of the required size, else None."""
+    """Return a description of the size that a mapping requires, or None if a source of this shape is large enough."""
     there = mapping.there
     if there.everything:
         count = mapping.here.count or 0

@@ -103,7 +103,7 @@ class VirtualIndex(ChunkIndex):
         return offsets
 
     def offset_of(self, row: int) -> int | None:
-        return None  # the rows are in other files
+        return None  # The rows may be in other files.
 
     def split_by_source(self, rows: Integers) -> Iterator[tuple[SourceFile | None, ChunkIndex, Integers]]:
         numbers = self.chunks_of(rows)
