@@ -6,8 +6,8 @@ orientation, then resized by Pillow. Rules for special kinds of images:
 - gray is repeated into three channels; colour is converted to gray with Pillow's ITU-R 601 weights;
 - palette images are converted to their colours; transparency and alpha are dropped, never blended;
 - CMYK is converted with Pillow's formula, without profiles; ICC profiles are not applied;
-- 16-bit gray keeps its high byte (Pillow's own conversion would clip everything above 255 to white); 12-bit gray keeps
-  its high 8 bits, and in both, a TIFF may store white as 0;
+- 16-bit gray keeps its high byte (Pillow's own conversion would clip everything above 255 to white), and 12-bit gray
+  its high 8 bits; if a TIFF of 12 or 16 bits stores white as 0, it is inverted;
 - 32-bit and floating-point images are rejected, because no conversion suits all of them;
 - only the first frame of an animation or multi-page file is used;
 - HEIF files are opened by pillow-heif, which turns them upright and converts more than 8 bits to 8.
@@ -40,7 +40,7 @@ from h5pack.system.machine import optional_module
 from h5pack.version import __version__
 
 MAX_PIXELS = 178_956_970
-"""Default of `max_pixels`: images with more pixels are rejected as decompression bombs. Pillow has the same limit."""
+"""Default of `max_pixels`: images with more pixels are rejected as decompression bombs, as Pillow does by default."""
 
 MAX_SIDE = 2**31 - 1
 """Largest height and width of an image. A survey stores sides as int32."""
@@ -261,7 +261,7 @@ class Decoder:
         decoder = Image._getdecoder(mode, "jpeg", (mode, ""), ())
         decoder.setimage(image.im, (0, 0, *size))
         consumed, error = decoder.decode(data)
-        # A decoder that needs more bytes has not finished (`consumed` is not negative), so the file is truncated.
+        # `consumed` is negative if the decoder has finished. Else it needs more bytes, because the file is truncated.
         return image if consumed < 0 and error >= 0 else None
 
     def _upright(self, image: Image.Image) -> Image.Image:
@@ -358,7 +358,7 @@ def _copy_pixels(image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
 
 
 def _prepare_format(head: bytes) -> None:
-    """Let Pillow open HEIF files, and raise RejectedImageError for formats that need what is not there."""
+    """Register pillow-heif for a HEIF file; raise RejectedImageError if it is missing, or if the file is PostScript."""
     if head.startswith((b"%!PS", b"\xc5\xd0\xd3\xc6")):
         raise RejectedImageError("PostScript cannot be decoded without running a program; convert it to PNG")
     if not head[4:].startswith(_HEIF_BRANDS) or "HEIF" in Image.OPEN:
@@ -377,11 +377,11 @@ def _refuse_deep(image: Image.Image) -> None:
         # Pillow takes each byte of such a plane for a pixel.
         bits = image.tag_v2.get(_TIFF_BITS, ())
         if len(bits) > 1 and max(bits) > 8 and image.tag_v2.get(_TIFF_COMPRESSION, 1) == 1:
-            raise RejectedImageError("its 16-bit channels are in uncompressed planes; save them interleaved")
+            raise RejectedImageError("uncompressed 16-bit planes cannot be decoded; save its channels interleaved")
 
 
 def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
-    """Raise RejectedImageError if an image has more than `max_pixels` pixels, or a side that is not an int32."""
+    """Raise RejectedImageError if an image has more than `max_pixels` pixels, or a side that exceeds `MAX_SIDE`."""
     if height > MAX_SIDE or width > MAX_SIDE:
         raise RejectedImageError(f"{height}x{width} is larger than any image that can be decoded")
     if height * width > max_pixels:
@@ -402,7 +402,7 @@ def rejecting() -> Iterator[None]:
             raise
         raise _rejected(error) from error
     except MemoryError:
-        # The size of an image is bounded, so the machine is short of memory and the image must not be rejected.
+        # The size of images is limited, so the cause is not this image: the machine is short of memory.
         raise
     except Exception as error:
         # Malformed bytes can make decoders raise any type of exception, so any other exception means a damaged image.
@@ -453,7 +453,7 @@ def _is_exact(decode_jpeg: Callable[..., npt.NDArray[np.uint8]], decode_path: in
     """Return whether simplejpeg's `decode_jpeg` decodes a kind of JPEG to exactly Pillow's pixels.
 
     simplejpeg and Pillow each bundle their own version of libjpeg-turbo, so their pixels may differ. Small images of an
-    odd size are compared, baseline and progressive. This takes about 1 ms, and happens once per process.
+    odd size are compared, baseline and progressive. This takes about 1 ms, once per process and kind.
     """
     if channels == 1 and decode_path != DecodePath.JPEG_GRAY:
         # To convert colour to gray, libjpeg drops the chroma, but Pillow's convert("L") computes a weighted sum of RGB.

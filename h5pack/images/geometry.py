@@ -1,4 +1,4 @@
-"""Coordinate transforms of boxes and points, which follow the pixels of an image that is resized or cropped.
+"""Coordinate transforms that move boxes and points with the pixels of a resized or cropped image.
 
 The arithmetic matches `h5pack.images.decode` and `h5pack.images.encode`, which resize with Pillow.
 """

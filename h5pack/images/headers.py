@@ -158,8 +158,8 @@ def is_incomplete(data: bytes) -> bool:
     if data[position + 1] != _PROGRESSIVE:
         return False
     components = data[position + 10 : position + 10 + 3 * data[position + 9] : 3]
-    known = dict.fromkeys(components, 0)  # a bit for each coefficient whose last bit is in one of the scans
-    # In a scan, every byte 0xFF of the compressed data is followed by 0 or a restart marker.
+    known = dict.fromkeys(components, 0)  # bit k is set if one of the scans has the lowest bit of coefficient k
+    # In compressed data, 0xFF is followed by 0 or a restart marker, so the marker of a scan cannot occur in it.
     while (position := data.find(b"\xff\xda", position + 2)) >= 0:
         body = data[position + 4 : position + 14]
         end = 1 + 2 * body[0] if body else 0

@@ -42,7 +42,7 @@ class MaskHeader(NamedTuple):
 def naming_mask(name: str, kind: str = "mask") -> Iterator[None]:
     """Prefix the reason of a RejectedImageError about a mask with "its mask NAME".
 
-    The prefix is needed because the reason is reported for the image, which is rejected. `kind` replaces "mask".
+    The prefix is needed because the image is rejected, and the reason is reported for it. `kind` replaces "mask".
     """
     try:
         yield
@@ -102,7 +102,7 @@ class MaskDecoder:
         """
         pixels = self.pixels(source, image)
         if pixels.shape != out.shape:
-            # The sizes differ only with `options.resize`. Without it, an image of another size was rejected before.
+            # The sizes differ only with `options.resize`. Without it, the image of such a mask was rejected before.
             size = (self._options.width, self._options.height)
             found, border = Image.fromarray(pixels), PADDING[self._dtype]
             pixels = np.asarray(resized(found, size, self._options.fit, Image.Resampling.NEAREST, border))

@@ -130,7 +130,7 @@ def region_decoder(decode_path: DecodePath) -> RegionDecoder | None:
 def _proven_paths() -> frozenset[DecodePath]:
     """Return the kinds of JPEG whose regions nvImageCodec decodes to exactly Pillow's pixels; none if not installed.
 
-    Every kind is tested on small images, baseline and progressive, with regions that begin and end within JPEG blocks.
+    Every kind is tested on small images, baseline and progressive. Some regions begin and end within JPEG blocks.
     """
     try:
         with held_stderr():
