@@ -155,7 +155,7 @@ def _numbers_of(row: int, value: Any) -> npt.NDArray[Any] | None:
     if not len(array):
         return None
     if not array.size or array.dtype.kind not in "biuf" or (array.dtype == np.uint64 and array.max() >= 2**63):
-        problem = "whose entries are neither floats nor integers of int64"
+        problem = "whose entries are neither floats nor integers that fit into int64"
         raise FieldValueError(row, f"contains {short_repr(value)}, {problem}")
     return array
 
@@ -165,7 +165,7 @@ def _entries_text(shape: tuple[int, ...]) -> str:
 
 
 def is_numeric_dtype(dtype: np.dtype[Any]) -> bool:
-    """Return whether a dtype is bool, or numbers of at most 64 bits. PyTorch has no others, such as long doubles."""
+    """Return whether a dtype is bool, or real numbers of at most 64 bits. PyTorch has no larger ones (long double)."""
     return dtype.kind in "biuf" and dtype.itemsize <= 8
 
 
@@ -200,7 +200,7 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
     if any(isinstance(value, str) or _is_texts(value) for value in values):
         return parse_texts(values)
     given = {row: np.asarray(value) for row, value in enumerate(values) if value is not None}
-    # The dtype and inner shape of an empty list are unknown.
+    # Leave out empty lists, because their dtype and inner shape are unknown.
     arrays = {row: array for row, array in given.items() if array.shape != (0,)}
     first = next(iter(arrays.values()), np.zeros(()))
     for row, array in arrays.items():
@@ -262,7 +262,10 @@ def is_field_name(name: str) -> bool:
 
 
 def require_field_names(where: str, names: Sequence[str], path: str | os.PathLike[str] | None = None) -> None:
-    """Raise OptionsError unless the names are unique, and the format allows all of them for fields."""
+    """Raise OptionsError unless the names are unique, and the format allows all of them for fields.
+
+    `where` says where the names are from. The message begins with it.
+    """
     for number, name in enumerate(names):
         if not is_field_name(name) or name in names[:number]:
             why = "packs reserve it, or it contains '/', NUL or an unpaired surrogate, or begins with '.'"

@@ -67,12 +67,14 @@ def plan_chunks(
     rows. However, it always has at least `schema.ALIGNMENT_THRESHOLD_BYTES` bytes, because smaller chunks would not
     start on a page boundary.
 
-    With `whole_pages`, the number of rows is changed so that chunks also end on a page boundary. The chunks are then
-    adjacent in the file, so that all rows are one array in a mapping of the file. The number is rounded down to whole
-    pages or, without `chunk_bytes`, up if less than `schema.ALIGNMENT_THRESHOLD_BYTES` would remain. Chunks that are
-    too small for that are enlarged only if `chunk_bytes` is not given, if the smallest chunk of whole pages has at most
-    `WHOLE_PAGES_BYTES` bytes, and if there are rows for `MIN_CHUNKS` such chunks; else they stay as they are. A given
-    `chunk_rows` is never changed.
+    With `whole_pages`, chunks also end on a page boundary if possible. Such chunks are adjacent in the file, so that
+    all rows are one array in a mapping of the file. The number of rows changes as follows:
+
+    - A given `chunk_rows` does not change.
+    - Otherwise, the number becomes a multiple of s, the smallest number of rows that fills whole pages. It is rounded
+      down. Without `chunk_bytes`, it is rounded up if less than `schema.ALIGNMENT_THRESHOLD_BYTES` would remain.
+    - A number below s becomes s only if `chunk_bytes` is not given, s rows have at most `WHOLE_PAGES_BYTES` bytes, and
+      the dataset has at least `MIN_CHUNKS` times s rows. Otherwise, it does not change.
     """
     if chunk_rows is not None:
         rows = chunk_rows

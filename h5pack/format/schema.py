@@ -104,7 +104,7 @@ STATISTICS_ROWS = 2_048
 def statistics_step(split_rows: int, encoded: bool = False) -> int:
     """Return the step between the rows of a split that `/statistics` uses.
 
-    All rows of a split with less than 4,096 rows are used, and at least 2,048 of a larger one. With `encoded`, fewer
+    All rows of a split with fewer than 4,096 rows are used, and at least 2,048 of a larger one. With `encoded`, fewer
     rows are used, because decoding a row takes far longer than reading its pixels: at most 128 rows of a split with up
     to 8,192 rows, and about one row in 64 of a larger split, but at most 1,024.
     """
