@@ -15,9 +15,10 @@ _BLOCK = 1 << 16
 
 
 def run_edges(breaks: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Divide n items into runs; return their edges, int64 (runs + 1,): run i is ``edges[i]`` to ``edges[i + 1] - 1``.
+    """Divide n items into runs, and return the edges of the runs, int64 (runs + 1,).
 
-    `breaks`, bool (n - 1,): ``breaks[i]`` says whether item i + 1 begins a new run. The first edge is 0, the last is n.
+    Run i consists of the items ``edges[i]`` to ``edges[i + 1] - 1``, so the first edge is 0, and the last is n.
+    ``breaks[i]``, bool (n - 1,), says whether item i + 1 begins a new run.
     """
     cuts = np.flatnonzero(breaks)
     edges = np.empty(len(cuts) + 2, np.int64)
@@ -32,9 +33,9 @@ def equal_runs(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def consecutive_runs(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the edges, as `run_edges` does, of the runs in which every column, int64 (n,), increases by one.
+    """Return the edges of the runs in which every column, int64 (n,), increases by one from item to item.
 
-    The result is ``[0]`` if the columns are empty.
+    The edges are those of `run_edges`; ``[0]`` if the columns are empty.
     """
     if not len(columns[0]):
         return np.zeros(1, np.int64)
@@ -47,10 +48,10 @@ def consecutive_runs(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def limited_runs(
     edges: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], max_length: int
 ) -> Iterator[tuple[int, int]]:
-    """Divide runs of ranges into runs that span at most `max_length`, or consist of a single range.
+    """Divide runs of ranges further, into runs that span at most `max_length`, or consist of a single range.
 
-    Range i goes from ``starts[i]`` to ``stops[i] - 1``; both ascend within each run. `edges` are the edges of the runs
-    (see `run_edges`). For each new run, yield (first, last): it consists of the ranges `first` to `last` - 1.
+    Range i goes from ``starts[i]`` to ``stops[i] - 1``; both ascend within each run. `edges` are the edges of the given
+    runs (see `run_edges`). For each new run, yield (first, last): the run consists of the ranges `first` to `last` - 1.
     """
     for low, high in itertools.pairwise(edges.tolist()):
         while low < high:

@@ -30,7 +30,8 @@ _FAILED_STORAGE: set[int] = {
 }
 """The errno values of a disk that fails, was made read-only or unmounted, and of a server that does not answer."""
 
-_COPY_BYTES = 128 * 1024  # The allocator would return the memory of larger blocks to the system after each read.
+# After each read, the allocator would return larger buffers to the system, so the next read would cause page faults.
+_COPY_BYTES = 128 * 1024
 
 
 def read_all(descriptor: int, count: int, offset: int) -> bytes:
@@ -58,14 +59,14 @@ _KEEP_SIZE = 1
 
 
 def reserve(path: Path, start: int, count: int) -> None:
-    """Allocate disk space for `count` bytes of a file, without changing its size, if the system can.
+    """Allocate disk space for `count` bytes of a file from byte `start` on, if the system can; keep the file's size.
 
     Raises OSError if there is no space, or if the limit on the size of files is lower.
     """
     if count and _fallocate is not None:
         import resource
 
-        # fallocate compares the limit only with the size of the file.
+        # fallocate compares the limit only with the file's size, which it does not change here.
         if 0 <= resource.getrlimit(resource.RLIMIT_FSIZE)[0] < start + count:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
         with path.open("r+b") as file:
@@ -128,8 +129,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 def copy_permissions(status: os.stat_result, target: int | Path, *, writable: bool = False) -> None:
     """Give a file the owner, group and mode in `status`, as far as the system permits that.
 
-    If the group cannot be set, the group of the file gets only the permissions that all users have. With `writable`,
-    the owner may read and write in any case. `target` is a path or a file descriptor.
+    If the group cannot be set, the file's present group gets only permissions that all users have. With `writable`, the
+    owner may always read and write. `target` is a path or a file descriptor.
     """
     mode = stat.S_IMODE(status.st_mode) | (0o600 if writable else 0)
     try:
@@ -151,10 +152,11 @@ def max_open_files() -> int:
 
 @contextlib.contextmanager
 def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator[None]:
-    """Turn an OSError with one of the `NO_SPACE` errors into a NoSpaceError about `path` that ends with `advice`.
+    """Turn an OSError of a full or failed disk into an H5PackError.
 
-    `parameters` are the parameters named in `advice`. Errors of storage that has failed, of files that another program
-    has removed, and of names that the file system does not allow become H5PackErrors.
+    A full disk or an exhausted quota becomes a NoSpaceError about `path` that ends with `advice`; `parameters` are the
+    parameters named there. A file that is too large becomes a NoSpaceError, too. Failed storage, a file that another
+    program has removed, and a name that the file system does not allow become H5PackErrors about that file.
     """
     try:
         yield
@@ -196,7 +198,7 @@ def sync_path(path: Path) -> None:
 def drop_pages(descriptor: int) -> None:
     """Flush an open file, then drop its pages from the page cache, so that it is read from the disk again.
 
-    If flushing has failed before, Linux keeps pages that did not reach the disk, and takes them for written.
+    After a failed flush, Linux treats pages that did not reach the disk as written, so they may differ from the disk.
     """
     os.fsync(descriptor)
     if hasattr(os, "posix_fadvise"):
@@ -233,7 +235,7 @@ def file_system_type(path: str | int | os.PathLike[str]) -> str | None:
 
 
 def link_file(file: Path, name: Path) -> None:
-    """Give a file a further name; raise FileExistsError if it exists, SourceError if there are no hard links."""
+    """Give a file a further name; raise FileExistsError if the name exists, SourceError if there are no hard links."""
     try:
         os.link(file, name)
     except FileExistsError:
@@ -241,12 +243,15 @@ def link_file(file: Path, name: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
-        problem = "its file system has no hard links, which several machines or parts need; choose another folder"
+        problem = (
+            "its file system has no hard links, which conversions in parts or on several machines need; choose another "
+            "folder"
+        )
         raise SourceError.at(name.parent, problem) from error
 
 
 def max_name_bytes(folder: Path) -> int:
-    """Return how many bytes the name of a file in `folder` may have at most."""
+    """Return the maximum length, in bytes, of the name of a file in `folder`."""
     # Windows has no such function. Some FUSE file systems return 0, because they do not know a limit.
     found = os.pathconf(folder, "PC_NAME_MAX") if hasattr(os, "pathconf") else 0
     return found if found > 0 else sys.maxsize
@@ -266,7 +271,7 @@ def require_writable(folder: Path) -> None:
 
 
 def require_replaceable(*paths: Path, writable: bool = True) -> None:
-    """Raise SourceError if one of these existing files or folders cannot be replaced, and with `writable`, written.
+    """Raise SourceError if one of the `paths` exists and cannot be replaced or, with `writable`, cannot be written.
 
     In a folder with the sticky bit, such as /tmp, only the owner of a file, or of the folder, can rename or delete it.
     """
@@ -283,7 +288,7 @@ def require_replaceable(*paths: Path, writable: bool = True) -> None:
 def absolute_path(path: str | bytes | os.PathLike[str]) -> str:
     """Return an absolute path without "..", with which the system opens the same file as with `path`.
 
-    ``os.path.abspath`` takes "LINK/.." for the folder of the link. For the system, it is the parent of its target.
+    For ``os.path.abspath``, "LINK/.." is the folder that contains LINK; for the system, the parent of LINK's target.
     """
     path = os.fsdecode(path)
     found = os.path.abspath(path)
@@ -397,7 +402,7 @@ def drop_cache(path: Path) -> int:
 
 
 def make_hot(path: Path) -> None:
-    """Load all pages of a file into the page cache, into large folios where an `H5Loader` would do that, too."""
+    """Load all pages of a file into the page cache, in large folios if the kernel and the file system have them."""
     if cached_pages(path) < -(-path.stat().st_size // mmap.PAGESIZE):
         with path.open("rb", buffering=0) as file:
             if sys.platform == "linux":
@@ -411,7 +416,7 @@ def make_hot(path: Path) -> None:
 
 @contextlib.contextmanager
 def held_stderr() -> Iterator[list[bytes]]:
-    """Keep what is written to the process's standard error in the context; at its end, the list gets the lines."""
+    """Hold back what is written to the process's standard error; yield a list that gets the lines at the end."""
     lines: list[bytes] = []
     try:
         original, messages = os.dup(2), os.memfd_create("messages")

@@ -125,7 +125,7 @@ def _cgroups(membership: Path) -> list[str]:
     except OSError:
         lines = []
     groups = [Path(parts[2]) for parts in (line.split(":", 2) for line in lines) if len(parts) == 3] or [Path("/")]
-    # In cgroup version 1, each controller has a line of its own, and most name the same group.
+    # In cgroup version 1, each controller has a line of its own, and most lines name the same group: drop duplicates.
     return list(dict.fromkeys(str(folder).lstrip("/") for group in groups for folder in (group, *group.parents)))
 
 

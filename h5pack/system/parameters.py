@@ -38,7 +38,7 @@ def require_local(path: str | os.PathLike[str]) -> None:
 
 
 def output_file(path: str | os.PathLike[str]) -> str:
-    """Return the path of the file to write: if `path` is a symbolic link, that of the file which it leads to.
+    """Return the path of the file to write: `path`, or its target if it is a symbolic link.
 
     Unfinished files and the table of rejects are beside that file.
     """

@@ -119,10 +119,11 @@ def open_executor(
     """Open an executor of worker processes, or of this process if `num_workers` is 1.
 
     If `start_method` is None, `choose_start_method` decides. Inside tasks, `shared()` returns `shared_object`. Forked
-    workers inherit this object; other workers each receive a pickled copy, and import the main script only if it may
-    hold objects of users' classes: tasks must be functions of other modules. Raises WorkerError if the object cannot be
-    used in a worker, or if workers cannot start. The error recommends ``num_workers=1``, unless the caller needs a
-    separate process and sets `isolated`.
+    workers inherit this object; other workers each receive a pickled copy. They import the main script only if it may
+    define classes of objects in this copy, so tasks must be functions of other modules.
+
+    Raises WorkerError if the object cannot be used in a worker, or if workers cannot start. The error recommends
+    ``num_workers=1``, unless `isolated` says that the caller needs a separate process.
     """
     whole_number("num_workers", num_workers, 1, _MAX_WORKERS)
     if num_workers == 1:
@@ -180,10 +181,10 @@ def run(
 ) -> Iterator[Result]:
     """Run `function` for each task, and yield the results as they become available, or in order if `ordered`.
 
-    At most `in_flight` tasks are submitted and not yet yielded; an `ElasticExecutor` determines this number itself. A
-    task is taken from the iterable only when it can be submitted, so memory does not grow with the number of tasks.
-    `function` must be picklable. If a worker process dies, raises a WorkerError that names up to four unfinished tasks
-    by their ``str``, and recommends ``resume=True`` if `resumable`.
+    At most `in_flight` tasks are in flight: submitted, but with results not yet yielded. An `ElasticExecutor`
+    determines this number itself. A task is taken from the iterable only when it can be submitted, so memory does not
+    grow with the number of tasks. `function` must be picklable. If a worker process dies, raises a WorkerError that
+    names up to four unfinished tasks by their ``str``, and recommends ``resume=True`` if `resumable`.
     """
     pending: dict[concurrent.futures.Future[Result], Task] = {}
     source = iter(tasks)
@@ -226,10 +227,13 @@ def run(
 
 
 class _WithoutMain:
-    """A mixin for processes that do not import the main script, so that it may start them at any line."""
+    """A mixin for processes that do not import the main script.
+
+    The script may therefore start them outside of ``if __name__ == "__main__":``.
+    """
 
     def start(self) -> None:
-        # Private API: multiprocessing has no public way to start a process without the file of this module.
+        # Private API: multiprocessing has no public way to start a process that does not import the main script.
         main = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")
         try:
@@ -247,10 +251,10 @@ class _ForkServerProcess(_WithoutMain, getattr(multiprocessing.context, "ForkSer
 
 
 def _may_need_main(value: Any) -> bool:
-    """Return whether a process may need the main script to unpickle `value`: if it holds objects of users' classes."""
+    """Return whether unpickling `value` may need the main script, which may define the classes of objects in it."""
     for item in _reachable(value):
         named = item if isinstance(item, (type, types.FunctionType)) else type(item)
-        # What an array of objects refers to is not found.
+        # `_reachable` does not find the elements of an array of objects.
         if isinstance(item, np.ndarray) and item.dtype.hasobject:
             return True
         if str(named.__module__).partition(".")[0] not in _KNOWN_PACKAGES:

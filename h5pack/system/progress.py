@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 
 def progress_bar(total: float | None, **settings: Any) -> Any:
-    """Return a progress bar of tqdm, which takes the `settings`, without the thread that tqdm starts by default.
+    """Return ``tqdm(total=total, **settings)``, but without the thread that tqdm starts by default.
 
-    A process that is forked while that thread runs could inherit a lock that is never released. Without a standard
-    error, as in a daemon, nothing is shown.
+    A process that is forked while that thread runs could inherit a lock that is never released. If the process has no
+    standard error, as in a daemon, nothing is shown.
     """
     tqdm.monitor_interval = 0
     if sys.stderr is None and "file" not in settings:
@@ -24,7 +24,7 @@ def progress_bar(total: float | None, **settings: Any) -> Any:
 
 
 class Stages:
-    """Measures the time of each stage of a command, in `seconds`, and shows progress bars if `progress` is true."""
+    """Measures how long each stage of a command takes, in `seconds`; shows progress bars if `progress` is true."""
 
     def __init__(self, progress: bool) -> None:
         self._progress = progress

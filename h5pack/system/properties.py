@@ -11,9 +11,9 @@ _T = TypeVar("_T")
 class cached_property(Generic[_T]):
     """`functools.cached_property` without a lock.
 
-    Before Python 3.12, that one holds a lock while any object's value is computed. If another thread forks in this
-    time, the lock stays locked in the child, which then waits forever when it computes the property. Without a lock,
-    two threads may both compute a value, so it must be the same each time.
+    Before Python 3.12, `functools.cached_property` holds one lock for all objects while a value is computed. If another
+    thread forks meanwhile, the lock stays locked in the child, which then waits forever when it computes the property.
+    Without a lock, two threads may both compute a value, so it must be the same each time.
     """
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:
