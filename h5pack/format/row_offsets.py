@@ -110,7 +110,7 @@ def check_rows(task: CheckTask) -> tuple[int, list[int]]:
         if error.errno != errno.EIO:
             raise
         if len(task.checksums) > 1:
-            # Reading each row alone shows which ones are unreadable.
+            # Read each row alone to find the unreadable ones.
             return len(task.checksums), [row for part in _single_rows(task) for row in check_rows(part)[1]]
         data = b""
     finally:

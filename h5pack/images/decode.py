@@ -374,7 +374,7 @@ def _refuse_deep(image: Image.Image) -> None:
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
         raise RejectedImageError(f"{image.mode} pixels have 32 bits; convert the image to 8 or 16 bits first")
     if isinstance(image, TiffImageFile) and image.tag_v2.get(_TIFF_PLANAR) == _SEPARATE:
-        # Pillow takes each byte of such a plane for a pixel.
+        # Pillow would take each byte of such a plane for a pixel, and decode the image to noise.
         bits = image.tag_v2.get(_TIFF_BITS, ())
         if len(bits) > 1 and max(bits) > 8 and image.tag_v2.get(_TIFF_COMPRESSION, 1) == 1:
             raise RejectedImageError("uncompressed 16-bit planes cannot be decoded; save its channels interleaved")

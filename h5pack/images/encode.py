@@ -46,7 +46,8 @@ class JpegEncoder(Decoder):
         height, width = fitted_size(image.height, image.width, self._max_side)
         if (height, width) != (image.height, image.width):
             image = image.resize((width, height), self._resample)
-        # Drop the source's comment, which Pillow would write into the JPEG only if Pillow had decoded the source, too.
+        # Pillow would write the source's comment into the JPEG if Pillow decoded the source, but not if simplejpeg did.
+        # So drop the comment.
         image.info = {}
         stream = io.BytesIO()
         try:

@@ -31,7 +31,7 @@ from h5pack.system.files import max_open_files
 DECODED_BYTES = 192 * 1024 * 1024
 """Default capacity of the cache: 48 chunks of 4 MiB, which are three shuffle windows of the default 16 chunks."""
 _SPARSE_FACTOR = 4
-"""If fewer than 1/4 of the rows of an unfiltered chunk are requested, reading only these rows is cheaper."""
+"""If fewer than 1/4 of the rows of an unfiltered chunk are requested, HDF5 reads only these, which is cheaper."""
 _MAX_FILES = 256
 """Maximum number of source files kept open. Each may use two descriptors, one of them inside the HDF5 library."""
 

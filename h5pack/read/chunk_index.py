@@ -49,12 +49,12 @@ class ChunkIndex:
     fill: bytes = b""  # one row of fill values in stored byte order; empty if every chunk has allocated storage
     library_reason: str | None = None  # why all rows are read through the HDF5 library; None if they are not
     is_encoded: bool = False  # whether rows are encoded images
-    codec: Codec | None = None  # only if chunks are filtered or hold only parts of rows, and h5pack can decode them
+    codec: Codec | None = None  # None unless chunks are filtered or hold parts of rows, and h5pack can decode them
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     filter_masks: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     stored_checksums: npt.NDArray[np.uint32] | None = None  # (chunks,): CRC-32 of each chunk's stored bytes, if known
     chunk_shape: tuple[int, ...] | None = None  # shape of chunks if they hold only parts of rows, else None
-    external_files: frozenset[SourceFile] = frozenset()  # other files with rows; HDF5 does not notice if they change
+    external_files: frozenset[SourceFile] = frozenset()  # other files with rows; HDF5 would not notice their changes
 
     @property
     def rows(self) -> int:

@@ -47,7 +47,7 @@ class MallocBuffer:
             _free(self.address)
 
     def release(self) -> int:
-        """Give up ownership of the memory, which no array may use, and return its address. The caller must free it."""
+        """Return the address of the memory, which the caller now owns and must free. No array may use the memory."""
         address, self.address = self.address, None
         assert address is not None
         return address

@@ -236,8 +236,8 @@ class EncodedIndex(ChunkIndex):
     def extents(self, start: int, stop: int) -> Iterator[tuple[int | None, int, int]]:
         """Yield the extents that store the bytes `start` to `stop` - 1 of the data.
 
-        An extent is (source, byte offset, number of bytes). The offset is in the file of the source (see
-        `ChunkIndex.source_file`).
+        An extent is (source, byte offset, number of bytes). The source is an index in `VirtualIndex.sources`, or None
+        for the dataset's own file. The offset is in the source's file.
         """
         if self.base is not None:
             yield None, self.base + start, stop - start

@@ -66,7 +66,7 @@ SCATTER_BYTES = 512
 copying the rows from a staging buffer at 256 bytes, as fast at 784 bytes, and faster for larger rows."""
 
 _MIN_CACHED_ROWS, _MAX_CACHED_ROW_BYTES = 16, 64 * 1024
-"""Minimum number and maximum size in bytes of rows that `Engine.read_batch` copies from a mapping. In measurements with
+"""`Engine.read_batch` copies rows from memory if there are at least this many, of at most this size in bytes each. With
 256 rows, copying took 0.4 of the time of `Engine.read` for rows of 3 and 12 KB, 0.6 for 48 KB, and 1.0 for 116 KB."""
 _MAX_CHECKED_BYTES = 4 << 30
 """Maximum total size in bytes of mapped files from which `Engine.read_batch` copies rows. Random rows touch all parts
@@ -323,7 +323,7 @@ class Engine:
     def execute(self, plan: ScatterPlan, first: int = 0, last: int | None = None) -> None:
         """Read the extents `first` to `last` - 1 of a plan into the addresses in its `buffers`.
 
-        The caller must set these addresses before, and keep the memory there alive and in place during the call.
+        The caller must set these addresses first, and keep the memory there alive and in place during the call.
         """
         last = len(plan.offsets) if last is None else last
         absent = calls = 0

@@ -164,7 +164,7 @@ class FileMapping:
     def _check(self, wanted: npt.NDArray[np.int64], max_absent: float) -> bool:
         """Load the blocks `wanted` into the page table; return False on an error.
 
-        Also return False if, in one of the calls, more than `max_absent` of the pages are not in the page cache.
+        Also return False if more than `max_absent` of the pages in some run of blocks are not in the page cache.
         """
         process, checked = self._checked
         if process != os.getpid():

@@ -152,7 +152,7 @@ def _joined_offsets(
 
 
 def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]:
-    """Return mean and standard deviation of all rows of several files; both None if one file has no statistics."""
+    """Return mean and standard deviation over all files, weighted by `statistics_rows`; both None if one has none."""
     total, means, squares = 0, [], []
     for pack in packs:
         if pack.mean is None or pack.std is None:

@@ -66,7 +66,7 @@ def reserve(path: Path, start: int, count: int) -> None:
     if count and _fallocate is not None:
         import resource
 
-        # fallocate compares the limit only with the file's size, which it does not change here.
+        # fallocate compares the limit only with the file's size, which it does not change here. So check it first.
         if 0 <= resource.getrlimit(resource.RLIMIT_FSIZE)[0] < start + count:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
         with path.open("r+b") as file:

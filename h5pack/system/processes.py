@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 _WAIT_SECONDS = 0.5
 _JOIN_SECONDS = 10.0
 _MAX_DEPTH = 6
-_MAX_WORKERS = 2**15  # the default of Linux's pid_max; a ProcessPoolExecutor fails with 2**31
+_MAX_WORKERS = 2**15  # Linux's default limit on process ids; a ProcessPoolExecutor fails with 2**31 workers
 _ATOMS = {str, bytes, int, float, complex, bool, type(None)}
 _KNOWN_PACKAGES = {"h5pack", "h5py", "numpy", *sys.stdlib_module_names}
 ONE_WORKER = "num_workers=1"
