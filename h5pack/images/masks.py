@@ -80,12 +80,12 @@ def mask_numbers(image: Image.Image) -> npt.NDArray[Any]:
 def narrow_mask(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return a mask of integers or bools, (h, w), as uint8 or int32.
 
-    Raise RejectedImageError if a number needs 64 bits.
+    Raise RejectedImageError if a number does not fit into int32.
     """
     if values.dtype.kind == "b" or values.dtype == np.uint8:
         return values.astype(np.uint8, copy=False)
     if not np.can_cast(values.dtype, np.int32) and not -(2**31) <= int(values.min()) <= int(values.max()) < 2**31:
-        raise RejectedImageError(f"its numbers from {values.min()} to {values.max()} need 64 bits")
+        raise RejectedImageError(f"its numbers from {values.min()} to {values.max()} do not fit into int32")
     return values.astype(np.int32, copy=False)
 
 

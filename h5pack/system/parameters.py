@@ -31,7 +31,8 @@ def require_local(path: str | os.PathLike[str]) -> None:
     try:
         os.fsencode(name)
     except UnicodeEncodeError as error:
-        raise OptionsError(f"path is {name!r}, which is no file name ({error.reason})", parameters=("path",)) from error
+        problem = f"path is {name!r}, which is not a valid file name ({error.reason})"
+        raise OptionsError(problem, parameters=("path",)) from error
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
         problem = "a URL; h5pack reads and writes files only, so mount or download the data, and give its path"
         raise OptionsError.at(name, problem)
