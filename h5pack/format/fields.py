@@ -257,7 +257,7 @@ def _is_unicode(text: str) -> bool:
 
 def is_field_name(name: str) -> bool:
     """Return whether the format allows this name for a field."""
-    is_text = "\0" not in name and _is_unicode(name)
+    is_text = name != "" and "\0" not in name and _is_unicode(name)
     return is_text and name not in schema.RESERVED and "/" not in name and not name.startswith(".")
 
 
@@ -268,7 +268,7 @@ def require_field_names(where: str, names: Sequence[str], path: str | os.PathLik
     """
     for number, name in enumerate(names):
         if not is_field_name(name) or name in names[:number]:
-            why = "packs reserve it, or it contains '/', NUL or an unpaired surrogate, or begins with '.'"
+            why = "packs reserve it, or it is empty, contains '/', NUL or an unpaired surrogate, or begins with '.'"
             why = "another field has it" if name in names[:number] else why
             raise OptionsError(
                 f"{where}: {name!r} cannot be the name of a field, because {why}; rename it or leave it out", path=path

@@ -172,6 +172,6 @@ def test_values_of_samples_that_do_not_fit_together_are_an_error(values: list[An
 
 def test_names_that_cannot_be_fields_are_an_error() -> None:
     require_field_names("x", ["age", "größe", "label.1"])
-    for names in (["labels"], ["a/b"], [".x"], ["a\0"], ["\ud83d"], ["\udcff"], ["a", "a"]):
+    for names in (["labels"], [""], ["a/b"], [".x"], ["a\0"], ["\ud83d"], ["\udcff"], ["a", "a"]):
         with pytest.raises(OptionsError):
             require_field_names("x", names)
