@@ -134,7 +134,7 @@ class ReusableThread(threading.Thread):
         return ended
 
     def end(self) -> None:
-        """Make the thread end after its current function. The garbage collector may call this, so it takes no lock."""
+        """End the thread once it runs no function. The garbage collector may call this, so it takes no lock."""
         self._calls.put(None)
 
     def run(self) -> None:

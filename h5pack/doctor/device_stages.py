@@ -289,7 +289,7 @@ def default_loss(output: Any, labels: torch.Tensor | None) -> torch.Tensor:
     if labels is not None and labels.device == found.device and len(labels) == len(found):
         whole = not labels.dtype.is_floating_point
         if whole and labels.dim() == 1 and found.dim() == 2:
-            # Clamp labels beyond the module's number of classes, so that they do not fail. -1 means no label.
+            # Clamp labels beyond the module's number of classes, so that the loss does not fail. -1 means no label.
             return F.cross_entropy(found, labels.long().clamp(-1, found.shape[1] - 1), ignore_index=-1)
         if labels.shape == found.shape and whole:
             return F.binary_cross_entropy_with_logits(found, labels.clamp(0, 1).float())

@@ -347,7 +347,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return None
 
     def _guarded(self, stage: Stage, call: Callable[[], Any]) -> bool:
-        """Call `call`. If it fails, record the error as the stage's reason and return False."""
+        """Call `call`; return whether it succeeded. If not, record the error as why `stage` is not measured."""
         try:
             call()
             return True

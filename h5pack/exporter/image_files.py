@@ -65,7 +65,7 @@ class SourceRows:
 def open_rows(
     path: str | os.PathLike[str], datasets: HDF5Datasets, splits: str | Sequence[str] = (), limit: int | None = None
 ) -> SourceRows:
-    """Select the rows of `splits` in an HDF5 file (default: all), and at most `limit` of these, evenly spaced.
+    """Select the rows of `splits` in an HDF5 file (default: all), or `limit` evenly spaced ones if there are more.
 
     Raises OptionsError if there is no such split, NoImagesError if no row is selected.
     """

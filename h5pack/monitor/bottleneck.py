@@ -317,8 +317,8 @@ def _feed_cause(evidence: Evidence, *, waits: bool) -> Bottleneck:
 # The step counts as waiting if it waits for more than this fraction of the loop's time, which is also the default of
 # `FeedMonitor`'s `warn_stall`.
 MAX_STALL = 0.1
-# If the step waits for more than MAX_STALL in some repeats and for less in others, and its lowest and highest fractions
-# differ by more than this, there is no verdict.
+# If the step waits for more than MAX_STALL of the time in some repeats but not in others, and the lowest and highest
+# fraction differ by more than this, there is no verdict.
 _STALL_NOISE = 0.1
 # Two speeds whose medians differ by at most this factor count as equal, whatever the ranges of their repeats.
 _EQUAL = 1.1

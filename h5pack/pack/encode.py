@@ -193,11 +193,11 @@ def _encode(
 def encode_images(
     pack: UnfinishedPack, executor: Executor, num_workers: int, advance: Callable[[int], object]
 ) -> KeptPlan:
-    """Encode the images of a plan that cannot be stored unchanged; return the plan with the sizes of all files.
+    """Encode those of a plan's images that cannot be stored unchanged; return the plan with the sizes of all files.
 
-    Images that an earlier run encoded are not encoded again. The parts of an array job all submit the same tasks, even
-    those already done, because their executor returns saved results. `advance` is called with the number of images that
-    are done. Raises NoRowsError if no image is left.
+    Images that an earlier run encoded are not encoded again. The parts of an array job all submit the same tasks,
+    even those already done, because their executor returns saved results. `advance` is called with the number of
+    images already done, then with that of each finished task. Raises NoRowsError if no image is left.
     """
     plan = pack.plan
     assert isinstance(plan, KeptPlan)

@@ -88,8 +88,8 @@ def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
 def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[np.int64], wrong: Sequence[int]) -> None:
     """Redo the moves of rows (see `move_rows`) that an interrupted run did not complete.
 
-    `wrong` are the final rows, ascending, whose bytes do not match their checksums. A row whose bytes no longer exist
-    in the file (for example after a power cut) is decoded again or, with `keep`, read again.
+    `wrong` are the final positions, ascending, of rows whose bytes there do not match their checksums. A row whose
+    bytes no longer exist in the file (for example after a power cut) is decoded again or, with `keep`, read again.
     """
     plan, descriptor = pack.plan, pack.lock.descriptor
     decoder = SampleDecoder(plan.pixels, plan.pixel_rows)

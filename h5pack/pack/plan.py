@@ -198,7 +198,7 @@ class ConvertPlan:
         )
 
     def shard_edges(self) -> list[int]:
-        """Return the first row of each shard of at most `shard_bytes`, and the end row of the last shard.
+        """Return the first row of each shard of at most `shard_bytes`, followed by the total number of rows.
 
         All shards but the last have only whole chunks. Raises OptionsError if `shard_bytes` is too small for one chunk.
         """

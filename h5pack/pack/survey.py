@@ -127,9 +127,9 @@ def survey(
 ) -> Survey:
     """Read the headers of all images of a catalog in the workers of `executor`, which share the catalog's reader.
 
-    At most `max_in_flight` tasks run or wait. `advance` is called with the number of images after each task. With the
-    option `keep`, the sizes of JPEG files are surveyed, and truncated files are rejected. Images whose results are in
-    the `journal` are not read again. The journal is not used if samples come with labels.
+    At most `max_in_flight` tasks run or wait. After each task, `advance` is called with its number of images. With
+    the option `keep`, the sizes of JPEG files are surveyed, and truncated files are rejected. Images whose results
+    are in the `journal` are not read again. The journal is not used if samples come with labels.
 
     Raises SourceError if storage fails, or if labels differ in shape. Raises WorkerError if another machine cannot read
     an image that this one can read.

@@ -232,7 +232,7 @@ atexit.register(release)
 
 
 def write_rows(task: WriteTask) -> list[RowRecord]:
-    """Write a task's rows (pixels or kept bytes); journal each group once it is written, and return all records."""
+    """Write a task's rows (pixels or kept bytes), journal each group after writing it, and return all records."""
     return _write_durably(task) if task.job.durable else _write_groups(worker_for(task.job, _Worker), task)
 
 

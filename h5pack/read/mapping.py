@@ -143,13 +143,13 @@ class FileMapping:
         return self._check(self._blocks_of(starts, stops), _MAX_ABSENT)
 
     def load(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
-        """Like `ready`, but first load all blocks with bytes of the extents into the page cache, waiting for the disk.
+        """Like `ready`, but first read the extents from the disk into the page cache, in blocks of `_BLOCK` bytes.
 
         Return False if loading fails, or if preadv suits better, for one of these reasons:
 
         - The rows of all files do not fit into half of the available memory.
-        - Most bytes of the blocks are not wanted, and the files have more than `_SMALL_BYTES` bytes of rows.
-        - The kernel or a file system is not known to load whole blocks well.
+        - The extents fill less than half of these blocks, and the files have more than `_SMALL_BYTES` bytes of rows.
+        - The kernel, or the file system of a file, is not known to load whole blocks well.
         """
         blocks, size = self._blocks_of(starts, stops), int((self._stops - self._begins).sum())
         if not self._suits_blocks or size > available_memory() // 2:
