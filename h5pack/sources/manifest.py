@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -20,6 +21,7 @@ from h5pack.errors import SourceError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValueError, FieldValues, parse_ragged, parse_texts, require_field_names
 from h5pack.sources.catalog import (
+    IMAGE_SUFFIXES,
     Catalog,
     FileReader,
     NameFilter,
@@ -29,7 +31,7 @@ from h5pack.sources.catalog import (
     one_split,
     unused_note,
 )
-from h5pack.sources.folders import is_path, numbered_splits
+from h5pack.sources.folders import is_path, numbered_splits, walk
 
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
 IMAGE_COLUMNS = ("image", "images", "img", "picture", "photo", "jpg", "jpeg", "png", "bytes", "content", "data")
@@ -37,6 +39,8 @@ IMAGE_COLUMNS = ("image", "images", "img", "picture", "photo", "jpg", "jpeg", "p
 LABEL_COLUMNS = ("label", "class", "target", "category")
 JSON_LINES = (".jsonl", ".ndjson")
 SPLIT_COLUMNS = ("split", "partition", "subset", "set")
+_PROBED = 100
+"""Images are looked up in the folders below if none of this many is where the table says."""
 _MANY = 10
 """With fewer images than this, a large number of classes is not worth a note."""
 
@@ -82,23 +86,58 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
     if path_column is None:
         problem = f"no column of image paths found among {', '.join(table.header)}; name it with path_column"
         raise SourceError.at(path, problem, "path_column")
-    names = table.column(path_column)
+    root = columns.root or str(path.parent)
     kinds = dict.fromkeys(columns.masks, schema.MASK) | dict.fromkeys(columns.images, schema.IMAGE)
     further = {column: table.column(column) for column in kinds}
+    names = table.column(path_column)
     for cells in (names, *further.values()):
         for row, name in enumerate(cells):
             if not is_path(name) and (name or cells is names):
                 raise table.error(row, f"{name!r} is not a path; correct the line")
-    reader = FileReader(columns.root or str(path.parent))
+    names, notes = _looked_up(table, names, root, wanted)
     # A row without the path of a mask or further image is rejected below, by `_complete`.
     fields = (PixelField(name, kind, NameTable.of(further[name])) for name, kind in kinds.items())
-    catalog = Catalog("manifest", reader, NameTable.of(names), *one_split(len(names)), pixel_fields=tuple(fields))
+    files = NameTable.of(names)
+    catalog = Catalog(
+        "manifest", FileReader(root), files, *one_split(len(names)), pixel_fields=tuple(fields), notes=notes
+    )
     catalog = with_columns(catalog, table, columns, {path_column, *further})
     repeated = len(names) - len(set(names))
     if repeated:
         note = Note(f"lines that repeat the image of an earlier line: {repeated:,}; each line is packed")
         catalog = replace(catalog, notes=(*catalog.notes, note))
     return _complete(catalog.filtered(wanted))
+
+
+def _looked_up(table: TextTable, names: list[str], root: str, wanted: NameFilter) -> tuple[list[str], tuple[Note, ...]]:
+    """Return the paths of images relative to `root`, and a note if they are not those of the table, which are `names`.
+
+    If the first files do not exist, a name may be the end of the path of a file below `root`, without its suffix, or
+    begin with the name of `root`. Names of no such file are kept.
+    """
+    probed = names[:_PROBED]
+    if not os.path.isdir(root) or any(os.path.exists(os.path.join(root, name)) for name in probed):
+        return names, ()
+    files: dict[str, list[str]] = {}
+    for file in walk(root, wanted).below(""):
+        files.setdefault(os.path.splitext(os.path.basename(file))[0], []).append(file)
+    own = f"{os.path.basename(os.path.abspath(root))}/"
+    paths = []
+    for row, name in enumerate(names):
+        ending = f"/{name.removeprefix(own)}"
+        whole, suffix = os.path.splitext(ending)
+        stem = os.path.basename(whole if suffix.lower() in IMAGE_SUFFIXES else ending)
+        found = [
+            file for file in files.get(stem, ()) if f"/{file}".endswith((ending, ending + os.path.splitext(file)[1]))
+        ]
+        if len(found) > 1:
+            problem = f"{name!r} may be {found[0]!r} or {found[1]!r}; choose with root, include or exclude"
+            raise table.error(row, problem, "root", "include", "exclude")
+        paths += found or [name]
+    example = next((pair for pair in zip(names, paths, strict=True) if pair[0] != pair[1]), None)
+    if example is None:
+        return names, ()
+    return paths, (Note("images are looked up below {}, such as {!r} as {!r}".format(root, *example)),)
 
 
 def _complete(catalog: Catalog) -> Catalog:

@@ -458,3 +458,31 @@ def test_lists_in_csv_that_are_no_json_name_the_line(tmp_path: Path) -> None:
         read(tmp_path / "m.csv", "path,a", "1.jpg,[1]", '2.jpg,"[1"', fields=("a",))
     with pytest.raises(OptionsError):
         read(tmp_path / "m.csv", "path,a", "1.jpg,1", fields=("a",), texts=("a",))
+
+
+def test_images_are_looked_up_below_the_root_by_the_ends_of_their_paths(tmp_path: Path) -> None:
+    for name in ("a/1.x.jpg", "b/deep/2.PNG", "b/3.jpg", "c/3.jpg", "b/4.txt", "a/4", "c/d/5.tif"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    names = ["1.x", "deep/2.PNG", "c/3", f"{tmp_path.name}/c/d/5", "4", "2", "6.jpg", "x/1.x.jpg"]
+    path = written(tmp_path / "t.csv", "\n".join(["path,label", *(f"{name},{row}" for row, name in enumerate(names))]))
+    catalog = manifest(path, ManifestColumns(), NameFilter())
+    assert catalog.labels is not None
+    found = ["a/1.x.jpg", "b/deep/2.PNG", "c/3.jpg", "c/d/5.tif", "4", "b/deep/2.PNG", "6.jpg", "x/1.x.jpg"]
+    assert (list(catalog.names), catalog.labels.tolist()) == (found, list(range(8)))
+    below = manifest(path, ManifestColumns(root=str(tmp_path / "c")), NameFilter())
+    assert list(below.names) == [*names[:2], "3.jpg", *names[3:]]
+
+
+def test_a_name_of_several_files_is_an_error_unless_they_are_excluded(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "1.jpg").touch()
+    path = written(tmp_path / "t.csv", "path\n1\n")
+    with pytest.raises(SourceError) as caught:
+        manifest(path, ManifestColumns(), NameFilter())
+    assert caught.value.parameters == ("root", "include", "exclude")
+    for wanted in (NameFilter(exclude=("b/*",)), NameFilter(include=("a/*",))):
+        assert list(manifest(path, ManifestColumns(), wanted).names) == ["a/1.jpg"]
+    (tmp_path / "1").touch()
+    assert list(manifest(path, ManifestColumns(), NameFilter()).names) == ["1"]
