@@ -35,7 +35,8 @@ from h5pack.sources.catalog import (
     SurveyedImage,
     fingerprint,
 )
-from h5pack.sources.folders import arranged, is_split_name, is_visible, list_names, pairs
+from h5pack.sources.folders import arranged, is_split_name, is_visible, list_names
+from h5pack.sources.pairs import pairs
 from h5pack.system.files import absolute_path, read_all, reporting_disk_errors, write_all
 from h5pack.system.text import format_bytes
 

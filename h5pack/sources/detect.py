@@ -13,11 +13,12 @@ from h5pack.sources.archives import members_catalog, open_zip
 from h5pack.sources.catalog import Catalog, NameFilter, Note
 from h5pack.sources.celeba import attributes_of, celeba, is_celeba
 from h5pack.sources.coco import coco, is_coco
-from h5pack.sources.folders import arranged, pairs, walk
+from h5pack.sources.folders import arranged, walk
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
 from h5pack.sources.manifest import JSON_LINES, ManifestColumns, manifest
 from h5pack.sources.map_style import MapStyleDataset, map_style_catalog
 from h5pack.sources.mds import is_mds, mds
+from h5pack.sources.pairs import pairs
 from h5pack.sources.shards import TABLE_SUFFIXES, TAR_SUFFIXES, Shards, find_shards, shards_kind
 from h5pack.sources.tables import tables
 from h5pack.sources.tar_files import open_tar

@@ -1,0 +1,143 @@
+"""Folders of images and of their masks as a source."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from h5pack.errors import SourceError
+from h5pack.format import schema
+from h5pack.format.fields import is_field_name, require_field_names
+from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, PixelField, Reject, one_split
+from h5pack.sources.folders import (
+    IMAGE_FOLDERS,
+    TARGET_FOLDERS,
+    Listing,
+    is_named,
+    is_split_name,
+    numbered_splits,
+)
+
+
+def pairs(found: Listing, wanted: NameFilter) -> Catalog:
+    """Return a catalog of images with masks. A mask is in another folder than its image, under the same name.
+
+    Suffixes may differ, and what `_by_image` leaves out. The folders may be in the root, such as `images` and `masks`,
+    or in each split, such as `train/images` and `train/masks`. Each folder of masks becomes a field of the same name,
+    or "masks" if packs reserve that name. `wanted` filters only the images.
+    """
+    filled = found.filled()
+    by_split = bool(filled) and all(map(is_split_name, filled))
+    roles = sorted({name for split in filled for name in found.subfolders[split]}) if by_split else filled
+    images, targets = _roles(found.root, roles)
+    fields = [target if is_field_name(target) else "masks" for target in targets]
+    require_field_names(f"{found.root}: its masks in {', '.join(map(repr, targets))}", fields, found.root)
+    ignored = Counter(found.ignored)
+    files = _files_by_stem(found, (images, *targets), by_split, ignored)
+    for target in targets:
+        files[target] = _by_image(files[target], files[images])
+    names: list[str] = []
+    masks: list[list[str]] = [[] for _ in targets]
+    splits: list[str] = []
+    rejects = []
+    for name, stem in sorted((name, stem) for stem, some in files[images].items() for name in some):
+        if not wanted.allows(name):
+            ignored[str(wanted.refusal(name))] += 1
+            continue
+        matching = [files[target].get(stem, []) for target in targets]
+        wrong = next((target for target, some in zip(targets, matching, strict=True) if len(some) != 1), None)
+        if wrong is not None:
+            rejects.append(
+                Reject(name, f"{'several files' if files[wrong].get(stem) else 'no file'} of its name in {wrong!r}")
+            )
+            continue
+        names.append(name)
+        splits.append(stem.partition("/")[0] if "/" in stem else "")
+        for column, (mask,) in zip(masks, matching, strict=True):
+            column.append(mask)
+    if not names and rejects:
+        problem = (
+            f"no image in {images!r} has exactly one mask in each folder of masks; {rejects[0].name!r} "
+            f"has {rejects[0].reason}; give each mask the name of its image, except for the "
+            "suffix, and leave out other files with exclude"
+        )
+        raise SourceError.at(found.root, problem, "exclude")
+    for target in targets:
+        unused = sum(len(some) for stem, some in files[target].items() if stem not in files[images])
+        ignored[f"files of {target!r} without an image"] += unused
+    return Catalog(
+        "pairs",
+        FileReader(found.root),
+        NameTable.of(names),
+        *(numbered_splits(splits) if splits and all(map(is_split_name, splits)) else one_split(len(splits))),
+        pixel_fields=tuple(
+            PixelField(name, schema.MASK, NameTable.of(column)) for name, column in zip(fields, masks, strict=True)
+        ),
+        rejects=tuple(rejects),
+        ignored=dict(+ignored),
+        about=f"images in {images!r}, masks in {', '.join(map(repr, targets))}",
+    )
+
+
+def _files_by_stem(
+    found: Listing, roles: tuple[str, ...], by_split: bool, ignored: Counter[str]
+) -> dict[str, dict[str, list[str]]]:
+    """Return the files of each role (folder of images or of masks); "train/masks/a.png" has the key "train/a".
+
+    If `by_split` is true, each split contains the folders of images and masks, else the root does.
+    """
+    files: dict[str, dict[str, list[str]]] = {role: {} for role in roles}
+    for name in found.below(""):
+        parts = name.split("/")
+        role = parts.pop(by_split) if len(parts) > 1 + by_split else ""
+        if role in files:
+            files[role].setdefault(os.path.splitext("/".join(parts))[0], []).append(name)
+        else:
+            ignored["other images"] += 1
+    return files
+
+
+def _roles(root: str, folders: list[str]) -> tuple[str, list[str]]:
+    """Return the folder of images and the folders of masks; raise SourceError if the names do not determine them."""
+    images = [folder for folder in folders if is_named(folder, IMAGE_FOLDERS)]
+    targets = [folder for folder in folders if is_named(folder, TARGET_FOLDERS)]
+    others = [folder for folder in folders if folder not in (*images, *targets)]
+    if len(others) == 1 and len(images) + len(targets) == 1:
+        images, targets = images or others, targets or others
+    if len(images) != 1 or not targets:
+        names = ", ".join(map(repr, folders)) or "none"
+        problem = (
+            f"its folders ({names}) must be one folder of images and one or several of masks; name them "
+            "'images' and 'masks', or skip other folders with exclude"
+        )
+        raise SourceError.at(root, problem, "exclude")
+    return images[0], targets
+
+
+def _by_image(masks: dict[str, list[str]], images: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return the files of masks by the stem of their image, given the files of each by their own stem.
+
+    If no mask has the stem of an image, compare stems without what all masks, or all images, have in common: folders at
+    the beginning, as in "trimaps/a.png", and an ending from "_" or "-" on, as in "a_mask.png".
+    """
+    if not masks or not images or masks.keys() & images.keys():
+        return masks
+    (lead, ending), (image_lead, image_ending) = _shared(masks), _shared(images)
+    found: dict[str, list[str]] = {}
+    for stem, files in masks.items():
+        found.setdefault(image_lead + stem.removeprefix(lead).removesuffix(ending) + image_ending, []).extend(files)
+    return found
+
+
+def _shared(stems: Iterable[str]) -> tuple[str, str]:
+    """Return the folders, with a slash, and the ending from "_" or "-" on, that all stems have in common."""
+    folders, names = zip(*map(os.path.split, stems), strict=True)
+    folder = os.path.commonpath(folders)
+    parts = [re.split("(?=[_-])", name)[:0:-1] for name in names]
+    # In sorted order, the first and the last list differ wherever any two do.
+    extremes = zip(min(parts), max(parts), strict=False)
+    ending = [part for part, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], extremes)]
+    return folder and f"{folder}/", "".join(ending[::-1])

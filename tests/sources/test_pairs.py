@@ -1,0 +1,111 @@
+"""Folders of images and of their masks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from h5pack.errors import OptionsError, SourceError
+from h5pack.sources.catalog import NameFilter
+from h5pack.sources.detect import SourceOptions, open_source
+from tests.sources.test_folders import touch
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (
+            ["images/b.jpg", "images/a.tif", "masks/a.png", "masks/b.gif"],
+            {"masks": {"b.jpg": "b.gif", "a.tif": "a.png"}},
+        ),
+        (
+            ["JPEGImages/1.jpg", "SegmentationClass/1.png", "SegmentationObject/1.png", "Annotations/1.xml"],
+            {"SegmentationClass": {"1.jpg": "1.png"}, "SegmentationObject": {"1.jpg": "1.png"}},
+        ),
+        (["img/x/1.a.jpg", "gt/x/1.a.png"], {"gt": {"x/1.a.jpg": "x/1.a.png"}}),
+        (
+            ["images/a_1.jpg", "images/b_1.jpg", "annotations/trimaps/a_1.png", "annotations/trimaps/b_1.png"],
+            {"annotations": {"a_1.jpg": "trimaps/a_1.png", "b_1.jpg": "trimaps/b_1.png"}},
+        ),
+        (
+            ["leftImg8bit/u/u_1_left.png", "leftImg8bit/v/v_1_left.png", "gtFine/u/u_1_gt.png", "gtFine/v/v_1_gt.png"],
+            {"gtFine": {"u/u_1_left.png": "u/u_1_gt.png", "v/v_1_left.png": "v/v_1_gt.png"}},
+        ),
+        (
+            ["images/1.jpg", "images/1-2.jpg", "gt/1-m.png", "gt/1-2-m.png", "edges/1.png", "edges/1-2.png"],
+            {
+                "edges": {"1-2.jpg": "1-2.png", "1.jpg": "1.png"},
+                "gt": {"1-2.jpg": "1-2-m.png", "1.jpg": "1-m.png"},
+            },
+        ),
+        (["images/1.jpg", "masks/1_mask.png"], {"masks": {"1.jpg": "1_mask.png"}}),
+        (["drawings/1.jpg", "masks/1.png"], {"masks": {"1.jpg": "1.png"}}),
+        (["images/1.jpg", "outlines/1.png"], {"outlines": {"1.jpg": "1.png"}}),
+    ],
+)
+def test_images_are_paired_with_masks(tmp_path: Path, names: list[str], expected: dict[str, dict[str, str]]) -> None:
+    catalog = open_source(touch(tmp_path, *names), SourceOptions("pairs"))
+    assert (catalog.kind, catalog.labels, catalog.split_names) == ("pairs", None, ("all",))
+    assert [one.name for one in catalog.pixel_fields] == [*expected]
+    for one in catalog.pixel_fields:
+        images, masks = ([name.partition("/")[2] for name in table] for table in (catalog.names, one.files))
+        assert dict(zip(images, masks, strict=True)) == expected[one.name]
+        assert {name.partition("/")[0] for name in one.files} == {one.name}
+
+
+@pytest.mark.parametrize("folder", ["labels", "splits"])
+def test_masks_in_a_folder_of_a_reserved_name_become_the_field_masks(tmp_path: Path, folder: str) -> None:
+    paths = [f"images/{number}.jpg" for number in range(3)] + [f"{folder}/{number}.png" for number in range(3)]
+    catalog = open_source(touch(tmp_path, *paths), SourceOptions("pairs"))
+    assert [(one.name, [*one.files]) for one in catalog.pixel_fields] == [("masks", paths[3:])]
+
+
+def test_a_reserved_name_beside_masks_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OptionsError):
+        open_source(touch(tmp_path, "images/1.jpg", "labels/1.png", "masks/1.png"), SourceOptions("pairs"))
+
+
+@pytest.mark.parametrize("by_split", [False, True])
+def test_pairs_in_splits(tmp_path: Path, by_split: bool) -> None:
+    paths = ["val/images/1.jpg", "val/masks/1.png", "training/images/1.jpg", "training/masks/1.png"]
+    if not by_split:
+        paths = ["/".join((role, split, name)) for split, role, name in (path.split("/") for path in paths)]
+    catalog = open_source(touch(tmp_path, *paths), SourceOptions("pairs"))
+    assert catalog.split_names == ("training", "val")
+    found = zip(catalog.names, catalog.pixel_fields[0].files, catalog.split_ids.tolist(), strict=True)
+    for image, mask, split in found:
+        assert mask == image.replace("images", "masks").replace("jpg", "png")
+        assert catalog.split_names[split] in image
+
+
+def test_what_is_no_pair_is_counted_or_rejected(tmp_path: Path) -> None:
+    names = ["images/1.jpg", "images/2.jpg", "images/3.jpg", "images/1.png", "notes/x.jpg", "top.jpg"]
+    names += ["masks/1.png", "masks/2.png", "masks/2.gif", "masks/9.png", "masks/read.txt"]
+    catalog = open_source(touch(tmp_path, *names), SourceOptions("pairs"))
+    assert [*catalog.names] == ["images/1.jpg", "images/1.png"]
+    assert [*catalog.pixel_fields[0].files] == ["masks/1.png"] * 2
+    assert {reject.name for reject in catalog.rejects} == {"images/2.jpg", "images/3.jpg"}
+    assert catalog.ignored == {".txt files": 1, "other images": 2, "files of 'masks' without an image": 1}
+    some = open_source(tmp_path, SourceOptions("pairs", names=NameFilter(("*.png",), ("notes/*",))))
+    assert ([*some.names], [*some.pixel_fields[0].files]) == (["images/1.png"], ["masks/1.png"])
+    assert (some.rejects, some.ignored["not included"], some.ignored["excluded"]) == ((), 3, 1)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["images/1.jpg"],
+        ["masks/1.jpg"],
+        ["a/1.jpg", "b/1.png"],
+        ["images/1.jpg", "photos/1.jpg", "masks/1.png"],
+        ["images/1.jpg", "x/1.jpg", "y/1.png"],
+        ["images/1.jpg", "masks/2.png"],
+        ["images/1.jpg", "images/2.jpg", "masks/1_mask.png", "masks/1_edge.png"],
+        ["1.jpg"],
+    ],
+)
+def test_folders_that_are_no_pairs_are_an_error(tmp_path: Path, names: list[str]) -> None:
+    with pytest.raises(SourceError) as caught:
+        open_source(touch(tmp_path, *names), SourceOptions("pairs"))
+    assert caught.value.path == str(tmp_path)
