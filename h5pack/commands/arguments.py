@@ -6,6 +6,7 @@ import argparse
 import ast
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
         if action.option_strings and action.nargs == 0 and (not text or action.const == value):
             return action.option_strings[-1]
         if action.option_strings and action.nargs != 0 and not (text and value == ""):
-            return f"{action.option_strings[-1]} {value}" if text else action.option_strings[-1]
+            return f"{action.option_strings[-1]} {shlex.quote(str(value))}" if text else action.option_strings[-1]
     return flag if value is True else None
 
 
