@@ -407,7 +407,7 @@ def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kin
     every = ArchiveReader.of(file, members)
     masks = (np.array([placed[name] for name in one.files], np.int64) for one in catalog.pixel_fields)
     reader = replace(every.take(packed), masks=tuple(every.take(some) for some in masks))
-    return replace(catalog, reader=reader, rejects=tuple(rejects), notes=members.notes)
+    return replace(catalog, reader=reader, rejects=tuple(rejects), notes=(*catalog.notes, *members.notes))
 
 
 def _strip_only_folder(members: Members, kind: str) -> None:

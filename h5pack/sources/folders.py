@@ -11,7 +11,7 @@ import os
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from h5pack.errors import NoImagesError, SourceError
 from h5pack.format import schema
-from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, one_split
+from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, Note, one_split
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Listing:
     ignored: Counter[str] = field(default_factory=Counter)  # skipped files and folders by category
     # The sorted names of each folder's visible subfolders, including empty ones.
     subfolders: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    top: str = ""  # path of the root relative to the source, if it is a folder in it
 
     def names(self, folder: str) -> list[str]:
         """Return the sorted names of the selected files in `folder`, without its path."""
@@ -57,7 +58,7 @@ class Listing:
     def inside(self, top: str) -> Listing:
         """Return the listing whose root is the folder `top`; it has the same `ignored`."""
         start = len(top) + 1
-        found = Listing(os.path.join(self.root, top), ignored=self.ignored)
+        found = Listing(os.path.join(self.root, top), ignored=self.ignored, top=os.path.join(self.top, top))
         found.order = [folder[start:] for folder in self._folders_below(top)]
         found.folders = {folder[start:]: self.folders[folder] for folder in self._folders_below(top)}
         below = (folder for folder in self.subfolders if f"{folder}/".startswith(f"{top}/"))
@@ -194,11 +195,13 @@ _SPLIT_RANKS = {
     "val": 1, "valid": 1, "validation": 1, "dev": 1,
     "test": 2, "testing": 2,
 }  # fmt: skip
+_SPLIT_START = re.compile(f"({'|'.join(sorted(_SPLIT_RANKS, key=len, reverse=True))})[_-]?(.*)", re.IGNORECASE)
 
 
 def split_rank(name: str) -> int:
-    """Return the rank of a split by its name: 0 for training, 1 for validation, 2 for test, 3 for anything else."""
-    return _SPLIT_RANKS.get(name.lower(), 3)
+    """Return the rank of a split by its name, or the words in it: 0 training, 1 validation, 2 test, 3 anything else."""
+    ranks = {_SPLIT_RANKS[word.lower()] for word in split_words(name)}
+    return ranks.pop() if len(ranks) == 1 else 3
 
 
 def is_split_name(name: str) -> bool:
@@ -207,8 +210,14 @@ def is_split_name(name: str) -> bool:
 
 
 def split_words(name: str) -> list[str]:
-    """Return the words of a name that denote a split, such as "train" in ``train2017`` and ``train-00000.tar``."""
-    return [word for word in re.split("[^A-Za-z]+", name) if is_split_name(word)]
+    """Return the words of a name that denote a split, such as "train" in ``train2017``, ``trainA`` and ``x-train``."""
+    return [word for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name) if is_split_name(word)]
+
+
+def split_and_role(folder: str) -> tuple[str, str]:
+    """Return the split with which a name begins, and the rest, such as "train" and "masks" for ``train_masks``."""
+    match = _SPLIT_START.fullmatch(folder)
+    return (match[1], match[2]) if match is not None else ("", folder)
 
 
 def split_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -247,33 +256,51 @@ def classes(found: Listing) -> Catalog:
         labels=np.repeat(np.arange(len(folders)), counts),
         label_names=tuple(folders),
         ignored=dict(found.ignored),
+        notes=_deeper_note(found, folders),
     )
+
+
+def _deeper_note(found: Listing, folders: list[str]) -> tuple[Note, ...]:
+    """Return a note if some of the class folders have images only in several folders below them."""
+    deeper = [folder for folder in folders if folder not in found.folders and len(found.counts(folder)) > 1]
+    if not deeper:
+        return ()
+    some = ", ".join(map(repr, [*found.counts(deeper[0])][:2]))
+    text = f"classes whose images are in several deeper folders: {len(deeper):,}, such as {deeper[0]!r} ({some})"
+    return (Note(f"{text}; if those are the classes, name them in a table and pack that"),)
 
 
 # Usual names of folders of images and of folders of their masks, in lower case and without "_" and "-".
 IMAGE_FOLDERS = frozenset((
-    "images", "image", "image2", "imgs", "img", "inputs", "input", "photos", "jpegimages", "rgb", "leftimg8bit",
+    "images", "image", "image2", "imgs", "img", "inputs", "input", "photos", "jpegimages", "jpg", "rgb", "leftimg8bit",
 ))  # fmt: skip
 TARGET_FOLDERS = frozenset((
     "masks", "mask", "labels", "label", "annotations", "annotation", "segmentations", "segmentation", "targets",
     "segmentationclass", "segmentationobject", "groundtruth", "gt", "gtfine", "trimaps", "depth", "edges", "mattes",
+    "anno", "annot",
 ))  # fmt: skip
+_PROBED_LENGTH = 4096  # number of characters of the names in a folder in which masks are looked for
 
 
-def refuse_pairs(found: Listing, folders: list[str]) -> None:
-    """Raise SourceError if two of the folders are named like images and their masks.
+def refuse_pairs(found: Listing, folders: list[str], kind: str) -> None:
+    """Raise SourceError if two of the folders are named like images and their masks, not like classes or splits.
 
-    `folders` are paths relative to the root.
+    `folders` are paths relative to the root, and `kind` is that of a source whose folders they may be.
     """
     images = next((folder for folder in folders if is_named(folder, IMAGE_FOLDERS)), None)
     targets = next((folder for folder in folders if is_named(folder, TARGET_FOLDERS)), None)
+    for folder in folders:
+        split, role = split_and_role(folder)
+        if split in folders and is_named(role, TARGET_FOLDERS):
+            images, targets, kind = split, folder, "splits"
+            break
     if images is not None and targets is not None:
-        pairs, kind = "source_kind='pairs'", f"source_kind={'splits' if '/' in images else 'classes'!r}"
+        kinds = "source_kind='pairs'", f"source_kind={kind!r}"
         problem = (
-            f"{images!r} and {targets!r} are probably images and their masks, not classes; pack them as pairs with "
-            f"{pairs}, or as classes with {kind}"
+            f"{images!r} and {targets!r} are probably images and their masks, not {kind}; pack them as pairs with "
+            f"{kinds[0]}, or as {kind} with {kinds[1]}"
         )
-        raise SourceError.at(found.root, problem, pairs, kind)
+        raise SourceError.at(found.root, problem, *kinds)
 
 
 def is_named(folder: str, names: frozenset[str]) -> bool:
@@ -285,43 +312,56 @@ def is_named(folder: str, names: frozenset[str]) -> bool:
 def splits(found: Listing) -> Catalog:
     """Return a catalog with one split per folder. A split consists of class folders, or of images without labels.
 
-    Images without labels get the label -1 if other splits have classes; if none has, the catalog has no labels. A
-    split's only folder, if its name says that it holds images, is no class.
+    Images without labels get the label -1 if other splits have classes; if none has, the catalog has no labels.
     """
-    root, folders = found.root, found.subfolders[""]
     split_names = split_order(found.filled())
     if not split_names:
-        names = ", ".join(folders) or "there are none"
-        raise NoImagesError.at(root, f"no images in its split folders ({names}); check the path")
+        names = ", ".join(found.subfolders[""]) or "there are none"
+        raise NoImagesError.at(found.root, f"no images in its split folders ({names}); check the path")
     if found.folders.get(""):
         raise _mixed(found.root, "split", repr(found.names("")[0]), "move them into a split, or skip them with exclude")
-    labelled = [split for split in split_names if _has_classes(found, split)]
-    label_names = tuple(sorted({name for split in labelled for name in found.subfolders[split]}))
+    tops = {split: _class_folder(found, split) for split in split_names}
+    class_tops = [top for top in tops.values() if top]
+    label_names = tuple(sorted({name for top in class_tops for name in found.subfolders[top]}))
     index = {name: number for number, name in enumerate(label_names)}
-    counts = [found.counts(split) for split in split_names]
-    parts = [folder.split("/") for some in counts for folder in some]
-    labels = np.array([index[part[1]] if part[0] in labelled else schema.NO_LABEL for part in parts], np.int64)
+    labels: list[int] = []
+    counts: list[int] = []
+    split_ids: list[int] = []
+    for number, (split, top) in enumerate(tops.items()):
+        for folder, count in found.counts(split).items():
+            labels.append(index[folder[len(top) + 1 :].partition("/")[0]] if top else schema.NO_LABEL)
+            counts.append(count)
+            split_ids.append(number)
     return Catalog(
         "splits",
         FileReader(found.root),
         NameTable.of(name for split in split_names for name in found.below(split)),
         split_names,
-        np.repeat(np.arange(len(counts), dtype=np.int32), [sum(some.values()) for some in counts]),
-        labels=np.repeat(labels, [count for some in counts for count in some.values()]) if label_names else None,
+        np.repeat(np.array(split_ids, np.int32), counts),
+        labels=np.repeat(np.array(labels, np.int64), counts) if label_names else None,
         label_names=label_names or None,
         ignored=dict(found.ignored),
+        notes=_deeper_note(found, [f"{top}/{name}" for top in class_tops for name in found.filled(top)]),
     )
 
 
-def _has_classes(found: Listing, split: str) -> bool:
-    """Return whether a split's images are in class folders; raise SourceError if some are and others are not."""
-    inner = next((name for name in found.below(split) if name.count("/") > 1), None)
-    if inner is not None and split in found.folders:
-        example = f"{found.names(split)[0]!r} beside {inner.split('/')[1]!r}"
-        advice = "move them into a class, or skip them with exclude"
-        raise _mixed(os.path.join(found.root, split), "class", example, advice)
-    filled = found.filled(split)
-    return inner is not None and (len(filled) > 1 or not is_named(filled[0], IMAGE_FOLDERS))
+def _class_folder(found: Listing, split: str) -> str:
+    """Return the folder whose folders are the classes of a split; "" if the split has none.
+
+    That is the split, or an only folder of it which is named like the folder above it, or as a folder of images.
+    """
+    top = split
+    while filled := found.filled(top):
+        if top in found.folders:
+            if top != split:
+                break
+            example = f"{found.names(split)[0]!r} beside {filled[0]!r}"
+            advice = "move them into a class, or skip them with exclude"
+            raise _mixed(os.path.join(found.root, split), "class", example, advice)
+        if len(filled) > 1 or not (is_named(filled[0], IMAGE_FOLDERS) or filled[0] == os.path.basename(top)):
+            return top
+        top = os.path.join(top, filled[0])
+    return ""
 
 
 def _mixed(folder: str, kind: str, example: str, advice: str, parameter: str = "exclude") -> SourceError:
@@ -330,7 +370,7 @@ def _mixed(folder: str, kind: str, example: str, advice: str, parameter: str = "
     return SourceError(message, path=folder, parameters=(parameter,))
 
 
-def _only_folder(found: Listing) -> str:
+def only_folder(found: Listing) -> str:
     """Return the deepest folder that holds all files, each in a folder of it; "" if that is the root or a split."""
     path = ""
     while len(filled := found.filled(path)) == 1 and not is_split_name(filled[0]):
@@ -343,35 +383,82 @@ def _only_folder(found: Listing) -> str:
 
 def arranged(found: Listing, kind: str) -> Catalog:
     """Return the catalog of a listing; `kind` is "flat", "splits", "classes", or "folder" to infer it."""
+    if kind == "splits" and any(map(split_words, found.filled(only_folder(found)))):
+        return _inside(found, splits)
     return {"flat": flat, "splits": splits, "classes": classes, "folder": _inferred}[kind](found)
 
 
-def _inferred(found: Listing) -> Catalog:
-    """Return the catalog of a listing whose kind its folders say; raise SourceError if they are ambiguous.
+def _inside(found: Listing, catalog_of: Callable[[Listing], Catalog]) -> Catalog:
+    """Return the catalog of a listing whose folders are in an only folder (``images/cat/1.jpg``), if it has one."""
+    if not (only := only_folder(found)):
+        return catalog_of(found)
+    catalog = catalog_of(found.inside(only))
+    names = NameTable.of(f"{only}/{name}" for name in catalog.names)
+    return replace(catalog, reader=FileReader(found.root), names=names, about=f"in {only!r}")
 
-    Classes or splits may be in an only folder (``images/cat/1.jpg``). An only folder of images is itself no class.
+
+def _inferred(found: Listing) -> Catalog:
+    """Return the catalog of a listing whose kind its folders say; raise SourceError if they are ambiguous."""
+    catalog = _inside(found, _by_names)
+    if (beside := mask_beside_image(found)) is not None:
+        image, mask, ending = beside
+        ways = "source_kind='pairs'", f"exclude='*{ending}*'", f"source_kind={catalog.kind!r}"
+        doubt = f"{mask!r} is probably the mask of {image!r}, not an image of its own"
+        advice = "pack pairs with {}, leave masks out with {}, or pack both as images with {}".format(*ways)
+        raise SourceError.at(found.root, f"{doubt}; {advice}", *ways)
+    return catalog
+
+
+def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
+    """Return an image, a mask in its folder, and the ending of its name, such as "_mask"; None if none is found.
+
+    Only the first files of each folder are compared.
     """
+    for folder in found.order:
+        names = {os.path.splitext(name)[0]: name for name in found.folders[folder][:_PROBED_LENGTH].split("\0")}
+        for stem, name in names.items():
+            match = re.fullmatch("(.+)([_-]([A-Za-z]+))", stem)
+            if match is not None and match[1] in names and match[3].lower() in TARGET_FOLDERS:
+                return os.path.join(folder, names[match[1]]), os.path.join(folder, name), match[2]
+    return None
+
+
+def _by_names(found: Listing) -> Catalog:
+    """Return the catalog of a listing whose kind the names of its folders say; an only folder of images is no class."""
     filled = found.filled()
-    if only := _only_folder(found):
-        catalog = _inferred(found.inside(only))
-        names = NameTable.of(f"{only}/{name}" for name in catalog.names)
-        return replace(catalog, reader=FileReader(found.root), names=names, about=f"in {only!r}")
     if not filled or (len(filled) == 1 and is_named(filled[0], IMAGE_FOLDERS)):
         return flat(found)
-    named = [folder for folder in filled if is_split_name(folder)]
-    if len(named) == len(filled):
-        for split in named:
-            refuse_pairs(found, [f"{split}/{name}" for name in found.filled(split)])
-        return splits(found)
-    refuse_pairs(found, filled)
-    words = [{word.lower() for word in split_words(folder)} for folder in filled]
+    kind = "splits" if all(map(is_split_name, filled)) else "classes"
+    refuse_pairs(found, filled, kind)
+    for folder in filled:
+        refuse_pairs(found, [f"{folder}/{name}" for name in found.filled(folder)], kind)
+    if kind == "classes":
+        _refuse_no_classes(found, filled)
+    return arranged(found, kind)
+
+
+def _refuse_no_classes(found: Listing, folders: list[str]) -> None:
+    """Raise SourceError if names say that some of the folders are probably no classes."""
+    named = [folder for folder in folders if is_split_name(folder)]
+    words = [split_words(folder) for folder in folders]
+    ranks = {split_rank(word): folder for folder, some in zip(folders, words, strict=True) for word in some}
+    inner = next((f"{folder}/{name}" for folder in folders for name in found.filled(folder) if is_split_name(name)), "")
+    kinds, other = ["source_kind='splits'", "source_kind='classes'"], "exclude"
     if named:
-        other = next(folder for folder in filled if folder not in named)
-        doubt = f"{named[0]!r} looks like a split and {other!r} like a class"
-    elif all(words) and len(set.union(*words)) > 1:
-        doubt = f"{filled[0]!r} and {filled[1]!r} look like splits"
+        odd = next(folder for folder in folders if folder not in named)
+        doubt = f"{named[0]!r} looks like a split and {odd!r} like a class"
+        other = f"exclude={os.path.join(found.top, odd, '*')!r}"
+    elif len(ranks) > 1 and 2 * sum(map(bool, words)) >= len(words):
+        doubt = "{!r} and {!r} look like splits".format(*ranks.values())
+    elif len(folders) > 1 and all(IMAGE_FOLDERS & {*re.split("[^a-z]+", folder.lower())} for folder in folders):
+        doubt = f"{folders[0]!r} and {folders[-1]!r} look like parts of one folder of images"
+        kinds[0] = "source_kind='flat'"
+    elif inner:
+        doubt = f"{inner!r} looks like a split, not like a part of a class"
+        kinds = [kinds[1]]
     else:
-        return classes(found)
-    kinds = "source_kind='splits'", "source_kind='classes'"
-    problem = f"{doubt}; give {' or '.join(kinds)}, or leave one out with exclude"
-    raise SourceError.at(found.root, problem, *kinds, "exclude")
+        return
+    advice = f"give {' or '.join(kinds)}, or leave one out with {other}"
+    if len(kinds) == 1:
+        advice = f"pack {os.path.dirname(inner)!r} alone, or {advice}"
+    raise SourceError.at(found.root, f"{doubt}; {advice}", *kinds, other)

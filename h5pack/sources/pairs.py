@@ -18,25 +18,26 @@ from h5pack.sources.folders import (
     Listing,
     is_named,
     is_split_name,
+    mask_beside_image,
     numbered_splits,
+    only_folder,
+    split_and_role,
 )
 
 
 def pairs(found: Listing, wanted: NameFilter) -> Catalog:
-    """Return a catalog of images with masks. A mask is in another folder than its image, under the same name.
+    """Return a catalog of images with masks. A mask has the name of its image, in a folder of another role.
 
-    Suffixes may differ, and what `_by_image` leaves out. The folders may be in the root, such as `images` and `masks`,
-    or in each split, such as `train/images` and `train/masks`. Each folder of masks becomes a field of the same name,
-    or "masks" if packs reserve that name. `wanted` filters only the images.
+    Suffixes may differ, and what `_by_image` leaves out. Each role of masks becomes a field of the same name, or
+    "masks" if packs reserve that name. `wanted` filters only the images.
     """
-    filled = found.filled()
-    by_split = bool(filled) and all(map(is_split_name, filled))
-    roles = sorted({name for split in filled for name in found.subfolders[split]}) if by_split else filled
-    images, targets = _roles(found.root, roles)
+    ignored = Counter(found.ignored)
+    files = _files_by_stem(found)
+    images, targets = _roles(found.root, sorted(files.keys() - {""}))
     fields = [target if is_field_name(target) else "masks" for target in targets]
     require_field_names(f"{found.root}: its masks in {', '.join(map(repr, targets))}", fields, found.root)
-    ignored = Counter(found.ignored)
-    files = _files_by_stem(found, (images, *targets), by_split, ignored)
+    for role in files.keys() - {images, *targets}:
+        ignored["other images"] += sum(map(len, files[role].values()))
     for target in targets:
         files[target] = _by_image(files[target], files[images])
     names: list[str] = []
@@ -55,7 +56,7 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
             )
             continue
         names.append(name)
-        splits.append(stem.partition("/")[0] if "/" in stem else "")
+        splits.append(next(filter(is_split_name, stem.split("/")[:-1]), ""))
         for column, (mask,) in zip(masks, matching, strict=True):
             column.append(mask)
     if not names and rejects:
@@ -78,26 +79,48 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
         ),
         rejects=tuple(rejects),
         ignored=dict(+ignored),
-        about=f"images in {images!r}, masks in {', '.join(map(repr, targets))}",
+        about=_about(names, masks, images, targets),
     )
 
 
-def _files_by_stem(
-    found: Listing, roles: tuple[str, ...], by_split: bool, ignored: Counter[str]
-) -> dict[str, dict[str, list[str]]]:
-    """Return the files of each role (folder of images or of masks); "train/masks/a.png" has the key "train/a".
+def _about(names: list[str], masks: list[list[str]], images: str, targets: list[str]) -> str:
+    """Return the text of the plan: the folders of images and masks, or an example if these are not folders."""
+    if not names or images in names[0].split("/"):
+        return f"images in {images!r}, masks in {', '.join(map(repr, targets))}"
+    return f"such as {', '.join(repr(column[0]) for column in (names, *masks))}"
 
-    If `by_split` is true, each split contains the folders of images and masks, else the root does.
+
+def _files_by_stem(found: Listing) -> dict[str, dict[str, list[str]]]:
+    """Return the files of each role by their stems.
+
+    "masks/train/a.png", "train/masks/a.png", "train_masks/a.png" and, if no folder is named like images or masks,
+    "train/a_mask.png" have the role "masks" and the stem "train/a". Files in no folder have the role "".
     """
-    files: dict[str, dict[str, list[str]]] = {role: {} for role in roles}
-    for name in found.below(""):
-        parts = name.split("/")
-        role = parts.pop(by_split) if len(parts) > 1 + by_split else ""
-        if role in files:
-            files[role].setdefault(os.path.splitext("/".join(parts))[0], []).append(name)
+    top = only_folder(found)
+    filled = found.filled(top)
+    inner = {name for folder in filled for name in found.filled(os.path.join(top, folder))}
+    by_split = all(map(is_split_name, filled))
+    starts = [split_and_role(folder) for folder in filled]
+    by_start = not by_split and all(split for split, _ in starts) and _any_named(role for _, role in starts)
+    position = int(by_split or (_any_named(inner) and not _any_named(filled)))
+    beside = None if by_start or _any_named([*filled, *inner]) else mask_beside_image(found)
+    files: dict[str, dict[str, list[str]]] = {}
+    for name in found.below(top):
+        *folders, stem = os.path.splitext(name)[0].removeprefix(f"{top}/").split("/")
+        if beside is not None:
+            role = "masks" if stem.endswith(beside[2]) else "images"
+            stem = stem.removesuffix(beside[2])
+        elif by_start:
+            folders[0], role = split_and_role(folders[0])
+            role = role or "images"
         else:
-            ignored["other images"] += 1
+            role = folders.pop(position) if len(folders) > position else ""
+        files.setdefault(role, {}).setdefault("/".join([*folders, stem]), []).append(name)
     return files
+
+
+def _any_named(folders: Iterable[str]) -> bool:
+    return any(is_named(folder, IMAGE_FOLDERS | TARGET_FOLDERS) for folder in folders)
 
 
 def _roles(root: str, folders: list[str]) -> tuple[str, list[str]]:
@@ -136,6 +159,7 @@ def _shared(stems: Iterable[str]) -> tuple[str, str]:
     """Return the folders, with a slash, and the ending from "_" or "-" on, that all stems have in common."""
     folders, names = zip(*map(os.path.split, stems), strict=True)
     folder = os.path.commonpath(folders)
+    folder = "" if is_split_name(folder) else folder
     parts = [re.split("(?=[_-])", name)[:0:-1] for name in names]
     # In sorted order, the first and the last list differ wherever any two do.
     extremes = zip(min(parts), max(parts), strict=False)

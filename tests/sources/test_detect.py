@@ -58,30 +58,56 @@ def test_celeba_and_manifests_are_known(tmp_path: Path) -> None:
 
 
 def test_a_mixture_of_splits_and_classes_is_an_error_that_names_both(tmp_path: Path) -> None:
-    touch(tmp_path, "cat/1.jpg", "train/dog/1.jpg")
+    touch(tmp_path, "data/cat/1.jpg", "data/train/dog/1.jpg")
     with pytest.raises(SourceError) as caught:
         kind_of(tmp_path)
-    assert caught.value.parameters == ("source_kind='splits'", "source_kind='classes'", "exclude")
-    assert kind_of(tmp_path, kind="splits") == "splits"
-    assert open_source(tmp_path, SourceOptions("classes")).label_names == ("cat", "train")
-    assert kind_of(tmp_path, names=NameFilter(exclude=("cat/*",))) == "splits"
-    assert kind_of(tmp_path, names=NameFilter(exclude=("train/*",))) == "classes"
+    # The pattern to exclude begins at the source, not at the folder with the splits.
+    assert caught.value.parameters == ("source_kind='splits'", "source_kind='classes'", "exclude='data/cat/*'")
+    assert {*open_source(tmp_path, SourceOptions("splits")).split_names} == {"cat", "train"}
+    assert open_source(tmp_path / "data", SourceOptions("classes")).label_names == ("cat", "train")
+    assert kind_of(tmp_path, names=NameFilter(exclude=("data/cat/*",))) == "splits"
+    assert kind_of(tmp_path, names=NameFilter(exclude=("data/train/*",))) == "classes"
 
 
-@pytest.mark.parametrize("folders", ["train2017 val2017", "Train_images test_images", "WIDER_train WIDER_val x_test"])
+@pytest.mark.parametrize(
+    "folders", ["train2017 val2017", "Train_images test_images", "WIDER_train WIDER_val x_test", "trainA trainB testA"]
+)
 def test_folders_with_words_of_splits_may_be_splits_or_classes(tmp_path: Path, folders: str) -> None:
-    touch(tmp_path, *(f"{folder}/1.jpg" for folder in folders.split()))
+    names = folders.split()
+    touch(tmp_path, *(f"{folder}/1.jpg" for folder in names))
+    touch(tmp_path, *(f"other{number}/1.jpg" for number in range(len(names))))
     with pytest.raises(SourceError) as caught:
         kind_of(tmp_path)
     assert caught.value.parameters == ("source_kind='splits'", "source_kind='classes'", "exclude")
-    assert {*open_source(tmp_path, SourceOptions("splits")).split_names} == {*folders.split()}
+    assert {*names} < {*open_source(tmp_path, SourceOptions("splits")).split_names}
     assert kind_of(tmp_path, kind="classes") == "classes"
-    touch(tmp_path, "other/1.jpg")
+    touch(tmp_path, "another/1.jpg")
     assert kind_of(tmp_path) == "classes"
 
 
-def test_folders_with_one_word_of_a_split_are_classes(tmp_path: Path) -> None:
-    touch(tmp_path, "steam_train/1.jpg", "model-train/1.jpg")
+@pytest.mark.parametrize(
+    ("names", "kinds"),
+    [
+        (["images_001/images/1.jpg", "images_002/images/2.jpg"], ["flat", "classes"]),
+        (["HAM_images_part_1/1.jpg", "HAM_images_part_2/2.jpg"], ["flat", "classes"]),
+        (["bottle/train/good/1.jpg", "bottle/test/broken/2.jpg", "cable/train/good/1.jpg"], ["classes"]),
+        (["images_1/1.jpg", "drawings_2/2.jpg"], []),
+    ],
+)
+def test_folders_that_are_probably_no_classes(tmp_path: Path, names: list[str], kinds: list[str]) -> None:
+    touch(tmp_path, *names)
+    if not kinds:
+        assert kind_of(tmp_path) == "classes"
+        return
+    with pytest.raises(SourceError) as caught:
+        kind_of(tmp_path)
+    assert caught.value.parameters == (*(f"source_kind={kind!r}" for kind in kinds), "exclude")
+    assert [kind_of(tmp_path, kind=kind) for kind in kinds] == kinds
+
+
+@pytest.mark.parametrize("folders", ["steam_train model-train", "Val_Kilmer Dev_Patel", "train_yard a b c test_tube"])
+def test_folders_with_few_words_of_splits_are_classes(tmp_path: Path, folders: str) -> None:
+    touch(tmp_path, *(f"{folder}/1.jpg" for folder in folders.split()))
     assert kind_of(tmp_path) == "classes"
 
 
@@ -94,6 +120,8 @@ def test_folders_with_one_word_of_a_split_are_classes(tmp_path: Path) -> None:
         (["images/1.jpg", "images/2.jpg", "images/3.jpg", "masks/4.png", "masks/5.png", "masks/1.png"], "images"),
         (["leftImg8bit/a/1_x.png", "gtFine/a/1_y.png"], "leftImg8bit"),
         (["train_images/1.png", "train_masks/1.png"], "train_images"),
+        (["1/images/1.png", "1/masks/1.png", "2/images/3.png"], "1/images"),
+        (["test/1.png", "test_labels/1.png", "val/2.png"], "test"),
         (["cat/1.jpg", "dog/1.jpg"], None),
         (["images/1.jpg", "drawings/1.jpg"], None),
         (["images/cat/1.jpg", "labels/1.txt"], None),
@@ -106,12 +134,34 @@ def test_images_beside_their_masks_are_not_classes(tmp_path: Path, names: list[s
         return
     with pytest.raises(SourceError) as caught:
         kind_of(root)
-    kind = "splits" if "/" in pair else "classes"
+    kind = "splits" if pair.startswith("t") and pair != "train_images" else "classes"
     assert caught.value.parameters == ("source_kind='pairs'", f"source_kind={kind!r}")
     assert repr(pair) in str(caught.value)
     assert kind_of(root, kind="pairs") == "pairs"
     assert kind_of(root, kind=kind) == kind
     assert kind_of(root / pair) in ("flat", "classes")
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "ending"),
+    [
+        (["cat/1 (1).png", "cat/1 (1)_mask.png", "dog/2.png"], "classes", "_mask"),
+        (["train/a.jpg", "train/a-GT.png", "train/b.jpg"], "splits", "-GT"),
+        (["data/1.tif", "data/1_mask.tif"], "classes", "_mask"),
+        (["1.png", "1_seg.png", "2_mask.png"], "flat", ""),
+    ],
+)
+def test_masks_beside_their_images_are_not_images(tmp_path: Path, names: list[str], kind: str, ending: str) -> None:
+    root = touch(tmp_path, *names)
+    if not ending:
+        assert kind_of(root) == kind
+        return
+    with pytest.raises(SourceError) as caught:
+        kind_of(root)
+    assert caught.value.parameters == ("source_kind='pairs'", f"exclude='*{ending}*'", f"source_kind={kind!r}")
+    assert kind_of(root, kind="pairs") == "pairs"
+    assert kind_of(root, kind=kind) == kind
+    assert len(open_source(root, SourceOptions(names=NameFilter(exclude=(f"*{ending}*",))))) == len(names) - 1
 
 
 def test_folders_without_images_are_not_masks(tmp_path: Path) -> None:

@@ -227,6 +227,8 @@ def test_splits_come_in_their_usual_order(tmp_path: Path) -> None:
     unordered = ["testing", "dev", "other", "tr", "test", "valid", "training", "val", "train", "validation", "Train"]
     ordered = ["Train", "tr", "train", "training", "dev", "val", "valid", "validation", "test", "testing", "other"]
     assert folders.split_order(unordered * 2) == tuple(ordered)
+    words = ["TrainA", "x_valid_2", "PublicTest", "TrainVal", "tree"]
+    assert [folders.split_rank(name) for name in words] == [0, 1, 2, 3, 3]
     assert [folders.is_split_name(name) for name in ("testing", "TRAIN", "other")] == [True, True, False]
     # A class has the same number in all splits, and keeps it without images.
     assert catalog.label_names == ("a", "b", "c", "d")
@@ -256,6 +258,27 @@ def test_a_splits_only_folder_of_images_is_no_class(tmp_path: Path) -> None:
     assert (without.labels, without.label_names, len(without)) == (None, None, 2)
     touch(root, "val/other/1.jpg")
     assert splits(root).label_names == ("Images", "cat", "dog", "other")
+
+
+@pytest.mark.parametrize(
+    ("names", "notes"),
+    [
+        (["a/abbey/1.jpg", "a/apse/indoor/2.jpg", "b/1.jpg"], 1),
+        (["train/0/0/1.jpg", "train/0/1/2.jpg", "train/1/0/3.jpg"], 1),
+        (["a/1.jpg", "a/more/2.jpg", "a/most/3.jpg", "b/images/4.jpg"], 0),
+    ],
+)
+def test_a_note_says_that_classes_have_several_deeper_folders(tmp_path: Path, names: list[str], notes: int) -> None:
+    root = touch(tmp_path / "in", *names)
+    for source in (root, tar_file(tmp_path / "in.tar", root)):
+        assert len(open_source(source, SourceOptions()).notes) == notes
+
+
+def test_classes_of_a_split_may_be_in_a_folder_of_images_or_of_the_name_of_the_split(tmp_path: Path) -> None:
+    names = ["train/train/cat/1.jpg", "train/train/dog/deep/2.jpg", "val/images/dog/1.jpg", "test/test/1.jpg"]
+    catalog = splits(touch(tmp_path, *names))
+    assert [(name, label) for name, _, label in rows(catalog)] == list(zip(names, [0, 1, 1, -1], strict=True))
+    assert catalog.label_names == ("cat", "dog")
 
 
 @pytest.mark.parametrize(

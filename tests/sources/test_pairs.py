@@ -9,6 +9,7 @@ import pytest
 from h5pack.errors import OptionsError, SourceError
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
+from tests.makers import tar_file
 from tests.sources.test_folders import touch
 
 
@@ -77,6 +78,37 @@ def test_pairs_in_splits(tmp_path: Path, by_split: bool) -> None:
     for image, mask, split in found:
         assert mask == image.replace("images", "masks").replace("jpg", "png")
         assert catalog.split_names[split] in image
+
+
+@pytest.mark.parametrize(
+    ("pattern", "images", "mask"),
+    [
+        ("{split}/{name}{ending}", "", "_mask"),
+        ("top/{split}/a/{name}{ending}", "", "_mask"),
+        ("{split}{role}/{name}{ending}", "", "annot"),
+        ("{split}_{role}/{name}{ending}", "images", "labels"),
+        ("top/only/{role}/deep/{split}/{name}{ending}", "rgb", "masks"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_masks_of_splits_in_other_layouts(tmp_path: Path, pattern: str, images: str, mask: str, packed: bool) -> None:
+    def path(split: str, name: str, role: str, suffix: str) -> str:
+        ending = suffix if "{role}" in pattern else role + suffix
+        return pattern.format(split=split, name=name, role=role, ending=ending)
+
+    keys = [(split, name) for split in ("Train", "val") for name in "12"]
+    expected = [(path(*key, images, ".jpg"), path(*key, mask, ".png"), key[0]) for key in keys]
+    if "{split}_{role}" in pattern:
+        # As in Carvana, whose images for testing have no masks.
+        touch(tmp_path / "in", "test/9.jpg")
+    source = touch(tmp_path / "in", *(name for one in expected for name in one[:2]))
+    if packed:
+        source = tar_file(tmp_path / "in.tar", source)
+        expected = [tuple(part.removeprefix("top/") for part in one) for one in expected]
+    catalog = open_source(source, SourceOptions("pairs"))
+    splits = [catalog.split_names[number] for number in catalog.split_ids]
+    assert sorted(zip(catalog.names, catalog.pixel_fields[0].files, splits, strict=True)) == sorted(expected)
+    assert len(catalog.rejects) == ("{split}_{role}" in pattern)
 
 
 def test_what_is_no_pair_is_counted_or_rejected(tmp_path: Path) -> None:
