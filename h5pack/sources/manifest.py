@@ -422,7 +422,7 @@ def integers(cells: Iterable[str]) -> npt.NDArray[np.int64] | None:
 def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64 | np.uint64 | np.float64]:
     """Return a column as int64, or if that is too small as uint64, if all cells are integers, else as float64.
 
-    Raise SourceError if a cell is not a number, or if integers fit neither int64 nor uint64.
+    An empty cell is NaN. Raise SourceError if a cell is not a number, or if integers fit neither int64 nor uint64.
     """
     cells = table.column(column)
     try:
@@ -442,24 +442,26 @@ def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64 | np.uint64 |
 
 def _floats(table: TextTable, column: str, cells: list[str]) -> npt.NDArray[np.float64]:
     try:
-        return np.array([parse_number(cell, float) for cell in cells], np.float64)
+        return np.array([parse_number(cell or "nan", float) for cell in cells], np.float64)
     except ValueError:
-        row = next(row for row, cell in enumerate(cells) if not is_number(cell))
+        row = next(row for row, cell in enumerate(cells) if cell and not is_number(cell))
         problem = f"contains {cells[row]!r}, not a number; name it with text_columns instead of field_columns"
         raise table.error(row, f"column {column!r} {problem}", "text_columns", "field_columns") from None
 
 
 def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> npt.NDArray[np.uint8]:
-    """Return columns of integers in 0..255 as uint8 (N, K). In a column of -1, 0 and 1, as in CelebA, -1 becomes 0.
+    """Return columns of integers in 0..255 as uint8 (N, K). In a column of -1 and 1, as in CelebA, -1 becomes 0.
+
+    Integers may be written as 1.0.
 
     Raise SourceError for other values. Its message ends with `advice`, which must mention `field_columns` unless empty.
     """
     result = np.empty((len(table.column(columns[0])), len(columns)), np.uint8)
     for position, column in enumerate(columns):
-        cells = table.column(column)
+        cells = [cell.removesuffix(".0") for cell in table.column(column)]
         values = integers(cells)
-        if values is not None and len(values) and values.min() == -1 and values.max() <= 1:
-            values = np.where(values == -1, 0, values)
+        if values is not None and {*np.unique(values)} <= {-1, 1}:
+            values = np.maximum(values, 0)
         if values is None or (len(values) and not (values.min() >= 0 and values.max() <= 255)):
             # -1 is allowed in some columns, so it is the reason only if there is no other.
             row = min((cell == "-1", row) for row, cell in enumerate(cells) if not _is_byte(cell))[1]

@@ -125,14 +125,20 @@ def test_integers_that_fit_no_dtype_are_an_error(cells: tuple[int, ...], line: i
         numbers(table(*map(str, cells)), "x")
 
 
-@pytest.mark.parametrize("cell", ["", "cat", "1_0.5", "1,5"])
+def test_empty_cells_of_numbers_are_nan() -> None:
+    for cells in (["1", "", "3"], ["1.0", "", "3.0"]):
+        np.testing.assert_array_equal(numbers(table(*cells), "x"), np.array([1, np.nan, 3]), strict=True)
+
+
+@pytest.mark.parametrize("cell", ["-", "cat", "1_0.5", "1,5"])
 def test_a_cell_that_is_not_a_number_is_named(cell: str) -> None:
     with pytest.raises(SourceError, match=rf"line 4: .*'{cell}'"):
         numbers(table("1", "2.5", cell, "worse"), "x")
 
 
 def test_label_tables_hold_small_integers() -> None:
-    for cells, stored in (("-1 0 1", [0, 0, 1]), ("-1 -1", [0, 0]), ("0 255", [0, 255]), ("", [])):
+    tables = {"-1 1.0 -1.0": [0, 1, 0], "-1 -1": [0, 0], "1.0 0.0": [1, 0], "0 255": [0, 255], "": []}
+    for cells, stored in tables.items():
         result = binary_table(table(*cells.split()), ["x"])
         np.testing.assert_array_equal(result, np.array(stored, np.uint8).reshape(-1, 1), strict=True)
 
@@ -147,6 +153,7 @@ def test_label_tables_hold_small_integers() -> None:
         (["1", "0", ""], 4),
         (["1_0"], 2),
         (["-1", "x"], 3),
+        (["0", "-1", "1"], 3),
     ],
 )
 def test_a_cell_outside_a_label_table_is_named(cells: list[str], line: int) -> None:
@@ -418,7 +425,7 @@ def test_cells_of_csv_hold_lists_as_json_and_texts_as_they_are(tmp_path: Path) -
         ("list", [1, [2]]),
         ("list", "x"),
         ("list", {"a": 1}),
-        ("n", None),
+        ("n", "x"),
         ("text", {}),
         ("text", "a\0b"),
         ("texts", "no list"),
