@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from h5pack.errors import SourceError
 from h5pack.format import schema
@@ -60,6 +61,7 @@ class _Image:
     labels: list[int] = field(default_factory=list)  # category id of each box
     crowd: list[int] = field(default_factory=list)  # for each box: 1 if it contains a crowd, else 0
     captions: list[str] = field(default_factory=list)
+    categories: set[int] = field(default_factory=set)  # category ids of annotations without a box
 
 
 @dataclass
@@ -94,6 +96,7 @@ def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
         folder = _image_folder(some[0], name, images.values(), top)
         folders += [os.path.relpath(folder, top) if top is not None else ""] * len(images)
         found.images += images.values()
+    labels, label_names = _image_labels(found)
     base = str(top if top is not None else folder)
     paths = zip(folders, (image.name for image in found.images), strict=True)
     names = [os.path.normpath(os.path.join(*pair)) for pair in paths]
@@ -103,6 +106,8 @@ def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
         NameTable.of(names),
         splits if len(splits) > 1 or is_split_name(splits[0]) else ("all",),
         np.array([image.split for image in found.images], np.int32),
+        labels=labels,
+        label_names=label_names,
         fields=_fields(found),
         notes=_notes(found),
         annotated_sizes=np.array([image.size for image in found.images], np.int32).reshape(-1, 2),
@@ -197,14 +202,14 @@ def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> Non
         found.has_captions = True
         image.captions.append(_text(annotation["caption"]))
     if "bbox" not in annotation:
+        if "category_id" in annotation:
+            image.categories.add(_category(found, annotation))
         return
     found.has_boxes = True
     left, top, width, height = (float(number) for number in annotation["bbox"])
     if not math.isfinite(left + top + width + height):
         raise ValueError(f"bbox {annotation['bbox']}")
-    label = int(annotation["category_id"])
-    if label not in found.categories:
-        raise ValueError(f"there is no category {label}")
+    label = _category(found, annotation)
     right, bottom = left + width, top + height
     height, width = image.size
     if max(left, 0) >= min(right, width or right) or max(top, 0) >= min(bottom, height or bottom):
@@ -213,6 +218,27 @@ def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> Non
     image.boxes.append([left, top, right, bottom])
     image.labels.append(label)
     image.crowd.append(int(bool(annotation.get("iscrowd", 0))))
+
+
+def _category(found: _Annotations, annotation: Any) -> int:
+    label = int(annotation["category_id"])
+    if label not in found.categories:
+        raise ValueError(f"there is no category {label}")
+    return label
+
+
+def _image_labels(found: _Annotations) -> tuple[npt.NDArray[np.int64] | None, tuple[str, ...] | None]:
+    """Return labels and their names if annotations without boxes give each image one category, as in iNaturalist."""
+    counts = {len(image.categories) for image in found.images}
+    if found.has_boxes or counts == {0}:
+        return None, None
+    if max(counts) > 1:
+        found.unused.add("category_id")
+        return None, None
+    ids = sorted(found.categories)
+    numbers = {label: number for number, label in enumerate(ids)}
+    labels = [next(map(numbers.__getitem__, image.categories), schema.NO_LABEL) for image in found.images]
+    return np.array(labels, np.int64), tuple(found.categories[label] for label in ids)
 
 
 def _text(caption: Any) -> str:

@@ -90,6 +90,22 @@ def test_a_folder_as_coco_lays_it_out(tmp_path: Path) -> None:
     assert h5pack.H5Dataset(tmp_path / "p.h5", fields=NAMES).field_classes == dataset.field_classes
 
 
+def test_categories_without_boxes_are_the_labels_of_images(tmp_path: Path) -> None:
+    """As in iNaturalist; an image of several categories has no label that could stand for them."""
+    pictures(tmp_path, 0, 1, 2)
+    annotations = [{"id": 1, "image_id": 100 + number, "category_id": 7 * number} for number in (1, 1)]
+    path = write(tmp_path / "train.json", [image(0), image(1), image(2)], annotations)
+    catalog = open_source(path, SourceOptions())
+    assert catalog.labels is not None
+    assert (catalog.labels.tolist(), catalog.label_names, list(catalog.fields)) == (
+        [-1, 1, -1], ("cat", "dog", "car"), ["image_ids"],
+    )  # fmt: skip
+    annotations.append({**annotations[0], "category_id": 3})
+    several = open_source(write(path, [image(0), image(1)], annotations), SourceOptions())
+    assert (several.labels, len(several.notes)) == (None, 1)
+    assert "category_id" in several.notes[0].text
+
+
 @pytest.mark.parametrize("where", ["images", "train2017", "images/train2017", "train", ".", "annotations", "elsewhere"])
 def test_one_file_of_annotations_finds_its_images(tmp_path: Path, where: str) -> None:
     path = write(tmp_path / "annotations" / "instances_train2017.json", [image(0), image(1)], [box(1, [1, 2, 3, 4])])
