@@ -115,8 +115,8 @@ def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
 
 
 def _split_of(path: Path) -> str:
-    match = _NAME.fullmatch(path.name)
-    return match[2] if match is not None else path.stem
+    match, folder = _NAME.fullmatch(path.name), path.absolute().parent.name
+    return match[2] if match is not None else folder if is_split_name(folder) else path.stem
 
 
 def _short(name: str) -> str:

@@ -10,10 +10,10 @@ from pathlib import Path
 from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError
 from h5pack.format import schema
 from h5pack.sources.archives import members_catalog, open_zip
-from h5pack.sources.catalog import Catalog, NameFilter, Note
+from h5pack.sources.catalog import Catalog, NameFilter, Note, unused_note
 from h5pack.sources.celeba import attributes_of, celeba, is_celeba
 from h5pack.sources.coco import coco, is_coco
-from h5pack.sources.folders import arranged, walk
+from h5pack.sources.folders import Listing, arranged, walk
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
 from h5pack.sources.manifest import JSON_LINES, ManifestColumns, manifest
 from h5pack.sources.map_style import MapStyleDataset, map_style_catalog
@@ -33,6 +33,7 @@ _FOLDER_KINDS = ("folder", "flat", "classes", "splits", "pairs")
 _SHARD_KINDS = ("webdataset", "parquet", "mds")
 # The library `datasets` of Hugging Face caches transformed data in files with these names, beside the data.
 _CACHES = ("cache-*.arrow", "tmp*")
+_MAX_TABLES = 100
 _PARQUET_MAGIC = b"PAR1"
 _ZIP_STARTS = (b"PK\3\4", b"PK\5\6")
 _TAR_MAGIC, _TAR_MAGIC_OFFSET = b"ustar", 257
@@ -113,11 +114,23 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
         return pairs(walk(str(path), NameFilter(exclude=options.names.exclude)), options.names)
     if kind == "celeba":
         return celeba(path, options.names)
-    catalog, whole = arranged(walk(str(path), options.names), kind), attributes_of(path)
-    if whole is None or catalog.labels is not None:
-        return catalog
-    text = f"these are CelebA's images without their attributes; give its main folder, {whole}, for labels and splits"
-    return replace(catalog, notes=(*catalog.notes, Note(text)))
+    found = walk(str(path), options.names)
+    catalog, whole = arranged(found, kind), attributes_of(path)
+    notes = catalog.notes
+    if whole is not None and catalog.labels is None:
+        text = "these are CelebA's images without their attributes; give its main folder, {}, for labels and splits"
+        notes += (Note(text.format(whole)),)
+    elif catalog.labels is None or notes:
+        notes += unused_note("tables", _tables(path, found), "to pack one, give it as the source")
+    return replace(catalog, notes=notes)
+
+
+def _tables(path: Path, found: Listing) -> list[str]:
+    """Return the names of the manifests and of COCO's annotations in a folder, unless there are very many."""
+    counts = {suffix: found.ignored.get(f"{suffix} files", 0) for suffix in (*_MANIFEST_SUFFIXES, ".json")}
+    patterns = tuple(f"*{suffix}" for suffix, count in counts.items() if 0 < count <= _MAX_TABLES)
+    names = walk(str(path), NameFilter(patterns)).below("") if patterns else ()
+    return [name for name in names if not name.endswith(".json") or b'"images"' in _start(path / name, 65_536)]
 
 
 def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
@@ -214,11 +227,11 @@ def _archive_format(path: Path) -> str:
     return "zip" if start.startswith(_ZIP_STARTS) else "tar" if start.endswith(_TAR_MAGIC) else ""
 
 
-def _start(path: Path) -> bytes:
+def _start(path: Path, count: int = _TAR_MAGIC_OFFSET + len(_TAR_MAGIC)) -> bytes:
     """Return the first bytes of a file; b"" if it cannot be read."""
     try:
         with path.open("rb") as stream:
-            return stream.read(_TAR_MAGIC_OFFSET + len(_TAR_MAGIC))
+            return stream.read(count)
     except OSError:
         return b""
 

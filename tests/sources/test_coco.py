@@ -90,6 +90,14 @@ def test_a_folder_as_coco_lays_it_out(tmp_path: Path) -> None:
     assert h5pack.H5Dataset(tmp_path / "p.h5", fields=NAMES).field_classes == dataset.field_classes
 
 
+def test_the_split_may_be_the_name_of_the_folder(tmp_path: Path) -> None:
+    """As in exports of Roboflow."""
+    pictures(tmp_path / "valid", 0)
+    path = write(tmp_path / "valid" / "_annotations.coco.json", [image(0)], [box(0, [1, 2, 3, 4])])
+    catalog = open_source(path, SourceOptions())
+    assert (list(catalog.names), catalog.split_names) == (["000000.png"], ("valid",))
+
+
 def test_categories_without_boxes_are_the_labels_of_images(tmp_path: Path) -> None:
     """As in iNaturalist; an image of several categories has no label that could stand for them."""
     pictures(tmp_path, 0, 1, 2)

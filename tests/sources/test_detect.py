@@ -164,6 +164,17 @@ def test_masks_beside_their_images_are_not_images(tmp_path: Path, names: list[st
     assert len(open_source(root, SourceOptions(names=NameFilter(exclude=(f"*{ending}*",))))) == len(names) - 1
 
 
+def test_a_note_names_tables_beside_images_without_labels(tmp_path: Path) -> None:
+    touch(tmp_path, "train/1.jpg", "train/x.txt", "labels.csv", "b.json")
+    (tmp_path / "train" / "a.json").write_text('{"images": []}')
+    (note,) = open_source(tmp_path, SourceOptions()).notes
+    assert [name in note.text for name in ("labels.csv", "train/a.json", "b.json")] == [True, True, False]
+    touch(tmp_path, *(f"{number}.json" for number in range(100)))
+    assert "a.json" not in open_source(tmp_path, SourceOptions()).notes[0].text
+    touch(tmp_path, "val/cat/1.jpg")
+    assert open_source(tmp_path, SourceOptions()).notes == ()
+
+
 def test_folders_without_images_are_not_masks(tmp_path: Path) -> None:
     """As in the folders of YOLO, whose labels are text."""
     names = [f"{split}/{name}" for split in ("train", "val") for name in ("images/1.jpg", "labels/1.txt")]
