@@ -76,7 +76,10 @@ def open_source(
             "hdf5": "check include, exclude and the content of the file ('h5pack info')",
             "dataset": "check its length, include and exclude",
             **dict.fromkeys(("manifest", "coco", *_SHARD_KINDS), "check the path, include and exclude"),
-        }.get(catalog.kind, "check the path, or select files of other suffixes with include")
+        }.get(
+            catalog.kind,
+            "check the path, select files of other suffixes with include, or give a dataset in Python that reads them",
+        )
         what = "samples" if catalog.kind == "dataset" else "images"
         raise NoImagesError(
             f"{where}: no {what}{skipped and f' (skipped: {skipped})'}; {advice}",
@@ -260,6 +263,6 @@ def _detect(path: Path, names: NameFilter) -> str:
         return "folder"
     problem = (
         "neither a folder, nor a manifest (.csv, .tsv, .jsonl), COCO (.json), an archive (.tar, .zip), a "
-        "Parquet file or an HDF5 file; give one of these"
+        "Parquet file or an HDF5 file; give one of these, or a dataset in Python that reads it"
     )
     raise SourceError.at(path, problem)

@@ -342,10 +342,16 @@ def read_json_lines(path: Path) -> TextTable:
 
 
 def read_delimited(path: Path) -> TextTable:
-    """Read a table whose first line names the columns: tab-separated if the suffix is .tsv or .tab, else CSV."""
+    """Read a table whose first line names the columns: tab-separated if the suffix is .tsv or .tab, else CSV.
+
+    Semicolons separate the cells of a CSV file whose first line has some, but no comma.
+    """
     delimiter = "\t" if path.suffix.lower() in (".tsv", ".tab") else ","
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
+            first = stream.readline()
+            delimiter = ";" if delimiter == "," and ";" in first and "," not in first else delimiter
+            stream.seek(0)
             reader = csv.reader(stream, delimiter=delimiter)
             lines = [(reader.line_num, cells) for cells in reader]
     except (UnicodeDecodeError, csv.Error) as error:

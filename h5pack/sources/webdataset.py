@@ -86,7 +86,10 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
         columns = replace(columns, labels=(_CLASS,))
     catalog = with_columns(catalog, table, columns, {_CLASS})
     if catalog.labels is None:
-        catalog = replace(catalog, notes=(*catalog.notes, Note("there are no labels in .cls or .json members")))
+        text = "there are no labels in .cls or .json members"
+        if len(shards.names) > 1:
+            text += "; if each file is a class, put them into one with 'tar -cf classes.tar -C FOLDER .'"
+        catalog = replace(catalog, notes=(*catalog.notes, Note(text)))
     others = [f".{ending}" for ending in sorted(samples.others)]
     notes = unused_note("members", others, "a .txt member can be packed with text_columns", "text_columns")
     unlabelled = sum(_CLASS not in cells for cells in samples.cells) if columns.labels == (_CLASS,) else 0

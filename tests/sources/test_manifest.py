@@ -48,6 +48,16 @@ def test_byte_order_marks_line_endings_spaces_and_quotes(tmp_path: Path, ending:
     assert [result.place(row) for row in range(2)] == [" line 2", " line 4"]
 
 
+def test_semicolons_separate_cells_if_the_first_line_has_no_comma(tmp_path: Path) -> None:
+    for text, header, cells in (
+        ('\ufeff"a";b\n1;"x;y, z"\n', ("a", "b"), ["1", "x;y, z"]),
+        ("a;,b\n1;,2\n", ("a;", "b"), ["1;", "2"]),
+        ("a\n1;2\n", ("a",), ["1;2"]),
+    ):
+        result = read_delimited(written(tmp_path / "t.csv", text))
+        assert (result.header, [result.column(name)[0] for name in header]) == (header, cells)
+
+
 @pytest.mark.parametrize(
     ("content", "line"),
     [
