@@ -115,8 +115,7 @@ def _looked_up(table: TextTable, names: list[str], root: str, wanted: NameFilter
     If the first files do not exist, a name may be the end of the path of a file below `root`, without its suffix, or
     begin with the name of `root`. Names of no such file are kept.
     """
-    probed = names[:_PROBED]
-    if not os.path.isdir(root) or any(os.path.exists(os.path.join(root, name)) for name in probed):
+    if not os.path.isdir(root) or any(os.path.exists(os.path.join(root, name)) for name in names[:_PROBED]):
         return names, ()
     files: dict[str, list[str]] = {}
     for file in walk(root, wanted).below(""):
@@ -127,17 +126,14 @@ def _looked_up(table: TextTable, names: list[str], root: str, wanted: NameFilter
         ending = f"/{name.removeprefix(own)}"
         whole, suffix = os.path.splitext(ending)
         stem = os.path.basename(whole if suffix.lower() in IMAGE_SUFFIXES else ending)
-        found = [
-            file for file in files.get(stem, ()) if f"/{file}".endswith((ending, ending + os.path.splitext(file)[1]))
-        ]
+        same = files.get(stem, ())
+        found = [file for file in same if f"/{file}".endswith((ending, ending + os.path.splitext(file)[1]))]
         if len(found) > 1:
             problem = f"{name!r} may be {found[0]!r} or {found[1]!r}; choose with root, include or exclude"
             raise table.error(row, problem, "root", "include", "exclude")
         paths += found or [name]
-    example = next((pair for pair in zip(names, paths, strict=True) if pair[0] != pair[1]), None)
-    if example is None:
-        return names, ()
-    return paths, (Note("images are looked up below {}, such as {!r} as {!r}".format(root, *example)),)
+    examples = [pair for pair in zip(names, paths, strict=True) if pair[0] != pair[1]][:1]
+    return paths, tuple(Note("images are looked up below {}: {!r} is {!r}".format(root, *pair)) for pair in examples)
 
 
 def _complete(catalog: Catalog) -> Catalog:
@@ -167,7 +163,7 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
     advice = "pack columns of " + ", of ".join(f"{what} with {' or '.join(names)}" for what, names in ways.items())
     parameters = [name for names in ways.values() for name in names]
     notes = unused_note("columns", [name for name in table.header if name not in packed], advice, *parameters)
-    notes += _many_classes_note(chosen, labels, label_names)
+    notes += _many_classes_note(chosen, labels, label_names) + _joined_classes_note(chosen, label_names or ())
     splits = catalog.split_names, catalog.split_ids
     if split_column is not None:
         splits = numbered_splits([cell or "all" for cell in table.column(split_column)])
@@ -245,6 +241,17 @@ def _many_classes_note(
         kind, advice = "class names", "name another column with label_columns if they are not classes"
     text = f"column {columns[0]!r} has {count:,} different {kind} for {len(labels):,} images; {advice}"
     return (Note(text, ("field_columns", "label_columns")),)
+
+
+def _joined_classes_note(columns: Sequence[str], names: Sequence[str]) -> tuple[Note, ...]:
+    """Return a note if some classes are several others joined by a separator, such as "cat|dog"."""
+    known = {*names} if len(columns) == 1 else set()
+    for separator in "|,; ":
+        joined = [name for name in known if separator in name and known.issuperset(name.split(separator))]
+        if joined:
+            advice = "for several classes of an image, name a column of 0 and 1 for each with label_columns"
+            return (Note(f"column {columns[0]!r} joins classes, as in {min(joined)!r}; {advice}", ("label_columns",)),)
+    return ()
 
 
 def label_columns(columns: ManifestColumns, table: TextTable) -> tuple[str, ...]:

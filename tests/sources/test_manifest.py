@@ -135,6 +135,14 @@ def test_integers_that_fit_no_dtype_are_an_error(cells: tuple[int, ...], line: i
         numbers(table(*map(str, cells)), "x")
 
 
+@pytest.mark.parametrize(
+    ("cells", "notes"), [("a|b a b", 1), ("a|b a c", 0), ("a,b", 0), ("x;y;y x y", 1), ("a|b|c b c", 0)]
+)
+def test_a_note_tells_classes_that_join_others(tmp_path: Path, cells: str, notes: int) -> None:
+    catalog = read(tmp_path / "m.tsv", "path\tlabel", *(f"{cell}.jpg\t{cell}" for cell in cells.split()))
+    assert [note.parameters for note in catalog.notes] == [("label_columns",)] * notes
+
+
 def test_empty_cells_of_numbers_are_nan() -> None:
     for cells in (["1", "", "3"], ["1.0", "", "3.0"]):
         np.testing.assert_array_equal(numbers(table(*cells), "x"), np.array([1, np.nan, 3]), strict=True)
