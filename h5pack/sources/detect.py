@@ -218,7 +218,11 @@ def _open_archive(path: Path, archive: str, options: SourceOptions, kind: str, s
         _refuse_unused(str(path), "webdataset", options)
         return webdataset(Shards(path.parent, [path.name], options.names), [opened], options.columns)
     _refuse_unused(str(path), kind, options)
-    return members_catalog(*opened, options.names, kind)
+    catalog = members_catalog(*opened, options.names, kind)
+    if catalog.labels is None and any(f"{suffix} files" in catalog.ignored for suffix in _MANIFEST_SUFFIXES):
+        note = Note("tables in an archive are not read; to pack one, unpack the archive and give it as the source")
+        catalog = replace(catalog, notes=(*catalog.notes, note))
+    return catalog
 
 
 def _archive_format(path: Path) -> str:

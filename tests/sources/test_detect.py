@@ -12,6 +12,7 @@ import pytest
 from h5pack.errors import NoImagesError, SourceError
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
+from tests.makers import tar_file
 from tests.sources.test_folders import touch
 
 
@@ -169,6 +170,7 @@ def test_a_note_names_tables_beside_images_without_labels(tmp_path: Path) -> Non
     (tmp_path / "train" / "a.json").write_text('{"images": []}')
     (note,) = open_source(tmp_path, SourceOptions()).notes
     assert [name in note.text for name in ("labels.csv", "train/a.json", "b.json")] == [True, True, False]
+    assert len(open_source(tar_file(tmp_path.with_suffix(".tar"), tmp_path), SourceOptions()).notes) == 1
     touch(tmp_path, *(f"{number}.json" for number in range(100)))
     assert "a.json" not in open_source(tmp_path, SourceOptions()).notes[0].text
     touch(tmp_path, "val/cat/1.jpg")
