@@ -279,7 +279,8 @@ TARGET_FOLDERS = frozenset((
     "segmentationclass", "segmentationobject", "groundtruth", "gt", "gtfine", "trimaps", "depth", "edges", "mattes",
     "anno", "annot",
 ))  # fmt: skip
-_PROBED_LENGTH = 4096  # number of characters of the names in a folder in which masks are looked for
+# The number of folders, and of characters of the names in each, in which masks beside their images are searched.
+_PROBED_FOLDERS, _PROBED_LENGTH = 100, 4096
 
 
 def refuse_pairs(found: Listing, folders: list[str], kind: str) -> None:
@@ -291,7 +292,7 @@ def refuse_pairs(found: Listing, folders: list[str], kind: str) -> None:
     targets = next((folder for folder in folders if is_named(folder, TARGET_FOLDERS)), None)
     for folder in folders:
         split, role = split_and_role(folder)
-        if split in folders and is_named(role, TARGET_FOLDERS):
+        if is_named(role, TARGET_FOLDERS) and split in folders:
             images, targets, kind = split, folder, "splits"
             break
     if images is not None and targets is not None:
@@ -412,9 +413,9 @@ def _inferred(found: Listing) -> Catalog:
 def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
     """Return an image, a mask in its folder, and the ending of its name, such as "_mask"; None if none is found.
 
-    Only the first files of each folder are compared.
+    Only the first files of the first folders are compared.
     """
-    for folder in found.order:
+    for folder in found.order[:_PROBED_FOLDERS]:
         names = {os.path.splitext(name)[0]: name for name in found.folders[folder][:_PROBED_LENGTH].split("\0")}
         for stem, name in names.items():
             match = re.fullmatch("(.+)([_-]([A-Za-z]+))", stem)

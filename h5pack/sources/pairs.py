@@ -79,15 +79,8 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
         ),
         rejects=tuple(rejects),
         ignored=dict(+ignored),
-        about=_about(names, masks, images, targets),
+        about=f"images in {images!r}, masks in {', '.join(map(repr, targets))}" * (f"{images}/" in "".join(names[:1])),
     )
-
-
-def _about(names: list[str], masks: list[list[str]], images: str, targets: list[str]) -> str:
-    """Return the text of the plan: the folders of images and masks, or an example if these are not folders."""
-    if not names or images in names[0].split("/"):
-        return f"images in {images!r}, masks in {', '.join(map(repr, targets))}"
-    return f"such as {', '.join(repr(column[0]) for column in (names, *masks))}"
 
 
 def _files_by_stem(found: Listing) -> dict[str, dict[str, list[str]]]:
@@ -110,11 +103,13 @@ def _files_by_stem(found: Listing) -> dict[str, dict[str, list[str]]]:
         if beside is not None:
             role = "masks" if stem.endswith(beside[2]) else "images"
             stem = stem.removesuffix(beside[2])
+        elif len(folders) <= position:
+            role = ""
         elif by_start:
             folders[0], role = split_and_role(folders[0])
             role = role or "images"
         else:
-            role = folders.pop(position) if len(folders) > position else ""
+            role = folders.pop(position)
         files.setdefault(role, {}).setdefault("/".join([*folders, stem]), []).append(name)
     return files
 

@@ -100,7 +100,7 @@ def test_masks_of_splits_in_other_layouts(tmp_path: Path, pattern: str, images: 
     expected = [(path(*key, images, ".jpg"), path(*key, mask, ".png"), key[0]) for key in keys]
     if "{split}_{role}" in pattern:
         # As in Carvana, whose images for testing have no masks.
-        touch(tmp_path / "in", "test/9.jpg")
+        touch(tmp_path / "in", "test/9.jpg", "legend.png")
     source = touch(tmp_path / "in", *(name for one in expected for name in one[:2]))
     if packed:
         source = tar_file(tmp_path / "in.tar", source)
