@@ -296,12 +296,15 @@ def refuse_pairs(found: Listing, folders: list[str], kind: str) -> None:
             images, targets, kind = split, folder, "splits"
             break
     if images is not None and targets is not None:
-        kinds = "source_kind='pairs'", f"source_kind={kind!r}"
-        problem = (
-            f"{images!r} and {targets!r} are probably images and their masks, not {kind}; pack them as pairs with "
-            f"{kinds[0]}, or as {kind} with {kinds[1]}"
-        )
-        raise SourceError.at(found.root, problem, *kinds)
+        doubt = f"{images!r} and {targets!r} are probably images and their masks, not {kind}"
+        raise _masks_error(found.root, doubt, f"*{os.path.basename(targets)}/*", kind)
+
+
+def _masks_error(root: str, doubt: str, pattern: str, kind: str) -> SourceError:
+    """Return the error for masks among images; `pattern` matches the masks, and `kind` packs both as images."""
+    ways = "source_kind='pairs'", f"exclude={pattern!r}", f"source_kind={kind!r}"
+    advice = "pack them as pairs with {}, leave the masks out with {}, or pack both as images with {}".format(*ways)
+    return SourceError.at(root, f"{doubt}; {advice}", *ways)
 
 
 def is_named(folder: str, names: frozenset[str]) -> bool:
@@ -402,11 +405,8 @@ def _inferred(found: Listing) -> Catalog:
     """Return the catalog of a listing whose kind its folders say; raise SourceError if they are ambiguous."""
     catalog = _inside(found, _by_names)
     if (beside := mask_beside_image(found)) is not None:
-        image, mask, ending = beside
-        ways = "source_kind='pairs'", f"exclude='*{ending}*'", f"source_kind={catalog.kind!r}"
-        doubt = f"{mask!r} is probably the mask of {image!r}, not an image of its own"
-        advice = "pack pairs with {}, leave masks out with {}, or pack both as images with {}".format(*ways)
-        raise SourceError.at(found.root, f"{doubt}; {advice}", *ways)
+        doubt = "{1!r} is probably the mask of {0!r}, not an image of its own".format(*beside)
+        raise _masks_error(found.root, doubt, f"*{beside[2]}*", catalog.kind)
     return catalog
 
 

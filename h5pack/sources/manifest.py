@@ -84,7 +84,7 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
     table = read_json_lines(path) if path.suffix.lower() in JSON_LINES else read_delimited(path)
     path_column = columns.path or _usual(table.header, _PATHS)
     if path_column is None:
-        problem = f"no column of image paths found among {', '.join(table.header)}; name it with path_column"
+        problem = f"no column of image paths found among {', '.join(table.header):.500}; name it with path_column"
         raise SourceError.at(path, problem, "path_column")
     root = columns.root or str(path.parent)
     kinds = dict.fromkeys(columns.masks, schema.MASK) | dict.fromkeys(columns.images, schema.IMAGE)
@@ -313,8 +313,7 @@ class TextTable:
     def values(self, name: str) -> list[Any]:
         """Return the values of a column; if it does not exist, raise a SourceError that lists the columns."""
         if name not in self.header:
-            columns = ", ".join(self.header)
-            raise SourceError.at(self.path, f"no column {name!r}; its columns are {columns}")
+            raise SourceError.at(self.path, f"no column {name!r}; its columns are {', '.join(self.header):.500}")
         return self.load(name)
 
     def _cell(self, row: int, name: str, value: Any) -> str:

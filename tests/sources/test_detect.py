@@ -136,8 +136,11 @@ def test_images_beside_their_masks_are_not_classes(tmp_path: Path, names: list[s
     with pytest.raises(SourceError) as caught:
         kind_of(root)
     kind = "splits" if pair.startswith("t") and pair != "train_images" else "classes"
-    assert caught.value.parameters == ("source_kind='pairs'", f"source_kind={kind!r}")
+    pairs, exclude, same = caught.value.parameters
+    assert (pairs, same) == ("source_kind='pairs'", f"source_kind={kind!r}")
     assert repr(pair) in str(caught.value)
+    left = open_source(root, SourceOptions(names=NameFilter(exclude=(exclude.split("'")[1],))))
+    assert 0 < len(left) < len(open_source(root, SourceOptions("flat")))
     assert kind_of(root, kind="pairs") == "pairs"
     assert kind_of(root, kind=kind) == kind
     assert kind_of(root / pair) in ("flat", "classes")
@@ -173,8 +176,7 @@ def test_a_note_names_tables_beside_images_without_labels(tmp_path: Path) -> Non
     assert len(open_source(tar_file(tmp_path.with_suffix(".tar"), tmp_path), SourceOptions()).notes) == 1
     touch(tmp_path, *(f"{number}.json" for number in range(100)))
     assert "a.json" not in open_source(tmp_path, SourceOptions()).notes[0].text
-    touch(tmp_path, "val/cat/1.jpg")
-    assert open_source(tmp_path, SourceOptions()).notes == ()
+    assert open_source(touch(tmp_path / "other", "cat/1.jpg", "dog/2.jpg", "t.csv"), SourceOptions()).notes == ()
 
 
 def test_folders_without_images_are_not_masks(tmp_path: Path) -> None:

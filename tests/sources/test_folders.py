@@ -268,7 +268,7 @@ def test_a_splits_only_folder_of_images_is_no_class(tmp_path: Path) -> None:
         (["a/1.jpg", "a/more/2.jpg", "a/most/3.jpg", "b/images/4.jpg"], 0),
     ],
 )
-def test_a_note_says_that_classes_have_several_deeper_folders(tmp_path: Path, names: list[str], notes: int) -> None:
+def test_a_note_tells_that_classes_have_several_deeper_folders(tmp_path: Path, names: list[str], notes: int) -> None:
     root = touch(tmp_path / "in", *names)
     for source in (root, tar_file(tmp_path / "in.tar", root)):
         assert len(open_source(source, SourceOptions()).notes) == notes
