@@ -444,6 +444,7 @@ def _refuse_no_classes(found: Listing, folders: list[str]) -> None:
     words = [split_words(folder) for folder in folders]
     ranks = {split_rank(word): folder for folder, some in zip(folders, words, strict=True) for word in some}
     inner = next((f"{folder}/{name}" for folder in folders for name in found.filled(folder) if is_split_name(name)), "")
+    alike = {re.sub("[0-9]+", "", folder) for folder in folders}
     kinds, other = ["source_kind='splits'", "source_kind='classes'"], "exclude"
     if named:
         odd = next(folder for folder in folders if folder not in named)
@@ -451,7 +452,7 @@ def _refuse_no_classes(found: Listing, folders: list[str]) -> None:
         other = f"exclude={os.path.join(found.top, odd, '*')!r}"
     elif len(ranks) > 1 and 2 * sum(map(bool, words)) >= len(words):
         doubt = "{!r} and {!r} look like splits".format(*ranks.values())
-    elif len(folders) > 1 and all(IMAGE_FOLDERS & {*re.split("[^a-z]+", folder.lower())} for folder in folders):
+    elif len(folders) > 1 == len(alike) and IMAGE_FOLDERS & {*re.split("[^a-z]+", min(alike).lower())}:
         doubt = f"{folders[0]!r} and {folders[-1]!r} look like parts of one folder of images"
         kinds[0] = "source_kind='flat'"
     elif inner:

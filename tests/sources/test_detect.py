@@ -92,7 +92,8 @@ def test_folders_with_words_of_splits_may_be_splits_or_classes(tmp_path: Path, f
         (["images_001/images/1.jpg", "images_002/images/2.jpg"], ["flat", "classes"]),
         (["HAM_images_part_1/1.jpg", "HAM_images_part_2/2.jpg"], ["flat", "classes"]),
         (["bottle/train/good/1.jpg", "bottle/test/broken/2.jpg", "cable/train/good/1.jpg"], ["classes"]),
-        (["images_1/1.jpg", "drawings_2/2.jpg"], []),
+        (["real_images/1.jpg", "fake_images/2.jpg"], []),
+        (["class_1/1.jpg", "class_2/2.jpg"], []),
     ],
 )
 def test_folders_that_are_probably_no_classes(tmp_path: Path, names: list[str], kinds: list[str]) -> None:
