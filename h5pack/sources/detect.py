@@ -123,7 +123,7 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     if whole is not None and catalog.labels is None:
         text = "these are CelebA's images without their attributes; give its main folder, {}, for labels and splits"
         notes += (Note(text.format(whole)),)
-    elif catalog.labels is None or notes:
+    elif catalog.labels is None or notes or schema.NO_LABEL in catalog.labels:
         notes += unused_note("tables", _tables(path, found), "to pack one, give it as the source")
     return replace(catalog, notes=notes)
 

@@ -177,7 +177,8 @@ def test_a_note_names_tables_beside_images_without_labels(tmp_path: Path) -> Non
     assert len(open_source(tar_file(tmp_path.with_suffix(".tar"), tmp_path), SourceOptions()).notes) == 1
     touch(tmp_path, *(f"{number}.json" for number in range(100)))
     assert "a.json" not in open_source(tmp_path, SourceOptions()).notes[0].text
-    assert open_source(touch(tmp_path / "other", "cat/1.jpg", "dog/2.jpg", "t.csv"), SourceOptions()).notes == ()
+    for names, count in (("cat/1.jpg dog/2.jpg t.csv", 0), ("train/cat/1.jpg val/2.jpg t.csv", 1)):
+        assert len(open_source(touch(tmp_path / f"{count}", *names.split()), SourceOptions()).notes) == count
 
 
 def test_folders_without_images_are_not_masks(tmp_path: Path) -> None:
