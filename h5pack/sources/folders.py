@@ -297,7 +297,9 @@ def refuse_pairs(found: Listing, folders: list[str], kind: str) -> None:
             break
     if images is not None and targets is not None:
         doubt = f"{images!r} and {targets!r} are probably images and their masks, not {kind}"
-        raise _masks_error(found.root, doubt, f"*{os.path.basename(targets)}/*", kind)
+        name = os.path.basename(targets)
+        _, role = split_and_role(name)
+        raise _masks_error(found.root, doubt, f"*{role if is_named(role, TARGET_FOLDERS) else name}/*", kind)
 
 
 def _masks_error(root: str, doubt: str, pattern: str, kind: str) -> SourceError:
