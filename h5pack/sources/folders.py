@@ -415,10 +415,16 @@ def _inferred(found: Listing) -> Catalog:
 def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
     """Return an image, a mask in its folder, and the ending of its name, such as "_mask"; None if none is found.
 
-    Only the first files of the first folders are compared.
+    The ending is ".png" if all images are JPEG files, each with a mask of its name. Only the first files of the first
+    folders are compared.
     """
     for folder in found.order[:_PROBED_FOLDERS]:
-        names = {os.path.splitext(name)[0]: name for name in found.folders[folder][:_PROBED_LENGTH].split("\0")}
+        files = found.folders[folder][:_PROBED_LENGTH].split("\0")
+        names = {os.path.splitext(name)[0]: name for name in files}
+        stem, suffix = os.path.splitext(files[0])
+        # The last name may be cut off.
+        if suffix == ".jpg" and len(files) > 2 and 2 * len(names) <= len(files) + 1 and names[stem] == f"{stem}.png":
+            return os.path.join(folder, files[0]), os.path.join(folder, names[stem]), ".png"
         for stem, name in names.items():
             match = re.fullmatch("(.+)([_-]([A-Za-z]+))", stem)
             if match is not None and match[1] in names and match[3].lower() in TARGET_FOLDERS:

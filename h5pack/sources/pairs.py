@@ -101,7 +101,7 @@ def _files_by_stem(found: Listing) -> dict[str, dict[str, list[str]]]:
     for name in found.below(top):
         *folders, stem = os.path.splitext(name)[0].removeprefix(f"{top}/").split("/")
         if beside is not None:
-            role = "masks" if stem.endswith(beside[2]) else "images"
+            role = "masks" if (stem if beside[2] != ".png" else name).endswith(beside[2]) else "images"
             stem = stem.removesuffix(beside[2])
         elif len(folders) <= position:
             role = ""

@@ -85,6 +85,7 @@ def test_pairs_in_splits(tmp_path: Path, by_split: bool) -> None:
     [
         ("{split}/{name}{ending}", "", "_mask"),
         ("top/{split}/a/{name}{ending}", "", "_mask"),
+        ("{split}/{name}{ending}", "", ""),
         ("{split}{role}/{name}{ending}", "", "annot"),
         ("{split}_{role}/{name}{ending}", "images", "labels"),
         ("top/only/{role}/deep/{split}/{name}{ending}", "rgb", "masks"),
