@@ -29,6 +29,7 @@ KINDS = (
     "flat", "classes", "splits", "pairs", "celeba", "manifest", "coco", "hdf5", "webdataset", "parquet", "mds",
 )  # fmt: skip
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab", *JSON_LINES)
+_TABLE_ENDINGS = (*_MANIFEST_SUFFIXES, ".json")
 _FOLDER_KINDS = ("folder", "flat", "classes", "splits", "pairs")
 _SHARD_KINDS = ("webdataset", "parquet", "mds")
 # The library `datasets` of Hugging Face caches transformed data in files with these names, beside the data.
@@ -130,7 +131,7 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
 
 def _tables(path: Path, found: Listing) -> list[str]:
     """Return the names of the manifests and of COCO's annotations in a folder, unless there are very many."""
-    counts = {suffix: found.ignored.get(f"{suffix} files", 0) for suffix in (*_MANIFEST_SUFFIXES, ".json")}
+    counts = {suffix: found.ignored.get(f"{suffix} files", 0) for suffix in _TABLE_ENDINGS}
     patterns = tuple(f"*{suffix}" for suffix, count in counts.items() if 0 < count <= _MAX_TABLES)
     names = walk(str(path), NameFilter(patterns)).below("") if patterns else ()
     return [name for name in names if not name.endswith(".json") or b'"images"' in _start(path / name, 65_536)]
@@ -219,8 +220,8 @@ def _open_archive(path: Path, archive: str, options: SourceOptions, kind: str, s
         return webdataset(Shards(path.parent, [path.name], options.names), [opened], options.columns)
     _refuse_unused(str(path), kind, options)
     catalog = members_catalog(*opened, options.names, kind)
-    if catalog.labels is None and any(f"{suffix} files" in catalog.ignored for suffix in _MANIFEST_SUFFIXES):
-        note = Note("tables in an archive are not read; to pack one, unpack the archive and give it as the source")
+    if catalog.labels is None and any(f"{suffix} files" in catalog.ignored for suffix in _TABLE_ENDINGS):
+        note = Note("tables and JSON files in an archive are not read; unpack it, and give one of them as the source")
         catalog = replace(catalog, notes=(*catalog.notes, note))
     return catalog
 
