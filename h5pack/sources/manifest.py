@@ -128,10 +128,10 @@ def _looked_up(table: TextTable, names: list[str], root: str, wanted: NameFilter
         stem = os.path.basename(whole if suffix.lower() in IMAGE_SUFFIXES else ending)
         same = files.get(stem, ())
         found = [file for file in same if f"/{file}".endswith((ending, ending + os.path.splitext(file)[1]))]
-        if len(found) > 1:
+        if len(found) > 1 and name not in found:
             problem = f"{name!r} may be {found[0]!r} or {found[1]!r}; choose with root, include or exclude"
             raise table.error(row, problem, "root", "include", "exclude")
-        paths += found or [name]
+        paths.append(found[0] if len(found) == 1 else name)
     examples = [pair for pair in zip(names, paths, strict=True) if pair[0] != pair[1]][:1]
     return paths, tuple(Note("images are looked up below {}: {!r} is {!r}".format(root, *pair)) for pair in examples)
 

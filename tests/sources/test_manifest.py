@@ -499,6 +499,15 @@ def test_images_are_looked_up_below_the_root_by_the_ends_of_their_paths(tmp_path
     assert list(below.names) == [*names[:2], "3.jpg", *names[3:]]
 
 
+def test_a_file_that_is_where_the_table_says_is_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5pack.sources.manifest._PROBED", 1)
+    (tmp_path / "a").mkdir()
+    for name in ("1.jpg", "a/1.jpg", "a/2.jpg"):
+        (tmp_path / name).touch()
+    path = written(tmp_path / "t.csv", "path\nmissing.jpg\n1.jpg\n2.jpg\n")
+    assert list(manifest(path, ManifestColumns(), NameFilter()).names) == ["missing.jpg", "1.jpg", "a/2.jpg"]
+
+
 def test_a_name_of_several_files_is_an_error_unless_they_are_excluded(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
