@@ -93,7 +93,7 @@ def test_sizes_are_brought_to_one_by_pillows_own_functions(tmp_path: Path, fit: 
     source = tmp_path / "in"
     for number, size in enumerate([(20, 14), (31, 57), (64, 9), (16, 24)]):
         save(source / f"{number}.jpg", number, size)
-        save(source / f"{number}.png", number, size)
+        save(source / f"{number}_other.png", number, size)
     h5pack.convert(source, tmp_path / "o.h5", **quick(size=(16, 24), fit=fit, mode=mode))
     with h5py.File(tmp_path / "o.h5") as file:
         for row, name in enumerate(names_of(file)):
