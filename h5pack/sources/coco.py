@@ -140,8 +140,8 @@ def _image_folder(file: Path, split: str, images: Collection[_Image], top: Path 
         for folder in folders:
             if (folder / image.name).is_file():
                 return folder
-    missing = f"{file}: none of its images, such as {image.name!r}, is in one of the usual folders"
-    raise SourceError(f"{missing}; name the folder of the images with root", path=file, parameters=("root",))
+    missing = f"none of its images, such as {image.name!r}, is in one of the usual folders"
+    raise SourceError.at(file, f"{missing}; name the folder of the images with root", "root")
 
 
 def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int) -> None:

@@ -131,8 +131,7 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
 
 def _tables(path: Path, found: Listing) -> list[str]:
     """Return the names of the manifests and of COCO's annotations in a folder, unless there are very many."""
-    counts = {suffix: found.ignored.get(f"{suffix} files", 0) for suffix in _TABLE_ENDINGS}
-    patterns = tuple(f"*{suffix}" for suffix, count in counts.items() if 0 < count <= _MAX_TABLES)
+    patterns = tuple(f"*{end}" for end in _TABLE_ENDINGS if 0 < found.ignored[f"{end} files"] <= _MAX_TABLES)
     names = walk(str(path), NameFilter(patterns)).below("") if patterns else ()
     return [name for name in names if not name.endswith(".json") or b'"images"' in _start(path / name, 65_536)]
 
@@ -194,8 +193,7 @@ def _open_mds(path: Path, options: SourceOptions) -> Catalog:
     _refuse_unused(str(path), "mds", options)
     if not path.is_dir():
         parameter = "source_kind='mds'"
-        problem = f"{path}: {parameter} needs the folder that contains index.json; check the path"
-        raise SourceError(problem, path=path, parameters=(parameter,))
+        raise SourceError.at(path, f"{parameter} needs the folder that contains index.json; check the path", parameter)
     return mds(path, options.names, options.columns)
 
 

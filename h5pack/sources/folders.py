@@ -330,21 +330,19 @@ def splits(found: Listing) -> Catalog:
     class_tops = [top for top in tops.values() if top]
     label_names = tuple(sorted({name for top in class_tops for name in found.subfolders[top]}))
     index = {name: number for number, name in enumerate(label_names)}
-    labels: list[int] = []
-    counts: list[int] = []
-    split_ids: list[int] = []
-    for number, (split, top) in enumerate(tops.items()):
-        for folder, count in found.counts(split).items():
-            labels.append(index[folder[len(top) + 1 :].partition("/")[0]] if top else schema.NO_LABEL)
-            counts.append(count)
-            split_ids.append(number)
+    rows = [
+        (number, index[folder[len(top) + 1 :].partition("/")[0]] if top else schema.NO_LABEL, count)
+        for number, (split, top) in enumerate(tops.items())
+        for folder, count in found.counts(split).items()
+    ]
+    split_ids, labels, counts = np.array(rows, np.int64).T
     return Catalog(
         "splits",
         FileReader(found.root),
         NameTable.of(name for split in split_names for name in found.below(split)),
         split_names,
-        np.repeat(np.array(split_ids, np.int32), counts),
-        labels=np.repeat(np.array(labels, np.int64), counts) if label_names else None,
+        np.repeat(split_ids.astype(np.int32), counts),
+        labels=np.repeat(labels, counts) if label_names else None,
         label_names=label_names or None,
         ignored=dict(found.ignored),
         notes=_deeper_note(found, [f"{top}/{name}" for top in class_tops for name in found.filled(top)]),
@@ -372,8 +370,7 @@ def _class_folder(found: Listing, split: str) -> str:
 
 def _mixed(folder: str, kind: str, example: str, advice: str, parameter: str = "exclude") -> SourceError:
     """Return the error for a folder that contains images beside class or split folders."""
-    message = f"{folder}: has images beside its {kind} folders, such as {example}; {advice}"
-    return SourceError(message, path=folder, parameters=(parameter,))
+    return SourceError.at(folder, f"has images beside its {kind} folders, such as {example}; {advice}", parameter)
 
 
 def only_folder(found: Listing) -> str:
@@ -453,7 +450,7 @@ def _refuse_no_classes(found: Listing, folders: list[str]) -> None:
     ranks = {split_rank(word): folder for folder, some in zip(folders, words, strict=True) for word in some}
     inner = next((f"{folder}/{name}" for folder in folders for name in found.filled(folder) if is_split_name(name)), "")
     alike = {re.sub("[0-9]+", "", folder) for folder in folders}
-    kinds, other = ["source_kind='splits'", "source_kind='classes'"], "exclude"
+    lead, kinds, other = "", ["source_kind='splits'", "source_kind='classes'"], "exclude"
     if named:
         odd = next(folder for folder in folders if folder not in named)
         doubt = f"{named[0]!r} looks like a split and {odd!r} like a class"
@@ -465,10 +462,8 @@ def _refuse_no_classes(found: Listing, folders: list[str]) -> None:
         kinds[0] = "source_kind='flat'"
     elif inner:
         doubt = f"{inner!r} looks like a split, not like a part of a class"
-        kinds = [kinds[1]]
+        lead, kinds = f"pack {os.path.dirname(inner)!r} alone, or ", kinds[1:]
     else:
         return
-    advice = f"give {' or '.join(kinds)}, or leave one out with {other}"
-    if len(kinds) == 1:
-        advice = f"pack {os.path.dirname(inner)!r} alone, or {advice}"
+    advice = f"{lead}give {' or '.join(kinds)}, or leave one out with {other}"
     raise SourceError.at(found.root, f"{doubt}; {advice}", *kinds, other)

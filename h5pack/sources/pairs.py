@@ -41,24 +41,17 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
     for target in targets:
         files[target] = _by_image(files[target], files[images])
     names: list[str] = []
-    masks: list[list[str]] = [[] for _ in targets]
-    splits: list[str] = []
+    stems: list[str] = []
     rejects = []
     for name, stem in sorted((name, stem) for stem, some in files[images].items() for name in some):
         if not wanted.allows(name):
             ignored[str(wanted.refusal(name))] += 1
-            continue
-        matching = [files[target].get(stem, []) for target in targets]
-        wrong = next((target for target, some in zip(targets, matching, strict=True) if len(some) != 1), None)
-        if wrong is not None:
-            rejects.append(
-                Reject(name, f"{'several files' if files[wrong].get(stem) else 'no file'} of its name in {wrong!r}")
-            )
-            continue
-        names.append(name)
-        splits.append(next(filter(is_split_name, stem.split("/")[:-1]), ""))
-        for column, (mask,) in zip(masks, matching, strict=True):
-            column.append(mask)
+        elif wrong := next((target for target in targets if len(files[target].get(stem, ())) != 1), ""):
+            count = "several files" if stem in files[wrong] else "no file"
+            rejects.append(Reject(name, f"{count} of its name in {wrong!r}"))
+        else:
+            names.append(name)
+            stems.append(stem)
     if not names and rejects:
         problem = (
             f"no image in {images!r} has exactly one mask in each folder of masks; {rejects[0].name!r} "
@@ -69,14 +62,14 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
     for target in targets:
         unused = sum(len(some) for stem, some in files[target].items() if stem not in files[images])
         ignored[f"files of {target!r} without an image"] += unused
+    splits = [next(filter(is_split_name, stem.split("/")[:-1]), "") for stem in stems]
+    masks = (NameTable.of(files[target][stem][0] for stem in stems) for target in targets)
     return Catalog(
         "pairs",
         FileReader(found.root),
         NameTable.of(names),
         *(numbered_splits(splits) if splits and all(map(is_split_name, splits)) else one_split(len(splits))),
-        pixel_fields=tuple(
-            PixelField(name, schema.MASK, NameTable.of(column)) for name, column in zip(fields, masks, strict=True)
-        ),
+        pixel_fields=tuple(PixelField(name, schema.MASK, table) for name, table in zip(fields, masks, strict=True)),
         rejects=tuple(rejects),
         ignored=dict(+ignored),
         about=f"images in {images!r}, masks in {', '.join(map(repr, targets))}" * (f"{images}/" in "".join(names[:1])),
