@@ -195,7 +195,7 @@ class Members:
     storings: array[int] = field(default_factory=lambda: array("b"))  # `Storing` of each member
     folders: set[str] = field(default_factory=set)
     notes: tuple[Note, ...] = ()
-    numbers: dict[str, int] = field(default_factory=dict)  # member indices by valid path, of the last member of a path
+    numbers: dict[str, int] = field(default_factory=dict)  # index of the last member of each valid path
 
     def add(self, name: str, offset: int, size: int, stored: int, checksum: int, storing: int) -> None:
         """Add a member. It replaces an earlier member of the same name, as it would if the archive were unpacked."""

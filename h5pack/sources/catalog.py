@@ -209,7 +209,7 @@ class SourceReader:
         return (data[:3], data[-2:], len(data)) if isinstance(data, bytes) else (b"", b"", 0)
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return those of the images at `indices` whose fingerprints show whether any of these images has changed."""
+        """Return a subset of `indices`: images whose fingerprints show whether any image at `indices` has changed."""
         return indices
 
     def uniform_size(self) -> tuple[int, int] | None:
@@ -228,7 +228,7 @@ class SourceReader:
         """Announce the images that will be read next, in this order, so that the reader can prefetch them."""
 
     def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """Return a group number per image, int64 (n,): images of a group are faster to read together; None if not."""
+        """Return a group number per image, int64 (n,), if images of a group are faster to read together; else None."""
         return None
 
     def take(self, indices: npt.NDArray[np.int64]) -> SourceReader:

@@ -73,7 +73,7 @@ class _Annotations:
     has_boxes: bool = False
     has_captions: bool = False
     unused: set[str] = field(default_factory=set)  # keys of annotations that are not packed
-    # Numbers of "clipped" boxes, of "empty" boxes, and of annotations whose image is "unknown".
+    # Numbers of boxes that are "empty", with no area in their image, and of annotations whose image is "unknown".
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -115,6 +115,7 @@ def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
 
 
 def _split_of(path: Path) -> str:
+    """Return the split of an annotation file by its name, or else by its folder; if neither names one, the stem."""
     match, folder = _NAME.fullmatch(path.name), path.absolute().parent.name
     return match[2] if match is not None else folder if is_split_name(folder) else path.stem
 
@@ -192,7 +193,7 @@ def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], s
 
 
 def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> None:
-    """Add an annotation to its image; clip its box to the image, and leave the box out if nothing of it remains."""
+    """Add an annotation to its image. Leave out a box that has no area in the image; others are clipped later."""
     image = images.get(int(annotation["image_id"]))
     found.unused.update(annotation.keys() - _TAKEN)
     if image is None:
@@ -228,7 +229,7 @@ def _category(found: _Annotations, annotation: Any) -> int:
 
 
 def _image_labels(found: _Annotations) -> tuple[npt.NDArray[np.int64] | None, tuple[str, ...] | None]:
-    """Return labels and their names if annotations without boxes give each image one category, as in iNaturalist."""
+    """Return labels and their names if no annotation has a box, as in iNaturalist, and no image has two categories."""
     counts = {len(image.categories) for image in found.images}
     if found.has_boxes or counts == {0}:
         return None, None

@@ -130,7 +130,10 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
 
 
 def _tables(path: Path, found: Listing) -> list[str]:
-    """Return the names of the manifests and of COCO's annotations in a folder, unless there are very many."""
+    """Return the names of the manifests and of COCO's annotations in a folder.
+
+    Leave out suffixes that very many files have, because these are probably annotations of one image each.
+    """
     patterns = tuple(f"*{end}" for end in _TABLE_ENDINGS if 0 < found.ignored[f"{end} files"] <= _MAX_TABLES)
     names = walk(str(path), NameFilter(patterns)).below("") if patterns else ()
     return [name for name in names if not name.endswith(".json") or b'"images"' in _start(path / name, 65_536)]

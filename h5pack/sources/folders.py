@@ -34,7 +34,7 @@ class Listing:
     ignored: Counter[str] = field(default_factory=Counter)  # skipped files and folders by category
     # The sorted names of each folder's visible subfolders, including empty ones.
     subfolders: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    top: str = ""  # path of the root relative to the source, if it is a folder in it
+    top: str = ""  # path of the root relative to the source; "" if it is the source
 
     def names(self, folder: str) -> list[str]:
         """Return the sorted names of the selected files in `folder`, without its path."""
@@ -199,7 +199,7 @@ _SPLIT_START = re.compile(f"({'|'.join(sorted(_SPLIT_RANKS, key=len, reverse=Tru
 
 
 def split_rank(name: str) -> int:
-    """Return the rank of a split by its name, or the words in it: 0 training, 1 validation, 2 test, 3 anything else."""
+    """Return 0, 1 or 2 if words in a split's name say training, validation or test; 3 if none or several of these."""
     ranks = {_SPLIT_RANKS[word.lower()] for word in split_words(name)}
     return ranks.pop() if len(ranks) == 1 else 3
 
@@ -215,7 +215,10 @@ def split_words(name: str) -> list[str]:
 
 
 def split_and_role(folder: str) -> tuple[str, str]:
-    """Return the split with which a name begins, and the rest, such as "train" and "masks" for ``train_masks``."""
+    """Return the split with which a folder's name begins, and the rest: "train" and "masks" for ``train_masks``.
+
+    If it begins with no split, return "" and the whole name.
+    """
     match = _SPLIT_START.fullmatch(folder)
     return (match[1], match[2]) if match is not None else ("", folder)
 
@@ -279,14 +282,14 @@ TARGET_FOLDERS = frozenset((
     "segmentationclass", "segmentationobject", "groundtruth", "gt", "gtfine", "trimaps", "depth", "edges", "mattes",
     "anno", "annot",
 ))  # fmt: skip
-# The number of folders, and of characters of the names in each, in which masks beside their images are searched.
+# The limits of `mask_beside_image`: the number of folders, and the length of the joined file names in each folder.
 _PROBED_FOLDERS, _PROBED_LENGTH = 100, 4096
 
 
 def refuse_pairs(found: Listing, folders: list[str], kind: str) -> None:
     """Raise SourceError if two of the folders are named like images and their masks, not like classes or splits.
 
-    `folders` are paths relative to the root, and `kind` is that of a source whose folders they may be.
+    `folders` are paths relative to the root. `kind`, "classes" or "splits", is what they would otherwise be packed as.
     """
     images = next((folder for folder in folders if is_named(folder, IMAGE_FOLDERS)), None)
     targets = next((folder for folder in folders if is_named(folder, TARGET_FOLDERS)), None)
@@ -310,7 +313,7 @@ def _masks_error(root: str, doubt: str, pattern: str, kind: str) -> SourceError:
 
 
 def is_named(folder: str, names: frozenset[str]) -> bool:
-    """Return whether a folder's name, or its last word, is one of `IMAGE_FOLDERS` or `TARGET_FOLDERS`."""
+    """Return whether a folder's name, or its last word, is in `names`, which is `IMAGE_FOLDERS` or `TARGET_FOLDERS`."""
     words = re.split("[_-]", os.path.basename(folder).lower())
     return "".join(words) in names or words[-1] in names
 
@@ -352,7 +355,8 @@ def splits(found: Listing) -> Catalog:
 def _class_folder(found: Listing, split: str) -> str:
     """Return the folder whose folders are the classes of a split; "" if the split has none.
 
-    That is the split, or an only folder of it which is named like the folder above it, or as a folder of images.
+    That is the split, unless all its images are in one folder that is named like the split, or like a folder of
+    images. Then it is that folder, to which the same applies.
     """
     top = split
     while filled := found.filled(top):
@@ -374,7 +378,7 @@ def _mixed(folder: str, kind: str, example: str, advice: str, parameter: str = "
 
 
 def only_folder(found: Listing) -> str:
-    """Return the deepest folder that holds all files, each in a folder of it; "" if that is the root or a split."""
+    """Return the deepest folder whose subfolders hold all files; "" if it is the root. Do not look into a split."""
     path = ""
     while len(filled := found.filled(path)) == 1 and not is_split_name(filled[0]):
         below = os.path.join(path, filled[0])
@@ -392,7 +396,7 @@ def arranged(found: Listing, kind: str) -> Catalog:
 
 
 def _inside(found: Listing, catalog_of: Callable[[Listing], Catalog]) -> Catalog:
-    """Return the catalog of a listing whose folders are in an only folder (``images/cat/1.jpg``), if it has one."""
+    """Return the catalog of a listing, or of the only folder that all its folders are in (``images/cat/1.jpg``)."""
     if not (only := only_folder(found)):
         return catalog_of(found)
     catalog = catalog_of(found.inside(only))
@@ -401,7 +405,7 @@ def _inside(found: Listing, catalog_of: Callable[[Listing], Catalog]) -> Catalog
 
 
 def _inferred(found: Listing) -> Catalog:
-    """Return the catalog of a listing whose kind its folders say; raise SourceError if they are ambiguous."""
+    """Return the catalog of a listing; infer its kind from the names in it, or raise SourceError if it is ambiguous."""
     catalog = _inside(found, _by_names)
     if (beside := mask_beside_image(found)) is not None:
         doubt = "{1!r} is probably the mask of {0!r}, not an image of its own".format(*beside)
@@ -410,16 +414,16 @@ def _inferred(found: Listing) -> Catalog:
 
 
 def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
-    """Return an image, a mask in its folder, and the ending of its name, such as "_mask"; None if none is found.
+    """Return the paths of an image and of its mask in the same folder, and the ending of the mask's name, or None.
 
-    The ending is ".png" if all images are JPEG files, each with a mask of its name. Only the first files of the first
-    folders are compared.
+    The ending is a word such as "_mask" after the name of the image, or ".png" if every file is a JPEG image or its
+    mask, a PNG file of the same name. Only the first files of the first folders are compared.
     """
     for folder in found.order[:_PROBED_FOLDERS]:
         files = found.folders[folder][:_PROBED_LENGTH].split("\0")
         names = {os.path.splitext(name)[0]: name for name in files}
         stem, suffix = os.path.splitext(files[0])
-        # The last name may be cut off.
+        # An image and its mask share a stem. The last name may be cut off, so it may have a stem of its own.
         if suffix == ".jpg" and len(files) > 2 and 2 * len(names) <= len(files) + 1 and names[stem] == f"{stem}.png":
             return os.path.join(folder, files[0]), os.path.join(folder, names[stem]), ".png"
         for stem, name in names.items():
@@ -430,7 +434,7 @@ def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
 
 
 def _by_names(found: Listing) -> Catalog:
-    """Return the catalog of a listing whose kind the names of its folders say; an only folder of images is no class."""
+    """Return the catalog of a listing; its kind is inferred from its folders. An only folder of images is no class."""
     filled = found.filled()
     if not filled or (len(filled) == 1 and is_named(filled[0], IMAGE_FOLDERS)):
         return flat(found)
@@ -444,7 +448,7 @@ def _by_names(found: Listing) -> Catalog:
 
 
 def _refuse_no_classes(found: Listing, folders: list[str]) -> None:
-    """Raise SourceError if names say that some of the folders are probably no classes."""
+    """Raise SourceError if, by their names, some of the folders are probably not classes."""
     named = [folder for folder in folders if is_split_name(folder)]
     words = [split_words(folder) for folder in folders]
     ranks = {split_rank(word): folder for folder, some in zip(folders, words, strict=True) for word in some}

@@ -320,7 +320,8 @@ def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[s
     """
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
     rows, axes, names = len(file[images]), file[images].ndim, dataset_names(file)
-    # Images of this group, and of groups around it, may belong to the same rows. Masks have fewer axes than images.
+    # Datasets in a group with other images belong to these, unless `images` is in that group, too. Arrays of fewer axes
+    # are not counted as other images, because they may be masks.
     groups = {os.path.dirname(name) for name in names if file[name].ndim == axes and _looks_like_images(file[name])}
     others = tuple(f"{group}/" for group in groups if group and not images.startswith(f"{group}/"))
     found: dict[str, str] = {}

@@ -40,7 +40,7 @@ LABEL_COLUMNS = ("label", "class", "target", "category")
 JSON_LINES = (".jsonl", ".ndjson")
 SPLIT_COLUMNS = ("split", "partition", "subset", "set")
 _PROBED = 100
-"""Images are looked up in the folders below if none of this many is where the table says."""
+"""Images are looked up in the folders below if none of the first files of a table, this many, exists."""
 _MANY = 10
 """With fewer images than this, a large number of classes is not worth a note."""
 
@@ -110,10 +110,10 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
 
 
 def _looked_up(table: TextTable, names: list[str], root: str, wanted: NameFilter) -> tuple[list[str], tuple[Note, ...]]:
-    """Return the paths of images relative to `root`, and a note if they are not those of the table, which are `names`.
+    """Return the paths of images relative to `root`, given their `names` in the table, and a note if some differ.
 
-    If the first files do not exist, a name may be the end of the path of a file below `root`, without its suffix, or
-    begin with the name of `root`. Names of no such file are kept.
+    If none of the first files exists, look for a file below `root` whose path ends with the name. The name may lack the
+    suffix of the file, and may begin with the name of the folder `root`. Keep a name without such a file.
     """
     if not os.path.isdir(root) or any(os.path.exists(os.path.join(root, name)) for name in names[:_PROBED]):
         return names, ()
@@ -137,7 +137,7 @@ def _looked_up(table: TextTable, names: list[str], root: str, wanted: NameFilter
 
 
 def _complete(catalog: Catalog) -> Catalog:
-    """Return the catalog in which images that lack a mask or a further image, whose path is "", are rejects."""
+    """Return the catalog in which images are rejects if the path of a mask, or of a further image, is empty."""
     missing = {row: one.name for one in catalog.pixel_fields for row, file in enumerate(one.files) if not file}
     if not missing:
         return catalog

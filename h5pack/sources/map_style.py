@@ -50,7 +50,7 @@ IMAGE, LABEL = "image", "label"
 MASKS = ("mask", "masks")
 """The keys that masks have in samples."""
 _TRIED_SAMPLES = 16
-"""Number of samples of which the first that can be read says which keys are masks."""
+"""Number of samples that are tried: the first that can be read says which keys are masks."""
 _UNENCODABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 """NUL and surrogates that stand for no byte of a file name, which a `NameTable` cannot store."""
 _NOT_UINT8 = (
@@ -161,7 +161,7 @@ class MapStyleReader(SourceReader):
 def map_style_catalog(dataset: MapStyleDataset, fields: ManifestColumns | None = None) -> Catalog:
     """Return the catalog of a map-style dataset, without labels and fields, which are added after the survey.
 
-    Only the first sample is read, to find out which masks the samples have.
+    Samples are read only until the first that can be read, which says which masks they have.
     """
     fields = fields or ManifestColumns()
     require_field_names(f"the {type(dataset).__name__}", fields.all_fields)
@@ -218,7 +218,7 @@ def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> C
 
 
 def _mask_keys(dataset: Any, count: int) -> tuple[str, ...]:
-    """Return the keys in `MASKS` that the first of a few samples has that can be read; the survey rejects others."""
+    """Return the keys in `MASKS` of the first sample that can be read. The survey rejects those that cannot."""
     for index in range(min(count, _TRIED_SAMPLES)):
         try:
             others = _parts(dataset[index])[2]

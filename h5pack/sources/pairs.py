@@ -26,10 +26,10 @@ from h5pack.sources.folders import (
 
 
 def pairs(found: Listing, wanted: NameFilter) -> Catalog:
-    """Return a catalog of images with masks. A mask has the name of its image, in a folder of another role.
+    """Return a catalog of images with masks. A mask has the name of its image, but a folder of another role.
 
-    Suffixes may differ, and what `_by_image` leaves out. Each role of masks becomes a field of the same name, or
-    "masks" if packs reserve that name. `wanted` filters only the images.
+    Their suffixes may differ, and so may the parts of names that `_by_image` leaves out. Each role of masks becomes a
+    field of the same name, or "masks" if packs reserve that name. `wanted` filters only the images.
     """
     ignored = Counter(found.ignored)
     files = _files_by_stem(found)

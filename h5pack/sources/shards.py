@@ -115,7 +115,7 @@ def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shar
             names = [name for name in names if NameFilter(files).allows(name)]
         samples = tuple(pattern for pattern in wanted.include if pattern not in files)
         return Shards(path, names, NameFilter(samples, wanted.exclude))
-    paths: dict[str, None] = {}  # A dict removes duplicates, because nested braces may name a file twice.
+    paths: dict[str, None] = {}  # A dict, not a list, because braces may name a file twice.
     for name in [str(path)] if os.path.exists(path) else expand_braces(str(path)):
         paths[name] = None
         if len(paths) > _MAX_FILES:

@@ -29,7 +29,6 @@ from h5pack.system.text import format_bytes
 _TASK_ROWS = 1_024
 """A row group with more rows is divided among several workers, each of which reads the whole row group."""
 
-
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -42,9 +41,10 @@ class TableReader(SourceReader):
     file_ids: npt.NDArray[np.int32]  # index into `files`
     row_groups: npt.NDArray[np.int32]  # index of the row group in the file; 0 for an Arrow file
     rows: npt.NDArray[np.int64]  # index of the row in the row group
+    # The values of the row groups in memory, by file and row group, and the row groups that were announced.
     _loaded: dict[tuple[int, int], Any] = field(default_factory=dict, init=False)
     _kept: set[tuple[int, int]] = field(default_factory=set, init=False)
-    _table: tuple[int, _Table] | None = field(default=None, init=False)
+    _table: tuple[int, _Table] | None = field(default=None, init=False)  # number and content of the file opened last
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_loaded": {}, "_kept": set(), "_table": None}
@@ -218,7 +218,7 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
 def _partitions(names: Sequence[str]) -> dict[str, list[Any]]:
     """Return the columns that the folders of all files name, such as ``label=3/part-0.parquet``: a value for each file.
 
-    As in pyarrow and Hive, values are integers if all values of a column are, and one of them stands for null.
+    As in pyarrow and Hive, values are integers if all values of a column are, and `_HIVE_NULL` becomes None.
     """
     folders = [[folder.partition("=") for folder in name.split("/")[:-1] if "=" in folder] for name in names]
     found = [{unquote(key): unquote(value) for key, _, value in named} for named in folders]
@@ -327,7 +327,7 @@ def _values(file: ArchiveFile, name: str) -> list[Any]:
 def _with_class_names(catalog: Catalog, files: Sequence[ArchiveFile], column: str, stored: Sequence[Any]) -> Catalog:
     """Return the catalog with the class names that Hugging Face datasets stored for a label column of integers.
 
-    `stored` has what each file's feature of the column has as names; None for a file without them.
+    `stored` has the names in each file's feature of the column, or None for a file without them.
     """
     labels, file, names = catalog.labels, files[0], stored[0]
     assert labels is not None

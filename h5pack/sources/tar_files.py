@@ -29,7 +29,7 @@ _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd
 
 
 class _Headers:
-    """The file object from which `tarfile` reads the headers of a tar file, the bytes from `start` to `stop` of `file`.
+    """A file object from which `tarfile` reads the headers of the tar file in the bytes `start` to `stop` of `file`.
 
     It refuses extended headers of more than 1 MiB.
     """
