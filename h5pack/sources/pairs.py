@@ -64,6 +64,7 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
         ignored[f"files of {target!r} without an image"] += unused
     splits = [next(filter(is_split_name, stem.split("/")[:-1]), "") for stem in stems]
     masks = (NameTable.of(files[target][stem][0] for stem in stems) for target in targets)
+    about = f"images in {images!r}, masks in {', '.join(map(repr, targets))}"
     return Catalog(
         "pairs",
         FileReader(found.root),
@@ -72,7 +73,8 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
         pixel_fields=tuple(PixelField(name, schema.MASK, table) for name, table in zip(fields, masks, strict=True)),
         rejects=tuple(rejects),
         ignored=dict(+ignored),
-        about=f"images in {images!r}, masks in {', '.join(map(repr, targets))}" * (f"{images}/" in "".join(names[:1])),
+        # Roles that are endings, as in "train_masks/a.png" and "a_mask.png", are not folders.
+        about=about if f"{images}/" in "".join(names[:1]) else "",
     )
 
 
