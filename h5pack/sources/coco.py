@@ -231,7 +231,7 @@ def _category(found: _Annotations, annotation: Any) -> int:
 def _image_labels(found: _Annotations) -> tuple[npt.NDArray[np.int64] | None, tuple[str, ...] | None]:
     """Return labels and their names if no annotation has a box, as in iNaturalist, and no image has two categories."""
     counts = {len(image.categories) for image in found.images}
-    if found.has_boxes or counts == {0}:
+    if found.has_boxes or not any(counts):
         return None, None
     if max(counts) > 1:
         found.unused.add("category_id")

@@ -221,7 +221,8 @@ def _open_archive(path: Path, archive: str, options: SourceOptions, kind: str, s
         return webdataset(Shards(path.parent, [path.name], options.names), [opened], options.columns)
     _refuse_unused(str(path), kind, options)
     catalog = members_catalog(*opened, options.names, kind)
-    if catalog.labels is None and any(f"{suffix} files" in catalog.ignored for suffix in _TABLE_ENDINGS):
+    has_tables = any(f"{suffix} files" in catalog.ignored for suffix in _TABLE_ENDINGS)
+    if has_tables and catalog.labels is None and catalog.kind != "pairs":
         note = Note("tables and JSON files in an archive are not read; unpack it, and give one of them as the source")
         catalog = replace(catalog, notes=(*catalog.notes, note))
     return catalog

@@ -424,7 +424,12 @@ def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
         names = {os.path.splitext(name)[0]: name for name in files}
         stem, suffix = os.path.splitext(files[0])
         # An image and its mask share a stem. The last name may be cut off, so it may have a stem of its own.
-        if suffix == ".jpg" and len(files) > 2 and 2 * len(names) <= len(files) + 1 and names[stem] == f"{stem}.png":
+        if (
+            suffix.lower() in (".jpg", ".jpeg")
+            and len(files) > 2
+            and 2 * len(names) <= len(files) + 1
+            and names[stem] == f"{stem}.png"
+        ):
             return os.path.join(folder, files[0]), os.path.join(folder, names[stem]), ".png"
         for stem, name in names.items():
             match = re.fullmatch("(.+)([_-]([A-Za-z]+))", stem)

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import h5pack
-from h5pack.errors import OptionsError, SourceError
+from h5pack.errors import NoImagesError, OptionsError, SourceError
 from h5pack.images.geometry import turned_upright
 from h5pack.pack.conversion import Conversion
 from h5pack.sources.catalog import NameFilter
@@ -224,6 +224,12 @@ def test_files_that_are_not_coco_are_errors(tmp_path: Path, content: bytes) -> N
     with pytest.raises(SourceError) as caught:
         open_source(tmp_path / "a.json", SourceOptions())
     assert caught.value.path == str(tmp_path / "a.json")
+
+
+def test_annotations_without_images_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"images": [], "annotations": []}')
+    with pytest.raises(NoImagesError):
+        open_source(tmp_path / "a.json", SourceOptions())
 
 
 @pytest.mark.parametrize(

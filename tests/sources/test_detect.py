@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -155,6 +156,7 @@ def test_images_beside_their_masks_are_not_classes(tmp_path: Path, names: list[s
         (["train/a.jpg", "train/a-GT.png", "train/b.jpg"], "splits", "-GT"),
         (["data/1.tif", "data/1_mask.tif"], "classes", "_mask"),
         (["a/1.jpg", "a/1.png", "a/2.jpg", "a/2.png", "b/3.jpg", "b/3.png"], "classes", ".png"),
+        (["1.JPEG", "1.png", "2.JPEG", "2.png"], "flat", ".png"),
         (["1.png", "1_seg.png", "2_mask.png"], "flat", ""),
         (["a/1.jpg", "a/1.png", "a/2.jpg", "a/3.png", "b/1.jpg"], "classes", ""),
     ],
@@ -179,6 +181,11 @@ def test_a_note_names_tables_beside_images_without_labels(tmp_path: Path) -> Non
     (note,) = open_source(tmp_path, SourceOptions()).notes
     assert [name in note.text for name in ("labels.csv", "train/a.json", "b.json")] == [True, True, False]
     assert len(open_source(tar_file(tmp_path.with_suffix(".tar"), tmp_path), SourceOptions()).notes) == 1
+    masks = tar_file(
+        tmp_path.with_suffix(".pairs"), touch(tmp_path / "p", "images/1.jpg", "masks/1.png", "masks/1.json")
+    )
+    assert open_source(masks, SourceOptions("pairs")).notes == ()
+    shutil.rmtree(tmp_path / "p")
     touch(tmp_path, *(f"{number}.json" for number in range(100)))
     assert "a.json" not in open_source(tmp_path, SourceOptions()).notes[0].text
     for names, count in (("cat/1.jpg dog/2.jpg t.csv", 0), ("train/cat/1.jpg val/2.jpg t.csv", 1)):
