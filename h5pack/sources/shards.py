@@ -40,6 +40,11 @@ class Shards:
         return [self.root / name for name in self.names]
 
     @property
+    def named(self) -> Path:
+        """The path that errors about all samples name: the file if there is only one, else the folder."""
+        return self.paths[0] if len(self.names) == 1 else self.root
+
+    @property
     def prefixes(self) -> list[str]:
         """Prefix of the samples' names in each file: the file name without suffix, plus "/"; "" for a single file."""
         if len(self.names) == 1:

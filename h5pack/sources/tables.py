@@ -203,7 +203,7 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
         return [value for file in files for value in _values(file, name)]
 
     table = TextTable(
-        shards.root, (*schema.names, *of_folders), values_of,
+        shards.named, (*schema.names, *of_folders), values_of,
         lambda row: f": {names[row]}",
         frozenset(field.name for field in schema if not _is_plain(field.type)),
     )  # fmt: skip

@@ -78,7 +78,7 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
         notes=samples.notes,
     )
     table = TextTable(
-        shards.root, tuple(samples.header),
+        shards.named, tuple(samples.header),
         lambda column: [cells.get(column) for cells in samples.cells],
         lambda row: f": {samples.names[row]}",
     )  # fmt: skip

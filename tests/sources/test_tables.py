@@ -168,8 +168,9 @@ def test_columns_have_the_roles_of_a_manifests_columns(tmp_path: Path) -> None:
         ManifestColumns(fields=("kind",)),
         ManifestColumns(labels=("no",)),
     ):
-        with pytest.raises(SourceError):
+        with pytest.raises(SourceError) as caught:
             opened(path, columns)
+        assert caught.value.path == str(path)
 
 
 def test_a_column_that_holds_no_labels_is_not_taken_for_them_by_its_name(tmp_path: Path) -> None:
