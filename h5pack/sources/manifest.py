@@ -268,7 +268,7 @@ def _usual(header: tuple[str, ...], names: tuple[str, ...], others: Sequence[str
 
 def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any] | None, tuple[str, ...] | None]:
     if len(columns) > 1:
-        advice = "; give one label column of class names, or use field_columns for numbers that are not labels"
+        advice = "; give one label column of class names, others with text_columns, and numbers with field_columns"
         return binary_table(table, columns, advice), columns
     if not columns:
         return None, None
@@ -466,7 +466,7 @@ def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> 
 
     Integers may be written as 1.0.
 
-    Raise SourceError for other values. Its message ends with `advice`, which must mention `field_columns` unless empty.
+    Raise SourceError for other values. Its message ends with `advice`: "", or about `text_columns` and `field_columns`.
     """
     result = np.empty((len(table.column(columns[0])), len(columns)), np.uint8)
     for position, column in enumerate(columns):
@@ -481,7 +481,7 @@ def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> 
                 row,
                 f"column {column!r} contains {cells[row]!r}; several label columns must hold integers in 0..255 "
                 f"(or -1 and 1){advice or '; correct the column'}",
-                *(("field_columns",) if advice else ()),
+                *(("text_columns", "field_columns") if advice else ()),
             )
         result[:, position] = values
     return result

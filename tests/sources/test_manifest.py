@@ -176,8 +176,8 @@ def test_label_tables_hold_small_integers() -> None:
 )
 def test_a_cell_outside_a_label_table_is_named(cells: list[str], line: int) -> None:
     with pytest.raises(SourceError, match=rf"line {line}: .*'{cells[line - 2]}'") as caught:
-        binary_table(table(*cells), ["x"], "; pack them with field_columns")
-    assert caught.value.parameters == ("field_columns",)
+        binary_table(table(*cells), ["x"], "; pack them with text_columns or field_columns")
+    assert caught.value.parameters == ("text_columns", "field_columns")
 
 
 def read(path: Path, /, *lines: str, wanted: NameFilter | None = None, **columns: object) -> Catalog:
