@@ -37,7 +37,8 @@ class ConcatPack(BatchSource):
     Raises
     ------
     OptionsError
-        If `datasets` is empty, one is not an H5Dataset, or two of them have different fields.
+        If `datasets` is empty, one is not an H5Dataset, two of them have different fields, or a label stands for
+        different classes. One may have more classes than another, as after `h5pack.append`.
     """
 
     def __init__(self, datasets: Sequence[H5Dataset]) -> None:
@@ -51,6 +52,7 @@ class ConcatPack(BatchSource):
                     f"datasets contains a {type(dataset).__name__}; give only H5Datasets", parameters=("datasets",)
                 )
             _check_same_fields(self.datasets[0], dataset)
+        _check_same_classes(self.datasets)
         self.offsets: Rows = np.cumsum([0, *map(len, self.datasets)])
         self.field_names, self._lists = self.datasets[0].field_names, self.datasets[0]._lists
         self.is_random = any(one.is_random for one in self.datasets)
@@ -168,6 +170,22 @@ def _check_same_fields(one: H5Dataset, other: H5Dataset) -> None:
                 "open both with the same parameters",
                 path=other.path,
             )
+
+
+def _check_same_classes(datasets: Sequence[H5Dataset]) -> None:
+    """Raise an OptionsError if two datasets have different names for a class, or an attribute, of the same number."""
+    # A `target_transform` may give the classes of one dataset the numbers of another.
+    named = {one: one.classes or one.columns or () for one in datasets if one.target_transform is None}
+    longest = max(named, key=lambda one: len(named[one]), default=datasets[0])
+    for other in named:
+        for number, (mine, theirs) in enumerate(zip(named[longest], named[other], strict=False)):
+            if mine != theirs:
+                raise OptionsError(
+                    f"{longest.path} and {other.path} differ in class {number}: {mine!r} and {theirs!r}; join them "
+                    "with 'h5pack join', or open them with a target_transform or labels=None",
+                    path=other.path,
+                    parameters=("target_transform", "labels=None"),
+                )
 
 
 def _field_texts(dataset: H5Dataset) -> tuple[str, str, str, str]:

@@ -207,6 +207,21 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         h5pack.H5Loader(h5pack.ConcatPack([h5pack.H5Dataset(packs[0], transform=lambda image: image)]), 2)
 
 
+def test_packs_whose_classes_differ_are_not_concatenated(tmp_path: Path) -> None:
+    classes = {"first": ["a", "b"], "more": ["a", "b", "c"], "other": ["a", "c"]}
+    first, more, other = (pack(tmp_path, name, 6, names) for name, names in classes.items())
+
+    def concat(*paths: Path, **settings: Any) -> h5pack.ConcatPack:
+        return h5pack.ConcatPack([h5pack.H5Dataset(path, **settings) for path in paths])
+
+    for paths in ((first, other), (first, more, other)):
+        with pytest.raises(OptionsError, match=r"class 1: 'b' and 'c'") as error:
+            concat(*paths)
+        assert error.value.path == str(other)
+    assert len(concat(first, more)) == 12  # as after `append`, which keeps the numbers of the old classes
+    assert len(concat(first, other, labels=None)) == len(concat(first, other, target_transform=int)) == 12
+
+
 @pytest.mark.parametrize(("kind", "table"), [("pixels", "fields/boxes/offsets"), ("jpeg", "encoded/offsets")])
 def test_files_whose_offsets_leave_out_data_are_not_joined(tmp_path: Path, kind: str, table: str) -> None:
     packs = three(tmp_path, kind)
