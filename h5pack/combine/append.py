@@ -271,9 +271,9 @@ def _split_for(old: Part, new: Catalog, split: str | None) -> str | None:
         if len(old.catalog.split_names) > 1:
             problem = (
                 f"has the splits {listed(old.catalog.split_names)}, but the new images have none; choose "
-                "one for them with split"
+                "one for them with split, or divide them, such as with val=0.1"
             )
-            raise OptionsError.at(old.path, problem, "split")
+            raise OptionsError.at(old.path, problem, "split", "val=0.1")
         return old.catalog.split_names[0]
     return split
 

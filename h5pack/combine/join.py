@@ -63,7 +63,7 @@ def join(
     >>> h5pack.join(["monday.h5", "tuesday.h5"], "both.h5")  # doctest: +SKIP
     """
     if not isinstance(packs, Sequence) or isinstance(packs, (str, bytes)) or len(packs) < 2:
-        raise OptionsError("packs must be a list of at least two packs", parameters=("packs",))
+        raise OptionsError("packs must be a list of at least two packs, without the output", parameters=("packs",))
     target = output_path(out)
     parts: list[Part] = [open_part(path) for path in packs]
     require_other_files([target], itertools.chain.from_iterable(part.reader.paths() for part in parts))

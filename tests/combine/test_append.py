@@ -213,9 +213,12 @@ def test_images_that_do_not_fit(tmp_path: Path) -> None:
         assert not [name for name in leftovers(tmp_path) if name.startswith("o.h5.")]
     # Images of a source without splits go into the only split.
     path = split_pack(tmp_path)
-    with pytest.raises(OptionsError):
+    with pytest.raises(OptionsError) as error:
         h5pack.append(path, flat_folder(tmp_path / "two", 2), **quick())
+    assert error.value.parameters == ("split", "val=0.1")
     assert not [name for name in leftovers(tmp_path) if name.startswith(f"{path.name}.")]
+    h5pack.append(path, tmp_path / "two", **quick(val=0.5))
+    assert [len(rows) for rows in h5pack.H5Dataset(path).splits.values()] == [3, 3]
 
 
 def test_images_of_several_sizes_are_an_error_of_append(tmp_path: Path) -> None:
