@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import time
@@ -18,7 +17,6 @@ from h5pack.benchmark.ceilings import PageState, touch
 from h5pack.benchmark.loader_settings import limited_batch_size
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.loader import H5Loader
-from h5pack.data.samplers import ChunkBatchSampler
 from h5pack.device.batch import batch_size_and_bytes, images_of, map_tensors, tensors_of
 from h5pack.device.feed import resolve_device
 from h5pack.doctor.device_stages import (
@@ -34,6 +32,7 @@ from h5pack.doctor.device_stages import (
 )
 from h5pack.doctor.measure import ChunkReader, NotMeasured, Repeat, StageRun, busy_fraction, measure_epochs
 from h5pack.doctor.report import TargetSummary
+from h5pack.doctor.workers import PausableSampler, start_workers, stop_workers
 from h5pack.errors import H5PackError, OptionsError, PackFormatError
 from h5pack.images.crops import RandomResizedCrop
 from h5pack.monitor.bottleneck import Encoding, Evidence, Stage
@@ -109,7 +108,7 @@ class HostLoaders:
             self.transformed_dataset = H5Dataset(
                 dataset.path, dataset.split, transform=self.transform, images=images, labels=labels
             )
-        self._made: list[Any] = []
+        self.made: list[Any] = []
         loader = self.make() if settings.num_workers is None else None
         self.parallel: int = settings.num_workers or 0 if loader is None else loader.num_threads
         self.decodes_once = loader is not None and loader.decodes_once
@@ -132,14 +131,14 @@ class HostLoaders:
             dataset = self.transformed_dataset if transform else self._dataset
             loader = DataLoader(
                 dataset,
-                batch_sampler=ChunkBatchSampler(dataset, settings.batch_size, **options),
+                batch_sampler=PausableSampler(dataset, settings.batch_size, **options),
                 num_workers=settings.num_workers,
                 # Starting workers takes seconds, which must not count in every measured epoch.
                 persistent_workers=settings.num_workers > 0,
                 collate_fn=dataset.collate,
                 pin_memory=self._pin_memory,
             )
-        self._made.append(loader)
+        self.made.append(loader)
         return loader
 
     def prefetch_of(self, loader: Any) -> tuple[int, Callable[[], int]]:
@@ -153,18 +152,15 @@ class HostLoaders:
 
     def stop(self, loader: Any) -> None:
         """Stop a loader's threads or workers."""
-        self._made.remove(loader)
+        self.made.remove(loader)
         if self._settings.num_workers is None:
             loader.close()
-        elif getattr(loader, "_iterator", None) is not None:
-            # Private API: DataLoader._iterator._shutdown_workers. Torch has no public way to end persistent workers.
-            with contextlib.suppress(AttributeError):
-                loader._iterator._shutdown_workers()
-            loader._iterator = None
+        else:
+            stop_workers(loader)
 
     def close(self) -> None:
         """Stop all loaders, and close the dataset that this object opened for the transform."""
-        for loader in list(self._made):
+        for loader in list(self.made):
             self.stop(loader)
         if self.transformed_dataset is not self._dataset:
             self.transformed_dataset.close()
@@ -370,9 +366,10 @@ class Target:
 
         They include the whole loop if the file is too large for the page cache.
         """
-        reason = self._pages.drop()
-        if reason is not None:
-            self.reasons[Stage.COLD_STORED] = self.reasons[Stage.COLD] = reason
+        try:
+            self._drop()
+        except NotMeasured as error:
+            self.reasons[Stage.COLD_STORED] = self.reasons[Stage.COLD] = str(error)
             return [] if self.fits_cache else self.loop()
         turns, rows = itertools.count(), len(self.dataset)
 
@@ -381,7 +378,7 @@ class Target:
             return self.reader.run(seconds, 1, rows, begin=next(turns) * _GOLDEN % 1, once=True)
 
         runs = [StageRun(Stage.COLD_STORED, stored, self._drop), self._loader_run(Stage.COLD)]
-        return runs if self.fits_cache else [*runs, *self.loop(prepare=self._drop)]
+        return runs if self.fits_cache else [*runs, *self.loop(cold=True)]
 
     def _loader_run(self, stage: Stage, note: str | None = None) -> StageRun:
         """Return the run of a stage that measures a loader alone: LOADER, TRANSFORM or COLD."""
@@ -389,7 +386,7 @@ class Target:
         loader = self.loaders.make(None if cold else self.hot_rows, transform=stage is Stage.TRANSFORM)
         prefetched, ready = self.loaders.prefetch_of(loader)
         run = partial(measure_epochs, loader, touch_batch, prefetched=prefetched, ready_images=ready, once=cold)
-        return StageRun(stage, run, self._drop if cold else None, note)
+        return StageRun(stage, run, partial(self._drop, loader) if cold else None, note)
 
     def _device_runs(self) -> list[StageRun]:
         stages, step, runs = self.stages, self.step, []
@@ -404,7 +401,7 @@ class Target:
             runs.append(StageRun(Stage.STEP, partial(stages.step, step)))
         return runs
 
-    def loop(self, rows: int | None = None, prepare: Callable[[], None] | None = None) -> list[StageRun]:
+    def loop(self, rows: int | None = None, *, cold: bool = False) -> list[StageRun]:
         """Return the training loop over the first `rows` rows (None: all) as one stage, or [] if it cannot run."""
         step, transform_failed = self.step, Stage.TRANSFORM in self.failures
         if step is None or transform_failed:
@@ -413,12 +410,16 @@ class Target:
         loader = self.loaders.make(rows, transform=self.has_transform)
         prefetched, ready = self.loaders.prefetch_of(loader)
         run = self.stages.everything(loader, step, ready, prefetched + PREFETCHED_ON_GPU * self.on_gpu)
-        return [StageRun(Stage.EVERYTHING, run, prepare)]
+        return [StageRun(Stage.EVERYTHING, run, partial(self._drop, loader) if cold else None)]
 
-    def _drop(self) -> None:
+    def _drop(self, loader: Any = None) -> None:
+        """Drop the file from the page cache; then start the workers of `loader`, if it is a DataLoader."""
+        for made in self.loaders.made:
+            stop_workers(made)  # Their mappings would keep pages in the page cache.
         reason = self._pages.drop()
         if reason is not None:
             raise NotMeasured(reason)
+        start_workers(loader)
 
     def transform_busy_fraction(self, seconds: float) -> float | None:
         """Call the transform in one thread; return the fraction of time in which the thread does not wait, if known."""

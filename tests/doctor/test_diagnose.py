@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,16 @@ def test_pages_that_stay_in_the_cache_leave_the_cold_stages_out(path: Path, monk
     assert reasons[Stage.COLD] == reasons[Stage.COLD_STORED] == "it stays"
     assert report.failures == ()
     assert report.verdict is not None
+
+
+@hasty
+def test_no_workers_map_the_file_when_it_is_dropped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[int] = []
+    report = run_with_drops(path, monkeypatch, lambda: alive.append(len(active_children())), num_workers=2).report()
+    assert len(alive) > 2
+    assert not any(alive)
+    assert {"storage_cold", "storage_cold_stored_order"} <= set(medians(report))
+    assert next(one for one in report.stages if one.stage is Stage.COLD).images
 
 
 @hasty
