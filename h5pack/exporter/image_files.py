@@ -17,7 +17,8 @@ from PIL import Image
 
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError
 from h5pack.images.decode import image_of, strict_pillow
-from h5pack.images.masks import gray_mask, naming_mask
+from h5pack.images.headers import ORIENTATION_TAG
+from h5pack.images.masks import as_stored, gray_mask, naming_mask, upright_of
 from h5pack.pack.writer import join_groups
 from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable
@@ -241,7 +242,12 @@ def _export_field(work: ExportWork, number: int, index: int, path: str, results:
     pixels = work.reader.read_field(number, index, path)
     data = None
     if pixels.ndim == 2:
-        pixels = gray_mask(pixels)[:, :, None]
+        orientation = 1
+        if work.reader.form is None and (encoded := work.reader.encoded(index)).startswith(SIGNATURES[work.format]):
+            # The image is copied with its Exif orientation, and a conversion turns both.
+            orientation = upright_of(encoded).orientation
+        pixels = gray_mask(as_stored(pixels, orientation))[:, :, None]
+        data = None if orientation == 1 else encode_png(pixels, orientation)
     elif work.format == "jpeg":
         data = encode_jpeg(pixels, work.quality)
     _store(work, path, pixels, data, results)
@@ -291,14 +297,18 @@ def _write_file(path: str, data: bytes) -> None:
         os.close(descriptor)
 
 
-def encode_png(pixels: npt.NDArray[Any]) -> bytes:
+def encode_png(pixels: npt.NDArray[Any], orientation: int = 1) -> bytes:
     """Return pixels (h, w, c) encoded as PNG: uint8 gray, gray with alpha, RGB or RGBA, or uint16 gray.
+
+    The file gets an Exif `orientation`, unless that is 1.
 
     zlib's level 1 with the RLE strategy is used because it is fastest: one thread encodes 380 images/s of 218x178
     pixels. Level 1 alone encodes 310 images/s, and the default level 6 encodes 110 images/s into 3 % smaller files.
     """
-    stream = io.BytesIO()
-    image_of(pixels).save(stream, "PNG", **_PNG)
+    stream, exif = io.BytesIO(), Image.Exif()
+    if orientation != 1:
+        exif[ORIENTATION_TAG] = orientation
+    image_of(pixels).save(stream, "PNG", exif=exif, **_PNG)
     return stream.getvalue()
 
 

@@ -23,7 +23,7 @@ _ACCEPTED = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)} - {_APP1})
 # Leave images with these APPn segments to Pillow, which parses the segments and rejects malformed ones.
 _PILLOW_SEGMENTS = (b"MPF\0", b"Photoshop 3.0\0")
 _JFIF_BYTES, _ICC_BYTES, _ADOBE_BYTES = 14, 14, 12
-_ORIENTATION = 0x0112
+ORIENTATION_TAG = 0x0112
 
 SIDEWAYS = (5, 6, 7, 8)
 """The Exif orientations that exchange height and width."""
@@ -75,7 +75,7 @@ class ImageHeader:
 def orientation_of(image: Image.Image) -> int:
     """Return the Exif orientation of an image, 1 to 8; 1 if it has none or an invalid one."""
     try:
-        value = image.getexif().get(_ORIENTATION, 1)
+        value = image.getexif().get(ORIENTATION_TAG, 1)
     except (SyntaxError, ValueError, struct.error):  # Pillow raises these for damaged Exif data.
         return 1
     return value if isinstance(value, int) and value in TURNS else 1

@@ -147,6 +147,11 @@ def upright_of(data: bytes) -> Upright:
     return Upright(*(size[::-1] if orientation in SIDEWAYS else size), orientation)
 
 
+def as_stored(pixels: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
+    """Turn an upright mask, (h, w), as an image with this Exif orientation is stored."""
+    return _turned(pixels, {6: 8, 8: 6}.get(orientation, orientation))  # The other turns undo themselves.
+
+
 def encode_mask(pixels: npt.NDArray[Any], height: int, width: int) -> bytes:
     """Resize a mask, uint8 or int32 (h, w), to `height` and `width`; return it as a gray PNG file of 8 or 16 bits.
 

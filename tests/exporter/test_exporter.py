@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 import h5pack
 from h5pack import cli
@@ -582,6 +582,26 @@ def test_masks_are_exported_beside_their_images(
     assert {path: path.read_bytes() for path in files_of(Path("out")).values()} == before
     assert export("a.h5", "out", num_workers=1, resume=True).already_complete
     export("a.h5", "out", num_workers=1, overwrite=True)
+
+
+def test_masks_of_copied_files_are_turned_as_these_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From square images, a conversion cannot see whether a mask is upright, so it relies on the orientations."""
+    monkeypatch.chdir(tmp_path)
+    pair_folders(Path("in"), 18, size=(20, 20))
+    for number, path in enumerate(sorted(Path("in/images").iterdir())):
+        exif = Image.Exif()
+        exif[0x0112] = number % 9
+        Image.fromarray(pixels(number, (20, 20))).save(path, exif=exif)
+    h5pack.convert("in", "a.h5", **quick(source_kind="pairs", keep="jpeg"))
+    for format in ("jpeg", "png"):
+        report = export("a.h5", format, **one(format=format))
+        assert cli.main(shlex.split(report.again)[1:]) == 0
+        old, new = (h5pack.H5Dataset(path, fields=["masks"]) for path in ("a.h5", "again.h5"))
+        for sample, name, again in zip(old, new.filenames, new, strict=True):
+            assert np.array_equal(sample.masks, again.masks)
+            mask = Image.open(Path(format, name.replace("images", "masks")).with_suffix(".png"))
+            assert np.array_equal(ImageOps.exif_transpose(mask), sample.masks)
+        os.unlink("again.h5")
 
 
 @pytest.mark.parametrize("format", ["png", "jpeg"])
