@@ -104,9 +104,9 @@ class FieldValueError(ValueError):
     The message begins with a verb, such as "contains 'a', which is not a list". Callers put the field's name before it.
     """
 
-    def __init__(self, row: int, problem: str) -> None:
+    def __init__(self, row: int, problem: str, *parameters: str) -> None:
         super().__init__(problem)
-        self.row = row
+        self.row, self.parameters = row, parameters  # `parameters` are those that the message mentions.
 
 
 def parse_ragged(values: Sequence[Any], kind: str = schema.RAGGED, box_format: str = schema.XYXY) -> RaggedRows:
@@ -169,18 +169,19 @@ def is_numeric_dtype(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "biuf" and dtype.itemsize <= 8
 
 
-def _require_numbers(rows: RaggedRows, wrong: Any, problem: str) -> None:
+def _require_numbers(rows: RaggedRows, wrong: Any, problem: str, *parameters: str) -> None:
     if wrong.any():
         entry = int(wrong.argmax())
         row = int(np.searchsorted(rows.offsets, entry, "right")) - 1
-        raise FieldValueError(row, f"contains {rows.data[entry].tolist()}, {problem}")
+        raise FieldValueError(row, f"contains {rows.data[entry].tolist()}, {problem}", *parameters)
 
 
 def _corners(boxes: RaggedRows, box_format: str) -> RaggedRows:
     """Convert boxes from `box_format`, one of `BOX_FORMATS`, to corners."""
     first, second = boxes.data[:, :2], boxes.data[:, 2:]
     if box_format == schema.XYXY:
-        _require_numbers(boxes, (second < first).any(axis=1), "whose right or bottom is less than its left or top")
+        problem = "whose right or bottom is less than its left or top (is it a box of box_format='xywh'?)"
+        _require_numbers(boxes, (second < first).any(axis=1), problem, "box_format='xywh'")
         return boxes
     _require_numbers(boxes, (second < 0).any(axis=1), "whose width or height is negative")
     if box_format == "cxcywh":

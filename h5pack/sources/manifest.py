@@ -196,7 +196,7 @@ def _parsed(table: TextTable, name: str, parameter: str, parse: Callable[[], Fie
         return parse()
     except FieldValueError as error:
         message = f"column {name!r} {error}; correct it, or leave it out of {parameter}"
-        raise table.error(error.row, message, parameter) from None
+        raise table.error(error.row, message, parameter, *error.parameters) from None
 
 
 def _is_list(value: Any) -> bool:

@@ -212,7 +212,7 @@ def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> C
             raise SourceError(
                 f"{catalog.shown(error.row)} of the dataset: {name!r} {error}; leave it out of {parameter}",
                 rows=[reader.sample_index(error.row)],
-                parameters=(parameter,),
+                parameters=(parameter, *error.parameters),
             ) from None
     return replace(catalog, fields=found)
 

@@ -461,6 +461,13 @@ def test_a_value_that_does_not_fit_its_column_names_the_line(tmp_path: Path, nam
         manifest(path, COLUMNS, NameFilter())
 
 
+def test_boxes_with_a_width_are_asked_for_their_format(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "m.jsonl", {"path": "a", "box": [[1, 5, 9, 4]]})
+    with pytest.raises(SourceError) as caught:
+        manifest(path, ManifestColumns(boxes=("box",)), NameFilter())
+    assert caught.value.parameters == ("box_columns", "box_format='xywh'")
+
+
 @pytest.mark.parametrize(
     ("content", "line"),
     [
