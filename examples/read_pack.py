@@ -10,7 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import h5pack
+from h5pack.errors import SizesDifferError
 
+CROP = h5pack.RandomResizedCrop(224)
 BATCH, WORKERS = 64, 2
 EPOCHS, SECONDS = 6, 5.0  # at most; two epochs are read even if they take longer
 
@@ -33,8 +35,8 @@ def read(name: str, dataset: h5pack.H5Dataset, batches: Iterable[Any]) -> None:
         print(f"  labels of {len(labels_seen)} of {len(dataset.classes)} classes: {', '.join(dataset.classes[:8])}")
 
 
-def main() -> None:
-    dataset = h5pack.H5Dataset(sys.argv[1])
+def read_both_ways(dataset: h5pack.H5Dataset) -> None:
+    """Read epochs through an H5Loader, then through a DataLoader."""
     print(dataset)
     print("an epoch of each after the first, in which the file comes into memory and workers start")
     with h5pack.H5Loader(dataset, BATCH) as loader:
@@ -42,6 +44,14 @@ def main() -> None:
     sampler = h5pack.ChunkBatchSampler(dataset, BATCH)
     settings = {"num_workers": WORKERS, "persistent_workers": True}
     read(f"DataLoader with {WORKERS} workers", dataset, DataLoader(dataset, batch_sampler=sampler, **settings))
+
+
+def main() -> None:
+    try:
+        read_both_ways(h5pack.H5Dataset(sys.argv[1]))
+    except SizesDifferError:
+        print(f"the images, kept as files, differ in size: reading {CROP} of each")
+        read_both_ways(h5pack.H5Dataset(sys.argv[1], decode=CROP))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import h5pack
 from h5pack.data.samples import name_fields, new_batch, sample_type
 from tests.data import packs
 from tests.data.packs import same
+from tests.makers import flat_folder, quick, save
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_copies_and_pickles_have_the_same_type_and_attributes(dataset: h5pack.H5
     assert echoed.masks.shape == (24, 16, 12)
 
 
-def test_the_example_reads_labelled_and_unlabelled_images(
+def test_the_example_reads_images_with_and_without_labels_and_of_several_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example = Path(__file__).parents[2] / "examples" / "read_pack.py"
@@ -111,5 +112,10 @@ def test_the_example_reads_labelled_and_unlabelled_images(
     done = subprocess.run([sys.executable, example, path], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout.count(": 12 images in ")) == (0, 2), done.stderr
     monkeypatch.setattr(sys, "argv", ["", str(packs.write(tmp_path / "u.h5", 3, images=packs.values(12)))])
+    runpy.run_path(str(example))["main"]()
+    assert capsys.readouterr().out.count(": 12 images in ") == 2
+    save(flat_folder(tmp_path / "in", 11) / "larger.jpg", size=(30, 30))
+    h5pack.convert(tmp_path / "in", tmp_path / "kept.h5", **quick(keep="jpeg"))
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "kept.h5")])
     runpy.run_path(str(example))["main"]()
     assert capsys.readouterr().out.count(": 12 images in ") == 2
