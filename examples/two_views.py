@@ -36,7 +36,7 @@ def train(path: str, epochs: int = EPOCHS) -> list[float]:
     augment = h5pack.Normalize.from_dataset(dataset, flip=0.5, crop=crop, color=color)
     # The same transform for both views: each view has random numbers of its own.
     views = h5pack.Views(augment, augment)
-    loader = h5pack.H5Loader(dataset, BATCH, drop_last=True)
+    loader = h5pack.H5Loader(dataset, min(BATCH, len(dataset)), drop_last=True)
     feed = h5pack.DeviceFeed(loader, transform=views)
     network = Network("cnn", len(augment.mean), FEATURES, small=True).to(feed.device)
     optimizer = torch.optim.SGD(network.parameters(), 0.05, momentum=0.9)
