@@ -352,7 +352,8 @@ class Normalize:
             raise OptionsError(f"the images have dtype {images.dtype}; give uint8 images")
         shape = tuple(images.shape)
         if len(shape) != 4:
-            raise OptionsError(f"the images have shape {shape}; give a batch, (N, H, W, C) or (N, C, H, W)")
+            gray = "; of gray images (N, H, W), images[..., None]" if len(shape) == 3 else ""
+            raise OptionsError(f"the images have shape {shape}; give a batch, (N, H, W, C) or (N, C, H, W){gray}")
         counts = {1, 3} if self._any_channels else {len(self.mean)}
         last, first = shape[3] in counts, shape[1] in counts
         channels = self.channels
