@@ -75,7 +75,7 @@ class CombineReport:
     def to_text(self) -> str:
         """Return the report as one or two lines of text."""
         if self.already_complete:
-            return f"{self.path}: already complete"
+            return f"{self.path}: already complete, {counted(self.images, 'image')}"
         size, copied, total = format_bytes(self.bytes), format_bytes(self.copied_bytes), sum(self.seconds.values())
         images = counted(self.images, "image") + (f" ({self.added:,} new)" if self.added else "")
         text = f"done     {self.path}: {images}, {size}, {copied} of rows written, {total:.1f} s"
