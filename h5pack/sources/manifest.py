@@ -39,6 +39,7 @@ IMAGE_COLUMNS = ("image", "images", "img", "picture", "photo", "jpg", "jpeg", "p
 LABEL_COLUMNS = ("label", "class", "target", "category")
 JSON_LINES = (".jsonl", ".ndjson")
 SPLIT_COLUMNS = ("split", "partition", "subset", "set")
+_TRUTH = {"True": "1", "False": "0"}
 _PROBED = 100
 """Images are looked up in the folders below if none of the first files of a table, this many, exists."""
 _MANY = 10
@@ -464,13 +465,13 @@ def _floats(table: TextTable, column: str, cells: list[str]) -> npt.NDArray[np.f
 def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> npt.NDArray[np.uint8]:
     """Return columns of integers in 0..255 as uint8 (N, K). In a column of -1 and 1, as in CelebA, -1 becomes 0.
 
-    Integers may be written as 1.0.
+    As pandas writes them, integers may be 1.0, and 1 and 0 may be True and False.
 
     Raise SourceError for other values. Its message ends with `advice`: "", or about `text_columns` and `field_columns`.
     """
     result = np.empty((len(table.column(columns[0])), len(columns)), np.uint8)
     for position, column in enumerate(columns):
-        cells = [cell.removesuffix(".0") for cell in table.column(column)]
+        cells = [_TRUTH.get(cell, cell.removesuffix(".0")) for cell in table.column(column)]
         values = integers(cells)
         if values is not None and {*np.unique(values)} <= {-1, 1}:
             values = np.maximum(values, 0)

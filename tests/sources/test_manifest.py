@@ -156,6 +156,7 @@ def test_a_cell_that_is_not_a_number_is_named(cell: str) -> None:
 
 def test_label_tables_hold_small_integers() -> None:
     tables = {"-1 1.0 -1.0": [0, 1, 0], "-1 -1": [0, 0], "1.0 0.0": [1, 0], "0 255": [0, 255], "": []}
+    tables |= {"True False": [1, 0]}
     for cells, stored in tables.items():
         result = binary_table(table(*cells.split()), ["x"])
         np.testing.assert_array_equal(result, np.array(stored, np.uint8).reshape(-1, 1), strict=True)
