@@ -179,7 +179,7 @@ class _Comparison:
     cache: str = "hot"  # Page-cache state of the cases that compare variants.
 
     def compare(self, cases: Sequence[BenchCase]) -> float:
-        """Measure the cases that compare variants; return the seconds of one turn."""
+        """Measure the cases that compare variants; return the estimated seconds to measure each once."""
         turn, left, found = 0.0, self.end - self.clock(), self.report.measurements
         for cache in deciding_caches(self.workload, self.settings.caches):
             self.cache = cache

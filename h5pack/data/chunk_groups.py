@@ -95,8 +95,8 @@ class OpenBatches:
     def arrays_of(self, block: Block) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays, by field name, into which a block's rows are to be copied in the block's order."""
         batch, slot, _ = block.spans[0]
-        # If the block has several batches, their memory is adjacent. So this range begins in the memory of the first
-        # batch, and extends over all of them.
+        # If the block has several batches, they are adjacent in memory, so one range that begins in the first batch
+        # covers all of them.
         return self._memory[batch].part(slot, len(block.rows)).arrays
 
     def memory(self, batch: int) -> BatchMemory:

@@ -109,7 +109,7 @@ class Steps(NamedTuple):
 
 
 def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
-    """Return whether a field of this kind, which is encoded if `is_encoded`, can be used with crops of `images`."""
+    """Return whether a field of this kind can be used with crops of `images`. `is_encoded`: its rows are encoded."""
     if kind in schema.PIXEL_KINDS:
         return is_encoded
     return kind not in schema.MOVED_KINDS or isinstance(images, EncodedIndex)

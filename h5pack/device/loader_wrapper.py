@@ -164,7 +164,7 @@ class LoaderWrapper(Closeable):
         return self._cursor, BatchFetcher(self, iterator, self._iteration, record, first)
 
     def _first_number(self, state: dict[str, Any] | None) -> int:
-        """Return the index in the epoch of the first batch of the iteration that has just begun; 0 if unknown.
+        """Return the index within the epoch of the batch that the new iteration begins with; 0 if unknown.
 
         `state` is the loader's state at the beginning of the iteration.
         """

@@ -74,7 +74,7 @@ def crop_and_flip_on_cpu(
 
 
 def fixed_window(pixels: torch.Tensor, top: int, left: int, size: tuple[int, int]) -> torch.Tensor:
-    """Return the same window of all images, (N, *size, C): a view, or padded with black if it exceeds the images."""
+    """Return the same window of all images, (N, *size, C): a view, or a copy padded with black if it exceeds them."""
     (height, width), (rows, columns) = pixels.shape[1:3], size
     inner = pixels[:, max(0, top) : top + rows, max(0, left) : left + columns]
     if inner.shape[1:3] == size:

@@ -390,7 +390,7 @@ def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
 
 @contextlib.contextmanager
 def rejecting() -> Iterator[None]:
-    """Turn errors of decoders, but not of storage or memory, into a RejectedImageError with a reproducible reason."""
+    """Turn decoding errors into a RejectedImageError with a reproducible text; let storage and memory errors pass."""
     try:
         yield
     except RejectedImageError:

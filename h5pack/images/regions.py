@@ -143,7 +143,7 @@ def _proven_paths() -> frozenset[DecodePath]:
 
 @functools.cache
 def _paths_of_tops() -> frozenset[DecodePath]:
-    """Return the kinds of JPEG whose upper rows simplejpeg decodes to Pillow's pixels; none if it is not installed."""
+    """Return the kinds of JPEG whose upper rows simplejpeg, if it is installed, decodes exactly as Pillow does."""
     try:
         return frozenset(path for path in _JPEG_PATHS if _is_exact(_decode_top, path))
     except Exception:

@@ -408,9 +408,9 @@ class _StageRules:
     def _device_parts(self) -> tuple[Bottleneck, ...]:
         """Return the stage that takes more time, normalizing or the step, or both stages if they are about equal.
 
-        Compare their speeds measured alone and, if known, also their shares of the loop's time. If the two comparisons
-        differ, return both stages. If the shares do not match the speeds (see `normalize_agrees`), return the step,
-        because nothing shows that normalizing is the limit.
+        Compare their speeds measured alone and, if known, also their shares of the loop's time. If the two disagree
+        on which stage takes more time, return both. But if the shares are too far from what the speeds suggest (see
+        `normalize_agrees`), return only the step, because nothing shows that normalizing is the limit.
         """
         evidence, alone = self.evidence, {stage: 1 / rates.median for stage, rates in self.device.items()}
         parts = [alone]

@@ -187,7 +187,7 @@ class KeptPlan(ConvertPlan):
     def needed_bytes(self) -> int:
         """See `ConvertPlan`; images that are encoded need space twice, and their sizes are estimates."""
         needed = super().needed_bytes + int(self.jpeg_bytes[self.needs_encoding].sum())
-        # Masks are counted already in the pack and in its tables' temporary file; add the files they are encoded to.
+        # `needed` has the masks in the pack and in its tables' temporary file. Add the files they are encoded to.
         return needed + self._mask_bytes
 
     @property

@@ -197,8 +197,8 @@ class Output:
                     self.final.with_name(name).unlink(missing_ok=True)
         if not keep_survey:
             self.survey.unlink(missing_ok=True)
-        # Coordinators and parts that were killed may have left files and folders of their own. With `keep_survey`, a
-        # conversion begins, which still needs the probe of this process (see `h5pack.cluster.dask_client`).
+        # Killed coordinators and parts may have left private files and folders. With `keep_survey`, a conversion is
+        # beginning, and this process still needs its own probe file (see `h5pack.cluster.dask_client`).
         kinds: tuple[str, ...] = () if keep_survey else ("owner", "probe", "parts")
         kinds += ("new", "structure", "journal", "parts") if self.parts.exists() else ()
         private = tuple(f"{self.partial.name}.{kind}-" for kind in kinds)

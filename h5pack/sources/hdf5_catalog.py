@@ -420,7 +420,7 @@ def _label_error(path: Path, name: str, found: str, *advice: str) -> SourceError
 
 
 def _read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
-    """Return a field's values, in native byte order; raise SourceError if they are not numbers, texts or ragged."""
+    """Return a field's values, in native byte order: numbers, texts or ragged rows. Raise SourceError for others."""
     if is_ragged(file, name):
         index = index_ragged(file, name)
         _require_memory(path, name, index.data.rows * index.data.row_bytes)

@@ -108,8 +108,8 @@ def _kind_of(names: Iterable[str]) -> str:
 def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shards:
     """Return the files of a source, which is a file, a brace pattern such as ``shard-{000..010}.tar``, or a folder.
 
-    For a folder, return the files that have one of the `suffixes`, in lower or upper case, and are not excluded. There
-    may be none. If a pattern of `include` matches one of these files, it selects files; other patterns select samples.
+    For a folder, return the files, if any, that have one of the `suffixes`, in lower or upper case, and are not
+    excluded. Patterns of `include` that match any of these files select files; the other patterns select samples.
     Raise SourceError if a file of a brace pattern is missing.
     """
     if os.path.isdir(path):
