@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     named = {name: load_named(f"--{name}", getattr(arguments, name)) for name in ("model", "transform")}
     from h5pack.benchmark.plots import check_plot_file
     from h5pack.doctor.diagnose import Diagnosis
-    from h5pack.doctor.target import DiagnoseSettings
+    from h5pack.doctor.loaders import DiagnoseSettings
 
     settings = DiagnoseSettings(
         path=arguments.file,

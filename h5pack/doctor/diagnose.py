@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from h5pack.benchmark.cases import usable_seconds
+from h5pack.doctor.loaders import DiagnoseSettings
 from h5pack.doctor.measure import (
     NotMeasured,
     StageRun,
@@ -26,7 +27,7 @@ from h5pack.doctor.measure import (
     with_one_thread,
 )
 from h5pack.doctor.report import DoctorReport
-from h5pack.doctor.target import DiagnoseSettings, Target
+from h5pack.doctor.target import Target
 from h5pack.errors import OptionsError, SizesDifferError
 from h5pack.format import schema
 from h5pack.inspect.info import faults_of

@@ -1,4 +1,4 @@
-"""The target of a diagnosis: the file, its loaders, the user's transform and model, and the stages to measure."""
+"""The target of a diagnosis: the file, the user's transform and model, and the stages to measure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from h5pack.benchmark.ceilings import PageState, touch
 from h5pack.benchmark.loader_settings import limited_batch_size
 from h5pack.data.dataset import H5Dataset
-from h5pack.data.loader import H5Loader
 from h5pack.device.batch import batch_size_and_bytes, images_of, map_tensors, tensors_of
 from h5pack.device.feed import resolve_device
 from h5pack.doctor.device_stages import (
@@ -30,20 +28,18 @@ from h5pack.doctor.device_stages import (
     name_of,
     normalizer_for,
 )
+from h5pack.doctor.loaders import DiagnoseSettings, HostLoaders
 from h5pack.doctor.measure import ChunkReader, NotMeasured, Repeat, StageRun, busy_fraction, measure_epochs
 from h5pack.doctor.report import TargetSummary
-from h5pack.doctor.workers import PausableSampler, start_workers, stop_workers
 from h5pack.errors import H5PackError, OptionsError, PackFormatError
 from h5pack.images.crops import RandomResizedCrop
 from h5pack.monitor.bottleneck import Encoding, Evidence, Stage
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
 from h5pack.system.machine import available_cpus, available_memory
-from h5pack.system.parameters import require_callable, whole_number
 from h5pack.system.processes import reporting_start_errors
 from h5pack.system.text import error_line, short_repr
 
-DTYPES = ("float32", "bfloat16", "float16")
 # A file larger than this fraction of the available memory is assumed not to stay in the page cache.
 _CACHED_FRACTION = 0.8
 # Each cold repeat starts this fraction of all rows after the start of the previous one, and continues at row 0 after
@@ -53,117 +49,6 @@ _GOLDEN = 0.618
 _FEW_IMAGES = (8, 64)
 _TRIAL_SECONDS, _MAX_TRIALS = 0.1, 5
 _CROP_SIZE = 224
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiagnoseSettings:
-    """The validated parameters of `diagnose`."""
-
-    path: str | os.PathLike[str]
-    device: torch.device | str | None = None
-    model: Any = None
-    transform: Callable[..., Any] | None = None
-    batch_size: int
-    num_threads: int | None = None
-    num_workers: int | None = None
-    split: str | None = None
-    images: str
-    labels: str
-    window: int
-    dtype: str
-    pin_memory: bool | None = None
-    seconds: float
-
-    def __post_init__(self) -> None:
-        for name, minimum in (("batch_size", 1), ("window", 1), ("num_threads", 1), ("num_workers", 0)):
-            if getattr(self, name) is not None:
-                whole_number(name, getattr(self, name), minimum)
-        if self.num_threads is not None and self.num_workers is not None:
-            raise OptionsError(
-                "num_threads is for H5Loader and num_workers for a DataLoader; give only one of them",
-                parameters=("num_threads", "num_workers"),
-            )
-        if self.dtype not in DTYPES:
-            raise OptionsError(f"dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}", parameters=("dtype",))
-        if not 0 < self.seconds < float("inf"):
-            text = f"seconds is {self.seconds!r}; give the total time in seconds, finite and above 0"
-            raise OptionsError(text, parameters=("seconds",))
-        for name in ("model", "transform"):
-            require_callable(name, getattr(self, name))
-
-
-class HostLoaders:
-    """A factory of the loaders to measure: `H5Loader`s, or DataLoaders if `num_workers` is not None.
-
-    `dataset` must not have a transform of its own. An `H5Loader` calls `transform` with whole batches, and a DataLoader
-    calls it with single images. `parallel` is the number of threads of an `H5Loader`, or of workers of a DataLoader.
-    `decodes_once` is true if decoded chunks stay in memory after the first epoch.
-    """
-
-    def __init__(self, dataset: H5Dataset, settings: DiagnoseSettings, pin_memory: bool) -> None:
-        self._dataset, self._settings, self._pin_memory = dataset, settings, pin_memory
-        self.transform, self.transformed_dataset = settings.transform, dataset
-        if self.transform is not None and settings.num_workers is not None:
-            images, labels = dataset.names[0], dataset.label_name
-            self.transformed_dataset = H5Dataset(
-                dataset.path, dataset.split, transform=self.transform, images=images, labels=labels
-            )
-        self.made: list[Any] = []
-        loader = self.make() if settings.num_workers is None else None
-        self.parallel: int = settings.num_workers or 0 if loader is None else loader.num_threads
-        self.decodes_once = loader is not None and loader.decodes_once
-
-    def make(self, rows: int | None = None, *, transform: bool = False) -> Any:
-        """Make a loader of the first `rows` rows (None: all rows), with the transform if `transform` is true."""
-        settings = self._settings
-        options: dict[str, Any] = {"window": settings.window, "rank": 0, "num_replicas": 1}
-        options["indices"] = None if rows is None or rows >= len(self._dataset) else range(rows)
-        if settings.num_workers is None:
-            loader: Any = H5Loader(
-                self._dataset,
-                settings.batch_size,
-                num_threads=settings.num_threads,
-                pin_memory=self._pin_memory,
-                transform=self.transform if transform else None,
-                **options,
-            )
-        else:
-            dataset = self.transformed_dataset if transform else self._dataset
-            loader = DataLoader(
-                dataset,
-                batch_sampler=PausableSampler(dataset, settings.batch_size, **options),
-                num_workers=settings.num_workers,
-                # Starting workers takes seconds, which must not count in every measured epoch.
-                persistent_workers=settings.num_workers > 0,
-                collate_fn=dataset.collate,
-                pin_memory=self._pin_memory,
-            )
-        self.made.append(loader)
-        return loader
-
-    def prefetch_of(self, loader: Any) -> tuple[int, Callable[[], int]]:
-        """Return how many batches a loader prefetches, and a function that counts its ready images.
-
-        A DataLoader does not say how many are ready, so the count is 0.
-        """
-        if self._settings.num_workers is not None:
-            return int((loader.prefetch_factor or 0) * loader.num_workers), lambda: 0
-        return 2 * loader.plan.max_group_batches + 2, lambda: loader.queue_depth * loader.plan.batch_rows(0)
-
-    def stop(self, loader: Any) -> None:
-        """Stop a loader's threads or workers."""
-        self.made.remove(loader)
-        if self._settings.num_workers is None:
-            loader.close()
-        else:
-            stop_workers(loader)
-
-    def close(self) -> None:
-        """Stop all loaders, and close the dataset that this object opened for the transform."""
-        for loader in list(self.made):
-            self.stop(loader)
-        if self.transformed_dataset is not self._dataset:
-            self.transformed_dataset.close()
 
 
 def touch_batch(batch: Any) -> int:
@@ -414,12 +299,12 @@ class Target:
 
     def _drop(self, loader: Any = None) -> None:
         """Drop the file from the page cache; then start the workers of `loader`, if it is a DataLoader."""
-        for made in self.loaders.made:
-            stop_workers(made)  # Their mappings would keep pages in the page cache.
+        self.loaders.stop_workers()  # Their mappings would keep pages in the page cache.
         reason = self._pages.drop()
         if reason is not None:
             raise NotMeasured(reason)
-        start_workers(loader)
+        if loader is not None:
+            self.loaders.start_workers(loader)
 
     def transform_busy_fraction(self, seconds: float) -> float | None:
         """Call the transform in one thread; return the fraction of time in which the thread does not wait, if known."""

@@ -16,7 +16,7 @@ import h5pack
 from h5pack import cli
 from h5pack.commands import doctor
 from h5pack.commands.doctor import load_named
-from h5pack.doctor.target import DTYPES
+from h5pack.doctor.loaders import DTYPES
 from h5pack.errors import OptionsError
 from h5pack.format import schema
 from h5pack.monitor.advice import Advice, Remedy

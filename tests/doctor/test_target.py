@@ -16,7 +16,8 @@ from PIL import Image
 import h5pack
 from h5pack.device.batch import images_of
 from h5pack.doctor.diagnose import Diagnosis
-from h5pack.doctor.target import DiagnoseSettings, HostLoaders, Target, touch_batch
+from h5pack.doctor.loaders import DiagnoseSettings, HostLoaders
+from h5pack.doctor.target import Target, touch_batch
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
 from h5pack.monitor.bottleneck import Encoding, Evidence, Stage

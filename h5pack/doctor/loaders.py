@@ -1,0 +1,162 @@
+"""The settings of a diagnosis, and the loaders that it measures."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from h5pack.data.dataset import H5Dataset
+from h5pack.data.loader import H5Loader
+from h5pack.data.samplers import ChunkBatchSampler
+from h5pack.errors import OptionsError
+from h5pack.system.parameters import require_callable, whole_number
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseSettings:
+    """The validated parameters of `diagnose`."""
+
+    path: str | os.PathLike[str]
+    device: torch.device | str | None = None
+    model: Any = None
+    transform: Callable[..., Any] | None = None
+    batch_size: int
+    num_threads: int | None = None
+    num_workers: int | None = None
+    split: str | None = None
+    images: str
+    labels: str
+    window: int
+    dtype: str
+    pin_memory: bool | None = None
+    seconds: float
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("batch_size", 1), ("window", 1), ("num_threads", 1), ("num_workers", 0)):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), minimum)
+        if self.num_threads is not None and self.num_workers is not None:
+            raise OptionsError(
+                "num_threads is for H5Loader and num_workers for a DataLoader; give only one of them",
+                parameters=("num_threads", "num_workers"),
+            )
+        if self.dtype not in DTYPES:
+            raise OptionsError(f"dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}", parameters=("dtype",))
+        if not 0 < self.seconds < float("inf"):
+            text = f"seconds is {self.seconds!r}; give the total time in seconds, finite and above 0"
+            raise OptionsError(text, parameters=("seconds",))
+        for name in ("model", "transform"):
+            require_callable(name, getattr(self, name))
+
+
+class _PausableSampler(ChunkBatchSampler):
+    """A sampler whose epochs are empty while `paused` is true."""
+
+    paused = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(()) if self.paused else super().__iter__()
+
+
+class HostLoaders:
+    """A factory of the loaders to measure: `H5Loader`s, or DataLoaders if `num_workers` is not None.
+
+    `dataset` must not have a transform of its own. An `H5Loader` calls `transform` with whole batches, and a DataLoader
+    calls it with single images. `parallel` is the number of threads of an `H5Loader`, or of workers of a DataLoader.
+    `decodes_once` is true if decoded chunks stay in memory after the first epoch.
+    """
+
+    def __init__(self, dataset: H5Dataset, settings: DiagnoseSettings, pin_memory: bool) -> None:
+        self._dataset, self._settings, self._pin_memory = dataset, settings, pin_memory
+        self.transform, self.transformed_dataset = settings.transform, dataset
+        if self.transform is not None and settings.num_workers is not None:
+            images, labels = dataset.names[0], dataset.label_name
+            self.transformed_dataset = H5Dataset(
+                dataset.path, dataset.split, transform=self.transform, images=images, labels=labels
+            )
+        self._made: list[Any] = []
+        loader = self.make() if settings.num_workers is None else None
+        self.parallel: int = settings.num_workers or 0 if loader is None else loader.num_threads
+        self.decodes_once = loader is not None and loader.decodes_once
+
+    def make(self, rows: int | None = None, *, transform: bool = False) -> Any:
+        """Make a loader of the first `rows` rows (None: all rows), with the transform if `transform` is true."""
+        settings = self._settings
+        options: dict[str, Any] = {"window": settings.window, "rank": 0, "num_replicas": 1}
+        options["indices"] = None if rows is None or rows >= len(self._dataset) else range(rows)
+        if settings.num_workers is None:
+            loader: Any = H5Loader(
+                self._dataset,
+                settings.batch_size,
+                num_threads=settings.num_threads,
+                pin_memory=self._pin_memory,
+                transform=self.transform if transform else None,
+                **options,
+            )
+        else:
+            dataset = self.transformed_dataset if transform else self._dataset
+            loader = DataLoader(
+                dataset,
+                batch_sampler=_PausableSampler(dataset, settings.batch_size, **options),
+                num_workers=settings.num_workers,
+                # Starting workers takes seconds, which must not count in every measured epoch.
+                persistent_workers=settings.num_workers > 0,
+                collate_fn=dataset.collate,
+                pin_memory=self._pin_memory,
+            )
+        self._made.append(loader)
+        return loader
+
+    def prefetch_of(self, loader: Any) -> tuple[int, Callable[[], int]]:
+        """Return how many batches a loader prefetches, and a function that counts its ready images.
+
+        A DataLoader does not say how many are ready, so the count is 0.
+        """
+        if self._settings.num_workers is not None:
+            return int((loader.prefetch_factor or 0) * loader.num_workers), lambda: 0
+        return 2 * loader.plan.max_group_batches + 2, lambda: loader.queue_depth * loader.plan.batch_rows(0)
+
+    def stop(self, loader: Any) -> None:
+        """Stop a loader's threads or workers, and forget the loader."""
+        self._made.remove(loader)
+        if self._settings.num_workers is None:
+            loader.close()
+        else:
+            _stop_workers(loader)
+
+    def stop_workers(self) -> None:
+        """Stop the workers of all DataLoaders, which start others for their next epoch."""
+        for loader in self._made:
+            _stop_workers(loader)
+
+    def start_workers(self, loader: Any) -> None:
+        """Start the persistent workers of a DataLoader, without reading; ignore an H5Loader."""
+        if self._settings.num_workers is not None:
+            loader.batch_sampler.paused = True
+            for _ in range(2):  # A second epoch begins once all workers have answered.
+                list(loader)
+            loader.batch_sampler.paused = False
+
+    def close(self) -> None:
+        """Stop all loaders, and close the dataset that this object opened for the transform."""
+        for loader in list(self._made):
+            self.stop(loader)
+        if self.transformed_dataset is not self._dataset:
+            self.transformed_dataset.close()
+
+
+def _stop_workers(loader: Any) -> None:
+    """Stop the persistent workers of a DataLoader; ignore an H5Loader."""
+    if getattr(loader, "_iterator", None) is not None:
+        # Private API: DataLoader._iterator._shutdown_workers. Torch has no public way to end persistent workers.
+        with contextlib.suppress(AttributeError):
+            loader._iterator._shutdown_workers()
+        loader._iterator = None
