@@ -286,7 +286,7 @@ TARGET_FOLDERS = frozenset((
 _PROBED_FOLDERS, _PROBED_LENGTH = 100, 4096
 
 
-def refuse_pairs(found: Listing, folders: list[str], kind: str) -> None:
+def _refuse_pairs(found: Listing, folders: list[str], kind: str) -> None:
     """Raise SourceError if two of the folders are named like images and their masks, not like classes or splits.
 
     `folders` are paths relative to the root. `kind`, "classes" or "splits", is what they would otherwise be packed as.
@@ -444,9 +444,9 @@ def _by_names(found: Listing) -> Catalog:
     if not filled or (len(filled) == 1 and is_named(filled[0], IMAGE_FOLDERS)):
         return flat(found)
     kind = "splits" if all(map(is_split_name, filled)) else "classes"
-    refuse_pairs(found, filled, kind)
+    _refuse_pairs(found, filled, kind)
     for folder in filled:
-        refuse_pairs(found, [f"{folder}/{name}" for name in found.filled(folder)], kind)
+        _refuse_pairs(found, [f"{folder}/{name}" for name in found.filled(folder)], kind)
     if kind == "classes":
         _refuse_no_classes(found, filled)
     return arranged(found, kind)

@@ -144,7 +144,7 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, MappedDa
     values = write(path, numbers((ROWS, *SHAPE), "u1"), "rows")
     found = engine_of(path).mapped("x")
     assert found is not None
-    # Opening the file makes the kernel read ahead, at times all of it.
+    # Drop it now, because opening the file loads some of its pages.
     if drop_cache(path):
         pytest.skip("this file system keeps files in the page cache")
     return values, found
