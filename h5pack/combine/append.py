@@ -131,7 +131,8 @@ def append(
     ended = resume and old.options.get("combined", {}).get("verb") == "append"
     only_new = only_new or ended
     with _Addition(source, new_path, old, only_new, split, **settings) as conversion:
-        if not _pack_new(conversion, old.rejects if only_new else ()):
+        notes = _pack_new(conversion, old.rejects if only_new else ())
+        if notes is None:
             return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
     new = _with_split(old, open_part(new_path), split)
     parts = [old, new]
@@ -139,11 +140,16 @@ def append(
     statistics = added_statistics(parts, merged)
     chunk_rows = None if old.is_encoded else old.index.chunk_rows
     plan = Combination.of("append", parts, merged, np.arange(len(merged)), statistics, chunk_rows)
+    new_classes = (merged.label_names or ())[len(old.catalog.label_names or ()) :]
+    if new_classes:
+        more = f" and {len(new_classes) - 10:,} more" if len(new_classes) > 10 else ""
+        notes = (*notes, f"classes that the pack did not have: {', '.join(map(repr, new_classes[:10]))}{more}")
     if virtual:
-        return write_virtual(plan, path, overwrite=True, added=len(new))
-    report = write_combination(plan, path, overwrite=True, resume=resume, progress=progress, added=len(new))
-    _remove(new_path)
-    return report
+        report = write_virtual(plan, path, overwrite=True, added=len(new))
+    else:
+        report = write_combination(plan, path, overwrite=True, resume=resume, progress=progress, added=len(new))
+        _remove(new_path)
+    return replace(report, notes=notes)
 
 
 def _require_options(old: Part, options: dict[str, Any]) -> None:
@@ -243,17 +249,22 @@ def _sizes_differ(old: Part, source: object, sizes: str) -> SizesDifferError:
     return SizesDifferError.at(old.path, problem, "size")
 
 
-def _pack_new(conversion: Conversion, rejects: Sequence[Reject]) -> bool:
-    """Pack the new images; return False if there is none, or if all are in `rejects` and again cannot be packed."""
+def _pack_new(conversion: Conversion, rejects: Sequence[Reject]) -> tuple[str, ...] | None:
+    """Pack the new images and return the notes of the plan that do not advise other options.
+
+    Return None if there are no new images, or if all of them are in `rejects` and again cannot be packed.
+    """
     if not len(conversion.catalog):
-        return False
+        return None
     try:
-        conversion.run()
+        report = conversion.run()
     except NoImagesError:
         if not {reject.name for reject in rejects}.issuperset(map(_stored_name, conversion.catalog.names)):
             raise
-        return False
-    return True
+        return None
+    if report.already_complete:
+        return ()
+    return tuple(note.text for note in conversion.plan().notes() if not note.parameters)
 
 
 def _stored_name(name: str) -> str:

@@ -71,9 +71,10 @@ class CombineReport:
     added: int = 0  #: rows that `append` added
     seconds: dict[str, float] = field(default_factory=dict)
     already_complete: bool = False  #: whether nothing was left to do, with ``resume=True`` or without new images
+    notes: tuple[str, ...] = ()  #: remarks of `append`, such as the classes that the pack did not have before
 
     def to_text(self) -> str:
-        """Return the report as one or two lines of text."""
+        """Return the report as text of one or more lines."""
         if self.already_complete:
             return f"{self.path}: already complete, {counted(self.images, 'image')}"
         size, copied, total = format_bytes(self.bytes), format_bytes(self.copied_bytes), sum(self.seconds.values())
@@ -81,7 +82,7 @@ class CombineReport:
         text = f"done     {self.path}: {images}, {size}, {copied} of rows written, {total:.1f} s"
         if self.rejects:
             text += f"\nrejects  {self.rejects:,}, listed with reasons in {self.path}.rejects.csv"
-        return text
+        return "\n".join([text, *(f"note     {note}" for note in self.notes)])
 
 
 class _UnfinishedFile(Unfinished):

@@ -37,6 +37,7 @@ def test_a_pack_grows(tmp_path: Path, kind: str) -> None:
     before = [sample.image for sample in old]
     report = h5pack.append(path, more, **quick(**SOURCE))
     assert (report.images, report.added, report.rejects) == (24, 10, 0)
+    assert "'emu'" in report.notes[-1]
     assert contents(path) == wanted
     dataset = h5pack.H5Dataset(path)
     assert dataset.classes == ("cat", "dog", "emu")
@@ -46,10 +47,21 @@ def test_a_pack_grows(tmp_path: Path, kind: str) -> None:
     assert h5pack.verify(path, num_workers=1).ok
     report = h5pack.append(path, tmp_path / "c" / "list.jsonl", split="later", **quick(**SOURCE))
     assert (report.images, report.added, report.rejects) == (28, 4, 1)
+    assert not any("'dog'" in note for note in report.notes)
     again = h5pack.H5Dataset(path, split="later")
     assert ((again.classes or ())[:3], np.asarray(again.rows).tolist()) == (dataset.classes, [24, 25, 26, 27])
     assert (tmp_path / "a.h5.rejects.csv").read_text().count("c001.jpg") == 1
     assert leftovers(tmp_path) == {"a", "b", "c", "a.h5", "a.h5.rejects.csv"}
+
+
+def test_images_without_a_label_are_noted(tmp_path: Path) -> None:
+    path = pack(tmp_path, "a", 4, ["cat", "dog"])
+    more = source(tmp_path / "b", "b", 6, ["dog"])
+    lines = more.read_text().splitlines()
+    more.write_text("\n".join([*lines[:4], *(line.replace('"dog"', '""') for line in lines[4:])]))
+    report = h5pack.append(path, more, **quick(**SOURCE))
+    assert (report.added, [h5pack.H5Dataset(path)[row].label for row in range(4, 10)].count(-1)) == (6, 2)
+    assert [note.endswith("val 2") for note in report.notes] == [True]
 
 
 def test_two_appends_have_what_a_join_has(tmp_path: Path) -> None:
