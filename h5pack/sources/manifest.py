@@ -40,10 +40,8 @@ LABEL_COLUMNS = ("label", "class", "target", "category")
 JSON_LINES = (".jsonl", ".ndjson")
 SPLIT_COLUMNS = ("split", "partition", "subset", "set")
 _TRUTH = {"True": "1", "False": "0"}
-_PROBED = 100
-"""Images are looked up in the folders below if none of the first files of a table, this many, exists."""
-_MANY = 10
-"""With fewer images than this, a large number of classes is not worth a note."""
+_PROBED = 100  # files are looked up in the folders below if none of the first files of a table, this many, exists
+_MANY = 10  # with fewer images than this, a large number of classes is not worth a note
 
 
 @dataclass(frozen=True)
@@ -88,35 +86,36 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
         problem = f"no column of image paths found among {', '.join(table.header):.500}; name it with path_column"
         raise SourceError.at(path, problem, "path_column")
     root = columns.root or str(path.parent)
-    kinds = dict.fromkeys(columns.masks, schema.MASK) | dict.fromkeys(columns.images, schema.IMAGE)
-    further = {column: table.column(column) for column in kinds}
-    names = table.column(path_column)
-    for cells in (names, *further.values()):
-        for row, name in enumerate(cells):
-            if not is_path(name) and (name or cells is names):
-                raise table.error(row, f"{name!r} is not a path; correct the line")
-    names, notes = _looked_up(table, names, root, wanted)
-    # A row without the path of a mask or further image is rejected below, by `_complete`.
-    fields = (PixelField(name, kind, NameTable.of(further[name])) for name, kind in kinds.items())
-    files = NameTable.of(names)
-    catalog = Catalog(
-        "manifest", FileReader(root), files, *one_split(len(names)), pixel_fields=tuple(fields), notes=notes
-    )
-    catalog = with_columns(catalog, table, columns, {path_column, *further})
-    repeated = len(names) - len(set(names))
-    if repeated:
-        note = Note(f"lines that repeat the image of an earlier line: {repeated:,}; each line is packed")
-        catalog = replace(catalog, notes=(*catalog.notes, note))
+    names, notes = _paths(table, path_column, root, wanted)
+    fields = []
+    for column in columns.paths:
+        # `include` selects images only. A row without the path of a mask or further image is rejected by `_complete`.
+        files, more = _paths(table, column, root, NameFilter(exclude=wanted.exclude), frozenset(names))
+        fields.append(PixelField(column, schema.MASK if column in columns.masks else schema.IMAGE, NameTable.of(files)))
+        notes += more
+    catalog = Catalog("manifest", FileReader(root), NameTable.of(names), *one_split(len(names)), notes=notes)
+    catalog = with_columns(replace(catalog, pixel_fields=tuple(fields)), table, columns, {path_column, *columns.paths})
+    if repeated := len(names) - len(set(names)):
+        text = f"lines that repeat the image of an earlier line: {repeated:,}; each line is packed"
+        catalog = replace(catalog, notes=(*catalog.notes, Note(text)))
     return _complete(catalog.filtered(wanted))
 
 
-def _looked_up(table: TextTable, names: list[str], root: str, wanted: NameFilter) -> tuple[list[str], tuple[Note, ...]]:
-    """Return the paths of images relative to `root`, given their `names` in the table, and a note if some differ.
+def _paths(
+    table: TextTable, column: str, root: str, wanted: NameFilter, images: frozenset[str] = frozenset()
+) -> tuple[list[str], tuple[Note, ...]]:
+    """Return a column's paths of files relative to `root`, and a note if some differ from the cells of the column.
 
-    If none of the first files exists, look for a file below `root` whose path ends with the name. The name may lack the
-    suffix of the file, and may begin with the name of the folder `root`. Keep a name without such a file.
+    If none of the first files exists, look for a file below `root` whose path ends with the cell. The cell may lack the
+    suffix of the file, and may begin with the name of the folder `root`. Keep a cell without such a file. For masks and
+    further images, give the paths of the images: cells may then be empty, and of several files, an image is not meant.
     """
-    if not os.path.isdir(root) or any(os.path.exists(os.path.join(root, name)) for name in names[:_PROBED]):
+    names = table.column(column)
+    for row, name in enumerate(names):
+        if not is_path(name) and (name or not images):
+            raise table.error(row, f"{name!r} is not a path; correct the line")
+    first = [os.path.join(root, name) for name in names[:_PROBED] if name]
+    if not first or not os.path.isdir(root) or any(map(os.path.exists, first)):
         return names, ()
     files: dict[str, list[str]] = {}
     for file in walk(root, wanted).below(""):
@@ -129,12 +128,14 @@ def _looked_up(table: TextTable, names: list[str], root: str, wanted: NameFilter
         stem = os.path.basename(whole if suffix.lower() in IMAGE_SUFFIXES else ending)
         same = files.get(stem, ())
         found = [file for file in same if f"/{file}".endswith((ending, ending + os.path.splitext(file)[1]))]
+        if len(found) > 1:
+            found = [file for file in found if file not in images] or found
         if len(found) > 1 and name not in found:
             problem = f"{name!r} may be {found[0]!r} or {found[1]!r}; choose with root, include or exclude"
             raise table.error(row, problem, "root", "include", "exclude")
         paths.append(found[0] if len(found) == 1 else name)
     examples = [pair for pair in zip(names, paths, strict=True) if pair[0] != pair[1]][:1]
-    return paths, tuple(Note("images are looked up below {}: {!r} is {!r}".format(root, *pair)) for pair in examples)
+    return paths, tuple(Note("files are looked up below {}: {!r} is {!r}".format(root, *pair)) for pair in examples)
 
 
 def _complete(catalog: Catalog) -> Catalog:
@@ -466,7 +467,6 @@ def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> 
     """Return columns of integers in 0..255 as uint8 (N, K). In a column of -1 and 1, as in CelebA, -1 becomes 0.
 
     As pandas writes them, integers may be 1.0, and 1 and 0 may be True and False.
-
     Raise SourceError for other values. Its message ends with `advice`: "", or about `text_columns` and `field_columns`.
     """
     result = np.empty((len(table.column(columns[0])), len(columns)), np.uint8)

@@ -507,6 +507,24 @@ def test_images_are_looked_up_below_the_root_by_the_ends_of_their_paths(tmp_path
     assert list(below.names) == [*names[:2], "3.jpg", *names[3:]]
 
 
+def test_masks_and_further_images_are_looked_up(tmp_path: Path) -> None:
+    for name in ("images/1.jpg", "images/2.jpg", "masks/1.png", "masks/2_mask.png", "depth/1_d.png", "depth/2_d.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    path = written(tmp_path / "t.csv", "path,mask,depth\n1,1,1_d\n2,2_mask.png,2_d\n2,,2_d")
+    columns = ManifestColumns(masks=("mask",), images=("depth",))
+    catalog = manifest(path, columns, NameFilter(include=("images/*",)))
+    assert list(catalog.names) == ["images/1.jpg", "images/2.jpg"]
+    assert [list(one.files) for one in catalog.pixel_fields] == [
+        ["masks/1.png", "masks/2_mask.png"], ["depth/1_d.png", "depth/2_d.png"],
+    ]  # fmt: skip
+    assert [reject.name for reject in catalog.rejects] == ["images/2.jpg"]
+    # Another file beside the mask has its name, too.
+    (tmp_path / "depth/1.png").touch()
+    with pytest.raises(SourceError):
+        manifest(path, columns, NameFilter(include=("images/*",)))
+
+
 def test_a_file_that_is_where_the_table_says_is_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5pack.sources.manifest._PROBED", 1)
     (tmp_path / "a").mkdir()
