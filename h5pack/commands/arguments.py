@@ -10,25 +10,59 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-
-def comma_parts(value: str | None) -> tuple[str, ...]:
-    """Split a text at commas and strip white space from each part; return an empty tuple for None."""
-    return () if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
+from h5pack.system.parameters import parameter_names
 
 
 def comma_names(value: str) -> tuple[str, ...]:
     """Split an option's value at commas; raise an error if no name is left, for example for an unset shell variable."""
-    names = comma_parts(value)
+    names = tuple(part.strip() for part in value.split(",") if part.strip())
     if not names:
         raise argparse.ArgumentTypeError(f"{value!r} names nothing; give a name, or leave out the option")
     return names
 
 
+_TYPES: dict[str, Any] = {
+    "N": int, "Q": int, "PIXELS": int, "FRACTION": float, "S": float, "A,B": comma_names,
+}  # fmt: skip
+"""What the value of an option becomes, by its metavar. Other values stay text."""
+_PARAMETERS = {
+    "--source": "source_kind", "--workers": "num_workers", "--threads": "num_threads", "--cache": "caches",
+}  # fmt: skip
+"""The parameters of options that have other names."""
+
+
+def add_options(group: Any, options: dict[str, str], **settings: Any) -> None:
+    """Add options and their help. An option with a metavar, such as "--limit N", has a value; others are flags."""
+    for option, text in options.items():
+        name, _, metavar = option.partition(" ")
+        usual = {"metavar": metavar, "type": _TYPES.get(metavar)} if metavar else {"action": "store_true"}
+        group.add_argument(name, help=text, **{"dest": _PARAMETERS.get(name), **usual, **settings})
+
+
 def add_workers(group: Any) -> None:
     """Add ``--workers``, the number of worker processes."""
-    group.add_argument(
-        "--workers", dest="num_workers", type=int, metavar="N", help="worker processes (default: one per available CPU)"
-    )
+    add_options(group, {"--workers N": "worker processes (default: one per available CPU)"})
+
+
+def add_start_method(group: Any) -> None:
+    """Add ``--start-method``."""
+    add_options(group, {"--start-method METHOD": "how to start processes: fork, forkserver or spawn"})
+
+
+def add_splits(group: Any, text: str) -> None:
+    """Add ``--split``, which may be given several times."""
+    add_options(group, {"--split NAME": f"{text}; repeatable"}, dest="splits", action="append")
+
+
+def keywords(arguments: argparse.Namespace, function: Any) -> dict[str, Any]:
+    """Return the arguments that are parameters of `function`, except those that were not given."""
+    found = {name: getattr(arguments, name, None) for name in parameter_names(function)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def is_verbose(arguments: argparse.Namespace) -> bool:
+    """Return whether to show progress and a summary: with neither ``--quiet`` nor ``--json``."""
+    return not arguments.quiet and not arguments.json
 
 
 def print_report(report: Any, arguments: argparse.Namespace, **settings: Any) -> None:
@@ -42,20 +76,15 @@ def print_report(report: Any, arguments: argparse.Namespace, **settings: Any) ->
 
 def add_hdf5(group: Any) -> None:
     """Add the options that name the datasets of images and labels in an HDF5 file, and say how to interpret images."""
-    group.add_argument(
-        "--images", metavar="NAME", help="dataset of images, as arrays or encoded files (default: detected)"
-    )
+    add_options(group, {"--images NAME": "dataset of images, as arrays or encoded files (default: detected)"})
     labels = group.add_mutually_exclusive_group()
-    labels.add_argument("--labels", metavar="NAME", help="dataset of labels (default: detected)")
+    add_options(labels, {"--labels NAME": "dataset of labels (default: detected)"})
     labels.add_argument("--no-labels", action="store_const", const="", dest="labels", help="ignore the file's labels")
-    group.add_argument(
-        "--channel-axis", metavar="WHERE",
-        help="position of the channel axis of an image: last, first or none (default: detected)",
-    )  # fmt: skip
-    group.add_argument(
-        "--value-range", metavar="LOW:HIGH",
-        help="the pixel values that become 0 and 255 (default: 0:1 for floats; integers keep their values)",
-    )  # fmt: skip
+    add_options(group, {
+        "--channel-axis WHERE": "position of the channel axis of an image: last, first or none (default: detected)",
+        "--value-range LOW:HIGH": "the pixel values that become 0 and 255 (default: 0:1 for floats; integers keep "
+        "their values)",
+    })  # fmt: skip
 
 
 def option_text(text: str, fragments: Sequence[str], parser: argparse.ArgumentParser) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from h5pack.commands.arguments import comma_parts, option_text, print_report
+from h5pack.commands.arguments import add_options, is_verbose, keywords, option_text, print_report
 from h5pack.errors import OptionsError
 from h5pack.system.parameters import invalid
 
-_MIXED_EPOCHS = 8
 _OF_SPEED = (
     "contiguous", "chunk_rows", "chunk_bytes", "orders", "engines", "caches", "compression", "num_threads",
     "num_workers", "seconds", "rows", "num_images", "size", "source_kind", "scratch", "plot",
@@ -30,74 +30,47 @@ def add(commands: Any) -> None:
     bench.add_argument(
         "source", nargs="?", metavar="SOURCE", help="a source of 'h5pack convert' (default: generated images)"
     )
-    bench.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="time for the whole benchmark (default 60)"
-    )
-    _add_compared(bench)
-
-    sample = bench.add_argument_group("the sample")
-    sample.add_argument(
-        "--rows", type=int, metavar="N",
-        help="number of rows (default: as many as time, memory and disk allow, up to 512 MiB)",
-    )  # fmt: skip
-    sample.add_argument(
-        "--num-images", type=int, metavar="N",
-        help="number of images in the dataset to recommend for (default: as in SOURCE; without SOURCE, many)",
-    )  # fmt: skip
-    sample.add_argument(
-        "--size",
-        metavar="HxW",
-        help="height and width of every packed image, or one number for a square (default: 224 if sizes differ)",
-    )
-    sample.add_argument(
-        "--source", dest="source_kind", metavar="KIND", help="kind of SOURCE, see 'h5pack convert' (default: detected)"
-    )
-    sample.add_argument("--images", metavar="NAME", help="dataset of images in an HDF5 file (default: detected)")
-    sample.add_argument("--labels", metavar="NAME", help="dataset of labels in an HDF5 file (default: detected)")
-    sample.add_argument(
-        "--scratch", metavar="DIR", help="folder for temporary files (default: the working directory if writable)"
-    )
-    sample.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of shuffled reading (default 0)")
-
-    mixing = bench.add_argument_group("how well the window shuffle mixes rows")
-    mixing.add_argument(
-        "--mixing", action="store_true",
-        help="measure how well the window shuffle mixes the labels of SOURCE (must be an HDF5 file), instead of "
-        "measuring speed; with --window A,B, compare both windows and say whether A is large enough",
-    )  # fmt: skip
-    mixing.add_argument("--split", metavar="NAME", help="with --mixing: use only the rows of this split")
-    mixing.add_argument(
-        "--epochs",
-        type=int,
-        metavar="N",
-        help=f"with --mixing: number of epochs to sample (default {_MIXED_EPOCHS})",
-    )
-
-    out = bench.add_argument_group("output")
-    out.add_argument("--full", action="store_true", help="print the full report, with all reasons, tables and notes")
-    out.add_argument("--plot", metavar="FILE", help="also draw the result (.png, .svg or .pdf; needs matplotlib)")
-    out.add_argument("--quiet", action="store_true", help="show no progress bar")
-
-
-def _add_compared(bench: argparse.ArgumentParser) -> None:
+    add_options(bench, {"--seconds S": "time for the whole benchmark (default 60)"})
     what = bench.add_argument_group("what to compare")
     what.add_argument(
         "--no-contiguous", action="store_false", dest="contiguous",
         help="do not measure a contiguous (unchunked) copy of the sample",
     )  # fmt: skip
-    for option, name, text in (
-        ("--chunk-rows", "chunk_rows", "chunk sizes in rows (default: see --chunk-bytes)"),
-        ("--chunk-bytes", "chunk_bytes", "chunk sizes in bytes (default: 64KiB to 16MiB, and convert's default)"),
-        ("--orders", "orders", "orders: sequential, window, full, single (one row per call); default: all"),
-        ("--engines", "engines", "readers: direct (H5Loader), tuned (HDF5, tuned cache), default (h5py); default: all"),
-        ("--cache", "caches", "page-cache states: hot (file cached) or cold (not cached); default: both"),
-        ("--compression", "compression", "compression methods, see 'h5pack convert' (default: none)"),
-        ("--batch-size", "batch_size", "rows per batch, at most a quarter of the images (default 256)"),
-        ("--window", "window", "chunks that are shuffled together (default 16)"),
-        ("--threads", "num_threads", "numbers of H5Loader threads (default: powers of 2 and the CPU count, up to 16)"),
-        ("--workers", "num_workers", "numbers of DataLoader workers (default: as for --threads)"),
-    ):
-        what.add_argument(option, dest=name, metavar="A,B", help=text)
+    add_options(what, {
+        "--chunk-rows A,B": "chunk sizes in rows (default: see --chunk-bytes)",
+        "--chunk-bytes A,B": "chunk sizes in bytes (default: 64KiB to 16MiB, and convert's default)",
+        "--orders A,B": "orders: sequential, window, full, single (one row per call); default: all",
+        "--engines A,B": "readers: direct (H5Loader), tuned (HDF5, tuned cache), default (h5py); default: all",
+        "--cache A,B": "page-cache states: hot (file cached) or cold (not cached); default: both",
+        "--compression A,B": "compression methods, see 'h5pack convert' (default: none)",
+        "--batch-size A,B": "rows per batch, at most a quarter of the images (default 256)",
+        "--window A,B": "chunks that are shuffled together (default 16)",
+        "--threads A,B": "numbers of H5Loader threads (default: powers of 2 and the CPU count, up to 16)",
+        "--workers A,B": "numbers of DataLoader workers (default: as for --threads)",
+    })  # fmt: skip
+    add_options(bench.add_argument_group("the sample"), {
+        "--rows N": "number of rows (default: as many as time, memory and disk allow, up to 512 MiB)",
+        "--num-images N": "number of images in the dataset to recommend for (default: as in SOURCE; without SOURCE, "
+        "many)",
+        "--size HxW": "height and width of every packed image, or one number for a square (default: 224 if sizes "
+        "differ)",
+        "--source KIND": "kind of SOURCE, see 'h5pack convert' (default: detected)",
+        "--images NAME": "dataset of images in an HDF5 file (default: detected)",
+        "--labels NAME": "dataset of labels in an HDF5 file (default: detected)",
+        "--scratch DIR": "folder for temporary files (default: the working directory if writable)",
+        "--seed N": "random seed of shuffled reading (default 0)",
+    })  # fmt: skip
+    add_options(bench.add_argument_group("how well the window shuffle mixes rows"), {
+        "--mixing": "measure how well the window shuffle mixes the labels of SOURCE (must be an HDF5 file), instead of "
+        "measuring speed; with --window A,B, compare both windows and say whether A is large enough",
+        "--split NAME": "with --mixing: use only the rows of this split",
+        "--epochs N": "with --mixing: number of epochs to sample (default 8)",
+    })  # fmt: skip
+    add_options(bench.add_argument_group("output"), {
+        "--full": "print the full report, with all reasons, tables and notes",
+        "--plot FILE": "also draw the result (.png, .svg or .pdf; needs matplotlib)",
+        "--quiet": "show no progress bar",
+    })  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -120,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     bench = BenchRun(
         arguments.source,
         make_settings(**_settings(arguments)),
-        progress=not arguments.quiet and not arguments.json,
+        progress=is_verbose(arguments),
         elapsed=time.monotonic() - begun,
     )
     try:
@@ -159,29 +132,25 @@ def _mixing(arguments: argparse.Namespace) -> Any:
     dataset = H5Dataset(arguments.source, arguments.split, images=images, labels=labels)
     window, *others = _numbers("window", arguments.window) or (DEFAULT_WINDOW,)
     (batch_size, *_) = _numbers("batch_size", arguments.batch_size) or (256,)
-    return mixing_report(
-        dataset, batch_size, window=window, seed=arguments.seed, windows=others or None,
-        epochs=_MIXED_EPOCHS if arguments.epochs is None else arguments.epochs,
-    )  # fmt: skip
+    given = keywords(arguments, mixing_report)
+    return mixing_report(dataset, **{**given, "batch_size": batch_size, "window": window, "windows": others or None})
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the given arguments as keywords of `h5pack.bench`."""
+    from h5pack.benchmark.cases import BenchSettings
     from h5pack.pack.options import parse_bytes
 
-    names = "seconds contiguous rows num_images size source_kind seed images labels scratch"
-    found = {name: getattr(arguments, name) for name in names.split()}
-    for name in ("orders", "engines", "caches", "compression"):
-        found[name] = comma_parts(getattr(arguments, name))
-    for name in ("chunk_rows", "batch_size", "window", "num_threads", "num_workers"):
-        found[name] = _numbers(name, getattr(arguments, name))
-    found["chunk_bytes"] = tuple(parse_bytes(text) for text in comma_parts(arguments.chunk_bytes))
-    return {name: value for name, value in found.items() if value not in (None, ())}
+    found = keywords(arguments, BenchSettings)
+    for name in found.keys() & {"chunk_rows", "batch_size", "window", "num_threads", "num_workers"}:
+        found[name] = _numbers(name, found[name])
+    if "chunk_bytes" in found:
+        found["chunk_bytes"] = tuple(map(parse_bytes, found["chunk_bytes"]))
+    return found
 
 
-def _numbers(name: str, value: str | None) -> tuple[int, ...]:
-    numbers = comma_parts(value)
-    for number in numbers:
-        if not number.isdecimal():
-            raise invalid(name, number, " is invalid; give whole numbers separated by commas")
-    return tuple(int(number) for number in numbers)
+def _numbers(name: str, values: Sequence[str] | None) -> tuple[int, ...]:
+    for value in values or ():
+        if not value.isdecimal():
+            raise invalid(name, value, " is invalid; give whole numbers separated by commas")
+    return tuple(map(int, values or ()))

@@ -6,11 +6,20 @@ import argparse
 import contextlib
 import json
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from h5pack.commands.arguments import add_hdf5, add_workers, comma_names, option_text
+from h5pack.commands.arguments import (
+    add_hdf5,
+    add_options,
+    add_splits,
+    add_start_method,
+    add_workers,
+    is_verbose,
+    keywords,
+    option_text,
+)
 from h5pack.errors import OptionsError, OutputExistsError
 from h5pack.system.parameters import invalid, output_file
 from h5pack.system.text import counted
@@ -47,140 +56,92 @@ def _add_convert(commands: Any) -> None:
 def _add_source(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how to read a source."""
     what = parser.add_argument_group("what to pack")
-    what.add_argument(
-        "--source", dest="source_kind", metavar="KIND",
-        help="kind of SOURCE: flat, classes, splits, pairs, celeba, manifest, coco, hdf5, webdataset, parquet or mds "
-        "(default: detected)",
-    )  # fmt: skip
-    what.add_argument(
-        "--include", action="append", default=[], metavar="GLOB",
-        help="pack only files whose path matches GLOB; repeatable",
-    )  # fmt: skip
-    what.add_argument(
-        "--exclude", action="append", default=[], metavar="GLOB",
-        help="do not pack files whose path matches GLOB; repeatable",
-    )  # fmt: skip
-    what.add_argument("--limit", type=int, metavar="N", help="pack at most N images, evenly spaced in SOURCE")
-    what.add_argument(
-        "--val", type=float, metavar="FRACTION",
-        help="move FRACTION (such as 0.1) of the training images of each class to a split named val",
-    )  # fmt: skip
-    what.add_argument(
-        "--val-groups", metavar="FIELD", help="with --val: keep images with equal values in this field in one split"
-    )
-    what.add_argument(
-        "--root", metavar="DIR",
-        help="folder to which paths in a manifest or in COCO are relative (default for a manifest: its folder)",
-    )  # fmt: skip
-    _add_columns(what)
-
+    add_options(what, {
+        "--source KIND": "kind of SOURCE: flat, classes, splits, pairs, celeba, manifest, coco, hdf5, webdataset, "
+        "parquet or mds (default: detected)",
+    })  # fmt: skip
+    add_options(what, {
+        "--include GLOB": "pack only files whose path matches GLOB; repeatable",
+        "--exclude GLOB": "do not pack files whose path matches GLOB; repeatable",
+    }, action="append")  # fmt: skip
+    add_options(what, {
+        "--limit N": "pack at most N images, evenly spaced in SOURCE",
+        "--val FRACTION": "move FRACTION (such as 0.1) of the training images of each class to a split named val",
+        "--val-groups FIELD": "with --val: keep images with equal values in this field in one split",
+        "--root DIR": "folder to which paths in a manifest or in COCO are relative (default for a manifest: its "
+        "folder)",
+        "--path-column NAME": "the column that holds the images or their paths",
+        "--label-columns A,B": "the column of labels, or several columns of integers (0 to 255) that become a label "
+        "table",
+        "--split-column NAME": "the column that names each image's split",
+        "--field-columns A,B": "columns of numbers, or of lists of numbers, to store as fields",
+        "--mask-columns A,B": "columns of paths of masks",
+        "--image-columns A,B": "columns of paths of further images",
+        "--text-columns A,B": "columns of text to store as fields",
+        "--box-columns A,B": "columns that hold lists of boxes",
+        "--keypoint-columns A,B": "columns that hold lists of points: x and y, or x, y and visibility",
+        "--box-format FORMAT": "numbers of a box: xyxy (default), xywh or cxcywh; stored as xyxy",
+    })  # fmt: skip
     hdf5 = parser.add_argument_group("HDF5 sources")
     add_hdf5(hdf5)
-    hdf5.add_argument(
-        "--fields", type=comma_names, metavar="A,B", help="also pack these datasets, which have one row per image"
-    )
-
-
-def _add_columns(what: Any) -> None:
-    what.add_argument("--path-column", metavar="NAME", help="the column that holds the images or their paths")
-    what.add_argument(
-        "--label-columns", type=comma_names, metavar="A,B",
-        help="the column of labels, or several columns of integers (0 to 255) that become a label table",
-    )  # fmt: skip
-    what.add_argument("--split-column", metavar="NAME", help="the column that names each image's split")
-    what.add_argument(
-        "--field-columns", type=comma_names, metavar="A,B",
-        help="columns of numbers, or of lists of numbers, to store as fields",
-    )  # fmt: skip
-    what.add_argument("--mask-columns", type=comma_names, metavar="A,B", help="columns of paths of masks")
-    what.add_argument("--image-columns", type=comma_names, metavar="A,B", help="columns of paths of further images")
-    what.add_argument("--text-columns", type=comma_names, metavar="A,B", help="columns of text to store as fields")
-    what.add_argument("--box-columns", type=comma_names, metavar="A,B", help="columns that hold lists of boxes")
-    what.add_argument(
-        "--keypoint-columns", type=comma_names, metavar="A,B",
-        help="columns that hold lists of points: x and y, or x, y and visibility",
-    )  # fmt: skip
-    what.add_argument(
-        "--box-format", metavar="FORMAT", help="numbers of a box: xyxy (default), xywh or cxcywh; stored as xyxy"
-    )
+    add_options(hdf5, {"--fields A,B": "also pack these datasets, which have one row per image"})
 
 
 def _add_layout(convert: argparse.ArgumentParser) -> None:
-    rows = convert.add_argument_group("rows")
-    rows.add_argument(
-        "--size", metavar="HxW", help="height and width of every packed image, or one number for a square"
-    )
-    rows.add_argument("--fit", metavar="HOW", help="how to resize images to --size: crop (default), pad or stretch")
-    rows.add_argument("--resample", metavar="FILTER", help="Pillow filter for resizing (default bicubic)")
-    rows.add_argument(
-        "--draft", action="store_true", help="decode JPEGs at a reduced size, which is faster but changes the pixels"
-    )
-    rows.add_argument("--mode", metavar="MODE", help="channels of packed images: rgb (default) or gray")
-    rows.add_argument("--layout", metavar="LAYOUT", help="order of axes: nhwc (default, channels last) or nchw")
-    rows.add_argument(
-        "--keep", metavar="FORMAT",
-        help="jpeg: store the bytes of JPEG files, of any size, instead of pixels; encode other images as JPEG once",
-    )  # fmt: skip
-    rows.add_argument(
-        "--max-side", type=int, metavar="N", help="with --keep, shrink images whose longer side exceeds N pixels"
-    )
-    rows.add_argument(
-        "--quality", type=int, metavar="Q",
-        help="with --keep, JPEG quality of images that are encoded, 1 to 100 (default 90)",
-    )  # fmt: skip
-    rows.add_argument(
-        "--max-pixels", type=int, metavar="N", help="reject images of more than N pixels as decompression bombs"
-    )
-
+    add_options(convert.add_argument_group("rows"), {
+        "--size HxW": "height and width of every packed image, or one number for a square",
+        "--fit HOW": "how to resize images to --size: crop (default), pad or stretch",
+        "--resample FILTER": "Pillow filter for resizing (default bicubic)",
+        "--draft": "decode JPEGs at a reduced size, which is faster but changes the pixels",
+        "--mode MODE": "channels of packed images: rgb (default) or gray",
+        "--layout LAYOUT": "order of axes: nhwc (default, channels last) or nchw",
+        "--keep FORMAT": "jpeg: store the bytes of JPEG files, of any size, instead of pixels; encode other images as "
+        "JPEG once",
+        "--max-side N": "with --keep, shrink images whose longer side exceeds N pixels",
+        "--quality Q": "with --keep, JPEG quality of images that are encoded, 1 to 100 (default 90)",
+        "--max-pixels N": "reject images of more than N pixels as decompression bombs",
+    })  # fmt: skip
     file = convert.add_argument_group("file layout")
     _add_order(file)
     file.add_argument("--chunk-rows", metavar="N", help="number of rows per chunk, or auto (default)")
-    file.add_argument("--chunk-bytes", metavar="SIZE", help="maximum size of a chunk, such as 4MiB")
-    file.add_argument(
-        "--compression", metavar="METHOD",
-        help="compression method: none (default), gzip[:1-9], zstd[:1-22] or bitshuffle-lz4",
-    )  # fmt: skip
-    file.add_argument(
-        "--shard-bytes", metavar="SIZE",
-        help="write files of at most SIZE, such as 50GiB, named OUT-00000.h5 and so on, and OUT as a virtual file over "
-        "them",
-    )  # fmt: skip
-    file.add_argument("--compat", action="store_true", help="write a file that HDF5 1.8 can read")
+    add_options(file, {
+        "--chunk-bytes SIZE": "maximum size of a chunk, such as 4MiB",
+        "--compression METHOD": "compression method: none (default), gzip[:1-9], zstd[:1-22] or bitshuffle-lz4",
+        "--shard-bytes SIZE": "write files of at most SIZE, such as 50GiB, named OUT-00000.h5 and so on, and OUT as a "
+        "virtual file over them",
+        "--compat": "write a file that HDF5 1.8 can read",
+    })  # fmt: skip
 
 
 def _add_order(group: Any) -> None:
     """Add the options that determine the order of the rows."""
-    group.add_argument(
-        "--order", metavar="ORDER", help="order of the rows: shuffled (default), or sorted (the order of the source)"
-    )
-    group.add_argument("--seed", type=int, metavar="N", help="seed of the shuffled order and of --val (default 0)")
+    add_options(group, {
+        "--order ORDER": "order of the rows: shuffled (default), or sorted (the order of the source)",
+        "--seed N": "seed of the shuffled order and of --val (default 0)",
+    })  # fmt: skip
 
 
 def _add_execution(convert: argparse.ArgumentParser) -> None:
     how = convert.add_argument_group("execution options")
     _add_processes(how)
-    how.add_argument("--io", metavar="HOW", help="how to write OUT: direct (O_DIRECT), buffered or auto (default)")
-    how.add_argument(
-        "--cluster", metavar="ADDRESS",
-        help="run on the workers of a Dask cluster: the address of its scheduler, its scheduler file, or local:N "
-        "to start N workers on this machine",
-    )  # fmt: skip
-    how.add_argument(
-        "--part", metavar="K/N",
-        help="write only part K of N (one process of an array job); after all parts, run with --finish",
-    )  # fmt: skip
-    how.add_argument("--finish", action="store_true", help="complete OUT when all parts are written")
-    how.add_argument("--dry-run", action="store_true", help="print the plan, but write nothing")
-    how.add_argument("--overwrite", action="store_true", help="replace OUT when the new file is complete")
-    how.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
-    how.add_argument("--quiet", action="store_true", help="print no plan, no progress and no summary")
+    add_options(how, {
+        "--io HOW": "how to write OUT: direct (O_DIRECT), buffered or auto (default)",
+        "--cluster ADDRESS": "run on the workers of a Dask cluster: the address of its scheduler, its scheduler file, "
+        "or local:N to start N workers on this machine",
+        "--part K/N": "write only part K of N (one process of an array job); after all parts, run with --finish",
+        "--finish": "complete OUT when all parts are written",
+        "--dry-run": "print the plan, but write nothing",
+        "--overwrite": "replace OUT when the new file is complete",
+        "--resume": "continue an interrupted conversion",
+        "--quiet": "print no plan, no progress and no summary",
+    })  # fmt: skip
 
 
 def _add_processes(group: Any) -> None:
     """Add the options for worker processes, and ``--strict``."""
     add_workers(group)
-    group.add_argument("--start-method", metavar="METHOD", help="how to start processes: fork, forkserver or spawn")
-    group.add_argument("--strict", action="store_true", help="stop at the first image that cannot be packed")
+    add_start_method(group)
+    add_options(group, {"--strict": "stop at the first image that cannot be packed"})
 
 
 def _add_append(commands: Any) -> None:
@@ -193,12 +154,10 @@ def _add_append(commands: Any) -> None:
     append.set_defaults(run=_run_append)
     append.add_argument("out", type=output_file, metavar="PACK", help="the pack to add images to")
     append.add_argument("source", metavar="SOURCE", help="new images: any source of h5pack convert")
-    append.add_argument(
-        "--split", metavar="NAME", help="put all new images into this split (default: the splits of SOURCE)"
-    )
-    append.add_argument(
-        "--only-new", action="store_true", help="leave out images whose names are in PACK already, instead of failing"
-    )
+    add_options(append, {
+        "--split NAME": "put all new images into this split (default: the splits of SOURCE)",
+        "--only-new": "leave out images whose names are in PACK already, instead of failing",
+    })  # fmt: skip
     _add_source(append)
     _add_order(append.add_argument_group("order of the new rows"))
     _add_processes(_add_run_options(append, "discard an interrupted append"))
@@ -213,9 +172,7 @@ def _add_join(commands: Any) -> None:
     join.set_defaults(run=_run_join)
     join.add_argument("packs", metavar="PACK", nargs="+", help="at least two packs with images of the same kind")
     join.add_argument("out", type=output_file, metavar="OUT", help="the file to create")
-    join.add_argument(
-        "--virtual", action="store_true", help="write HDF5 virtual datasets over the packs, which must stay in place"
-    )
+    add_options(join, {"--virtual": "write HDF5 virtual datasets over the packs, which must stay in place"})
     _add_run_options(join, "replace OUT when the new file is complete")
 
 
@@ -229,45 +186,45 @@ def _add_subset(commands: Any) -> None:
     subset.set_defaults(run=_run_subset)
     subset.add_argument("pack", metavar="PACK")
     subset.add_argument("out", type=output_file, metavar="OUT", help="the file to create")
-    subset.add_argument(
-        "--split", dest="splits", action="append", default=[], metavar="NAME", help="take this split; repeatable"
-    )
-    subset.add_argument(
-        "--classes", type=comma_names, default=(), metavar="A,B", help="take these classes, numbered in this order"
-    )
-    subset.add_argument(
-        "--rows", metavar="RANGES", help="take these rows, such as 0:1000,5000:6000,7123 (the end is not included)"
-    )
-    subset.add_argument("--sample", type=int, metavar="N", help="take at most N of the rows, drawn at random")
-    subset.add_argument("--seed", type=int, default=0, metavar="N", help="seed of --sample (default 0)")
+    add_splits(subset, "take this split")
+    add_options(subset, {
+        "--classes A,B": "take these classes, numbered in this order",
+        "--rows RANGES": "take these rows, such as 0:1000,5000:6000,7123 (the end is not included)",
+        "--sample N": "take at most N of the rows, drawn at random",
+        "--seed N": "seed of --sample (default 0)",
+    })  # fmt: skip
     _add_run_options(subset, "replace OUT when the new file is complete")
 
 
 def _add_run_options(parser: argparse.ArgumentParser, overwrite: str) -> Any:
     group = parser.add_argument_group("execution options")
-    group.add_argument("--overwrite", action="store_true", help=overwrite)
-    group.add_argument("--resume", action="store_true", help="continue an interrupted run with the same arguments")
-    group.add_argument("--quiet", action="store_true", help="print no progress and no summary")
+    add_options(group, {
+        "--overwrite": overwrite,
+        "--resume": "continue an interrupted run with the same arguments",
+        "--quiet": "print no progress and no summary",
+    })  # fmt: skip
     return group
 
 
 def _run_convert(arguments: argparse.Namespace) -> int:
     from h5pack.cluster.dask_client import open_client
     from h5pack.combine.convert import open_conversion
+    from h5pack.pack.options import ConvertOptions
 
-    verbose = not arguments.quiet and not arguments.json
-    keywords = _keywords(arguments)
+    verbose = is_verbose(arguments)
+    options = keywords(arguments, ConvertOptions)
+    options["chunk_rows"] = _chunk_rows(arguments.chunk_rows)
     _refuse_combinations(arguments)
     with contextlib.ExitStack() as stack:
         if arguments.cluster is not None:
-            keywords["client"] = stack.enter_context(open_client(arguments.cluster))
+            options["client"] = stack.enter_context(open_client(arguments.cluster))
         opened = partial(open_conversion, arguments.source, arguments.out, progress=verbose)
         try:
-            conversion = stack.enter_context(opened(**keywords))
+            conversion = stack.enter_context(opened(**options))
         except OutputExistsError as error:
             if not arguments.dry_run:
                 raise
-            conversion = stack.enter_context(opened(**{**keywords, "overwrite": True, "resume": False}))
+            conversion = stack.enter_context(opened(**{**options, "overwrite": True, "resume": False}))
             print(f"h5pack: {option_text(str(error), error.parameters, arguments.parser)}", file=sys.stderr)
         report = conversion.existing_report()
         if report is None:
@@ -308,20 +265,6 @@ def _print_plan(conversion: Any, plan: Any, arguments: argparse.Namespace) -> No
         print(f"time     about {max(1, round(seconds))} s on {workers}", flush=True)
 
 
-def _keywords(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the given arguments as keywords of `h5pack.convert`."""
-    values = {**_given_options(arguments), "chunk_rows": _chunk_rows(arguments.chunk_rows)}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the given arguments that are fields of `ConvertOptions`, by field name."""
-    from h5pack.pack.options import ConvertOptions
-
-    found = {field.name: getattr(arguments, field.name, None) for field in fields(ConvertOptions)}
-    return {name: value for name, value in found.items() if value is not None}
-
-
 def _chunk_rows(text: str | None) -> int | None:
     if text is None or text == "auto":
         return None
@@ -332,30 +275,22 @@ def _chunk_rows(text: str | None) -> int | None:
 
 def _run_append(arguments: argparse.Namespace) -> int:
     from h5pack.combine.append import append
+    from h5pack.pack.options import ConvertOptions
 
-    keywords = {**_given_options(arguments), **_run_keywords(arguments)}
-    report = append(arguments.out, arguments.source, split=arguments.split, only_new=arguments.only_new, **keywords)
-    _print_result(report, arguments)
+    options = {**keywords(arguments, ConvertOptions), **keywords(arguments, append)}
+    _print_result(append(arguments.out, progress=is_verbose(arguments), **options), arguments)
     return 0
 
 
 def _run_join(arguments: argparse.Namespace) -> int:
     from h5pack.combine.join import join
 
-    keywords = _run_keywords(arguments)
-    _print_result(join(arguments.packs, arguments.out, virtual=arguments.virtual, **keywords), arguments)
+    _print_result(join(progress=is_verbose(arguments), **keywords(arguments, join)), arguments)
     return 0
 
 
 def _run_subset(arguments: argparse.Namespace) -> int:
     from h5pack.combine.subset import subset
 
-    names = ("splits", "classes", "rows", "sample", "seed")
-    keywords = {**{name: getattr(arguments, name) for name in names}, **_run_keywords(arguments)}
-    _print_result(subset(arguments.pack, arguments.out, **keywords), arguments)
+    _print_result(subset(progress=is_verbose(arguments), **keywords(arguments, subset)), arguments)
     return 0
-
-
-def _run_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
-    progress = not arguments.quiet and not arguments.json
-    return {"overwrite": arguments.overwrite, "resume": arguments.resume, "progress": progress}

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from h5pack.commands.arguments import print_report
+from h5pack.commands.arguments import add_options, is_verbose, keywords, print_report
 from h5pack.errors import OptionsError
 from h5pack.system.text import error_line
 
@@ -24,50 +24,33 @@ def add(commands: Any) -> None:
     )
     doctor.set_defaults(run=run)
     doctor.add_argument("file", metavar="FILE")
-    what = doctor.add_argument_group("what to feed")
-    what.add_argument("--split", metavar="NAME", help="feed only this split (default: all rows)")
-    what.add_argument("--images", default="images", metavar="NAME", help="the dataset of images (default: detected)")
-    what.add_argument("--labels", default="labels", metavar="NAME", help="the dataset of labels (default: detected)")
+    add_options(doctor.add_argument_group("what to feed"), {
+        "--split NAME": "feed only this split (default: all rows)",
+        "--images NAME": "the dataset of images (default: detected)",
+        "--labels NAME": "the dataset of labels (default: detected)",
+    })  # fmt: skip
     how = doctor.add_argument_group("how to feed it")
-    how.add_argument(
-        "--batch-size", type=int, default=256, metavar="N",
-        help="images per batch, at most a quarter of the images (default: 256)",
-    )  # fmt: skip
-    how.add_argument(
-        "--threads", type=int, dest="num_threads", metavar="N",
-        help="reading threads of H5Loader (default: 4, or the number of CPUs if that is lower)",
-    )  # fmt: skip
-    how.add_argument(
-        "--workers", type=int, dest="num_workers", metavar="N",
-        help="use a DataLoader with N workers instead of H5Loader",
-    )  # fmt: skip
-    how.add_argument(
-        "--window", type=int, default=16, metavar="N", help="chunks that are shuffled together (default: 16)"
-    )
-    how.add_argument("--transform", metavar="MODULE:FUNCTION", help="your transform of images, run on the CPU")
-    how.add_argument(
-        "--no-pin", action="store_false", default=None, dest="pin_memory", help="do not copy batches to pinned memory"
-    )
-    how.add_argument(
-        "--pin", action="store_true", default=None, dest="pin_memory",
-        help="copy batches to pinned memory (default: with a GPU)",
-    )  # fmt: skip
-    step = doctor.add_argument_group("the step")
-    step.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda if available)")
-    step.add_argument(
-        "--model", metavar="MODULE:FACTORY",
-        help="function that returns your model or training step (default: a small network)",
-    )  # fmt: skip
-    step.add_argument(
-        "--dtype", default="float32", metavar="NAME",
-        help="dtype of the images on the device: float32 (default), bfloat16 or float16",
-    )  # fmt: skip
-    doctor.add_argument("--seconds", type=float, default=30.0, metavar="S", help="total time in seconds (default: 30)")
-    doctor.add_argument("--quiet", action="store_true", help="show no progress")
-    doctor.add_argument("--plot", metavar="FILE", help="also draw the stages' speeds into a .png, .svg or .pdf file")
-
-
-_NOT_PARAMETERS = ("file", "model", "transform", "plot", "quiet", "json", "debug", "run", "parser")
+    add_options(how, {
+        "--batch-size N": "images per batch, at most a quarter of the images (default: 256)",
+        "--threads N": "reading threads of H5Loader (default: 4, or the number of CPUs if that is lower)",
+        "--workers N": "use a DataLoader with N workers instead of H5Loader",
+        "--window N": "chunks that are shuffled together (default: 16)",
+        "--transform MODULE:FUNCTION": "your transform of images, run on the CPU",
+    })  # fmt: skip
+    pin = {"--no-pin": "do not copy batches to pinned memory"}
+    add_options(how, pin, action="store_false", default=None, dest="pin_memory")
+    pin = {"--pin": "copy batches to pinned memory (default: with a GPU)"}
+    add_options(how, pin, default=None, dest="pin_memory")
+    add_options(doctor.add_argument_group("the step"), {
+        "--device NAME": "cpu, cuda or cuda:1 (default: cuda if available)",
+        "--model MODULE:FACTORY": "function that returns your model or training step (default: a small network)",
+        "--dtype NAME": "dtype of the images on the device: float32 (default), bfloat16 or float16",
+    })  # fmt: skip
+    add_options(doctor, {
+        "--seconds S": "total time in seconds (default: 30)",
+        "--quiet": "show no progress",
+        "--plot FILE": "also draw the stages' speeds into a .png, .svg or .pdf file",
+    })  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,14 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     from h5pack.doctor.diagnose import Diagnosis
     from h5pack.doctor.loaders import DiagnoseSettings
 
-    settings = DiagnoseSettings(
-        path=arguments.file,
-        **named,
-        **{name: value for name, value in vars(arguments).items() if name not in _NOT_PARAMETERS},
-    )
+    settings = DiagnoseSettings(path=arguments.file, **{**keywords(arguments, DiagnoseSettings), **named})
     if arguments.plot is not None:
         check_plot_file(arguments.plot)
-    show = None if arguments.quiet or arguments.json or not sys.stderr.isatty() else _show
+    show = _show if is_verbose(arguments) and sys.stderr.isatty() else None
     with Diagnosis(settings, show, elapsed=time.perf_counter() - begun) as diagnosis:
         try:
             diagnosis.run()
@@ -100,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print(report: Any, arguments: argparse.Namespace) -> None:
     """Print the report, and draw it if requested. Failures are also printed to standard error."""
-    if sys.stderr.isatty() and not arguments.json and not arguments.quiet:
+    if sys.stderr.isatty() and is_verbose(arguments):
         _show("")
     print_report(report, arguments)
     for failure in report.failures:

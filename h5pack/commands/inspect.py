@@ -8,7 +8,16 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from h5pack.commands.arguments import add_hdf5, add_workers, comma_names, print_report
+from h5pack.commands.arguments import (
+    add_hdf5,
+    add_options,
+    add_splits,
+    add_start_method,
+    add_workers,
+    is_verbose,
+    keywords,
+    print_report,
+)
 
 
 def add(commands: Any) -> None:
@@ -21,11 +30,11 @@ def add(commands: Any) -> None:
     )
     info.set_defaults(run=_info)
     info.add_argument("file", metavar="FILE")
-    info.add_argument("--labels", metavar="NAME", help="dataset of labels of an HDF5 file (default: detected)")
-    info.add_argument("--stats", action="store_true", help="also report class counts and channel statistics")
-    info.add_argument(
-        "--full", action="store_true", help="also print chunk caches for h5py, and what opening the file reads"
-    )
+    add_options(info, {
+        "--labels NAME": "dataset of labels of an HDF5 file (default: detected)",
+        "--stats": "also report class counts and channel statistics",
+        "--full": "also print chunk caches for h5py, and what opening the file reads",
+    })  # fmt: skip
 
     verify = commands.add_parser(
         "verify",
@@ -51,23 +60,15 @@ def _add_preview(commands: Any) -> None:
     preview.add_argument("out", metavar="OUT", help="the picture to create (.png, .jpg or .webp)")
 
     what = preview.add_argument_group("what to show")
-    what.add_argument(
-        "--split", dest="splits", action="append", default=[], metavar="NAME", help="show only this split; repeatable"
-    )
-    what.add_argument(
-        "--per-class", type=int, metavar="N",
-        help="show at most N images per class (default 8, or 32 per split if there are no classes)",
-    )  # fmt: skip
-    what.add_argument(
-        "--max-classes", type=int, default=20, metavar="N", help="show at most N classes per split (default 20)"
-    )
-    what.add_argument(
-        "--seed", type=int, metavar="N", help="select rows at random with this seed (default: evenly spaced rows)"
-    )
+    add_splits(what, "show only this split")
+    add_options(what, {
+        "--per-class N": "show at most N images per class (default 8, or 32 per split if there are no classes)",
+        "--max-classes N": "show at most N classes per split (default 20)",
+        "--seed N": "select rows at random with this seed (default: evenly spaced rows)",
+    })  # fmt: skip
     add_hdf5(what)
-
     how = preview.add_argument_group("how it looks")
-    how.add_argument("--tile", type=int, default=128, metavar="PIXELS", help="longer side of each image (default 128)")
+    add_options(how, {"--tile PIXELS": "longer side of each image (default 128)"})
 
 
 def _add_export(commands: Any) -> None:
@@ -83,27 +84,25 @@ def _add_export(commands: Any) -> None:
     export.add_argument("out", type=_without_slash, metavar="DIR", help="the folder to create")
 
     what = export.add_argument_group("what to export")
-    what.add_argument(
-        "--split", dest="splits", action="append", default=[], metavar="NAME", help="export only this split; repeatable"
-    )
-    what.add_argument("--limit", type=int, metavar="N", help="export at most N images, evenly spaced in FILE")
+    add_splits(what, "export only this split")
+    add_options(what, {"--limit N": "export at most N images, evenly spaced in FILE"})
     add_hdf5(what)
-    what.add_argument(
-        "--fields", type=comma_names, default=(), metavar="A,B",
-        help="datasets (one row per image) to write into the manifest (default: all fields of a pack)",
-    )  # fmt: skip
-
+    add_options(what, {
+        "--fields A,B": "datasets (one row per image) to write into the manifest (default: all fields of a pack)",
+    })  # fmt: skip
     how = export.add_argument_group("execution options")
-    how.add_argument(
-        "--format", metavar="FORMAT",
-        help="image format: png (lossless) or jpeg (default: jpeg for a pack that keeps JPEG files, else png)",
-    )  # fmt: skip
-    how.add_argument("--quality", type=int, metavar="N", help="JPEG quality, 1 to 100 (default 95)")
+    add_options(how, {
+        "--format FORMAT": "image format: png (lossless) or jpeg (default: jpeg for a pack that keeps JPEG files, else "
+        "png)",
+        "--quality N": "JPEG quality, 1 to 100 (default 95)",
+    })  # fmt: skip
     add_workers(how)
-    how.add_argument("--start-method", metavar="METHOD", help="how to start processes: fork, forkserver or spawn")
-    how.add_argument("--overwrite", action="store_true", help="replace an earlier export when the new one is complete")
-    how.add_argument("--resume", action="store_true", help="continue an interrupted export")
-    how.add_argument("--quiet", action="store_true", help="print no progress and no summary")
+    add_start_method(how)
+    add_options(how, {
+        "--overwrite": "replace an earlier export when the new one is complete",
+        "--resume": "continue an interrupted export",
+        "--quiet": "print no progress and no summary",
+    })  # fmt: skip
 
 
 def _without_slash(folder: str) -> str:
@@ -113,7 +112,7 @@ def _without_slash(folder: str) -> str:
 def _info(arguments: argparse.Namespace) -> int:
     from h5pack.inspect.info import info
 
-    report = info(arguments.file, labels=arguments.labels, stats=arguments.stats)
+    report = info(arguments.file, **keywords(arguments, info))
     print_report(report, arguments, full=arguments.full)
     return 0
 
@@ -122,7 +121,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     """Verify a pack and print the report; return the exit status, 1 if anything is damaged."""
     from h5pack.inspect.verify import verify
 
-    report = verify(arguments.file, num_workers=arguments.num_workers, progress=not arguments.json)
+    report = verify(arguments.file, progress=not arguments.json, **keywords(arguments, verify))
     print_report(report, arguments)
     return 0 if report.ok else 1
 
@@ -131,8 +130,7 @@ def _preview(arguments: argparse.Namespace) -> int:
     """Draw a contact sheet; return the exit status, 1 if any rows could not be shown."""
     from h5pack.inspect.preview import preview
 
-    names = ("splits", "per_class", "max_classes", "tile", "seed", "images", "labels", "channel_axis", "value_range")
-    report = preview(arguments.file, arguments.out, **{name: getattr(arguments, name) for name in names})
+    report = preview(arguments.file, **keywords(arguments, preview))
     print_report(report, arguments)
     if not arguments.json:
         if any(split.left_out for split in report.splits):
@@ -147,17 +145,11 @@ def _export(arguments: argparse.Namespace) -> int:
     """Export the images; return the exit status, 1 if any rows could not be exported."""
     from h5pack.exporter.exporter import export
 
-    verbose = not arguments.quiet and not arguments.json
-    names = (
-        "format", "quality", "splits", "limit", "images", "labels", "fields", "channel_axis", "value_range",
-        "num_workers", "start_method", "overwrite", "resume",
-    )  # fmt: skip
-    keywords = {name: getattr(arguments, name) for name in names}
-    report = export(arguments.file, arguments.out, progress=verbose, **keywords)
+    report = export(folder=arguments.out, progress=is_verbose(arguments), **keywords(arguments, export))
     named = replace(report, path=arguments.out)
     if arguments.json:
         print(json.dumps(report.to_json(), indent=1))
-    elif verbose:
+    elif not arguments.quiet:
         print(named.to_text())
     if not report.ok and not arguments.json:
         print(named.damage_text(), file=sys.stderr)

@@ -15,6 +15,8 @@ from h5pack.data.dataset import H5Dataset
 from h5pack.data.loader import H5Loader
 from h5pack.data.samplers import ChunkBatchSampler
 from h5pack.errors import OptionsError
+from h5pack.format import schema
+from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.system.parameters import require_callable, whole_number
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -28,16 +30,16 @@ class DiagnoseSettings:
     device: torch.device | str | None = None
     model: Any = None
     transform: Callable[..., Any] | None = None
-    batch_size: int
+    batch_size: int = 256
     num_threads: int | None = None
     num_workers: int | None = None
     split: str | None = None
-    images: str
-    labels: str
-    window: int
-    dtype: str
+    images: str = schema.IMAGES
+    labels: str = schema.LABELS
+    window: int = DEFAULT_WINDOW
+    dtype: str = "float32"
     pin_memory: bool | None = None
-    seconds: float
+    seconds: float = 30.0
 
     def __post_init__(self) -> None:
         for name, minimum in (("batch_size", 1), ("window", 1), ("num_threads", 1), ("num_workers", 0)):
