@@ -12,6 +12,7 @@ A shard without any image that can be packed is left out; a file ``SHARD.rejects
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -287,29 +288,26 @@ class ShardedConversion(Conversion):
         require_other_files(finals, plan.catalog.reader.paths())
         if not self.options.continues or Journal(output.journal).plan() is None:
             self._require_free(shards, self.options.overwrite)
-        lock = OutputLock(output, self._client is not None)
-        try:
-            with reporting_disk_errors(output.partial, "make room, then run again with resume=True", "resume=True"):
-                overwrite = self._begin(plan, lock)
-                self._require_free(shards, overwrite)
-                reports = []
-                if not finish.is_complete(output.partial):
-                    reports = [self._write_shard(one, path) for one, path in zip(plans, shards, strict=True)]
-                return self._publish(lock, shards, reports, overwrite)
-        finally:
-            lock.release()
+        advice = "make room, then run again with resume=True"
+        with (
+            contextlib.closing(OutputLock(output, self._client is not None)) as lock,
+            reporting_disk_errors(output.partial, advice, "resume=True"),
+        ):
+            overwrite = self._begin(plan, lock)
+            self._require_free(shards, overwrite)
+            reports = []
+            if not finish.is_complete(output.partial):
+                reports = [self._write_shard(one, path) for one, path in zip(plans, shards, strict=True)]
+            return self._publish(lock, shards, reports, overwrite)
 
     def _finish_renames(self) -> None:
         """Complete the renames that an interrupted run has begun, so that no shard remains without its virtual file."""
         output = self.output
-        lock = OutputLock(output, self._client is not None)
-        try:
+        with contextlib.closing(OutputLock(output, self._client is not None)) as lock:
             if finish.is_complete(output.partial):
                 held = [output.shards / path.name for path in finish.shards_of(output.partial, output.final)]
                 if self._replaced.exists() or not all(path.exists() for path in held):
                     self._rename(lock, overwrite=True)
-        finally:
-            lock.release()
 
     def _begin(self, plan: ConvertPlan, lock: OutputLock) -> bool:
         """Start the journal, or compare the plan with the interrupted run's plan.
@@ -327,7 +325,7 @@ class ShardedConversion(Conversion):
         output.require_not_begun(lock, self.options)
         output.remove_leftovers(keep_survey=True)
         lock.renew()
-        # `OutputLock.release` would remove an empty file as unused.
+        # `OutputLock.close` would remove an empty file as unused.
         os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
         output.shards.mkdir()
         journal.start({**identity(plan), "overwrite": self.options.overwrite}, plan.fingerprints)

@@ -7,6 +7,7 @@ beginning.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -136,23 +137,18 @@ def write_combination(
     overwrite, resume = options.overwrite, options.resume  # Python's bools, which the journal holds as JSON
     if resume and not overwrite and output.final.exists() and not output.partial.exists():
         return _existing_report(plan, output)
-    lock = OutputLock(output)
-    try:
-        with reporting_disk_errors(output.partial, "make room, then run again with resume=True", "resume=True"):
-            pack = _UnfinishedFile(plan, output, lock, overwrite, resume)
-            if plan.structure.compression is None:
-                copied = _copy_rows(pack, stages)
-                with stages("finish", plan.rows):
-                    finish.complete(pack, plan.tables)
-            else:
-                copied = _compress_rows(pack, stages)
-            finish.publish(output, lock, pack.overwrite, plan.tables.rejects)
-        size = os.fstat(lock.descriptor).st_size
-        return CombineReport(
-            str(output.final), plan.rows, size, copied, len(plan.tables.rejects), added=added, seconds=stages.seconds
-        )
-    finally:
-        lock.release()
+    advice = "make room, then run again with resume=True"
+    with contextlib.closing(OutputLock(output)) as lock, reporting_disk_errors(output.partial, advice, "resume=True"):
+        pack = _UnfinishedFile(plan, output, lock, overwrite, resume)
+        if plan.structure.compression is None:
+            copied = _copy_rows(pack, stages)
+            with stages("finish", plan.rows):
+                finish.complete(pack, plan.tables)
+        else:
+            copied = _compress_rows(pack, stages)
+        finish.publish(output, lock, pack.overwrite, plan.tables.rejects)
+        size, rejects = os.fstat(lock.descriptor).st_size, len(plan.tables.rejects)
+    return CombineReport(str(output.final), plan.rows, size, copied, rejects, added=added, seconds=stages.seconds)
 
 
 def _existing_report(plan: Combination, output: Output) -> CombineReport:
@@ -349,27 +345,23 @@ def _stored_chunk(part: Part, number: int, rows: Rows) -> bytes | None:
 
 def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int = 0) -> CombineReport:
     """Write the virtual file of a combination. Interrupted calls are not resumed, because writing takes little time."""
-    begin = time.perf_counter()
+    begin, options = time.perf_counter(), ConvertOptions(overwrite=overwrite)
     output = Output(out, permissions_of=plan.permissions_of(out))
-    output.check(ConvertOptions(overwrite=overwrite), resumable=False)
-    lock = OutputLock(output)
-    try:
-        with reporting_disk_errors(output.partial, "make room, then run again"):
-            output.require_not_begun(lock, ConvertOptions(overwrite=overwrite))
-            lock.renew()
-            try:
-                make_virtual(plan, output, lock, output.final.parent)
-                finish.publish(output, lock, overwrite, plan.tables.rejects)
-            except BaseException:
-                output.structure.unlink(missing_ok=True)
-                output.partial.unlink(missing_ok=True)
-                raise
-        size = os.fstat(lock.descriptor).st_size
-        seconds = {"write": time.perf_counter() - begin}
-        rejects = len(plan.tables.rejects)
-        return CombineReport(str(output.final), plan.rows, size, 0, rejects, added=added, seconds=seconds)
-    finally:
-        lock.release()
+    output.check(options, resumable=False)
+    advice = "make room, then run again"
+    with contextlib.closing(OutputLock(output)) as lock, reporting_disk_errors(output.partial, advice):
+        output.require_not_begun(lock, options)
+        lock.renew()
+        try:
+            make_virtual(plan, output, lock, output.final.parent)
+            finish.publish(output, lock, overwrite, plan.tables.rejects)
+        except BaseException:
+            output.structure.unlink(missing_ok=True)
+            output.partial.unlink(missing_ok=True)
+            raise
+        size, rejects = os.fstat(lock.descriptor).st_size, len(plan.tables.rejects)
+    seconds = {"write": time.perf_counter() - begin}
+    return CombineReport(str(output.final), plan.rows, size, 0, rejects, added=added, seconds=seconds)
 
 
 def make_virtual(plan: Combination, output: Output, lock: OutputLock, folder: Path) -> None:

@@ -220,7 +220,7 @@ class Conversion:
             self._stack.__exit__(*sys.exc_info())
             raise
         finally:
-            lock.release()
+            lock.close()
 
     def _write_and_finish(self, pack: UnfinishedPack) -> ConvertReport:
         plan = pack.plan

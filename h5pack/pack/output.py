@@ -100,13 +100,10 @@ class Output:
         return self.final.with_name(self.final.name + ending)
 
     def check(self, options: ConvertOptions, count_parts: Callable[[], int] = int, *, resumable: bool = True) -> None:
-        """Raise if the conversion could not finish: the folder is not writable, or a file is in the way.
+        """Raise if the conversion could not finish, because of its folder, its name or a file that is in the way.
 
-        Also raises SourceError if the output's name leaves no room for the names of temporary files.
-
-        Without `resumable`, an interrupted run cannot be continued, so errors recommend starting over. `count_parts`
-        returns the number of parts of an array job that has begun, or 0. A part may continue only an array job, and no
-        other unfinished conversion.
+        `count_parts` returns the number of parts of an array job that has begun, or 0. Unless `resumable`, errors
+        recommend starting over.
         """
         require_writable(self.final.parent)
         max_bytes = max_name_bytes(self.final.parent)
@@ -147,18 +144,13 @@ class Output:
         return OutputExistsError.at(self.partial, f"belongs to an interrupted run; {advice}", *parameters)
 
     def require_not_begun(self, lock: OutputLock, options: ConvertOptions) -> None:
-        """Raise OutputExistsError if another run was interrupted since `check`, unless the options allow discarding it.
-
-        `lock` holds `partial`, which is empty if no other run has begun.
-        """
+        """Raise OutputExistsError if a run was interrupted since `check`, unless the options allow discarding it."""
+        # `lock` holds `partial`, which is empty if no other run has begun.
         if not options.overwrite and not options.continues and os.fstat(lock.descriptor).st_size:
             raise self._unfinished_error(_CONTINUE, "resume=True", "overwrite=True")
 
     def require_space(self, needed: int, *, resumable: bool = True) -> None:
-        """Raise NoSpaceError unless `needed` bytes are free or already occupied by the unfinished files.
-
-        The error recommends ``resume=True`` if `resumable`.
-        """
+        """Raise NoSpaceError unless `needed` bytes are free or already occupied by the unfinished files."""
         held = 0
         shards = (path for path in self.shards.rglob("*") if path.is_file())
         for path in (self.partial, self.compressed, *self.journal.glob("*.bin"), *shards):
@@ -310,10 +302,7 @@ def _owner_of(path: Path) -> dict[str, Any]:
 
 
 def _require_stale(output: Output, probe: Path) -> None:
-    """Raise OutputBusyError unless the owner has ended or is silent.
-
-    `probe` is a new file, whose mtime is the current time of the file system.
-    """
+    """Raise OutputBusyError unless the owner has ended or is silent; `probe` is a new file, whose mtime is now."""
     owner = _owner_of(output.owner)
     try:
         silent_seconds = probe.stat().st_mtime - output.owner.stat().st_mtime
@@ -422,7 +411,7 @@ class OutputLock:
         self.confirm()
         lock(self.descriptor, shared=True, wait=True)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Release the lock, and remove the file if nothing was written to it."""
         with contextlib.suppress(OSError):
             status = os.fstat(self.descriptor)
@@ -468,7 +457,7 @@ class PartFile:
         )
         raise IncompletePackError.at(self._output.partial, problem)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Close the file."""
         if self.descriptor >= 0:
             os.close(self.descriptor)

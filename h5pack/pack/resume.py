@@ -111,7 +111,7 @@ class UnfinishedPack(Unfinished):
         elif plan.to_encode.any():
             self._start_journal()
         if plan.to_encode.any() and isinstance(lock, OutputLock):
-            # The journal begins before the file has its structure. Give the file a size, because `release` would remove
+            # The journal begins before the file has its structure. Give the file a size, because its lock would remove
             # an empty file.
             if not os.fstat(lock.descriptor).st_size:
                 os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)

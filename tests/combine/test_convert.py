@@ -418,7 +418,7 @@ def test_another_conversion_is_not_resumed(tmp_path: Path) -> None:
     lock = OutputLock(Output(out))
     with pytest.raises(OutputBusyError):
         h5pack.convert(found, out, resume=True, **keywords)
-    lock.release()
+    lock.close()
     save(found / "00007.jpg", seed=99)
     with pytest.raises(ResumeError):
         h5pack.convert(found, out, resume=True, **keywords)

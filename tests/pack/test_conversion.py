@@ -504,7 +504,7 @@ def test_a_second_conversion_to_the_same_output_is_kept_out(tmp_path: Path, monk
     for settings in ({}, {"resume": True}, {"overwrite": True}):
         with pytest.raises(OutputBusyError):
             h5pack.convert(source, tmp_path / "o.h5", **quick(**settings))
-    lock.release()
+    lock.close()
     assert h5pack.convert(source, tmp_path / "o.h5", **quick(resume=True)).images == 4
 
 
@@ -558,7 +558,7 @@ def test_no_other_conversion_can_lock_a_file_while_it_is_renewed(
     assert len(others) >= 4
     assert set(others) == {"busy"}
     assert os.fstat(lock.descriptor).st_ino != before
-    lock.release()
+    lock.close()
     assert os.listdir(tmp_path) == []
 
 
