@@ -190,10 +190,7 @@ class _Comparison:
         return turn
 
     def run_off(self) -> bool:
-        """Measure the fastest variants again, side by side; then compare windows, numbers of threads and workers.
-
-        Return whether any repeats were added. Further calls may add more repeats.
-        """
+        """Measure the fastest variants again, then other loader settings; return whether any repeats were added."""
         workload, left, before = self.workload, self.end - self.clock(), self._repeats()
         chosen = choose(self.findings)
         if chosen is None or not chosen.compared or missing(self.findings):

@@ -237,10 +237,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class CaseRepeats:
-    """The repeats of one case in the sweep and in the run-off.
-
-    The run-off is more reliable, because it loads the file into the page cache again before each repeat if time allows.
-    """
+    """The repeats of one case in the sweep, and in the run-off, which is more reliable (see `Sweep.measure`)."""
 
     stated: Measurement  # The repeats of the run-off if there are at least `MIN_TURNS`, else all repeats.
     every: Measurement  # All repeats.
@@ -268,11 +265,7 @@ class CaseRepeats:
 
 
 def ceiling_threads(case: BenchCase, cpus: int) -> int:
-    """Return the number of threads for measuring the ceiling of a case of H5Loader.
-
-    If the file is in the page cache, it is one more than `num_threads`, but at most `cpus`: the caller of an H5Loader
-    also copies rows while it waits.
-    """
+    """Return the threads for a case's ceiling; if rows are copied, the caller of an H5Loader copies some, too."""
     return min(case.num_threads + 1, cpus) if case.cache == "hot" else case.num_threads
 
 

@@ -64,10 +64,7 @@ class Workload:
 def pick_settings(
     picked: Measurement, run_off: Sequence[Measurement], workload: Workload
 ) -> tuple[Measurement, list[str]]:
-    """Return the measurement whose window and number of threads are recommended, and the reasons.
-
-    Return the measurement of the usual settings, unless another one with enough repeats is clearly faster.
-    """
+    """Return the measurement whose settings are recommended: the usual one unless another is faster; and reasons."""
     case = picked.case
     alike = [one for one in run_off if replace(one.case, window=case.window, num_threads=case.num_threads) == case]
     usual = next((one for one in alike if one.case == case and len(one.speeds) >= MIN_REPEATS), picked)
@@ -85,8 +82,7 @@ def pick_settings(
 def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, list[str]]:
     """Return the recommended number of workers for a DataLoader, and the reasons; no reasons if nothing was measured.
 
-    Recommend one worker per CPU, unless another number is faster. If one per CPU was not measured, because other
-    numbers were asked for, recommend the fastest of these.
+    It is one per CPU, unless another number is faster. If one per CPU was not asked for, it is the fastest number.
     """
     case = replace(picked.case, num_threads=1)
     tried = {
@@ -123,10 +119,7 @@ def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> st
 
 
 def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> CachePlan | None:
-    """Return the chunk cache for reading the converted file with h5py; None for the input file, or without chunks.
-
-    The cache is computed, because no case measures h5py with a tuned cache in window shuffle.
-    """
+    """Return the computed chunk cache for h5py and the converted file; None for the input file, or without chunks."""
     if variant.is_input or variant.chunk_rows is None:
         return None
     shape, chunks = (workload.num_images, *workload.row_shape), (variant.chunk_rows, *workload.row_shape)

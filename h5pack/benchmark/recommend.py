@@ -157,10 +157,7 @@ def finalists(findings: Findings) -> list[BenchCase]:
 
 
 def choose(findings: Findings) -> Recommendation | None:
-    """Choose the recommendation from the measurements of the sweep and of the run-off; None if nothing was measured.
-
-    See `_pick_variant` for the variant. Unusual loader settings are recommended only if they are faster.
-    """
+    """Choose the recommendation (see `_pick_variant`) from all measurements; return None if nothing was measured."""
     found, workload = findings.compared(), findings.workload
     if not found:
         return None
@@ -339,8 +336,7 @@ def _name(variant: FileVariant) -> str:
 def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, hardly_matters: bool) -> list[str]:
     """Return sentences on how long an epoch takes with each chunk size; empty if there is only one.
 
-    The times of another variant are the time of the recommended variant divided by the ratios of their speeds in the
-    same turns. An input file that is not recommended is left out, because `_gain` gives its time.
+    An input file that is not recommended is left out, because `_gain` gives its time.
     """
     texts, fastest, seconds = [], 1.0, workload.num_images / picked.stated.median
     for one in found:

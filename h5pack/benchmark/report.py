@@ -374,10 +374,7 @@ def _case_cells(case: BenchCase) -> list[str]:
 
 
 def _run_off(report: BenchReport) -> list[_Line]:
-    """Return the lines of the run-off's table: a measurement, and its speed relative to the recommended settings.
-
-    The ratio is the median over the turns that the answer compares. It is "-" for a DataLoader, or without such turns.
-    """
+    """Return the lines of the run-off's table; a ratio is that to the recommended settings in the same turns."""
     sweep, chosen = {one.case: one for one in report.measurements}, report.recommendation
     repeats = {one.case: CaseRepeats.of(sweep.get(one.case), one) for one in report.run_off}
     lines: list[_Line] = []

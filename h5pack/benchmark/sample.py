@@ -267,10 +267,7 @@ def make_sample(
     clock: Callable[[], float],
     seconds: float,
 ) -> BenchSample:
-    """Pack a sample of the images with each chunk size and compression in `settings`.
-
-    `seconds` is the time that is left for the whole benchmark.
-    """
+    """Pack a sample with each chunk size and compression; `seconds` are left for the whole benchmark."""
     if source.not_convertible and source.variant is not None:
         return _input_only(source, source.variant, settings, source.not_convertible)
     begin = clock()
@@ -419,10 +416,7 @@ def _sample_rows(
     num_files: int,
     rows_in_time: int,
 ) -> int:
-    """Return the number of sample rows that the time, the disk and the memory for caching all files allow.
-
-    Raise NoSpaceError if the disk has no space for them.
-    """
+    """Return the number of sample rows that time, disk and memory allow; raise NoSpaceError if there is none."""
     free = free_bytes(scratch)
     max_bytes = min(MAX_SAMPLE_BYTES, available_memory() // (3 * num_files), int(0.8 * free) // num_files)
     allowed = min(max_bytes // row_bytes, max(rows_in_time, _PROBE_IMAGES[0]))

@@ -54,10 +54,7 @@ class ReadTiming:
 
 
 class CaseReader:
-    """A reader of one case. `epoch` returns an iterator that yields (number of rows, pixels) for each read.
-
-    `close_file` closes the file.
-    """
+    """A reader of one case. `epoch` returns an iterator that yields (number of rows, pixels) for each read."""
 
     max_epoch = 1.0  # `run` stops within an epoch after this many times the requested seconds.
     counts_bytes = True  # Whether this process reads the file, so that its reads can be counted.
@@ -102,10 +99,7 @@ class CaseReader:
 
 
 class SharedDatasets:
-    """Datasets shared by several readers, so that the chunks of a file, maybe millions, are indexed only once.
-
-    `sampled` is the fraction of all images that are in the sample.
-    """
+    """Datasets shared by readers, to index a file's chunks once; `sampled` is the fraction of images in the sample."""
 
     def __init__(self, sampled: float = 1.0) -> None:
         self._sampled = sampled
@@ -197,10 +191,9 @@ class LoaderReader(CaseReader):
 
 
 class LibraryReader(CaseReader):
-    """Reader of single rows or batches by h5py. In sequential order, a batch is read as one slice, else row by row.
+    """Reader by h5py of single rows, or of batches: in sequential order as slices, else row by row.
 
-    Encoded images are read row by row, and decoded by Pillow. The chunk cache is h5py's default, or set up for random
-    access if the case's engine is "tuned". `dataset` is used only for the order of a window shuffle.
+    Encoded images are read row by row, and decoded by Pillow. `dataset` is used only for the order of a window shuffle.
     """
 
     def __init__(self, dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int) -> None:
@@ -231,10 +224,7 @@ class LibraryReader(CaseReader):
             return np.asarray(opened.convert("RGB"))
 
     def read_batch(self, rows: Sequence[int]) -> Epoch:
-        """Read a batch, and yield (number of rows, pixels) for each read.
-
-        In sequential order, rows that are not encoded are read as one slice; otherwise they are copied one by one.
-        """
+        """Read a batch, as one slice or row by row; yield (number of rows, pixels) for each read."""
         if self._case.order == "sequential" and not self._encoded:
             yield len(rows), self._images[rows[0] : rows[-1] + 1]
             return

@@ -104,10 +104,9 @@ def _refusal(found: dict[str, list[str]]) -> WorkerError:
 
 @contextlib.contextmanager
 def open_client(address: str) -> Iterator[Any]:
-    """Connect to a Dask scheduler, and yield the client.
+    """Connect to a Dask scheduler, by its address or scheduler file, or start one for "local:N"; yield the client.
 
-    `address` is the scheduler's address, its scheduler file, or "local:N" to start N worker processes on this machine.
-    Raises OptionsError if it is none of these, WorkerError if no scheduler answers or Dask is not installed.
+    Raises OptionsError if `address` is none of these, WorkerError if no scheduler answers or Dask is not installed.
     """
     try:
         import distributed

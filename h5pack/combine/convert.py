@@ -310,10 +310,7 @@ class ShardedConversion(Conversion):
                     self._rename(lock, overwrite=True)
 
     def _begin(self, plan: ConvertPlan, lock: OutputLock) -> bool:
-        """Start the journal, or compare the plan with the interrupted run's plan.
-
-        Returns whether an existing output may be replaced: if `overwrite` is set in this run or in the interrupted one.
-        """
+        """Start the journal, or compare the plan with the interrupted run's; return whether to replace an output."""
         output, journal = self.output, Journal(self.output.journal)
         before = journal.plan() if self.options.continues else None
         if before is not None:

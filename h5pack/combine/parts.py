@@ -133,11 +133,7 @@ class RowOrigins:
 
 
 def open_part(path: str | os.PathLike[str]) -> Part:
-    """Open a complete pack.
-
-    Raises OptionsError if `path` is no local path, SourceError if the HDF5 file is not a pack, or has no checksums, and
-    PackFormatError if its tables are damaged.
-    """
+    """Open a complete pack; raise SourceError if it is no pack or lacks checksums, PackFormatError if it is damaged."""
     require_local(path)
     path = Path(absolute_path(path))
     with open_file(path) as file:
@@ -257,9 +253,7 @@ def shown(value: Any) -> str:
 def merge(parts: Sequence[Part]) -> Catalog:
     """Return one catalog of the rows of all packs, one pack after the other, with the reader of the first pack.
 
-    Classes of the first pack keep their numbers, and new classes of the others get the next numbers. A reject that is
-    in several packs, with the same reason, is listed once. Raises SourceError if the names of two classes differ only
-    in case, or if packs do not match (see `require_alike`).
+    Raises SourceError if packs do not match (see `require_alike`), or class names differ only in case.
     """
     require_alike(parts)
     catalogs = [part.catalog for part in parts]

@@ -152,10 +152,7 @@ def write_combination(
 
 
 def _existing_report(plan: Combination, output: Output) -> CombineReport:
-    """Return the report of an output that is already complete.
-
-    Raise OutputExistsError if its options or its rows differ from the plan.
-    """
+    """Return the report of an output that is already complete; raise OutputExistsError if it was made of other rows."""
     with open_file(output.final) as file:
         same = text(file.attrs.get(schema.OPTIONS, b"")) == options_text(plan.options())
         same = same and _has_rows(file, plan.tables)
@@ -218,8 +215,7 @@ class RowCopier:
     def copy(self, task: tuple[int, int]) -> tuple[int, int]:
         """Copy the rows of a task, or share their blocks on disk; return the number of rows, and bytes of copied rows.
 
-        Raises DamagedRowsError if copied rows do not match their checksums, and OSError if writing fails. Shared rows
-        are not checked.
+        Shared rows are not compared with their checksums.
         """
         copied = 0
         for owner, start, stop in self._origins.runs(*task):

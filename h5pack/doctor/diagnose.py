@@ -383,10 +383,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             self._unknown.append(f"the speed on an idle machine: other processes use this machine ({busy})")
 
     def _enough_seconds(self, min_seconds: float = 0.0) -> float:
-        """Return an estimate of how many seconds suffice to measure all stages, with some leeway, rounded up.
-
-        The estimate includes at least `min_seconds` for the measurements.
-        """
+        """Return an estimate of the seconds that suffice for all stages, measured for at least `min_seconds`."""
         before = (self._measuring or time.perf_counter()) - self._begun
         runs = [*self._runs.values(), *([] if self._left_out is None else [self._left_out])]
         measuring = max(min_seconds, min_total_seconds(runs))

@@ -118,10 +118,7 @@ class HostLoaders:
         return loader
 
     def prefetch_of(self, loader: Any) -> tuple[int, Callable[[], int]]:
-        """Return how many batches a loader prefetches, and a function that counts its ready images.
-
-        A DataLoader does not say how many are ready, so the count is 0.
-        """
+        """Return how many batches a loader prefetches, and a function that counts its ready images, 0 if unknown."""
         if self._settings.num_workers is not None:
             return int((loader.prefetch_factor or 0) * loader.num_workers), lambda: 0
         return 2 * loader.plan.max_group_batches + 2, lambda: loader.queue_depth * loader.plan.batch_rows(0)

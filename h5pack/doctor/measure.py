@@ -292,10 +292,7 @@ class ChunkReader:
         return rows
 
     def run(self, seconds: float, num_threads: int, rows: int, begin: float = 0.0, *, once: bool = False) -> Repeat:
-        """Measure reading the first `rows` rows in stored order for `seconds`; if `once`, read no row twice.
-
-        Start at the fraction `begin` (0 to 1) of these rows; after the last row, continue with row 0.
-        """
+        """Measure reading the first `rows` rows, from the fraction `begin` of them on; if `once`, read no row twice."""
         blocks = list(self._blocks(0, rows))
         deadline, first_block = time.perf_counter() + seconds, int(begin * len(blocks))
 
@@ -403,10 +400,7 @@ class StageRun:
         self.overhead_seconds = max(0.0, took - max(seconds, self.min_seconds))
 
     def _measure(self, seconds: float) -> tuple[float, Repeat]:
-        """Prepare and measure a repeat; return the total duration and the repeat.
-
-        The total duration includes preparing, and stopping an unfinished epoch.
-        """
+        """Prepare and measure a repeat; return its total duration, with the end of its last epoch, and the repeat."""
         begun = time.perf_counter()
         if self.prepare is not None:
             self.prepare()

@@ -138,10 +138,7 @@ class Target:
             self.loaders.transform = None
 
     def record_failure(self, stage: Stage, error: Exception, what: str, reason: str | None = None) -> None:
-        """Record the error of a stage. In `failures`, `what` precedes it, unless it is an H5PackError.
-
-        `reason` is the text for `reasons`; None: the error in one line.
-        """
+        """Record the error of a stage, in `failures` after `what`; `reason` is for `reasons` (default: the error)."""
         line = error_line(error)
         self.failures[stage] = line if isinstance(error, H5PackError) else f"{what} ({line})"
         self.reasons[stage] = reason or line

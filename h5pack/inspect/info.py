@@ -426,10 +426,7 @@ def _label_fix(dataset: h5py.Dataset, fix: tuple[str, ...] | None) -> tuple[str,
 
 
 def packing_options(file: h5py.File, name: str, labels: str | None = None) -> dict[str, Any]:
-    """Return the keyword arguments with which `convert` keeps the axes, labels and fields of the images in `name`.
-
-    `labels` is the dataset of labels: None to detect it, "" if there are none.
-    """
+    """Return the keywords with which `convert` keeps the axes, labels ("": none) and fields of the images in `name`."""
     images = file[name]
     found: dict[str, Any] = {}
     if schema.FORMAT not in file.attrs:  # `convert` keeps the labels and fields of a pack by default.
@@ -480,10 +477,7 @@ def _label_counts(labels: h5py.Dataset, parts: Sequence[Sequence[int]] = ()) -> 
 
 
 def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:
-    """Measure the mean and std of each channel on evenly spaced rows; return None if they are not finite.
-
-    Also None if `images` is empty or not numeric with 4 axes. The channel axis is 3 if its length is 1, 3 or 4, else 1.
-    """
+    """Measure the mean and std of channels on evenly spaced rows; None unless images are finite numbers with 4 axes."""
     if images.ndim != 4 or images.dtype.kind not in "iuf" or not images.size:
         return None
     rows = np.unique(np.linspace(0, len(images) - 1, min(len(images), _MAX_SAMPLED_ROWS)).astype(np.int64))

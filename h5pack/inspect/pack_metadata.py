@@ -23,10 +23,7 @@ _WIDTH, _MAX_NAMES_LENGTH = 110, 180  # maximum characters of a line, and of a l
 
 
 def describe_pack(file: h5py.File) -> dict[str, Any]:
-    """Return the metadata of a pack as a JSON-serializable dict.
-
-    The dict of an unfinished pack has only the keys "format", "version", "complete" and "options".
-    """
+    """Return the metadata of a pack for JSON; of an unfinished pack, only how it was made."""
     described: dict[str, Any] = {
         "format": int(file.attrs[schema.FORMAT]),
         "version": text(file.attrs.get(schema.VERSION, b"")),

@@ -260,10 +260,7 @@ def _some(rows: npt.NDArray[np.int64], max_count: int, generator: np.random.Gene
 def _read(
     path: str | os.PathLike[str], source: SourceRows, index_of: dict[int, int], tile: int
 ) -> tuple[dict[int, Image.Image], dict[int, RejectedImageError]]:
-    """Read and scale the images; return the pictures by row, and the errors of rows that cannot be shown.
-
-    Raise DamagedRowsError if no row can be shown.
-    """
+    """Read and scale the images; return the pictures by row, and the errors of rows that cannot be shown."""
     reader, pictures, errors = source.reader, {}, {}
     reader.begin(list(index_of.values()))
     with strict_pillow():
@@ -359,10 +356,7 @@ def _captions(catalog: Catalog, index_of: dict[int, int]) -> dict[int, list[str]
 def _draw(
     lines: Sequence[_Line], pictures: dict[int, Image.Image], captions: dict[int, list[str]], file_format: str
 ) -> Image.Image:
-    """Draw the lines from top to bottom, with the images in cells of equal size, and return the sheet.
-
-    A damaged row gets a crossed-out cell.
-    """
+    """Draw the lines from top to bottom, with images in cells of equal size; a damaged row gets a crossed-out cell."""
     cell = Image.new("RGB", np.max([picture.size for picture in pictures.values()], axis=0).tolist(), _PAPER)
     pen = ImageDraw.Draw(cell)
     pen.rectangle((0, 0, cell.width - 1, cell.height - 1), outline=_ALARM)

@@ -110,15 +110,12 @@ class _Rows:
 
 @dataclass
 class _Structure:
-    """The results of the structural check, which a worker process carries out with the HDF5 library.
-
-    `large` lists the images, and the fields that are stored like the images.
-    """
+    """The results of the structural check, which a worker process carries out with the HDF5 library."""
 
     rows: int
     problems: list[str] = field(default_factory=list)
     damaged: dict[str, list[int]] = field(default_factory=dict)
-    large: list[_Rows] = field(default_factory=list)
+    large: list[_Rows] = field(default_factory=list)  # the images, and the fields that are stored like the images
     seen: set[str] = field(default_factory=set)  # names of all large datasets, including those that cannot be checked
 
 

@@ -120,10 +120,7 @@ class CompressTask:
 
 
 def compress_rows(task: CompressTask) -> tuple[int, bytes]:
-    """Read a chunk's rows back, check and compress them; return the number of rows and the compressed bytes.
-
-    Raises H5PackError if the rows do not match their checksums.
-    """
+    """Read a chunk's rows back, check and compress them; return the number of rows and the compressed bytes."""
     require_filter(task.compression)
     chunk = np.zeros(task.shape, task.dtype)
     rows = chunk[: len(task.checksums)]

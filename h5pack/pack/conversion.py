@@ -278,11 +278,7 @@ class Conversion:
     def _earlier_results(
         self, pack: UnfinishedPack, *, check: bool, rows: npt.NDArray[np.int64] | None = None
     ) -> RowResults:
-        """Return the results of the rows that the journal records. All other rows must still be written.
-
-        With `check`, the results of rows whose bytes do not match their checksums are discarded. If `rows` are given,
-        only these are checked.
-        """
+        """Return the journaled results; with `check`, without rows (of `rows`, if given) whose bytes are damaged."""
         results = RowResults(pack.plan.rows, pack.plan.options.channels, len(pack.all_offsets) - 1)
         for record in pack.journal.records():
             results.add(record)
@@ -294,10 +290,7 @@ class Conversion:
     def _wrong_rows(
         self, pack: UnfinishedPack, rows: npt.NDArray[np.int64], checksums: Sequence[npt.NDArray[np.uint32]]
     ) -> list[int]:
-        """Return, in ascending order, the `rows` whose bytes in any dataset do not match their checksums.
-
-        `checksums` has one array for the images, and one for each field that is chunked like them, indexed by row.
-        """
+        """Return, ascending, the `rows` whose bytes in any dataset differ from the `checksums` of that dataset."""
         wrong: set[int] = set()
         tasks = itertools.chain.from_iterable(
             check_tasks(str(pack.output.partial), offsets, rows, expected, _CHECK_BYTES)

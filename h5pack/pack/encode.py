@@ -164,8 +164,7 @@ def _encode(
     """Encode an image and its masks; return field number, bytes, height and width of each.
 
     The image has the field number -1. Its height and width are 0 if its file is stored unchanged. An image whose file
-    is copied only when rows are written is left out. Raises RejectedImageError if the image or a mask cannot be decoded
-    or encoded.
+    is copied only when rows are written is left out.
     """
     index, name, decode_path = task.indices[position], task.names[position], task.decode_paths[position]
     found: list[tuple[int, bytes, int, int]] = []
@@ -195,9 +194,8 @@ def encode_images(
 ) -> KeptPlan:
     """Encode those of a plan's images that cannot be stored unchanged; return the plan with the sizes of all files.
 
-    Images that an earlier run encoded are not encoded again. The parts of an array job all submit the same tasks,
-    even those already done, because their executor returns saved results. `advance` is called with the number of
-    images already done, then with that of each finished task. Raises NoRowsError if no image is left.
+    The parts of an array job all submit the same tasks, even those already done, because their executor returns saved
+    results. `advance` is called with the number of images already done, then with that of each finished task.
     """
     plan = pack.plan
     assert isinstance(plan, KeptPlan)
@@ -262,10 +260,7 @@ def _tasks(
 
 
 def _check_tasks(records: list[tuple[str, EncodedRecord]]) -> Iterator[CheckTask]:
-    """Yield a task for each record that checks the record's images, which are contiguous in a temporary file.
-
-    The tasks number the images from 0, across all records.
-    """
+    """Yield a task that checks the images of each record; images are numbered from 0, across all records."""
     start = 0
     for path, record in records:
         if len(images := record.images):

@@ -110,11 +110,7 @@ class FileStructure:
         return tuple(self.chunk_rows * math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in self.datasets)
 
     def row_offsets(self, addresses: Addresses, edges: npt.NDArray[np.int64] | None) -> tuple[RowOffsets, ...]:
-        """Return the byte offsets of the rows of the images, and of each field that is chunked like them.
-
-        `addresses` are the byte offsets of the chunks. `edges`, int64 (N + 1,), are the byte offsets of encoded
-        images from the first image, and the end of the last; None if rows are pixels.
-        """
+        """Return the byte offsets of the rows of each dataset; `edges` are those of encoded rows, else None."""
         if edges is None:
             return tuple(
                 RowOffsets(some, self.chunk_rows, size // self.chunk_rows)
@@ -176,12 +172,11 @@ Addresses = tuple[npt.NDArray[np.int64], ...]
 def write_structure(
     path: Path, structure: FileStructure, rows: int, tables: PackTables | None, planned_rows: int = 0
 ) -> Addresses:
-    """Write a file without pixels, and return the byte offset of each chunk.
+    """Write a file without pixels, and return the byte offset of each chunk; without `tables`, it is incomplete.
 
-    Without `tables`, the file is marked as incomplete. `planned_rows` is the number of rows before images were
-    rejected. If there are fields, each dataset first gets chunks for `planned_rows` rows, and is then shortened to
-    `rows`, so that the chunks of the datasets that follow keep their addresses. Raises OSError if the file cannot be
-    written (ENOSPC if the disk is full).
+    `planned_rows` is the number of rows before images were rejected. If there are fields, each dataset first gets
+    chunks for `planned_rows` rows, and is then shortened to `rows`, so that the chunks of the datasets that follow keep
+    their addresses.
     """
     path.unlink(missing_ok=True)
     with create_file(path, structure) as file:
@@ -212,10 +207,7 @@ def table_bytes(tables: PackTables) -> int:
 
 
 def copy_structure(path: Path, target: int, addresses: Addresses, structure: FileStructure) -> None:
-    """Copy the file at `path`, without its chunks, to the descriptor `target`, and delete the file.
-
-    `target` gets the size of the file. `addresses` and `structure` are those of `write_structure`.
-    """
+    """Copy the file of `write_structure`, without its chunks, to the descriptor `target`, and delete the file."""
     source = os.open(path, os.O_RDONLY)
     sizes = np.repeat(structure.all_chunk_bytes, [len(some) for some in addresses])
     starts = np.concatenate(addresses)

@@ -63,11 +63,7 @@ def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 
 def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
-    """Move planned rows to their final positions, in ascending order of these positions.
-
-    `origins`, int64 (n,), has for each final row the planned row that it comes from; see `close_holes`. Raises
-    OutputBusyError if another process has taken over the conversion.
-    """
+    """Move planned rows to their final positions, in ascending order; `origins` is that of `close_holes`."""
     # Encoded rows never move, because images that cannot be packed are known before the first row is written.
     descriptor = pack.lock.descriptor
     for row_offsets, (target, origin, count) in itertools.product(pack.all_offsets, moved_runs(origins)):
@@ -86,10 +82,9 @@ def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
 
 
 def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[np.int64], wrong: Sequence[int]) -> None:
-    """Redo the moves of rows (see `move_rows`) that an interrupted run did not complete.
+    """Redo the moves of rows that an interrupted run did not complete; `wrong` are final positions, ascending.
 
-    `wrong` are the final positions, ascending, of rows whose bytes there do not match their checksums. A row whose
-    bytes no longer exist in the file (for example after a power cut) is decoded again or, with `keep`, read again.
+    A row whose bytes no longer exist in the file, for example after a power cut, is decoded or read again.
     """
     plan, descriptor = pack.plan, pack.lock.descriptor
     decoder = SampleDecoder(plan.pixels, plan.pixel_rows)
@@ -166,12 +161,7 @@ def complete(pack: Unfinished, tables: PackTables) -> None:
 def compress(
     pack: UnfinishedPack, tables: PackTables, executor: Executor, max_in_flight: int, advance: Callable[[int], object]
 ) -> None:
-    """Write a compressed copy of ``OUT.partial`` with all tables, flush it, and replace ``OUT.partial`` by it.
-
-    The workers of `executor` compress chunks; at most `max_in_flight` chunks are being compressed or wait to be stored,
-    unless the executor sets that number itself (see `run`). After each chunk, `advance` is called with its number of
-    rows.
-    """
+    """Write a compressed copy of ``OUT.partial`` with all tables, flush it, and replace ``OUT.partial`` by it."""
     structure, step = pack.structure, pack.structure.chunk_rows
     compression, partial = structure.compression, str(pack.output.partial)
     assert compression is not None
@@ -240,10 +230,7 @@ def _expected(pack: Unfinished, tables: PackTables) -> list[Expected]:
 def require_sound(
     path: Path, expected: Sequence[Expected], addresses: Addresses | None, compression: Compression | None = None
 ) -> None:
-    """Open a pack as a reader does; raise H5PackError unless it is complete and has the `expected` datasets.
-
-    `addresses` are the expected byte offsets of the chunks; None accepts any. `compression` is the filter to load.
-    """
+    """Raise H5PackError unless a pack is complete and as `expected`; None as `addresses` accepts any."""
     if compression is not None:
         require_filter(compression)
     try:
@@ -279,10 +266,7 @@ def _is_sound_dataset(file: h5py.File, expected: Expected, addresses: npt.NDArra
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether the ``OUT.partial`` at `path` is marked as complete.
-
-    If it is, a compressed or virtual file only has to be renamed.
-    """
+    """Return whether the ``OUT.partial`` at `path` is complete; then a compressed or virtual file is only renamed."""
     try:
         with h5py.File(path, "r", locking=False) as file:
             return int(file.attrs[schema.COMPLETE]) == 1
@@ -292,11 +276,7 @@ def is_complete(path: Path) -> bool:
 
 
 def shards_of(file: Path, out: Path) -> set[Path]:
-    """Return the paths of the shards that belong to `file`, the output of a conversion to `out`.
-
-    `file` may have another name than `out`, such as ``OUT.partial``. The set is empty if `file` is not the
-    output of a conversion into shards.
-    """
+    """Return the paths of the shards of `file`: the output of a conversion to `out`, or its ``OUT.partial``."""
     try:
         with h5py.File(file, "r", locking=False) as opened:
             images = opened.get(schema.IMAGES, opened.get(schema.ENCODED_DATA))
@@ -312,11 +292,7 @@ def shards_of(file: Path, out: Path) -> set[Path]:
 
 
 def publish(output: Output, lock: OutputLock, overwrite: bool, rejects: Sequence[Reject]) -> None:
-    """Write ``OUT.rejects.csv``, rename ``OUT.partial`` to the output, and remove the journal.
-
-    Without rejects, an existing ``OUT.rejects.csv`` is removed. Unless `overwrite`, raises OutputExistsError if another
-    program has created the output meanwhile.
-    """
+    """Write or remove ``OUT.rejects.csv``, rename ``OUT.partial`` to the output, and remove the journal."""
     old = None if output.permissions_of is None else os.stat(output.permissions_of)
     lock.share()
     _require_free(output, overwrite)

@@ -121,10 +121,7 @@ class EncodedFile(NamedTuple):
 
 
 def read_encoded(encoded: EncodedFile, size: int) -> bytes:
-    """Return the bytes of an encoded image or mask.
-
-    If they do not match their checksum, raises DamagedRowsError for a pack, ResumeError for a temporary file.
-    """
+    """Return an encoded image or mask; raise DamagedRowsError (in a pack) or ResumeError if its checksum differs."""
     path, dataset, row = encoded.path, encoded.dataset, encoded.row
     with open(path, "rb") as stream:
         found = read_all(stream.fileno(), size, encoded.offset)

@@ -104,10 +104,7 @@ class KeptPlan(ConvertPlan):
 
     @property
     def to_encode(self) -> npt.NDArray[np.bool_]:
-        """See `ConvertPlan`. If the source is read by groups, files that are stored unchanged are included.
-
-        If there are masks, all images that become rows are included.
-        """
+        """See `ConvertPlan`; with masks, all images that become rows are included."""
         if not self.catalog.pixel_fields:
             return self.needs_encoding
         return np.isin(np.arange(len(self.catalog)), self.row_order.origins)
@@ -134,10 +131,7 @@ class KeptPlan(ConvertPlan):
         return [None if self.places is None else self.places.file(index) for index in indices.tolist()]
 
     def with_encoded(self, places: EncodedPlaces, reasons: dict[int, str]) -> KeptPlan:
-        """Return the plan with the sizes of encoded images, and without the rejected images.
-
-        `reasons` says why images were rejected, by catalog index. Raises NoRowsError if no image is left.
-        """
+        """Return the plan with the sizes of encoded images, without those in `reasons`, by catalog index."""
         packed = ~np.isin(self.row_order.origins, np.array([*reasons], np.int64))
         rejects = (*self.rejects, *(self.catalog.reject(index, reason) for index, reason in sorted(reasons.items())))
         if not packed.any():

@@ -112,10 +112,7 @@ class ConvertOptions:
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any]) -> ConvertOptions:
-        """Create options from keywords, parsing text such as ``size="64x64"`` and ``chunk_bytes="4MiB"``.
-
-        Raises TypeError for a name that is not a keyword of `h5pack.convert`.
-        """
+        """Create options from keywords, parsing text; raise TypeError for one that `h5pack.convert` lacks."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in keywords:
             if name not in names:
@@ -211,10 +208,7 @@ class ConvertOptions:
 
     @property
     def in_array_job(self) -> bool:
-        """Whether this run writes a part of an array job, or finishes the job.
-
-        Such a run continues earlier work if there is any, and cannot be combined with `resume`.
-        """
+        """Whether this run writes a part of an array job or finishes it; it continues earlier work without `resume`."""
         return self.finish or self.part is not None
 
     @property
@@ -276,11 +270,7 @@ class ConvertOptions:
 
 
 def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> None:
-    """Raise OptionsError for options that cannot be used with the source.
-
-    These are `val` if no split can be divided, `val_groups` if there is no such field, `draft` if samples have masks or
-    further images, and `keep` if samples have further images.
-    """
+    """Raise OptionsError for options that cannot be used with the source."""
     if options.draft and catalog.pixel_fields:
         problem = "draft=True cannot be used for images with masks or further images; leave out draft=True"
         raise OptionsError.at(source, problem, "draft=True")

@@ -49,10 +49,7 @@ class RowOrder:
 
 
 def order_rows(indices: Rows, split_ids: npt.NDArray[np.int32], num_splits: int, seed: int | None) -> RowOrder:
-    """Return images ordered by split; within a split, they are shuffled, or in source order if `seed` is None.
-
-    `indices`, int64 (N,), are the images' catalog indices, ascending; `split_ids`, int32 (N,), their split numbers.
-    """
+    """Return the images `indices` (ascending) by split; each is shuffled, or in source order if `seed` is None."""
     members = [indices] if num_splits == 1 else [indices[split_ids == split] for split in range(num_splits)]
     if seed is not None:
         members = [_taken(some, shuffled_split(len(some), seed, split)) for split, some in enumerate(members)]
@@ -184,11 +181,7 @@ class ConvertPlan:
         return ()
 
     def between(self, start: int, stop: int) -> ConvertPlan:
-        """Return the plan of a shard with the rows `start` to ``stop - 1``.
-
-        The shard has the chunk size and all splits of this plan; some splits may be empty. Only the first shard has the
-        rejects known so far.
-        """
+        """Return the plan of a shard of some rows, with this plan's chunk size and splits; these may be empty."""
         starts = np.clip(self.row_order.split_starts, start, stop) - start
         return replace(
             self,
@@ -198,10 +191,7 @@ class ConvertPlan:
         )
 
     def shard_edges(self) -> list[int]:
-        """Return the first row of each shard of at most `shard_bytes`, followed by the total number of rows.
-
-        All shards but the last have only whole chunks. Raises OptionsError if `shard_bytes` is too small for one chunk.
-        """
+        """Return the first row of each shard of at most `shard_bytes`, in whole chunks, and the number of rows."""
         size, count = self.options.shard_bytes, self.chunks.count
         if size is None:
             return [0, self.rows]

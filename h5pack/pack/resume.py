@@ -68,11 +68,7 @@ class UnfinishedPack(Unfinished):
     """The unfinished file of a conversion, continued or created depending on the options. Call `allocate` next.
 
     With a `PartFile`, other parts may create the file and the journal at the same time. With `distributed`, other
-    machines write rows.
-
-    The attribute `overwrite` says whether this run, or the interrupted one, may replace an existing output. Raises
-    ResumeError if the file was begun with other options, from another source or by another version of h5pack. Raises
-    OutputExistsError if an output exists that may not be replaced, IncompletePackError if there is nothing to finish.
+    machines write rows. `overwrite` says whether this run, or the interrupted one, may replace an existing output.
     """
 
     plan: ConvertPlan
@@ -134,10 +130,7 @@ class UnfinishedPack(Unfinished):
         require_same(self.plan, self.journal, before)
 
     def allocate(self, plan: ConvertPlan) -> None:
-        """Write the file's structure, and set the byte offsets of its rows.
-
-        `plan` is the conversion's plan with the sizes of all encoded images.
-        """
+        """Write the structure, and set the byte offsets of rows; `plan` has the sizes of all encoded images."""
         begun, self.plan, output = self.plan, plan, self.output
         self.structure = plan.structure
         # Compute the addresses also when resuming, because a kill may have damaged the metadata of `partial`.
@@ -173,10 +166,7 @@ class UnfinishedPack(Unfinished):
         )
 
     def begin_finish(self, rows: int) -> None:
-        """Prepare the file for changes that only this process makes; `rows` is the number of rows that will remain.
-
-        Raises OutputBusyError if another process has taken over the conversion.
-        """
+        """Prepare the file for changes that only this process makes; `rows` is the number of rows that will remain."""
         self.own_lock.confirm()
         # Opening a file makes NFS drop cached pages that other machines have changed since.
         os.close(os.open(self.output.partial, os.O_RDONLY | os.O_CLOEXEC))
@@ -207,10 +197,7 @@ class UnfinishedPack(Unfinished):
 
 
 def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) -> None:
-    """Raise ResumeError unless `plan` has the `identity` and fingerprints of the interrupted run, saved in `journal`.
-
-    `before` is the saved identity.
-    """
+    """Raise ResumeError unless `plan` has the identity (`before`) and fingerprints of the interrupted run."""
     now = identity(plan)
     if before["h5pack"] != now["h5pack"]:
         raise _refused(plan, journal, f"was begun by h5pack {before['h5pack']}, but this is h5pack {now['h5pack']}")

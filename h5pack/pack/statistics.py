@@ -54,10 +54,7 @@ def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint
 
 
 def mean_and_std(total: npt.NDArray[np.uint64], count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return mean and population standard deviation on a scale of 0 to 1, each float64 (C,); NaN if `count` is 0.
-
-    `total`, uint64 (2, C), holds each channel's sum of values and sum of squared values over `count` pixels.
-    """
+    """Return mean and population std (0 to 1), float64 (C,), from sums, uint64 (2, C); NaN if `count` is 0."""
     sums, squares = ([int(value) for value in line] for line in total)
     if not count:
         return np.full(len(sums), math.nan), np.full(len(sums), math.nan)
@@ -73,8 +70,7 @@ def pack_statistics(
 ) -> dict[str, Any]:
     """Return the channel statistics of the finished pack, computed from a sample of the rows of one split.
 
-    `written` has the sums that were computed while rows were written. Other rows of the sample are read from the file.
-    Encoded rows that cannot be decoded are left out.
+    Sums that are not in `written` are computed from the file. Encoded rows that cannot be decoded are left out.
     """
     start, stop = statistics_range(plan, final)
     encoded = plan.options.keep is not None

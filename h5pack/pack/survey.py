@@ -66,10 +66,7 @@ class Survey:
         self.file_bytes += part.file_bytes
 
     def encode(self, start: int, columns: tuple[str, ...]) -> bytes:
-        """Return this part of a survey as the payload of a journal record. `start` is the index of its first image.
-
-        Labels and fields are left out.
-        """
+        """Return this part of a survey, without labels and fields, as the payload of a journal record."""
         reasons = {str(index): reason for index, reason in self.reasons.items()}
         rest = [start, len(self.heights), reasons, sorted(self.unused), self.mask_dtypes, self.file_bytes]
         return b"\0".join([json.dumps(rest).encode(), b"".join(getattr(self, name).tobytes() for name in columns)])
@@ -127,12 +124,8 @@ def survey(
 ) -> Survey:
     """Read the headers of all images of a catalog in the workers of `executor`, which share the catalog's reader.
 
-    At most `max_in_flight` tasks run or wait. After each task, `advance` is called with its number of images. With
-    the option `keep`, the sizes of JPEG files are surveyed, and truncated files are rejected. Images whose results
-    are in the `journal` are not read again. The journal is not used if samples come with labels.
-
-    Raises SourceError if storage fails, or if labels differ in shape. Raises WorkerError if another machine cannot read
-    an image that this one can read.
+    With the option `keep`, truncated JPEG files are rejected. The `journal` is not used if samples come with labels.
+    Raises SourceError if storage fails or labels differ in shape, WorkerError if only another machine lacks a file.
     """
     count = len(catalog)
     result = Survey.of(count)
@@ -307,10 +300,9 @@ def first_changed(
     indices: npt.NDArray[np.int64],
     fingerprints: npt.NDArray[np.uint64],
 ) -> int | None:
-    """Survey images again; return the first whose fingerprint differs from that of an earlier survey, None if none.
+    """Survey the images `indices` (ascending) again; return the first whose fingerprint has changed, None if none.
 
-    `indices`, int64 (n,), are the images' catalog indices, ascending; `fingerprints`, uint64 (M,), are those of all
-    images. Images that are rejected have the fingerprint 0. Other arguments and errors are as in `survey`.
+    Images that are rejected have the fingerprint 0.
     """
     tasks = (again_task(catalog, options, indices[share], fingerprints) for share in _shares(len(indices)))
     found = run(executor, first_changed_of, tasks, max_in_flight, ordered=True, resumable=options.resumable)
@@ -364,9 +356,8 @@ def _with_masks(
 ) -> tuple[SurveyedImage, list[str]]:
     """Return `image` with a fingerprint that covers its masks and further images, and the dtype of each of these.
 
-    Raises RejectedImageError if a mask differs from the image in size; without `resize`, also if a further image does.
-    If the image may have an Exif orientation, a mask turned by 90 degrees is accepted here, and checked when it
-    is decoded.
+    If the image may have an Exif orientation, a mask turned by 90 degrees is accepted here, and checked when it is
+    decoded.
     """
     marks, dtypes = [image.fingerprint], []
     index = task.indices[position]

@@ -156,8 +156,7 @@ def join_groups(
 ) -> Iterator[npt.NDArray[np.int64]]:
     """Divide ascending rows into ascending arrays of at most `max_rows` rows, without dividing groups.
 
-    `groups`, int64 (n,), is the group number of each row. Rows of one group are cheaper to read together, so a group of
-    more than `max_rows` rows becomes one array.
+    A larger group becomes one array, because rows of one group are cheaper to read together.
     """
     by_group = rows[np.argsort(groups, kind="stable")]
     edges = [0, *(np.flatnonzero(np.diff(np.sort(groups))) + 1).tolist(), len(rows)]
@@ -313,10 +312,7 @@ class SampleDecoder:
         self, reader: SourceReader, index: int, name: str, decode_path: int, row: npt.NDArray[np.uint8],
         masks: Sequence[str] = (), field_rows: Sequence[npt.NDArray[Any]] = (),
     ) -> None:  # fmt: skip
-        """Read an image, its masks and further images, and decode them into their rows.
-
-        Raises the errors of `read_image` and `Decoder.decode`.
-        """
+        """Read an image, its masks and further images, and decode them into their rows."""
         self.image.decode(read_image(reader, index, name), decode_path, row)
         if not masks:
             return
@@ -414,10 +410,7 @@ def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
 
 
 def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: EncodedFile | None) -> bytes:
-    """Return the encoded bytes of an image if `encoded` gives their location, else the bytes of its file.
-
-    Raises SourceError if the file no longer has `size` bytes, ResumeError if encoded bytes are damaged.
-    """
+    """Return the bytes of an image's file, or those that `encoded` locates; raise if they have changed."""
     if encoded is not None:
         return read_encoded(encoded, size)
     try:
@@ -434,10 +427,7 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
 
 
 def read_image(reader: SourceReader, index: int, name: str, field: int | None = None) -> bytes | npt.NDArray[np.uint8]:
-    """Return an image or, if `field` is the number of a field, the image's mask or further image in that field.
-
-    Raises SourceError if storage fails.
-    """
+    """Return an image or, if `field` is a number, its mask or further image; raise SourceError if storage fails."""
     try:
         source = reader.read(index, name) if field is None else reader.read_field(field, index, name)
     except OSError as error:
