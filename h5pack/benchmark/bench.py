@@ -246,10 +246,7 @@ class BenchRun:
         self._settings = settings
         self._clock = clock
         self._bar = progress_bar(
-            settings.seconds,
-            disable=None if progress else True,
-            bar_format="{desc:<22}{bar}| {elapsed}",
-            leave=False,
+            settings.seconds, disable=None if progress else True, bar_format="{desc:<22}{bar}| {elapsed}", leave=False
         )
         self.report: BenchReport | None = None
 

@@ -374,10 +374,7 @@ class SweepTable:
     """
 
     def __init__(
-        self,
-        measurements: Sequence[Measurement],
-        variants: Sequence[FileVariant],
-        run_off: Sequence[Measurement] = (),
+        self, measurements: Sequence[Measurement], variants: Sequence[FileVariant], run_off: Sequence[Measurement] = ()
     ) -> None:
         cases = [one.case for one in measurements]
         self.variants = sorted(variants, key=_variant_key)

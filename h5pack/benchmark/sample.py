@@ -261,11 +261,7 @@ def _chunk_rows(chunk_bytes: int, row_bytes: int) -> int:
 
 
 def make_sample(
-    source: BenchInput,
-    settings: BenchSettings,
-    scratch: Path,
-    clock: Callable[[], float],
-    seconds: float,
+    source: BenchInput, settings: BenchSettings, scratch: Path, clock: Callable[[], float], seconds: float
 ) -> BenchSample:
     """Pack a sample with each chunk size and compression; `seconds` are left for the whole benchmark."""
     if source.not_convertible and source.variant is not None:
@@ -409,12 +405,7 @@ def _sizes_for(wanted: Sequence[int], default_chunk_rows: int, rows: int) -> lis
 
 
 def _sample_rows(
-    source: BenchInput,
-    settings: BenchSettings,
-    scratch: Path,
-    row_bytes: int,
-    num_files: int,
-    rows_in_time: int,
+    source: BenchInput, settings: BenchSettings, scratch: Path, row_bytes: int, num_files: int, rows_in_time: int
 ) -> int:
     """Return the number of sample rows that time, disk and memory allow; raise NoSpaceError if there is none."""
     free = free_bytes(scratch)

@@ -175,12 +175,7 @@ def open_dask_executor(client: Any, shared_object: Any, source: str | None, part
 
 
 def open_workers(
-    client: Any,
-    reader: SourceReader,
-    source: object,
-    partial: Path,
-    num_workers: int,
-    start_method: str | None,
+    client: Any, reader: SourceReader, source: object, partial: Path, num_workers: int, start_method: str | None
 ) -> contextlib.AbstractContextManager[concurrent.futures.Executor]:
     """Open an executor of the workers of `client`, or of local processes if `client` is None; they share `reader`."""
     if client is None:

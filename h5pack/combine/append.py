@@ -14,15 +14,7 @@ import numpy as np
 
 from h5pack.combine.combination import Combination
 from h5pack.combine.convert import shard_path
-from h5pack.combine.parts import (
-    Part,
-    added_statistics,
-    label_type,
-    merge,
-    merge_classes,
-    open_part,
-    shown,
-)
+from h5pack.combine.parts import Part, added_statistics, label_type, merge, merge_classes, open_part, shown
 from h5pack.combine.write import CombineReport, write_combination, write_virtual
 from h5pack.errors import NoImagesError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from h5pack.pack.conversion import Conversion

@@ -18,14 +18,7 @@ from h5pack.errors import SourceError
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
 from h5pack.pack.compression import parse_compression
-from h5pack.pack.file_structure import (
-    EncodedMasks,
-    FileStructure,
-    PackTables,
-    PixelRows,
-    options_text,
-    plan_metadata,
-)
+from h5pack.pack.file_structure import EncodedMasks, FileStructure, PackTables, PixelRows, options_text, plan_metadata
 from h5pack.pack.journal import EncodedFile
 from h5pack.pack.kept import plan_data_chunks
 from h5pack.read.encoded import EncodedIndex

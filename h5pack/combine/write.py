@@ -181,10 +181,7 @@ def _has_rows(file: h5py.File, tables: PackTables) -> bool:
 def _copy_rows(pack: _UnfinishedFile, stages: Stages) -> int:
     """Copy the rows of all datasets; return the number of copied (not shared) bytes."""
     plan, total, num_threads = pack.plan, 0, available_cpus()
-    with (
-        stages("copy", plan.rows * len(pack.all_offsets)) as advance,
-        ThreadPoolExecutor(num_threads) as threads,
-    ):
+    with stages("copy", plan.rows * len(pack.all_offsets)) as advance, ThreadPoolExecutor(num_threads) as threads:
         for number in range(len(pack.all_offsets)):
             copier = RowCopier(pack, number)
             for rows, copied in run(threads, copier.copy, copier.tasks(), 2 * num_threads):
@@ -287,10 +284,7 @@ def _compress_rows(pack: _UnfinishedFile, stages: Stages) -> int:
     """Write the compressed output; return the total size of its chunks in bytes."""
     plan, step, num_workers, total = pack.plan, pack.structure.chunk_rows, available_cpus(), 0
     datasets = len(pack.structure.datasets)
-    with (
-        stages("compress", plan.rows * datasets) as advance,
-        open_executor(num_workers, None, plan) as executor,
-    ):
+    with stages("compress", plan.rows * datasets) as advance, open_executor(num_workers, None, plan) as executor:
 
         def chunks() -> Iterator[bytes]:
             nonlocal total

@@ -19,13 +19,7 @@ import torch
 
 from h5pack.benchmark.cases import usable_seconds
 from h5pack.doctor.loaders import DiagnoseSettings
-from h5pack.doctor.measure import (
-    NotMeasured,
-    StageRun,
-    measure_in_turns,
-    min_total_seconds,
-    with_one_thread,
-)
+from h5pack.doctor.measure import NotMeasured, StageRun, measure_in_turns, min_total_seconds, with_one_thread
 from h5pack.doctor.report import DoctorReport
 from h5pack.doctor.target import Target
 from h5pack.errors import OptionsError, SizesDifferError

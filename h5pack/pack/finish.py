@@ -23,13 +23,7 @@ from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.images.decode import strict_pillow
 from h5pack.pack.compression import Compression, CompressTask, compress_rows, require_filter
-from h5pack.pack.file_structure import (
-    Addresses,
-    PackTables,
-    copy_structure,
-    write_compressed,
-    write_structure,
-)
+from h5pack.pack.file_structure import Addresses, PackTables, copy_structure, write_compressed, write_structure
 from h5pack.pack.journal import RowRecord
 from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan, RowOrder
