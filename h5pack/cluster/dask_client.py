@@ -162,11 +162,10 @@ def open_dask_executor(client: Any, shared_object: Any, source: str | None, part
             raise _refusal(found)
         name = f"h5pack-{expected.token}"
         client.register_plugin(_plugin(expected, payload), name=name)
-        executor = DaskExecutor(client, expected)
         try:
-            yield executor
+            with DaskExecutor(client, expected) as executor:
+                yield executor
         finally:
-            executor.shutdown()
             with contextlib.suppress(Exception):
                 client.unregister_worker_plugin(name)
     finally:

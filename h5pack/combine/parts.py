@@ -15,16 +15,16 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import H5PackError, PackFormatError, SourceError
+from h5pack.errors import SourceError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.fields import FieldValues, RaggedRows, field_kind
 from h5pack.pack.options import LAYOUTS
-from h5pack.pack.statistics import channel_sums, encoded_sums, mean_and_std, sampled_rows
+from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_of
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.engine import Engine
-from h5pack.read.hdf5 import metadata_problem, open_file, require_complete, stored_options, text
+from h5pack.read.hdf5 import open_file, reporting_damage, require_complete, stored_options, text
 from h5pack.read.storage import SourceFile
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Reject
@@ -139,15 +139,10 @@ def open_part(path: str | os.PathLike[str]) -> Part:
     with open_file(path) as file:
         if schema.FORMAT not in file.attrs:
             raise SourceError.at(path, "is not a pack; make a pack of it with 'h5pack convert'")
-        try:
+        with reporting_damage(path):
             require_complete(file)
             options, layout = stored_options(file), _layout(file)
             rejects, statistics = rejects_of(file), _statistics(file)
-        except H5PackError:
-            raise
-        except Exception as error:
-            # On damaged files, h5py may raise any exception type.
-            raise PackFormatError.at(path, metadata_problem(error)) from error
     catalog = hdf5_catalog(path, HDF5Datasets(), NameFilter())
     part = Part(path, catalog, layout, options, rejects, statistics)
     statistics["pixels"] = _measured_pixels(part)
@@ -328,14 +323,8 @@ def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
     split = merged.split_names[schema.statistics_split(merged.split_names)]
     chosen = [part for part in parts if part.statistics["split"] == split and part.statistics["rows"]] or [parts[0]]
     total = np.sum([_sums(part.statistics) for part in chosen], axis=0)
-    mean, std = mean_and_std(total, sum(part.statistics["pixels"] for part in chosen))
-    return {
-        "mean": mean,
-        "std": std,
-        "rows": sum(part.statistics["rows"] for part in chosen),
-        "step": max(part.statistics["step"] for part in chosen),
-        "split": split,
-    }
+    pixels, rows = (sum(part.statistics[name] for part in chosen) for name in ("pixels", "rows"))
+    return statistics_of(total, pixels, rows, max(part.statistics["step"] for part in chosen), split)
 
 
 def _sums(statistics: dict[str, Any]) -> npt.NDArray[np.uint64]:
@@ -363,9 +352,8 @@ def measured_statistics(parts: Sequence[Part], merged: Catalog, order: Rows) -> 
         for owner, first, last in origins.runs(low, high):
             for sums, size in _row_sums(parts[owner], origins.rows[first:last]):
                 total, count, pixels = total + sums, count + 1, pixels + size
-    mean, std = mean_and_std(total, pixels)
     step = schema.statistics_step(len(own), encoded)
-    return {"mean": mean, "std": std, "rows": count, "step": step, "split": merged.split_names[number]}
+    return statistics_of(total, pixels, count, step, merged.split_names[number])
 
 
 def _row_sums(part: Part, rows: Rows) -> list[tuple[npt.NDArray[np.uint64], int]]:

@@ -26,9 +26,9 @@ from h5pack.read.hdf5 import (
     dataset_error,
     dataset_names,
     is_filtered,
-    metadata_problem,
     open_file,
     reopen_tuned,
+    reporting_damage,
     require_complete,
     require_filters,
     text,
@@ -209,17 +209,11 @@ def _checked(path: str, rows: _Rows, executor: Executor, in_flight: int) -> Iter
 
 def _inspect(path: str) -> _Structure | None:
     """Check the structure of a pack; return None if the file is not a pack."""
-    with open_file(path) as file:
-        try:
-            if schema.FORMAT not in file.attrs:
-                return None
-            require_complete(file)
-            return _inspect_pack(path, file)
-        except H5PackError:
-            raise
-        except Exception as error:
-            # On damaged files, h5py may raise any exception type.
-            raise PackFormatError.at(path, metadata_problem(error)) from None
+    with open_file(path) as file, reporting_damage(path):
+        if schema.FORMAT not in file.attrs:
+            return None
+        require_complete(file)
+        return _inspect_pack(path, file)
 
 
 def _inspect_pack(path: str, file: h5py.File) -> _Structure:

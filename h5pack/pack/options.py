@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
@@ -303,20 +303,15 @@ def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> Non
         raise invalid(name, value, f" is invalid; it must be one of {names}")
 
 
-def is_integer(value: object) -> TypeGuard[int]:
-    """Return whether a value is an integer of Python or NumPy, but not a bool."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:
     """Return height and width in pixels, from a pair, text such as "218x178", or one number for a square."""
-    pair: tuple[object, ...]
+    pair: tuple[Any, ...]
     if isinstance(size, str):
         match = re.fullmatch(r"(\d+)(?:[xX×](\d+))?", size.strip())
         pair = (int(match[1]), int(match[2] or match[1])) if match is not None else ()
     else:
         pair = tuple(size) if isinstance(size, Sequence) else (size, size)
-    if len(pair) != 2 or not (is_integer(pair[0]) and is_integer(pair[1]) and pair[0] > 0 and pair[1] > 0):
+    if len(pair) != 2 or any(isinstance(one, bool) or not isinstance(one, Integral) or one <= 0 for one in pair):
         problem = " is neither height and width in pixels, such as 218x178, nor one number for a square"
         raise invalid("size", size, problem)
     return int(pair[0]), int(pair[1])

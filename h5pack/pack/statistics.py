@@ -82,23 +82,22 @@ def pack_statistics(
         sums = known.get(int(final.origins[row]))
         if sums is None:
             data = read_all(descriptor, int(row_offsets.edges(row, 1)[-1]), row_offsets.offset(row))
-            sums = encoded_sums(data) if encoded else _row_sums(plan, data)
+            if encoded:
+                sums = encoded_sums(data)
+            else:
+                sums = channel_sums(np.frombuffer(data, np.uint8).reshape(plan.row_shape), plan.options.layout)
         if sums is not None:
             total += sums
             count += 1
             row_pixels += plan.pixels_of(int(final.origins[row]))
-    mean, std = mean_and_std(total, row_pixels)
-    return {
-        "mean": mean,
-        "std": std,
-        "rows": count,
-        "step": schema.statistics_step(stop - start, encoded),
-        "split": plan.catalog.split_names[schema.statistics_split(plan.catalog.split_names)],
-    }
+    split = plan.catalog.split_names[schema.statistics_split(plan.catalog.split_names)]
+    return statistics_of(total, row_pixels, count, schema.statistics_step(stop - start, encoded), split)
 
 
-def _row_sums(plan: ConvertPlan, data: bytes) -> npt.NDArray[np.uint64]:
-    return channel_sums(np.frombuffer(data, np.uint8).reshape(plan.row_shape), plan.options.layout)
+def statistics_of(total: npt.NDArray[np.uint64], pixels: int, rows: int, step: int, split: str) -> dict[str, Any]:
+    """Return `PackTables.statistics`: the mean and std, and which rows, every `step`-th of a split, they describe."""
+    mean, std = mean_and_std(total, pixels)
+    return {"mean": mean, "std": std, "rows": rows, "step": step, "split": split}
 
 
 def encoded_sums(data: bytes) -> npt.NDArray[np.uint64] | None:

@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import H5PackError, PackFormatError
+from h5pack.errors import PackFormatError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.fields import is_numeric_dtype
@@ -21,8 +21,8 @@ from h5pack.read.hdf5 import (
     attribute_names,
     dataset_error,
     find_item,
-    metadata_problem,
     open_file,
+    reporting_damage,
     require_complete,
     require_dataset,
     text,
@@ -92,7 +92,7 @@ def describe_file(
     with open_file(absolute) as file:
         # Take the identity of the open descriptor, because the file at the path may already have been replaced.
         identity = FileIdentity.of(file.id.get_vfd_handle() if file.driver == "sec2" else absolute)
-        try:
+        with reporting_damage(absolute):
             require_complete(file)
             if labels == schema.LABELS and labels not in file and schema.checksums_path(labels) not in file:
                 labels = None
@@ -101,11 +101,6 @@ def describe_file(
                 images = schema.ENCODED
             paths = tuple(find_field(file, name) for name in fields)
             return _describe(file, identity, images, labels, paths, sized=sized)
-        except H5PackError:
-            raise
-        except Exception as error:
-            # On damaged files, h5py may raise any exception type.
-            raise PackFormatError.at(absolute, metadata_problem(error)) from error
 
 
 def require_tensors(pack: FileDescription) -> None:

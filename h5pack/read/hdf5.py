@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import IncompletePackError, PackFormatError, ReadError
+from h5pack.errors import H5PackError, IncompletePackError, PackFormatError, ReadError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache
 from h5pack.system.arrays import consecutive_runs
@@ -67,6 +68,19 @@ def _open_failure(name: str, error: Exception) -> str:
         return metadata_problem(error)
     detail = text[text.find("(") + 1 : text.rfind(")")] if "(" in text and ")" in text else text
     return f"HDF5 cannot open it ({detail}); the file is damaged: restore it or convert again"
+
+
+@contextlib.contextmanager
+def reporting_damage(
+    path: str | os.PathLike[str], kind: type[PackFormatError | SourceError] = PackFormatError
+) -> Iterator[None]:
+    """Raise a `kind` of error if a file's metadata is damaged, for which h5py may raise any exception type."""
+    try:
+        yield
+    except H5PackError:
+        raise
+    except Exception as error:
+        raise kind.at(path, metadata_problem(error)) from error
 
 
 def metadata_problem(error: Exception) -> str:

@@ -35,8 +35,8 @@ from h5pack.read.hdf5 import (
     attribute_names,
     dataset_names,
     datasets_text,
-    metadata_problem,
     open_file,
+    reporting_damage,
     require_dataset,
     text,
 )
@@ -94,14 +94,8 @@ def is_hdf5(path: Path) -> bool:
 
 def hdf5_catalog(path: Path, datasets: HDF5Datasets, wanted: NameFilter) -> Catalog:
     """Return the catalog of an HDF5 file: the rows of its images whose names `wanted` allows, in row order."""
-    with open_file(path) as file:
-        try:
-            catalog = _catalog(path, file, datasets)
-        except H5PackError:
-            raise
-        except Exception as error:
-            # On damaged files, h5py may raise any exception type.
-            raise SourceError.at(path, metadata_problem(error)) from error
+    with open_file(path) as file, reporting_damage(path, SourceError):
+        catalog = _catalog(path, file, datasets)
     return catalog.filtered(wanted)
 
 
