@@ -221,7 +221,6 @@ class _Comparison:
 
     @property
     def findings(self) -> Findings:
-        """The measurements so far."""
         report = self.report
         return Findings(report.variants, report.measurements, report.run_off, self.workload, self.cache)
 

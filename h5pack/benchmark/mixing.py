@@ -214,7 +214,6 @@ def mixing_report(
 
 
 def _windows(rows: EpochRows, asked: int, windows: Sequence[int] | None) -> list[int]:
-    """Return the windows to compare, in ascending order."""
     if windows is None:
         numbers = [1 << power for power in range(rows.chunk_count.bit_length())] + [rows.chunk_count]
         numbers = [number for number in numbers if number * rows.chunk_rows <= max(MAX_WINDOW_ROWS, rows.chunk_rows)]
@@ -351,5 +350,4 @@ def _mean_deviation(rows: int, marked: int, drawn: int) -> float:
 
 
 def _log_binomial(items: int, taken: int) -> float:
-    """Return the natural logarithm of the binomial coefficient."""
     return math.lgamma(items + 1) - math.lgamma(taken + 1) - math.lgamma(items - taken + 1)

@@ -363,14 +363,12 @@ def _tables(report: BenchReport) -> list[list[str]]:
         lines = sorted((line for line in found_lines if line[0].speeds), key=lambda line: -line[0].median)
         if lines:
             heads = ["", "order", "engine", "cache", "batch", "window", "threads", "workers", "images/s", *more_heads]
-            rows = [[*_case_cells(one.case), _entry(one), *more] for one, more in lines]
+            rows = []
+            for one, more in lines:
+                cells = asdict(one.case) | ({} if one.case.num_workers is None else {"engine": "DataLoader"})
+                rows.append(["-" if cell is None else str(cell) for cell in cells.values()] + [_entry(one), *more])
             blocks.append([title, *_aligned(heads, rows)])
     return blocks
-
-
-def _case_cells(case: BenchCase) -> list[str]:
-    found = asdict(case) | ({} if case.num_workers is None else {"engine": "DataLoader"})
-    return ["-" if value is None else str(value) for value in found.values()]
 
 
 def _run_off(report: BenchReport) -> list[_Line]:
@@ -388,7 +386,6 @@ def _run_off(report: BenchReport) -> list[_Line]:
 
 
 def _legend(report: BenchReport) -> list[str]:
-    """Return what the marks, engines and orders of the tables mean."""
     chosen, engines = report.recommendation, {one.case.engine for one in report.measurements}
     marks = [] if chosen is None else ["> recommended"]
     if chosen is not None and chosen.compared and len(chosen.ties) > 1:

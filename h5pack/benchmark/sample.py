@@ -345,7 +345,6 @@ class _Packer:
         return row_bytes, speed
 
     def convert(self, path: Path, **changes: Any) -> ConvertReport:
-        """Convert with the input's options, updated by `changes`."""
         while True:
             # Do not pack the datasets in `fields`, which would only take time.
             options = {name: value for name, value in self.options.items() if name != "fields"}

@@ -284,8 +284,6 @@ def _window_sampler(dataset: H5Dataset, case: BenchCase, variant: FileVariant, s
 
 @dataclass
 class _CaseState:
-    """Results of a case so far."""
-
     case: BenchCase
     reload: bool  # Whether to load the file into the page cache again before each repeat.
     allowance: float  # Seconds that all repeats may take together.
@@ -308,7 +306,6 @@ class _CaseState:
         return self.reload and MIN_REPEATS * (self.run_seconds + self.load_seconds) <= self.allowance
 
     def next_seconds(self) -> float:
-        """Return the estimated duration of the next repeat."""
         return self.run_seconds + (self.load_seconds if self.reloads_next() else 0.0)
 
     def is_due(self, now: float) -> bool:

@@ -205,8 +205,6 @@ def _pickled(value: Any) -> bytes:
 
 @dataclass
 class _Prepared:
-    """The data that one worker process stores for one executor."""
-
     payload: bytes  # the pickled shared object
     problems: list[str]
     objects: dict[int, Any] = field(default_factory=dict)  # the shared object, by thread
@@ -242,8 +240,6 @@ def _plugin(expected: Expectations, payload: bytes) -> Any:
     from distributed import WorkerPlugin
 
     class SharedObject(WorkerPlugin):  # type: ignore[misc]
-        """Stores the shared object in a worker process, and removes it at the end."""
-
         def setup(self, worker: Any) -> None:
             prepare(expected, payload)
 
@@ -364,7 +360,6 @@ def _settle(outer: concurrent.futures.Future[Any], load: Callable[[], Any]) -> N
 
 
 def _result_of(inner: Any) -> Any:
-    """Return the result of a finished Dask future."""
     try:
         return pickle.loads(inner.result())
     except (Exception, concurrent.futures.CancelledError) as error:

@@ -172,7 +172,6 @@ def _shard_path(old: Part) -> Path:
 
 
 def _row_options(old: Part) -> dict[str, Any]:
-    """Return the options that determined how the pack's images became rows."""
     found = {name: old.options[name] for name in _OF_ROWS if name in old.options}
     size = old.options.get("size")
     return found if size is None else {**found, "size": tuple(size)}
@@ -185,8 +184,6 @@ def _is_appended(old: Part, new: Part) -> bool:
 
 
 class _Addition(Conversion):
-    """The conversion of images that are to be appended to a pack."""
-
     def __init__(
         self, source: str | os.PathLike[str] | MapStyleDataset, out: Path, old: Part, only_new: bool,
         split: str | None, **settings: Any,

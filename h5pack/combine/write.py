@@ -87,8 +87,6 @@ class CombineReport:
 
 
 class _UnfinishedFile(Unfinished):
-    """The unfinished file of a combination."""
-
     plan: Combination
 
     def __init__(self, plan: Combination, output: Output, lock: OutputLock, overwrite: bool, resume: bool) -> None:

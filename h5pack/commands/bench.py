@@ -137,7 +137,6 @@ def _mixing(arguments: argparse.Namespace) -> Any:
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the given arguments as keywords of `h5pack.bench`."""
     from h5pack.benchmark.cases import BenchSettings
     from h5pack.pack.options import parse_bytes
 

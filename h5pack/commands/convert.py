@@ -54,7 +54,6 @@ def _add_convert(commands: Any) -> None:
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how to read a source."""
     what = parser.add_argument_group("what to pack")
     add_options(what, {
         "--source KIND": "kind of SOURCE: flat, classes, splits, pairs, celeba, manifest, coco, hdf5, webdataset, "
@@ -114,7 +113,6 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
 
 
 def _add_order(group: Any) -> None:
-    """Add the options that determine the order of the rows."""
     add_options(group, {
         "--order ORDER": "order of the rows: shuffled (default), or sorted (the order of the source)",
         "--seed N": "seed of the shuffled order and of --val (default 0)",
@@ -138,7 +136,6 @@ def _add_execution(convert: argparse.ArgumentParser) -> None:
 
 
 def _add_processes(group: Any) -> None:
-    """Add the options for worker processes, and ``--strict``."""
     add_workers(group)
     add_start_method(group)
     add_options(group, {"--strict": "stop at the first image that cannot be packed"})
@@ -247,7 +244,6 @@ def _print_result(report: Any, arguments: argparse.Namespace) -> None:
 
 
 def _refuse_combinations(arguments: argparse.Namespace) -> None:
-    """Raise OptionsError for options that cannot be combined with ``--cluster`` or ``--part``."""
     for name, others in (("cluster", ("num_workers", "start_method", "part")), ("part", ("dry_run",))):
         given = [other for other in others if getattr(arguments, other)]
         if getattr(arguments, name) and given:

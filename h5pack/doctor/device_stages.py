@@ -259,7 +259,6 @@ class ModuleStep:
         self._optimizer: torch.optim.Optimizer | None = None
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor | None) -> None:
-        """Run one step."""
         with self._autocast():
             loss = self._loss(self._module(images), labels)
         if not self._trains:

@@ -252,7 +252,6 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return needed > (_SLACK_BUSY if load_text(self._load) else _SLACK) * self._left()
 
     def _is_needed(self, stage: Stage) -> bool:
-        """Return whether a verdict requires this stage."""
         if not self.target.fits_cache and stage is Stage.COLD:
             return True
         return stage in _NEEDED and not (stage is Stage.LOADER and self.target.has_transform)
@@ -354,7 +353,6 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return False
 
     def _results(self) -> dict[Stage, StageResult]:
-        """Return the results of all stages, in the order of `Stage`."""
         reasons, runs = self.target.reasons, self._runs
         return {
             stage: runs[stage].result()

@@ -167,7 +167,6 @@ class _Mark:
         return bool((end.waits - self.waits)[2] >= _STARVED * (end.time - self.time))
 
     def until(self, end: _Mark) -> Repeat:
-        """Return the repeat from this mark to `end`."""
         images = end.images - self.images
         if self.starves(end):
             # Batches become ready many at a time and out of order, so images that are ready in the loader count as

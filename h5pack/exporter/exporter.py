@@ -365,8 +365,6 @@ class ExportFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class _Export:
-    """The options of one export, and the methods that carry it out."""
-
     source: SourceRows
     source_path: str
     target: ExportFolder

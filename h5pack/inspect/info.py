@@ -412,12 +412,10 @@ def _fix(dataset: h5py.Dataset, labels: str | None) -> tuple[str, ...]:
 
 
 def _labels_of(command: tuple[str, ...]) -> str:
-    """Return the dataset of labels that a command names."""
     return command[command.index("--labels") + 1]
 
 
 def _label_fix(dataset: h5py.Dataset, fix: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Return `DatasetReport.label_fix`."""
     if fix is None or not lacks_labels(fix):
         return None
     fields = [dataset.file[name] for name in fix[fix.index("--fields") + 1].split(",")]

@@ -379,19 +379,15 @@ def _decode_counted(task: _Rows) -> tuple[int, list[int]]:
             start, expected = task.start + first, task.checksums[first : first + task.chunk_rows]
             try:
                 # A filter may crash on damaged data, so check the stored bytes before HDF5 decodes them.
-                if task.stored_checksums is not None and not _is_stored(images, start, task.stored_checksums[number]):
-                    raise OSError("the chunk is damaged")
+                if task.stored_checksums is not None:
+                    _, data = images.id.read_direct_chunk((start, *[0] * (images.ndim - 1)))
+                    if crc32(data) != int(task.stored_checksums[number]):
+                        raise OSError("the chunk is damaged")
                 differs = row_checksums(images[start : start + len(expected)]) != expected
             except (OSError, RuntimeError):
                 differs = np.ones(len(expected), np.bool_)
             wrong += (start + np.flatnonzero(differs)).tolist()
     return len(task.checksums), wrong
-
-
-def _is_stored(images: h5py.Dataset, first: int, checksum: int) -> bool:
-    """Return whether the stored bytes of the chunk that starts at row `first` have this checksum."""
-    _, data = images.id.read_direct_chunk((first, *[0] * (images.ndim - 1)))
-    return crc32(data) == int(checksum)
 
 
 def _filenames(path: str, rows: list[int]) -> dict[int, str]:

@@ -335,7 +335,6 @@ class Conversion:
             raise source_changed(plan, pack.journal, plan.catalog.shown(changed))
 
     def _write_part(self, pack: UnfinishedPack) -> ConvertReport:
-        """Write the rows of this part that are not written yet."""
         assert self.options.part is not None
         assert isinstance(pack.lock, PartFile)
         (number, count), plan = self.options.part, pack.plan

@@ -94,8 +94,6 @@ class EncodeTask:
 
 
 class _EncodeWorker:
-    """The files and the encoder that one worker uses for one conversion."""
-
     def __init__(self, job: EncodeJob) -> None:
         self.job = job
         self.journal = JournalWriter(job.journal, _PREFIX, durable=job.durable)

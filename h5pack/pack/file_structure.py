@@ -438,7 +438,6 @@ def _write_fields(file: h5py.File, fields: dict[str, FieldValues]) -> None:
 
 
 def _write_masks(file: h5py.File, masks: EncodedMasks) -> None:
-    """Write a field of masks as PNG files."""
     group = require_group(require_group(file, schema.FIELDS), masks.name)
     group.attrs[schema.KIND] = np.bytes_(schema.MASK)
     group.attrs[schema.DTYPE] = np.bytes_(np.dtype(masks.dtype).name)

@@ -279,7 +279,6 @@ def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey,
 
 
 def _shares(count: int) -> Iterator[slice]:
-    """Divide `count` images among tasks."""
     step = max(min(_TASK_IMAGES, max(1, count // 16)), count // _MAX_TASKS)
     return (slice(start, start + step) for start in range(0, count, step))
 

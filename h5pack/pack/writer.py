@@ -187,8 +187,6 @@ def _written_together(
 
 
 class _Worker:
-    """The files and the decoder that one worker uses for one conversion."""
-
     def __init__(self, job: WriteJob, journal: str | None = None) -> None:
         self.job = job
         # Open the journal before the output, because a resumed conversion waits for processes with an open journal.
