@@ -25,7 +25,7 @@ from h5pack.errors import PackChangedError, ReadError
 from h5pack.system.files import file_system_type
 from h5pack.system.libc import libc_function, raise_errno
 
-MAX_BUFFERS = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
+MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 _MAX_CALL_BYTES = 1 << 30
 _RETRY_SECONDS = (0.0, 0.05, 0.5)
 CHECK_SECONDS = 1.0

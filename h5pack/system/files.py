@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
+import resource
 import stat
 import struct
 import sys
@@ -64,8 +66,6 @@ def reserve(path: Path, start: int, count: int) -> None:
     Raises OSError if there is no space, or if the limit on the size of files is lower.
     """
     if count and _fallocate is not None:
-        import resource
-
         # fallocate compares the limit only with the file's size, which it does not change here. So check it first.
         if 0 <= resource.getrlimit(resource.RLIMIT_FSIZE)[0] < start + count:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
@@ -101,11 +101,9 @@ def clone_range(source: int, target: int, start: int, count: int, offset: int) -
     a multiple of the block size. Raises OSError if the disk is full.
     """
     try:
-        import fcntl
-
         fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, start, count, offset))
-    except (ImportError, OSError) as error:
-        if getattr(error, "errno", None) in NO_SPACE:
+    except OSError as error:
+        if error.errno in NO_SPACE:
             raise
         return False
     return True
@@ -146,7 +144,7 @@ def copy_permissions(status: os.stat_result, target: int | Path, *, writable: bo
 
 def max_open_files() -> int:
     """Return how many files this process may have open at a time."""
-    found = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
+    found = os.sysconf("SC_OPEN_MAX")
     return found if found >= 0 else sys.maxsize  # -1: no limit
 
 
@@ -252,8 +250,8 @@ def link_file(file: Path, name: Path) -> None:
 
 def max_name_bytes(folder: Path) -> int:
     """Return the maximum length, in bytes, of the name of a file in `folder`."""
-    # Windows has no such function. Some FUSE file systems return 0, because they do not know a limit.
-    found = os.pathconf(folder, "PC_NAME_MAX") if hasattr(os, "pathconf") else 0
+    # Some FUSE file systems return 0, because they do not know a limit.
+    found = os.pathconf(folder, "PC_NAME_MAX")
     return found if found > 0 else sys.maxsize
 
 
@@ -315,13 +313,9 @@ def require_other_files(outputs: Iterable[Path], inputs: Iterable[str | os.PathL
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool | None:
     """Lock an open file with flock, exclusively unless `shared`. If `wait`, wait until the lock is free.
 
-    Returns True if the file is now locked, False if another process holds a conflicting lock, and None if the system or
-    the file system (such as some network file systems) has no such locks.
+    Returns True if the file is now locked, False if another process holds a conflicting lock, and None if the file
+    system (such as some network file systems) has no such locks.
     """
-    try:
-        import fcntl
-    except ImportError:
-        return None
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:

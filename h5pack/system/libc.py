@@ -19,7 +19,7 @@ def libc_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]
     try:
         # A new CDLL has function objects of its own, so argument types set elsewhere are not overwritten.
         function = ctypes.CDLL(None, use_errno=True)[name]
-    except (AttributeError, OSError, TypeError):
+    except (AttributeError, OSError):
         return None
     function.restype, function.argtypes = result, arguments
     return function

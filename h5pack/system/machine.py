@@ -61,8 +61,7 @@ def huge_page_memory(size: int) -> mmap.mmap:
     Huge pages cause fewer page faults when memory is first used, are faster to copy, and leave fewer pages to pin for a
     direct write.
     """
-    flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-    memory = mmap.mmap(-1, max(size, 1), flags=flags) if flags else mmap.mmap(-1, max(size, 1))
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # Kernels without transparent huge pages reject this advice.
         with contextlib.suppress(OSError):

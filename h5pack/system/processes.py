@@ -160,14 +160,12 @@ def open_executor(
 
 
 def choose_start_method() -> str:
-    """Return "fork" on Linux if this process has one Python thread, else "forkserver", or "spawn" if that is missing.
+    """Return "fork" on Linux if this process has one Python thread, else "forkserver".
 
     Fork takes only milliseconds and does not require scripts to have ``if __name__ == "__main__":``. But if the process
     has several threads, the child may inherit a lock that is never released.
     """
-    if sys.platform == "linux" and threading.active_count() == 1:
-        return "fork"
-    return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    return "fork" if sys.platform == "linux" and threading.active_count() == 1 else "forkserver"
 
 
 def run(
@@ -246,7 +244,7 @@ class _SpawnProcess(_WithoutMain, multiprocessing.context.SpawnProcess):
     pass
 
 
-class _ForkServerProcess(_WithoutMain, getattr(multiprocessing.context, "ForkServerProcess", object)):  # type: ignore[misc]
+class _ForkServerProcess(_WithoutMain, multiprocessing.context.ForkServerProcess):
     pass
 
 

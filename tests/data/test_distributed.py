@@ -7,21 +7,17 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
 
 import h5py
-import pytest
 import torch
 import torch.distributed
 from torch.utils.data import DataLoader
 
 import h5pack
 from tests.makers import quick, split_folders
-
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="gloo and signals")
 
 EPOCHS, RANKS, ROWS = 2, 2, 152
 ORDER: dict[str, Any] = {"batch_size": 8, "window": 2, "seed": 4}

@@ -6,7 +6,6 @@ import logging
 import os
 import pickle
 import shutil
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,7 +120,6 @@ def test_decoded_chunks_are_kept_if_all_of_them_fit(tmp_path: Path, chunk_rows: 
         assert np.array_equal(decoded.array.view("int32").reshape(values.shape), values)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="files are mapped only on Linux")
 def test_batches_of_small_cached_rows_are_copied_from_a_mapping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +149,6 @@ def test_batches_of_small_cached_rows_are_copied_from_a_mapping(
         assert cold.stats.reads > 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="files are mapped only on Linux")
 def test_a_batch_of_a_file_that_was_cut_short_or_replaced_is_refused(tmp_path: Path) -> None:
     rows = np.arange(100)
     for name in ("cut.h5", "replaced.h5"):

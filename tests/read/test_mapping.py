@@ -19,8 +19,6 @@ from h5pack.read.mapping import MappedDataset
 from h5pack.system.files import cached_pages, drop_cache, file_system_type, make_hot
 from tests.read.files import STORAGES, engine_of, in_child, numbers, write
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can load the page table without a SIGBUS")
-
 ROWS, SHAPE = 200, (64, 64, 3)
 
 

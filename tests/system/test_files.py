@@ -173,8 +173,6 @@ def test_names_may_have_any_length_where_no_limit_is_known(tmp_path: Path, monke
     for unknown in (0, -1):
         monkeypatch.setattr(os, "pathconf", lambda *_, unknown=unknown: unknown)
         assert files.max_name_bytes(tmp_path) == sys.maxsize
-    monkeypatch.delattr(os, "pathconf")
-    assert files.max_name_bytes(tmp_path) == sys.maxsize
 
 
 def test_the_file_system_is_that_of_the_mount() -> None:
