@@ -29,9 +29,9 @@ class CpuTime:
     children: float | None  # CPU seconds of all descendants, including ended ones; None: not available
 
     @classmethod
-    def now(cls, proc: Path = _PROC) -> CpuTime:
-        """Read the current CPU times. `proc` is the folder of the proc file system; tests pass another one."""
-        return cls(time.process_time(), _children_seconds(proc))
+    def now(cls) -> CpuTime:
+        """Read the current CPU times."""
+        return cls(time.process_time(), _children_seconds())
 
     def since(self, earlier: CpuTime) -> CpuTime:
         """Return the CPU seconds used since an earlier reading."""
@@ -47,32 +47,32 @@ class CpuTime:
         return None if self.children is None else self.own + self.children
 
 
-def _children_seconds(proc: Path) -> float | None:
+def _children_seconds() -> float | None:
     ended = os.times()
     seconds = ended.children_user + ended.children_system
     own = str(os.getpid())
-    if not (proc / own / "task" / own / "children").exists():
+    if not (_PROC / own / "task" / own / "children").exists():
         # The system does not list child processes, so the CPU seconds of children that still run are not known.
         return None if multiprocessing.active_children() else seconds
     try:
         # The process name may contain spaces and brackets, so split after the last bracket. Fields 11 to 14 after
         # it, counted from 0, are the user and system time of the process and of its ended children. An ended process
         # has no fields.
-        stats = [_text(proc / child / "stat").rpartition(")")[2].split() for child in _descendants(proc, own)]
+        stats = [_text(_PROC / child / "stat").rpartition(")")[2].split() for child in _descendants(own)]
         ticks = sum(int(ticks) for stat in stats for ticks in stat[11:15])
     except OSError:
         return None
     return seconds + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _descendants(proc: Path, own: str) -> set[str]:
+def _descendants(own: str) -> set[str]:
     """Return the process IDs of all descendants of this process."""
     found: set[str] = set()
     waiting = [own]
     while waiting:
         # A process or thread that has ended meanwhile has no children.
         with contextlib.suppress(*_ENDED):
-            for thread in (proc / waiting.pop() / "task").iterdir():
+            for thread in (_PROC / waiting.pop() / "task").iterdir():
                 children = _text(thread / "children").split()
                 waiting += [child for child in children if child not in found]
                 found.update(children)

@@ -25,33 +25,31 @@ _BUSY_LOAD = 0.5  # Per CPU.
 _PACKAGES = ("h5pack", "h5py", "numpy", "torch", "pillow", "simplejpeg", "isal")
 
 
-def available_cpus(cgroup_root: Path = _CGROUP_ROOT, cgroup_self: Path = _CGROUP_SELF) -> int:
+def available_cpus() -> int:
     """Return the number of CPUs that this process may use, which may be fewer than the machine's cores; at least 1.
 
     It is the smaller of the number of CPUs in the affinity mask (set by taskset or SLURM) and the lowest CPU quota of
-    the process's control groups (set for containers), rounded up. Tests pass other paths.
+    the process's control groups (set for containers), rounded up.
     """
     cpus = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
-    for group in _cgroups(cgroup_self):
-        v1 = cgroup_root / "cpu" / group
-        cpus += _cpu_quota(cgroup_root / group / "cpu.max")
+    for group in _cgroups():
+        v1 = _CGROUP_ROOT / "cpu" / group
+        cpus += _cpu_quota(_CGROUP_ROOT / group / "cpu.max")
         cpus += _cpu_quota(v1 / "cpu.cfs_quota_us", v1 / "cpu.cfs_period_us")
     return max(1, min(cpus))
 
 
-def available_memory(
-    cgroup_root: Path = _CGROUP_ROOT, cgroup_self: Path = _CGROUP_SELF, meminfo: Path = _MEMINFO
-) -> int:
+def available_memory() -> int:
     """Return the number of bytes of memory that this process may still allocate without swapping.
 
     It is the smaller of the machine's available memory and what remains below the limits of the process's control
-    groups. Pages of the page cache that the kernel can drop count as available. Tests pass other paths.
+    groups. Pages of the page cache that the kernel can drop count as available.
     """
-    left = [_meminfo_available(meminfo)]
-    for group in _cgroups(cgroup_self):
-        left += _memory_left(cgroup_root / group, "memory.max", "memory.current", "inactive_file")
+    left = [_meminfo_available()]
+    for group in _cgroups():
+        left += _memory_left(_CGROUP_ROOT / group, "memory.max", "memory.current", "inactive_file")
         v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        left += _memory_left(cgroup_root / "memory" / group, *v1)
+        left += _memory_left(_CGROUP_ROOT / "memory" / group, *v1)
     return max(0, min(left))
 
 
@@ -117,10 +115,10 @@ def machine_facts(folder: Path) -> dict[str, Any]:
     }
 
 
-def _cgroups(membership: Path) -> list[str]:
+def _cgroups() -> list[str]:
     """Return the paths, below the mount point, of this process's control groups and of their parents."""
     try:
-        lines = membership.read_text().splitlines()
+        lines = _CGROUP_SELF.read_text().splitlines()
     except OSError:
         lines = []
     groups = [Path(parts[2]) for parts in (line.split(":", 2) for line in lines) if len(parts) == 3] or [Path("/")]
@@ -140,9 +138,9 @@ def _cpu_quota(*files: Path) -> list[int]:
         return []
 
 
-def _meminfo_available(meminfo: Path) -> int:
+def _meminfo_available() -> int:
     try:
-        for line in meminfo.read_text().splitlines():
+        for line in _MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):

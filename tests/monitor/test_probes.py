@@ -54,10 +54,11 @@ def test_cpu_time_of_this_process_and_of_running_and_ended_children() -> None:
 def test_cpu_time_on_systems_that_list_no_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Earlier tests may have left persistent workers.
     monkeypatch.setattr(probes.multiprocessing, "active_children", list)
+    monkeypatch.setattr(probes, "_PROC", tmp_path)
     ended = os.times()
-    assert CpuTime.now(tmp_path).children >= ended.children_user + ended.children_system
+    assert CpuTime.now().children >= ended.children_user + ended.children_system
     monkeypatch.setattr(probes.multiprocessing, "active_children", lambda: ["one"])
-    assert CpuTime.now(tmp_path).total is None
+    assert CpuTime.now().total is None
 
 
 class FakeEvent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,6 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from h5pack.system import machine
 from h5pack.system.machine import available_cpus, available_memory, free_bytes, huge_page_memory, machine_facts
 
 CPUS = len(os.sched_getaffinity(0))
@@ -39,21 +41,20 @@ def memory_v1(folder: Path, limit: int, used: int, inactive: int = 0) -> None:
     write_group(folder, memory_limit_in_bytes=limit, memory_usage_in_bytes=used, memory_stat=stat)
 
 
-def groups_file(tmp_path: Path, text: str) -> Path:
-    (tmp_path / "self").write_text(f"{text}\n")
-    return tmp_path / "self"
-
-
-def meminfo(tmp_path: Path, available: int = 1000 * MEGA) -> Path:
-    path = tmp_path / "meminfo"
-    path.write_text(f"MemTotal: 99999999 kB\nMemFree: 5 kB\nMemAvailable: {available // 1024:8} kB\nBuffers: 7 kB\n")
-    return path
-
-
 @pytest.fixture
-def many_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a node of 64 cores, of which a quota leaves fewer."""
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The mount point of the control groups of a node with 64 cores and 1000 MiB of available memory."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    for name in ("_CGROUP_ROOT", "_CGROUP_SELF", "_MEMINFO"):
+        monkeypatch.setattr(machine, name, tmp_path / name)
+    (tmp_path / "_MEMINFO").write_text(
+        f"MemTotal: 9999999 kB\nMemFree: 5 kB\nMemAvailable: {1000 * 1024:8} kB\nX: 7 kB\n"
+    )
+    return tmp_path / "_CGROUP_ROOT"
+
+
+def join_groups(text: str) -> None:
+    machine._CGROUP_SELF.write_text(f"{text}\n")
 
 
 def test_a_file_system_without_a_size_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,33 +74,31 @@ def test_this_machine(tmp_path: Path) -> None:
     assert facts["packages"]["numpy"] == np.__version__
 
 
-def test_affinity_is_respected(tmp_path: Path) -> None:
+def test_affinity_is_respected() -> None:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
-        assert available_cpus(tmp_path, tmp_path / "none") == 1
+        assert available_cpus() == 1
     finally:
         os.sched_setaffinity(0, before)
-    assert available_cpus(tmp_path, tmp_path / "none") == CPUS
 
 
-@pytest.mark.usefixtures("many_cpus")
 @pytest.mark.parametrize(
     ("text", "cpus"),
     [("150000 100000", 2), ("10000 100000", 1)]
     + [(text, 64) for text in ("max 100000", "100000", "junk junk", "100 0", "999999999 1000")],
 )
-def test_version_2_quota(tmp_path: Path, text: str, cpus: int) -> None:
-    write_group(tmp_path / "fs/job", cpu_max=text)
-    assert available_cpus(tmp_path / "fs", groups_file(tmp_path, "0::/job")) == cpus
+def test_version_2_quota(root: Path, text: str, cpus: int) -> None:
+    write_group(root / "job", cpu_max=text)
+    join_groups("0::/job")
+    assert available_cpus() == cpus
 
 
-@pytest.mark.usefixtures("many_cpus")
 @pytest.mark.parametrize(("quota", "cpus"), [(-1, 64), (0, 64), (250_000, 3)])
-def test_version_1_quota(tmp_path: Path, quota: int, cpus: int) -> None:
-    quota_v1(tmp_path / "fs/cpu/docker/abc", quota)
-    groups = groups_file(tmp_path, "5:memory:/other\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/x:y")
-    assert available_cpus(tmp_path / "fs", groups) == cpus
+def test_version_1_quota(root: Path, quota: int, cpus: int) -> None:
+    quota_v1(root / "cpu/docker/abc", quota)
+    join_groups("5:memory:/other\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/x:y")
+    assert available_cpus() == cpus
 
 
 @pytest.mark.parametrize(
@@ -109,23 +108,22 @@ def test_version_1_quota(tmp_path: Path, quota: int, cpus: int) -> None:
         *(("max", 200, 0, 1000), (5000 * MEGA, 200, 0, 1000), ("junk", 0, 0, 1000)),
     ],
 )
-def test_version_2_memory(tmp_path: Path, limit: int | str, used: int, inactive: int, left: int) -> None:
-    memory_v2(tmp_path / "fs/job", limit, used * MEGA, inactive * MEGA)
-    assert available_memory(tmp_path / "fs", groups_file(tmp_path, "0::/job"), meminfo(tmp_path)) == left * MEGA
+def test_version_2_memory(root: Path, limit: int | str, used: int, inactive: int, left: int) -> None:
+    memory_v2(root / "job", limit, used * MEGA, inactive * MEGA)
+    join_groups("0::/job")
+    assert available_memory() == left * MEGA
 
 
-def test_version_1_memory(tmp_path: Path) -> None:
-    root = tmp_path / "fs"
-    groups = groups_file(tmp_path, "5:memory:/docker/abc\n4:cpu,cpuacct:/other\n1:name=systemd:/x:y")
+def test_version_1_memory(root: Path) -> None:
+    join_groups("5:memory:/docker/abc\n4:cpu,cpuacct:/other\n1:name=systemd:/x:y")
     memory_v1(root / "memory", (1 << 63) - 4096, 9000 * MEGA)
-    assert available_memory(root, groups, meminfo(tmp_path)) == 1000 * MEGA
+    assert available_memory() == 1000 * MEGA
     memory_v1(root / "memory/docker/abc", 300 * MEGA, 250 * MEGA, 40 * MEGA)
-    assert available_memory(root, groups, meminfo(tmp_path)) == 90 * MEGA
+    assert available_memory() == 90 * MEGA
 
 
-@pytest.mark.usefixtures("many_cpus")
-def test_the_lowest_limit_on_the_way_to_the_root_holds(tmp_path: Path) -> None:
-    root, groups = tmp_path / "fs", groups_file(tmp_path, "0::/slurm/job/step")
+def test_the_lowest_limit_on_the_way_to_the_root_holds(root: Path) -> None:
+    join_groups("0::/slurm/job/step")
     for folder, quota, limit, used, inactive in (
         ("slurm/job/step", "max 100000", "max", 10, 0),
         ("slurm/job", "600000 100000", 400 * MEGA, 100, 0),
@@ -134,42 +132,38 @@ def test_the_lowest_limit_on_the_way_to_the_root_holds(tmp_path: Path) -> None:
     ):
         write_group(root / folder, cpu_max=quota)
         memory_v2(root / folder, limit, used * MEGA, inactive * MEGA)
-    assert available_cpus(root, groups) == 6
-    assert available_memory(root, groups, meminfo(tmp_path)) == 270 * MEGA
+    assert available_cpus() == 6
+    assert available_memory() == 270 * MEGA
     memory_v2(root / "slurm/job/step", 60 * MEGA, 10 * MEGA)
-    assert available_memory(root, groups, meminfo(tmp_path)) == 50 * MEGA
+    assert available_memory() == 50 * MEGA
 
 
-@pytest.mark.usefixtures("many_cpus")
-def test_a_container_that_sees_only_its_own_groups(tmp_path: Path) -> None:
+def test_a_container_that_sees_only_its_own_groups(root: Path) -> None:
     """Its list of groups names a path of the host's, but its mount shows the group as the root."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    quota_v1(one / "cpu", 200_000)
-    memory_v1(one / "memory", 300 * MEGA, 100 * MEGA)
-    groups = groups_file(tmp_path, "5:memory:/docker/abc\n4:cpu:/docker/abc")
-    assert (available_cpus(one, groups), available_memory(one, groups, meminfo(tmp_path))) == (2, 200 * MEGA)
-    write_group(two, cpu_max="500000 100000")
-    memory_v2(two, 300 * MEGA, 100 * MEGA, 7 * MEGA)
-    groups = groups_file(tmp_path, "0::/")
-    assert (available_cpus(two, groups), available_memory(two, groups, meminfo(tmp_path))) == (5, 207 * MEGA)
+    quota_v1(root / "cpu", 200_000)
+    memory_v1(root / "memory", 300 * MEGA, 100 * MEGA)
+    join_groups("5:memory:/docker/abc\n4:cpu:/docker/abc")
+    assert (available_cpus(), available_memory()) == (2, 200 * MEGA)
+    shutil.rmtree(root)
+    write_group(root, cpu_max="500000 100000")
+    memory_v2(root, 300 * MEGA, 100 * MEGA, 7 * MEGA)
+    join_groups("0::/")
+    assert (available_cpus(), available_memory()) == (5, 207 * MEGA)
 
 
-@pytest.mark.usefixtures("many_cpus")
+@pytest.mark.usefixtures("root")
 @pytest.mark.parametrize("text", [None, "not a list"])
-def test_without_groups_the_machine_is_the_limit(tmp_path: Path, text: str | None) -> None:
-    nowhere = tmp_path / "none"
-    groups = nowhere if text is None else groups_file(tmp_path, text)
-    assert available_cpus(nowhere, groups) == 64
-    assert available_memory(nowhere, groups, meminfo(tmp_path, 3 * MEGA)) == 3 * MEGA
-
-
-@pytest.mark.parametrize("text", [None, "", "MemFree: 5 kB\n", "MemAvailable: junk\n", "MemAvailable:\n"])
-def test_half_of_the_memory_is_available_if_the_system_does_not_say(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "meminfo"
+def test_without_groups_the_machine_is_the_limit(text: str | None) -> None:
     if text is not None:
-        path.write_text(text)
-    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    assert available_memory(tmp_path / "none", tmp_path / "none", path) == half
+        join_groups(text)
+    assert (available_cpus(), available_memory()) == (64, 1000 * MEGA)
+
+
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize("text", [None, "", "MemFree: 5 kB\n", "MemAvailable: junk\n", "MemAvailable:\n"])
+def test_half_of_the_memory_is_available_if_the_system_does_not_say(text: str | None) -> None:
+    machine._MEMINFO.unlink() if text is None else machine._MEMINFO.write_text(text)
+    assert available_memory() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 3_000_000])
