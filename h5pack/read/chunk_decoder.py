@@ -21,6 +21,7 @@ from h5pack.errors import DamagedRowsError
 from h5pack.format.checksums import crc32
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.codecs import MallocBuffer
+from h5pack.read.hdf5 import VERIFY_ADVICE
 from h5pack.read.hdf5_reader import H5Reader
 from h5pack.read.read_plan import plan_extents, plan_reads
 from h5pack.read.storage import CHECK_SECONDS, SourceFile, Storage
@@ -217,10 +218,7 @@ class ChunkDecoder:
             return index.codec.decode(encoded, mask)
         except ValueError as error:
             self.storage.check_unchanged()
-            problem = (
-                f"{where} cannot be decoded ({error}); run 'h5pack verify' on it, then restore "
-                "the file or convert again"
-            )
+            problem = f"{where} cannot be decoded ({error}); {VERIFY_ADVICE}"
             raise DamagedRowsError.at(
                 self.storage.path, problem, dataset=index.name, rows=range(first, stop)
             ) from error

@@ -29,7 +29,7 @@ from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, read_header
 from h5pack.images.headers import ImageHeader
 from h5pack.images.masks import read_mask
 from h5pack.read.chunk_index import ChunkIndex, contiguous_group_rows
-from h5pack.read.hdf5 import dataset_error, find_item, read_rows, require_dataset, text
+from h5pack.read.hdf5 import VERIFY_ADVICE, dataset_error, find_item, read_offsets, read_rows, require_dataset, text
 from h5pack.read.read_plan import MAX_GAP_BYTES
 from h5pack.read.storage import SourceFile, Storage
 from h5pack.read.virtual import index_rows
@@ -289,30 +289,22 @@ def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = Tru
 
     If `sized` is false, height and width in `shape` are 0, which suffices for reading the bytes.
     """
-    data_name, table_name = f"{name}/data", f"{name}/offsets"
-    data, table, sizes = (require_dataset(file, path) for path in (data_name, table_name, schema.ENCODED_SIZE))
-    advice = "run 'h5pack verify' on it, then restore the file or convert again"
+    data_name = f"{name}/data"
+    data, sizes = require_dataset(file, data_name), require_dataset(file, schema.ENCODED_SIZE)
     if data.ndim != 1 or data.dtype != np.uint8:
-        problem = f"is {data.dtype} {data.shape}, but encoded images are uint8 on one axis; {advice}"
+        problem = f"is {data.dtype} {data.shape}, but encoded images are uint8 on one axis; {VERIFY_ADVICE}"
         raise dataset_error(file.filename, data_name, problem)
-    if table.ndim != 1 or not len(table) or table.dtype.kind not in "iu":
-        problem = f"is {table.dtype} {table.shape}, but offsets are int64 (rows + 1,); {advice}"
-        raise dataset_error(file.filename, table_name, problem)
-    offsets, rows = table[()].astype(np.int64), len(table) - 1
+    offsets = read_offsets(file, f"{name}/offsets", data, "bytes")
+    rows = len(offsets) - 1
     if sizes.shape != (rows, 2) or sizes.dtype.kind not in "iu":
-        problem = f"is {sizes.dtype} {sizes.shape}, but sizes are int32 ({rows}, 2); {advice}"
+        problem = f"is {sizes.dtype} {sizes.shape}, but sizes are int32 ({rows}, 2); {VERIFY_ADVICE}"
         raise dataset_error(file.filename, schema.ENCODED_SIZE, problem)
-    outside = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > len(data))
-    if outside.any() or not 0 <= offsets[0] <= len(data):
-        row = int(outside.argmax()) if rows else 0
-        problem = f"row {row} is not a range of the {len(data):,} bytes of {data_name!r}; {advice}"
-        raise dataset_error(file.filename, table_name, problem, (row,))
     height = width = pixel_bytes = 0
     if rows and sized:
         pixels = sizes[()].astype(np.int64)
         height, width = (int(side) for side in pixels[0])
         if min(height, width) < 1 or height * width > MAX_PIXELS:
-            raise dataset_error(file.filename, schema.ENCODED_SIZE, f"row 0 is {height}x{width}; {advice}", (0,))
+            raise dataset_error(file.filename, schema.ENCODED_SIZE, f"row 0 is {height}x{width}; {VERIFY_ADVICE}", (0,))
         # Use the mean size, because row 0 may be unusually small or large.
         pixel_bytes = int(np.clip(np.prod(np.clip(pixels, 1, 65_535), axis=1), 1, MAX_PIXELS).sum()) * 3 // rows
     bytes_index = index_rows(file, data, data_name)

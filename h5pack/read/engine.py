@@ -34,6 +34,7 @@ from h5pack.format.checksums import crc32, row_checksums
 from h5pack.read.chunk_decoder import ChunkDecoder, DecodedDataset, SourceFiles
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex, decode_rows, split_rows
+from h5pack.read.hdf5 import VERIFY_ADVICE
 from h5pack.read.hdf5_reader import H5Reader
 from h5pack.read.mapping import FileMapping, MappedDataset
 from h5pack.read.read_plan import ScatterPlan, plan_reads, plan_scatter
@@ -457,10 +458,7 @@ class Engine:
             damaged = [row for file, row in found_in if file == path]
             some = ", ".join(map(str, damaged[:8])) + (", ..." if len(damaged) > 8 else "")
             what = f"rows {some} differ" if len(damaged) > 1 else f"row {some} differs"
-            problem = (
-                f"{name!r} {what} from the stored checksum; run 'h5pack verify' on it, then restore the "
-                "file or convert again"
-            )
+            problem = f"{name!r} {what} from the stored checksum; {VERIFY_ADVICE}"
             raise DamagedRowsError.at(path, problem, dataset=name, rows=damaged)
 
     def prefetch(self, plan: ScatterPlan) -> None:

@@ -25,6 +25,7 @@ from h5pack.system.machine import optional_module
 from h5pack.system.parameters import require_local
 
 _MAX_NAMED = 20  # maximum number of datasets that a message lists
+VERIFY_ADVICE = "run 'h5pack verify' on it, then restore the file or convert again"
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
@@ -177,6 +178,25 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
             dataset=name,
         )
     return item
+
+
+def read_offsets(file: h5py.File, name: str, data: h5py.Dataset, unit: str) -> npt.NDArray[np.int64]:
+    """Return the row boundaries in the dataset `name`, int64 (N + 1,); row i is ``data[offsets[i]:offsets[i + 1]]``.
+
+    Raises PackFormatError if they are not ascending positions in `data`, whose rows are called `unit`.
+    """
+    table = require_dataset(file, name)
+    if table.ndim != 1 or not len(table) or table.dtype.kind not in "iu":
+        problem = f"is {table.dtype} {table.shape}, but offsets are int64 (rows + 1,); {VERIFY_ADVICE}"
+        raise dataset_error(file.filename, name, problem)
+    offsets: npt.NDArray[np.int64] = table[()].astype(np.int64)
+    outside = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > len(data))
+    if outside.any() or not 0 <= offsets[0] <= len(data):
+        row = int(outside.argmax()) if len(outside) else 0
+        where = data.name.lstrip("/")
+        problem = f"row {row} is not a range of the {len(data):,} {unit} of {where!r}; {VERIFY_ADVICE}"
+        raise dataset_error(file.filename, name, problem, (row,))
+    return offsets
 
 
 def datasets_text(file: h5py.File) -> str:

@@ -19,14 +19,21 @@ from h5pack.format import schema
 from h5pack.format.fields import RaggedRows, is_numeric_dtype
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.engine import Engine
-from h5pack.read.hdf5 import attribute_names, dataset_error, find_item, require_dataset, text
+from h5pack.read.hdf5 import (
+    VERIFY_ADVICE,
+    attribute_names,
+    dataset_error,
+    find_item,
+    read_offsets,
+    require_dataset,
+    text,
+)
 from h5pack.read.read_plan import MAX_GAP_BYTES
 from h5pack.read.virtual import index_rows
 from h5pack.system.arrays import limited_runs, run_edges
 
 _READ_BYTES = 8 * 1024 * 1024
 """Maximum size in bytes of one read, unless a single row is larger."""
-_ADVICE = "run 'h5pack verify' on it, then restore the file or convert again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,33 +63,25 @@ def is_ragged(file: h5py.File, name: str) -> bool:
 def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
     """Return the index of a ragged field; raise PackFormatError if its offsets do not fit its data."""
     kind = text(file[name].attrs.get(schema.KIND, schema.RAGGED))
-    paths = [f"{name}/{part}" for part in (schema.FIELD_DATA, schema.FIELD_OFFSETS)]
-    data, table = (require_dataset(file, path) for path in paths)
+    data_name = f"{name}/{schema.FIELD_DATA}"
+    data = require_dataset(file, data_name)
     if kind not in schema.RAGGED_KINDS:
         raise dataset_error(file.filename, name, f"is of the unknown kind {kind!r}; use a newer version of h5pack")
     if data.ndim < 1 or not is_numeric_dtype(data.dtype) or 0 in data.shape[1:]:
-        raise dataset_error(file.filename, paths[0], f"is {data.dtype} {data.shape}, not rows of numbers; {_ADVICE}")
+        problem = f"is {data.dtype} {data.shape}, not rows of numbers; {VERIFY_ADVICE}"
+        raise dataset_error(file.filename, data_name, problem)
     wanted = _WANTED.get(kind)
     if wanted is not None and not (data.dtype == wanted[0] and data.shape[1:] in wanted[1]):
-        problem = f"is {data.dtype} {data.shape}, which does not fit the kind {kind!r}; {_ADVICE}"
-        raise dataset_error(file.filename, paths[0], problem)
+        problem = f"is {data.dtype} {data.shape}, which does not fit the kind {kind!r}; {VERIFY_ADVICE}"
+        raise dataset_error(file.filename, data_name, problem)
     box_format = text(file[name].attrs.get(schema.BOX_FORMAT, schema.XYXY))
     if box_format != schema.XYXY:
         raise dataset_error(file.filename, name, f"has boxes of the unknown format {box_format!r}; use a newer h5pack")
-    if table.ndim != 1 or not len(table) or table.dtype.kind not in "iu":
-        problem = f"is {table.dtype} {table.shape}, but offsets are int64 (rows + 1,); {_ADVICE}"
-        raise dataset_error(file.filename, paths[1], problem)
-    offsets = table[()].astype(np.int64)
-    outside = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > len(data))
-    if outside.any() or not 0 <= offsets[0] <= len(data):
-        row = int(outside.argmax()) if len(outside) else 0
-        problem = f"row {row} is not a range of the {len(data):,} entries of {paths[0]!r}; {_ADVICE}"
-        raise dataset_error(file.filename, paths[1], problem, (row,))
     return RaggedIndex(
         name=name,
         kind=kind,
-        offsets=offsets,
-        data=index_rows(file, data, paths[0]),
+        offsets=read_offsets(file, f"{name}/{schema.FIELD_OFFSETS}", data, "entries"),
+        data=index_rows(file, data, data_name),
         classes=attribute_names(file[name], schema.CLASSES),
     )
 
@@ -142,7 +141,7 @@ def texts_of(engine: Engine, name: str, rows: npt.NDArray[np.int64], found: Ragg
     except UnicodeDecodeError:
         wrong[:] = [not _is_utf8(found.row(number).tobytes()) for number in range(len(found))]
     path, row = engine.file_row(int(rows[wrong.argmax()]))
-    raise DamagedRowsError.at(path, f"{name!r} row {row} {problem}; {_ADVICE}", dataset=name, rows=(row,))
+    raise DamagedRowsError.at(path, f"{name!r} row {row} {problem}; {VERIFY_ADVICE}", dataset=name, rows=(row,))
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -176,5 +175,5 @@ def own_fields(file: h5py.File) -> list[str]:
     if group is None:
         return []
     if not isinstance(group, h5py.Group):
-        raise PackFormatError.at(file.filename, f"{schema.FIELDS!r} is not a group; {_ADVICE}")
+        raise PackFormatError.at(file.filename, f"{schema.FIELDS!r} is not a group; {VERIFY_ADVICE}")
     return [schema.field_path(name) for name in sorted(group)]
