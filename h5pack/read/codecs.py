@@ -20,13 +20,13 @@ import numpy.typing as npt
 from h5pack.format.checksums import fastest_zlib
 from h5pack.format.schema import FilterId
 from h5pack.read.hdf5 import Filter
-from h5pack.system.libc import require_libc_function
+from h5pack.system.libc import libc_function
 from h5pack.system.machine import optional_module
 
 Bytes = npt.NDArray[np.uint8]
 
-_malloc = require_libc_function("malloc", ctypes.c_void_p, ctypes.c_size_t)
-_free = require_libc_function("free", None, ctypes.c_void_p)
+_malloc: Any = libc_function("malloc", ctypes.c_void_p, ctypes.c_size_t)
+_free: Any = libc_function("free", None, ctypes.c_void_p)
 
 
 class MallocBuffer:

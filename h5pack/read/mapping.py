@@ -23,6 +23,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,9 +59,9 @@ _BLOCK_FILE_SYSTEMS = ("ext4", "xfs")
 
 _MAP_FIXED = 16
 _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
-_mmap = libc_function("mmap", _ADDRESS, _ADDRESS, _SIZE, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-_mincore = libc_function("mincore", ctypes.c_int, _ADDRESS, _SIZE, _ADDRESS)
-_madvise = libc_function("madvise", ctypes.c_int, _ADDRESS, _SIZE, ctypes.c_int)
+_mmap: Any = libc_function("mmap", _ADDRESS, _ADDRESS, _SIZE, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_mincore: Any = libc_function("mincore", ctypes.c_int, _ADDRESS, _SIZE, _ADDRESS)
+_madvise: Any = libc_function("madvise", ctypes.c_int, _ADDRESS, _SIZE, ctypes.c_int)
 
 
 class FileMapping:
@@ -91,10 +92,10 @@ class FileMapping:
             reserved = np.frombuffer(self._map, np.uint8)
             self.bytes = reserved[-reserved.__array_interface__["data"][0] % _BLOCK :][:size]
         self._address: int = self.bytes.__array_interface__["data"][0]
-        for storage, base, count in zip(storages, bases, sizes, strict=True):
-            if len(storages) > 1:
-                _map_at(self._address + base, count, storage.open())
-        assert _madvise is not None
+        for storage, base, count in zip(storages, bases, sizes, strict=True) if len(storages) > 1 else ():
+            start = self._address + base
+            if _mmap(start, count, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, storage.open(), 0) != start:
+                raise_errno()
         # The advice fails on kernels without huge pages.
         self._has_advice = not _madvise(self._address, len(self.bytes), MADV_HUGEPAGE)
         # For each block, the number of its file; -1 in gaps.
@@ -112,7 +113,7 @@ class FileMapping:
     def open(cls, storages: Sequence[Storage], bases: Sequence[int]) -> FileMapping | None:
         """Map the files of storages, file k at ``bytes[bases[k]]``; return None if the system cannot map them."""
         # Only Linux can load pages into the page table without the risk of a SIGBUS.
-        if sys.platform != "linux" or None in (_mincore, _madvise, _mmap):
+        if sys.platform != "linux":
             return None
         if not all(storage.identity.size for storage in storages):
             return None
@@ -230,13 +231,11 @@ class FileMapping:
             return False
         if loaded and share == 1 and self._sees_cache:
             return True
-        assert _madvise is not None
         # If a read fails or the file was cut short, madvise returns an error, whereas touching a page causes a SIGBUS.
         return not _madvise(self._address + start, stop - start, MADV_POPULATE_READ)
 
     def _cached_share(self, number: int, start: int, stop: int) -> float:
         """Return the share, 0 to 1, of the pages of ``bytes[start:stop]`` that are in the page cache."""
-        assert _mincore is not None
         if not self._sees_cache:
             storage, base = self._storages[number], int(self.bases[number])
             probes = range(start - base, stop - base, _BLOCK // 8)
@@ -254,14 +253,6 @@ def _kernel_reads_blocks() -> bool:
     """
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
     return release is not None and (int(release[1]), int(release[2])) >= (5, 18)
-
-
-def _map_at(address: int, size: int, descriptor: int) -> None:
-    """Map a file to reserved addresses; raise OSError if that fails."""
-    assert _mmap is not None
-    found = _mmap(address, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
-    if found != address:
-        raise_errno()
 
 
 class MappedDataset:

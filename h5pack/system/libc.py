@@ -29,11 +29,3 @@ def raise_errno(path: str | os.PathLike[str] | None = None) -> None:
     """Raise an OSError about `path` with the errno of this thread's last call of a `libc_function`."""
     number = ctypes.get_errno()
     raise OSError(number, os.strerror(number), None if path is None else os.fspath(path))
-
-
-def require_libc_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-    """Return a function of the C library like `libc_function`, but raise OSError if it is missing."""
-    function = libc_function(name, result, *arguments)
-    if function is None:
-        raise OSError(f"the C library has no function {name}")
-    return function
