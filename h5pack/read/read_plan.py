@@ -113,24 +113,17 @@ class ReadPlan:
         return int(extents.chunk_visits.sum()), total, calls
 
 
-def plan_reads(
-    index: ChunkIndex,
-    rows: npt.NDArray[np.int64],
-    *,
-    max_gap_bytes: int | None = None,
-    max_extent_bytes: int = MAX_EXTENT_BYTES,
-) -> ReadPlan:
+def plan_reads(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> ReadPlan:
     """Plan direct reads of rows, int64 (n,) with n > 0, into one array.
 
-    Two adjacent extents become one read if the gap between them is at most `max_gap_bytes` (default `MAX_GAP_BYTES`),
-    and both begin in the same aligned block of `max_extent_bytes` of the file.
+    Two adjacent extents become one read if the gap between them is at most `MAX_GAP_BYTES`, and both begin in the same
+    aligned block of `MAX_EXTENT_BYTES` of the file.
     """
-    gap_bytes = MAX_GAP_BYTES if max_gap_bytes is None else max_gap_bytes
     extents = plan_extents(index, rows)
     starts, ends = extents.offsets, extents.offsets + np.diff(extents.edges) * index.row_bytes
     # Extents without allocated storage are not merged with others, because their rows are filled, not read.
-    apart = (starts[1:] - ends[:-1] > gap_bytes) | (starts[1:] < ends[:-1]) | (starts[:-1] < 0)
-    apart |= np.diff(starts // max_extent_bytes) != 0
+    apart = (starts[1:] - ends[:-1] > MAX_GAP_BYTES) | (starts[1:] < ends[:-1]) | (starts[:-1] < 0)
+    apart |= np.diff(starts // MAX_EXTENT_BYTES) != 0
     if extents.source_ids is not None:
         apart |= np.diff(extents.source_ids) != 0
     edges = run_edges(apart)

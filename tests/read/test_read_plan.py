@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from h5pack.read import read_plan
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.read_plan import plan_extents, plan_reads
 from tests.read.files import row_lists
@@ -90,15 +91,16 @@ def test_offsets_past_four_gigabytes() -> None:
     ],
 )
 def test_reads_run_over_gaps_up_to_a_limit(
-    rows: list[int], max_gap_bytes: int, offsets: list[int], sizes: list[int]
+    rows: list[int], max_gap_bytes: int, offsets: list[int], sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks 0 and 1 are adjacent, chunk 2 is apart, chunk 3 has no storage."""
-    plan = plan_reads(index([100, 120, 300, -1], 2, 10, 8), np.array(rows, np.int64), max_gap_bytes=max_gap_bytes)
+    monkeypatch.setattr(read_plan, "MAX_GAP_BYTES", max_gap_bytes)
+    plan = plan_reads(index([100, 120, 300, -1], 2, 10, 8), np.array(rows, np.int64))
     assert (plan.offsets.tolist(), plan.sizes.tolist()) == (offsets, sizes)
 
 
-def test_reads_are_cut_at_multiples_of_the_largest_extent() -> None:
-    made = index([0], 1_000, 10, 1_000)
-    plan = plan_reads(made, np.arange(0, 1_000, 2), max_gap_bytes=10, max_extent_bytes=2_500)
+def test_reads_are_cut_at_multiples_of_the_largest_extent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_plan, "MAX_EXTENT_BYTES", 2_500)
+    plan = plan_reads(index([0], 1_000, 10, 1_000), np.arange(0, 1_000, 2))
     assert plan.offsets.tolist() == [0, 2_500, 5_000, 7_500]
     assert plan.edges.tolist() == [0, 125, 250, 375, 500]
