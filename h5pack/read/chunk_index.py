@@ -227,7 +227,7 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
                 # decoded chunk, it is unknown whether it was filtered, so HDF5 must read it.
                 at_edge = _reaches_past_edge(dataset).reshape(stored.shape)
                 table.sizes[at_edge & (stored == codec.size) & (table.filter_masks == 0)] = -1
-        _require_inside(file, name, table.addresses, stored, chunk_rows, dataset.shape[0])
+        _require_inside(dataset, name, table.addresses, stored)
         if (table.addresses < 0).any():
             fill = np.full(dataset.shape[1:], dataset.fillvalue, dataset.dtype).tobytes()
     return ChunkIndex(
@@ -330,28 +330,25 @@ def _reaches_past_edge(dataset: h5py.Dataset) -> npt.NDArray[np.bool_]:
 
 
 def _require_inside(
-    file: h5py.File,
-    name: str,
-    addresses: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int64],
-    chunk_rows: int,
-    rows: int,
+    dataset: h5py.Dataset, name: str, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
 ) -> None:
     """Raise PackFormatError if chunks extend past the end of the file or overlap, because their rows would be wrong."""
     numbers = np.flatnonzero(addresses >= 0)
     starts, stored = addresses.reshape(-1)[numbers], sizes.reshape(-1)[numbers]
-    file_size = os.path.getsize(file.filename)
+    path = dataset.file.filename
+    file_size = os.path.getsize(path)
     outside = np.flatnonzero(starts > file_size - stored)
     if len(outside):
+        rows, chunk_rows = dataset.shape[0], dataset.chunks[0] if dataset.chunks else dataset.shape[0]
         first = int(numbers[outside[0]]) // (addresses.size // len(addresses)) * chunk_rows
         problem = (
             f"rows {first}-{min(rows, first + chunk_rows) - 1} are stored beyond the end of the file "
             f"({file_size:,} bytes), which was cut short; restore it, or convert again"
         )
-        raise dataset_error(file.filename, name, problem)
+        raise dataset_error(path, name, problem)
     order = np.argsort(starts, kind="stable")
     over = np.flatnonzero(np.diff(starts[order]) < stored[order][:-1])
     if len(over):
         one, other = sorted(int(numbers[order[over[0] + step]]) for step in (0, 1))
         problem = f"has a damaged chunk index: chunks {one} and {other} overlap; restore the file, or convert again"
-        raise dataset_error(file.filename, name, problem)
+        raise dataset_error(path, name, problem)

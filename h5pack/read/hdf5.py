@@ -181,10 +181,7 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
 
 
 def read_offsets(file: h5py.File, name: str, data: h5py.Dataset, unit: str) -> npt.NDArray[np.int64]:
-    """Return the row boundaries in the dataset `name`, int64 (N + 1,); row i is ``data[offsets[i]:offsets[i + 1]]``.
-
-    Raises PackFormatError if they are not ascending positions in `data`, whose rows are called `unit`.
-    """
+    """Return the offsets of rows in `data`, int64 (N + 1,); raise PackFormatError if they do not fit `data`."""
     table = require_dataset(file, name)
     if table.ndim != 1 or not len(table) or table.dtype.kind not in "iu":
         problem = f"is {table.dtype} {table.shape}, but offsets are int64 (rows + 1,); {VERIFY_ADVICE}"
@@ -193,8 +190,7 @@ def read_offsets(file: h5py.File, name: str, data: h5py.Dataset, unit: str) -> n
     outside = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > len(data))
     if outside.any() or not 0 <= offsets[0] <= len(data):
         row = int(outside.argmax()) if len(outside) else 0
-        where = data.name.lstrip("/")
-        problem = f"row {row} is not a range of the {len(data):,} {unit} of {where!r}; {VERIFY_ADVICE}"
+        problem = f"row {row} is not a range of the {len(data):,} {unit} of {data.name[1:]!r}; {VERIFY_ADVICE}"
         raise dataset_error(file.filename, name, problem, (row,))
     return offsets
 

@@ -55,7 +55,7 @@ def join_descriptions(packs: Sequence[FileDescription]) -> FileDescription:
     first = packs[0]
     for pack in packs[1:]:
         _require_alike(first, pack)
-    starts = np.cumsum([0, *(_rows(pack) for pack in packs)]).tolist()
+    starts = np.cumsum([0, *(next(iter(pack.indexes.values())).rows for pack in packs)]).tolist()
     splits: dict[str, list[RowNumbers]] = {}
     for pack, start in zip(packs, starts, strict=False):
         for name, rows in pack.splits.items():
@@ -72,10 +72,6 @@ def join_descriptions(packs: Sequence[FileDescription]) -> FileDescription:
         ragged={name: _join_ragged(packs, name) for name in first.ragged},
         files=tuple((path, start + row) for one, start in zip(packs, starts, strict=False) for path, row in one.files),
     )
-
-
-def _rows(pack: FileDescription) -> int:
-    return next(iter(pack.indexes.values())).rows
 
 
 def _require_alike(first: FileDescription, other: FileDescription) -> None:
