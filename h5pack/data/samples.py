@@ -149,19 +149,27 @@ class _JoinedList:
 
 def _joined(value: Any) -> Any:
     """Return a list of tensors as a `_JoinedList` if they can be concatenated, and any other value unchanged."""
-    first = value[0] if type(value) is list and value else None
-    if not isinstance(first, torch.Tensor) or first.ndim < 1:
-        return value
-    same = all(
-        type(one) is torch.Tensor
-        and (one.dtype, one.device, one.shape[1:]) == (first.dtype, first.device, first.shape[1:])
-        and not one.requires_grad
-        for one in value
-    )
-    if not same or first.device.type != "cpu" or first.dtype == torch.bfloat16:
+    joins = type(value) is list and can_join(value) and value[0].device.type == "cpu"
+    if not joins or value[0].dtype == torch.bfloat16:
         return value
     entries = torch.cat(value)
     return _JoinedList(entries.numpy() if entries.nbytes <= _INLINE_BYTES else entries, [len(one) for one in value])
+
+
+def can_join(values: list[Any]) -> bool:
+    """Return whether the values are plain strided tensors (n_i, ...) that can be concatenated without gradients."""
+    first = values[0] if values else None
+    return (
+        isinstance(first, torch.Tensor)
+        and first.ndim > 0
+        and all(
+            type(one) is torch.Tensor
+            and one.layout is torch.strided
+            and not one.requires_grad
+            and (one.dtype, one.device, one.shape[1:]) == (first.dtype, first.device, first.shape[1:])
+            for one in values
+        )
+    )
 
 
 def split_list(entries: npt.NDArray[Any] | torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from h5pack.data.samples import can_join
 from h5pack.device.batch import images_of, map_tensors, named_elements, tensors_of, with_elements
 from h5pack.device.loader_wrapper import FetchedBatch
 from h5pack.device.profiling import profiler_range
@@ -128,7 +129,10 @@ class DeviceCopier:
             lists = {
                 index: self._copied_list(element)
                 for index, element in named_elements(fetched.batch).values()
-                if _is_joinable(element) and not self._is_here(element[0])
+                if isinstance(element, list)
+                and len(element) > 1
+                and can_join(element)
+                and not self._is_here(element[0])
             }
             batch = with_elements(fetched.batch, dict.fromkeys(lists)) if lists else fetched.batch
             batch = map_tensors(batch, functools.partial(self._copied, images))
@@ -192,20 +196,6 @@ class DeviceCopier:
 
     def _tensors_here(self, batch: Any) -> Iterator[torch.Tensor]:
         return (tensor for tensor in tensors_of(batch) if self._is_here(tensor) and _is_strided(tensor))
-
-
-def _is_joinable(element: Any) -> bool:
-    """Return whether an element of a batch is a list of several tensors that can be concatenated."""
-    if not isinstance(element, list) or len(element) < 2 or not isinstance(element[0], torch.Tensor):
-        return False
-    first = element[0].detach()
-    return first.ndim > 0 and all(
-        type(tensor) is torch.Tensor
-        and _is_strided(tensor)
-        and not tensor.requires_grad
-        and (tensor.dtype, tensor.device, tensor.shape[1:]) == (first.dtype, first.device, first.shape[1:])
-        for tensor in element
-    )
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:
