@@ -69,12 +69,8 @@ def _dtype(image: Image.Image) -> str:
 
 
 def mask_numbers(image: Image.Image) -> npt.NDArray[Any]:
-    """Return the numbers of an open mask, uint8 or int32 (h, w).
-
-    Raise RejectedImageError if its pixels are colors or floating-point numbers.
-    """
-    dtype = _dtype(image)
-    return np.asarray(image).astype(dtype, copy=False)
+    """Return the numbers of an open mask, uint8 or int32 (h, w); raise RejectedImageError if they are not integers."""
+    return np.asarray(image).astype(_dtype(image), copy=False)
 
 
 def narrow_mask(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -117,7 +113,11 @@ class MaskDecoder:
                 before = orientation_of(mask)
                 pixels = np.asarray(mask).astype(self._dtype, copy=False)
                 pixels = _turned(pixels, orientation_of(mask))
-                pixels = _moved(pixels, image, own=before != 1)
+            if before == 1:
+                # A mask without an orientation of its own is assumed to match the image as stored, unless that gives it
+                # another size than the upright image has.
+                turned = _turned(pixels, image.orientation)
+                pixels = turned if turned.shape == (image.height, image.width) else pixels
         else:
             self._require_bits(source.dtype.str)
             pixels = source.astype(self._dtype, copy=False)
@@ -177,18 +177,6 @@ def require_size(height: int, width: int, image_height: int, image_width: int) -
     """Raise RejectedImageError if a mask does not have the size of its image."""
     if (height, width) != (image_height, image_width):
         raise RejectedImageError(f"its size is {height}x{width}, but its image's size is {image_height}x{image_width}")
-
-
-def _moved(pixels: npt.NDArray[Any], image: Upright, *, own: bool) -> npt.NDArray[Any]:
-    """Turn a mask upright like its image, unless the mask's file has an orientation of its own (`own`).
-
-    A mask is assumed to match the image as stored, so both are turned. But if the turned mask does not have the size of
-    the upright image, the mask is assumed to be upright already, and is returned unchanged.
-    """
-    if own:
-        return pixels
-    turned = _turned(pixels, image.orientation)
-    return turned if turned.shape == (image.height, image.width) else pixels
 
 
 def _turned(pixels: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
