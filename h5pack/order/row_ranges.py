@@ -95,13 +95,9 @@ class RowRange(RowSet):
         self._chunk = start // chunk_rows
         self.chunk_count = (stop - 1) // chunk_rows - self._chunk + 1 if self.count else 0
         # In the first and the last chunk, some rows may belong to other splits or be past the end of the dataset.
-        self.short_chunks: list[tuple[int, int]] | None = []
-        if self.count:
-            last = self.chunk_count - 1
-            self.short_chunks = [
-                (0, start - self._chunk * chunk_rows),
-                (last, (self._chunk + self.chunk_count) * chunk_rows - stop),
-            ]
+        after = (self._chunk + self.chunk_count) * chunk_rows - stop
+        ends = [(0, start - self._chunk * chunk_rows), (self.chunk_count - 1, after)]
+        self.short_chunks: list[tuple[int, int]] | None = ends if self.count else []
 
     @property
     def unique_count(self) -> int:
