@@ -144,14 +144,12 @@ def _numbers_of(row: int, value: Any) -> npt.NDArray[Any] | None:
     """Return a list of numbers as an array; None if `value` is None or has no entries."""
     if value is None:
         return None
-    if not isinstance(value, (list, tuple, np.ndarray)):
+    if not isinstance(value, (list, tuple, np.ndarray)) or (isinstance(value, np.ndarray) and not value.ndim):
         raise FieldValueError(row, f"contains {short_repr(value)}, which is not a list")
     try:
         array = np.asarray(value)
     except ValueError:
         raise FieldValueError(row, "contains lists of different lengths or depths") from None
-    if not array.ndim:
-        raise FieldValueError(row, f"contains {short_repr(value)}, which is not a list")
     if not len(array):
         return None
     if not array.size or array.dtype.kind not in "biuf" or (array.dtype == np.uint64 and array.max() >= 2**63):
