@@ -60,28 +60,23 @@ class BatchIterator(Closeable, Iterator[Any]):
             # If another thread of the parent held the lock during the fork, no thread of this child would release it.
             self._lock, self._process = threading.RLock(), os.getpid()
         with self._lock:
-            return self._checked_batch()
-
-    def _checked_batch(self) -> Any:
-        if self._broken:
-            raise LoaderError(
-                f"this iterator {self._broken} before the end of its epoch; begin a new one with "
-                f"iter({self._loader_name})"
-            )
-        if self._ended:
-            raise StopIteration
-        try:
-            return self._next_batch()
-        except StopIteration:
-            self._ended = True
-            self._release()
-            self._finish()
-            raise
-        except BaseException:
-            # Any error, such as a KeyboardInterrupt, may leave an inconsistent state, so this iterator cannot continue.
-            self._broken = "failed"
-            self._release()
-            raise
+            if self._broken:
+                problem = f"this iterator {self._broken} before the end of its epoch"
+                raise LoaderError(f"{problem}; begin a new one with iter({self._loader_name})")
+            if self._ended:
+                raise StopIteration
+            try:
+                return self._next_batch()
+            except StopIteration:
+                self._ended = True
+                self._release()
+                self._finish()
+                raise
+            except BaseException:
+                # Any error, such as a KeyboardInterrupt, may leave an inconsistent state, so it cannot continue.
+                self._broken = "failed"
+                self._release()
+                raise
 
     def close(self) -> None:
         """Stop reading, and wait until the threads of this iteration have stopped."""
