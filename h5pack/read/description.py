@@ -121,16 +121,15 @@ def _describe(
     sized: bool,
 ) -> FileDescription:
     indexes: dict[str, ChunkIndex] = {}
-    if has_kept_images(file, images):
-        indexes[images] = index_kept(file, sized=sized)
-        indexes.update(index_checksums(file, images, indexes[images].rows))
-    rows = indexes[images].rows if indexes else -1
     ragged: dict[str, RaggedIndex] = {}
-    for name in (*(() if indexes else (images,)), *(() if labels is None else (labels,)), *fields):
-        if is_mask_group(file, name):
-            if name in (images, labels):
+    rows = -1
+    for name in (images, *(() if labels is None else (labels,)), *fields):
+        keeps = not indexes and has_kept_images(file, images)
+        if keeps or is_mask_group(file, name):
+            if not keeps and name in (images, labels):
                 raise dataset_error(file.filename, name, "holds masks; give it in fields, not as images or labels")
             indexes[name] = index_kept(file, name, sized=sized)
+            rows = indexes[name].rows if rows < 0 else rows
             _require_length(file, name, indexes[name].rows, images, rows)
             indexes.update(index_checksums(file, name, rows))
             continue
