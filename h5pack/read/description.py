@@ -164,7 +164,7 @@ def _describe(
         fields=fields,
         classes=None if label is None else attribute_names(label, schema.CLASSES),
         columns=None if label is None else attribute_names(label, schema.COLUMNS),
-        splits=_splits(file, rows),
+        splits=_splits(file, rows, images),
         mean=_statistic(file, "mean"),
         std=_statistic(file, "std"),
         statistics_rows=int(file[schema.STATISTICS].attrs.get("rows", 0)) if schema.STATISTICS in file else 0,
@@ -240,18 +240,40 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
         raise refuse(f"holds {dtype}, not numbers; {packs}name another dataset")
 
 
-def _splits(file: h5py.File, rows: int) -> dict[str, RowNumbers]:
-    if schema.SPLIT_ROWS not in file or schema.SPLIT_NAMES not in file:
-        return {}
-    names = [text(name) for name in file[schema.SPLIT_NAMES][()]]
-    ranges = [(int(start), int(stop)) for start, stop in file[schema.SPLIT_ROWS][()]]
-    if len(names) != len(ranges) or any(not 0 <= start <= stop <= rows for start, stop in ranges):
+def _splits(file: h5py.File, rows: int, images: str) -> dict[str, RowNumbers]:
+    names, parts = _fuel_splits(file, images)
+    if schema.SPLIT_ROWS in file and schema.SPLIT_NAMES in file:
+        names = [text(name) for name in file[schema.SPLIT_NAMES][()]]
+        parts = [range(int(start), int(stop)) for start, stop in file[schema.SPLIT_ROWS][()]]
+    if len(names) != len(parts) or not all(_are_rows(part, rows) for part in parts):
         raise PackFormatError.at(file.filename, f"its splits do not fit its {rows:,} rows; run 'h5pack verify' on it")
     # A split to which images were appended consists of several ranges.
     found: dict[str, list[RowNumbers]] = {}
-    for name, (start, stop) in zip(names, ranges, strict=True):
-        found.setdefault(name, []).append(range(start, stop))
+    for name, part in zip(names, parts, strict=True):
+        found.setdefault(name, []).append(part)
     return {name: joined_ranges(parts) for name, parts in found.items()}
+
+
+def _fuel_splits(file: h5py.File, images: str) -> tuple[list[str], list[RowNumbers]]:
+    """Return the names and the rows of the splits in the attribute that the package Fuel writes; [], [] without it."""
+    table = np.atleast_1d(file.attrs.get("split", 0))
+    if not {"split", "source", "start", "stop", "indices"} <= {*(table.dtype.names or ())}:
+        return [], []
+    listed = [entry for entry in table if text(entry["source"]) == images]
+    rows: list[RowNumbers] = [
+        np.asarray(file[entry["indices"]][()], np.int64)
+        if entry["indices"]
+        else range(int(entry["start"]), int(entry["stop"]))
+        for entry in listed
+    ]
+    return [text(entry["split"]) for entry in listed], rows
+
+
+def _are_rows(part: RowNumbers, rows: int) -> bool:
+    """Return whether all of `part` are numbers of rows."""
+    if isinstance(part, range):
+        return 0 <= part.start <= part.stop <= rows
+    return bool(((part >= 0) & (part < rows)).all())
 
 
 def _statistic(file: h5py.File, name: str) -> npt.NDArray[np.float64] | None:

@@ -486,7 +486,7 @@ def split_ids(
     for number, part in enumerate(rows.values()):
         own = slice(part.start, part.stop) if isinstance(part, range) else part
         if (ids[own] != len(rows)).any():
-            raise SourceError(f"{where}: its splits overlap; correct the dataset splits/rows of the file", path=path)
+            raise SourceError(f"{where}: its splits overlap; correct the rows of its splits", path=path)
         ids[own] = number
     return ((*rows, "rest") if (ids == len(rows)).any() else tuple(rows)), ids
 

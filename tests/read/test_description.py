@@ -135,6 +135,29 @@ def splits(names: Any, rows: Any) -> Callable[[h5py.File], Any]:
     return lambda file: file.update({"splits/name": names, "splits/rows": rows})
 
 
+def fuel_splits(entries: list[tuple[str, str, int, int]], **rows: Any) -> Callable[[h5py.File], Any]:
+    """The attribute of the package Fuel. `rows` has the rows of splits that are not consecutive."""
+
+    def add(file: h5py.File) -> None:
+        names = [("split", "S5"), ("source", "S9"), ("start", "i8"), ("stop", "i8"), ("indices", h5py.ref_dtype)]
+        table = np.zeros(len(entries), [*names, ("available", "?"), ("comment", "S1")])
+        for number, (name, source, start, stop) in enumerate(entries):
+            other = file.create_dataset(name, data=rows[name]).ref if name in rows else h5py.Reference()
+            table[number] = (name, source, start, stop, other, True, b"")
+        file.attrs["split"] = table
+
+    return add
+
+
+def test_splits_of_fuel_are_read(foreign: Path) -> None:
+    entries = [("train", "images", 0, 3), ("train", "deep/er/y", 0, 6), ("test", "images", 3, 5)]
+    with h5py.File(foreign, "r+") as file:
+        fuel_splits([*entries, ("odd", "images", 0, 0)], odd=[5, 1])(file)
+    found = describe_file(foreign).splits
+    assert (found["train"], found["test"], list(found)) == (range(3), range(3, 5), ["train", "test", "odd"])
+    assert np.asarray(found["odd"]).tolist() == [5, 1]
+
+
 def nothing(file: h5py.File) -> None:
     """Leave the file as it is."""
 
@@ -159,6 +182,8 @@ WRONG: dict[str, tuple[Callable[[h5py.File], Any], dict[str, Any], str | None]] 
     "backward splits": (splits(["a"], [[4, 3]]), {}, None),
     "nameless splits": (splits(["a"], [[0, 3], [3, 6]]), {}, None),
     "splits that are no numbers": (splits(["a"], [[b"x", b"y"]]), {}, None),
+    "splits of Fuel past the end": (fuel_splits([("a", "images", 0, 7)]), {}, None),
+    "rows of Fuel past the end": (fuel_splits([("a", "images", 0, 0)], a=[6]), {}, None),
     "statistics that are no numbers": (lambda file: file.update({"statistics/mean": ["red"]}), {}, None),
 }
 
