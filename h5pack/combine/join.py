@@ -55,8 +55,8 @@ def join(
     Raises
     ------
     H5PackError
-        If a pack is missing, is damaged or does not match the first one, if class names differ only in case, and for
-        the same reasons as `h5pack.convert`.
+        If a pack is missing, is damaged or does not match the first one, if class names of two packs differ only in
+        case, and for the same reasons as `h5pack.convert`.
 
     Examples
     --------

@@ -285,15 +285,19 @@ def merge_classes(found: Iterable[tuple[Path | str, tuple[str, ...]]]) -> tuple[
     origins: dict[str, tuple[str, Path | str]] = {}
     maps = []
     for path, names in found:
-        for name in names:
-            known, owner = origins.setdefault(name.casefold(), (name, path))
-            if known != name:
+        added = [name for name in names if name not in numbers]
+        for name in added:
+            # Two classes of one pack may differ only in case, such as letters, because its source has both.
+            if name.casefold() in origins:
+                known, owner = origins[name.casefold()]
                 problem = (
                     f"its class {name!r} differs only in case from {known!r} of {owner}; rename one of them "
                     "in its source, and convert that source again"
                 )
                 raise SourceError.at(path, problem)
+        for name in added:
             numbers.setdefault(name, len(numbers))
+            origins.setdefault(name.casefold(), (name, path))
         maps.append(np.array([*(numbers[name] for name in names), schema.NO_LABEL], np.int64))
     return tuple(numbers), maps
 

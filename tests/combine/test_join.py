@@ -227,6 +227,15 @@ def test_classes_that_differ_only_in_case_are_refused(tmp_path: Path) -> None:
     assert all(part in str(error.value) for part in ("'Cat'", "'cat'", str(packs[0]), str(packs[1])))
 
 
+def test_classes_of_one_source_may_differ_only_in_case(tmp_path: Path) -> None:
+    first, other = pack(tmp_path, "a", 6, ["A", "a"]), pack(tmp_path, "b", 4, ["a", "A"])
+    assert h5pack.join([first, other], tmp_path / "both.h5").images == 10
+    assert h5pack.subset(first, tmp_path / "some.h5", classes="a").images == 3
+    dataset = h5pack.H5Dataset(tmp_path / "both.h5")
+    assert dataset.classes == ("A", "a")
+    assert dataset.targets.bincount().tolist() == [5, 5]
+
+
 @pytest.mark.parametrize("damage", ["format", "layout", "no statistics", "nan", "channels", "rejects"])
 def test_damaged_tables_are_named(tmp_path: Path, damage: str) -> None:
     for name in ("a", "b"):
