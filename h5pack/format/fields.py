@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ class RaggedRows:
     def of(cls, kind: str, rows: Sequence[npt.NDArray[Any]], empty: npt.NDArray[Any]) -> RaggedRows:
         """Create rows from arrays (n_i, ...). The array `empty`, (0, ...), sets dtype and inner shape."""
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-        data = np.concatenate([empty, *rows]).astype(empty.dtype, copy=False)
+        # Convert before joining: NumPy joins int64 and uint64 to float64, which rounds large integers.
+        data = np.concatenate([empty, *rows], dtype=empty.dtype, casting="unsafe")
         return cls(kind, data, np.append(0, np.cumsum(lengths)))
 
     @classmethod
@@ -152,7 +154,11 @@ def _numbers_of(row: int, value: Any) -> npt.NDArray[Any] | None:
         raise FieldValueError(row, "contains lists of different lengths or depths") from None
     if not len(array):
         return None
-    if not array.size or array.dtype.kind not in "biuf" or (array.dtype == np.uint64 and array.max() >= 2**63):
+    fits = array.size and array.dtype.kind in "biuf" and (array.dtype != np.uint64 or array.max() < 2**63)
+    if fits and array.dtype == np.float64 and not isinstance(value, np.ndarray) and np.abs(array).max() >= 2**63:
+        # NumPy makes floats of a list with integers both below and above 2**63.
+        fits = not all(isinstance(number, Integral) for number in np.asarray(value, object).flat)
+    if not fits:
         problem = "whose entries are neither floats nor integers that fit into int64"
         raise FieldValueError(row, f"contains {short_repr(value)}, {problem}")
     return array

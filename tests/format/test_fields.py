@@ -54,6 +54,8 @@ def test_arrays_are_joined_and_taken_as_numpy_would() -> None:
         ([[True], [False, True]], np.int64, (3,)),
         ([[[1, 2]], [], [[3, 4], [5, 6]]], np.int64, (3, 2)),
         ([np.ones((2, 3, 4), np.float32), None], np.float64, (2, 3, 4)),
+        ([np.array([2**62 + 1], np.uint64), [-1]], np.int64, (2,)),
+        ([[1, 2.0**63], [2**63, 0.5]], np.float64, (4,)),
         ([[], None], np.float64, (0,)),
     ],
 )
@@ -78,6 +80,9 @@ def test_lists_of_one_depth_are_ragged(values: list[Any], dtype: Any, shape: tup
         ([[None]], 0),
         ([[1], [2**64]], 1),
         ([[2**63]], 0),
+        ([[1], [1, 2**63]], 1),
+        ([[1], [np.int64(1), np.uint64(2**63)]], 1),
+        ([[[1, -(2**63) - 1]]], 0),
         ([[[]]], 0),
         ([[1], np.array(5)], 1),
     ],
