@@ -145,7 +145,7 @@ def _parsed(rows: str, count: int) -> Rows:
     """Return the row numbers in text such as "0:1000,7123"; [-1], which is rejected, for invalid text or rows."""
     try:
         ranges = [[int(number) for number in one.split(":")] for one in rows.split(",")]
-        if any(number > count for one in ranges for number in one):
+        if any(not 0 <= number <= count for one in ranges for number in one):
             return np.array([-1])
         parts = [np.arange(*one) if len(one) == 2 else np.array(one) for one in ranges]
         return np.concatenate(parts) if all(len(one) in (1, 2) for one in ranges) else np.array([-1])

@@ -77,6 +77,7 @@ def test_wrong_calls(tmp_path: Path) -> None:
         ({"rows": [-1]}, OptionsError),
         ({"rows": "1-5"}, OptionsError),
         ({"rows": "5:"}, OptionsError),
+        ({"rows": "0:-1"}, OptionsError),
         ({"rows": 1.5}, OptionsError),
         ({"sample": 0}, OptionsError),
         ({"sample": 3, "seed": -1}, OptionsError),
