@@ -236,7 +236,7 @@ class ConvertOptions:
         """The name of the field `val_groups` in the pack; the option itself may be a dataset's path, as in `fields`."""
         paths = [name.strip("/") for name in self.fields]
         name = self.val_groups
-        return os.path.basename(name) if name is not None and name.strip("/") in paths else name
+        return os.path.basename(name.strip("/")) if name is not None and name.strip("/") in paths else name
 
     @property
     def source_options(self) -> SourceOptions:
