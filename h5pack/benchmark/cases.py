@@ -100,9 +100,11 @@ class BenchSettings:
         several = ("batch_size", "window", "num_threads", "num_workers", "chunk_rows", "chunk_bytes")
         for name in (*several, "rows", "num_images", "seed"):
             found, bound = getattr(self, name), int(name not in ("num_workers", "seed"))
-            values = found if isinstance(found, tuple) else () if found is None else (found,)
-            for value in values:
-                whole_number(name, value, bound)
+            if found is None:
+                continue
+            # Convert NumPy's integers, because reports are written as JSON.
+            made = [whole_number(name, value, bound) for value in (found if isinstance(found, tuple) else (found,))]
+            object.__setattr__(self, name, tuple(made) if isinstance(found, tuple) else made[0])
         for name in ("batch_size", "window", "compression"):
             if not getattr(self, name):
                 raise invalid(name, "", ": give at least one value")

@@ -195,9 +195,13 @@ def export(
     begin = time.perf_counter()
     check_choice("format", format, (None, *SUFFIXES))
     check_choice("start_method", start_method, START_METHODS)
-    for name, value, maximum in (("quality", quality, 100), ("limit", limit, None), ("num_workers", num_workers, None)):
-        if value is not None:
-            whole_number(name, value, 1, maximum)
+    # Pillow and JSON accept only Python's integers.
+    quality, limit, num_workers = (
+        None if value is None else whole_number(name, value, 1, maximum)
+        for name, value, maximum in (
+            ("quality", quality, 100), ("limit", limit, None), ("num_workers", num_workers, None)
+        )
+    )  # fmt: skip
     fields = texts("fields", fields)
     bounds = None if value_range is None else parse_range(value_range)
     target = ExportFolder(folder)

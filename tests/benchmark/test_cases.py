@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from h5pack.benchmark.cases import (
@@ -113,6 +114,11 @@ def test_settings_that_make_no_sense_are_refused_by_name(name: str, value: Any) 
     with pytest.raises(OptionsError) as caught:
         BenchSettings(**{name: value})
     assert caught.value.parameters[0].split("=")[0] == name
+
+
+def test_integers_of_numpy_become_those_of_python() -> None:
+    found = BenchSettings(batch_size=(np.int64(8),), chunk_rows=(np.int32(2),), rows=np.uint8(9))  # type: ignore[arg-type]
+    assert {type(value) for value in (found.rows, *found.batch_size, *found.chunk_rows)} == {int}
 
 
 def test_the_seconds_that_are_called_enough_leave_time_for_all_cases() -> None:

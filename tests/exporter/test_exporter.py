@@ -533,6 +533,13 @@ def test_an_invalid_value_is_refused_with_its_parameter(tmp_path: Path, name: st
     assert [one.partition("=")[0] for one in caught.value.parameters] == [name]
 
 
+def test_integers_of_numpy_are_accepted(tmp_path: Path) -> None:
+    hdf5_file(tmp_path / "f.h5", images=np.zeros((2, 9, 9, 3), np.uint8))
+    one = np.int64(1)
+    report = export(tmp_path / "f.h5", tmp_path / "out", format="jpeg", quality=one, limit=one, num_workers=one)
+    assert json.loads(json.dumps(report.to_json()))["num_workers"] == report.files == 1
+
+
 def test_nothing_is_written_without_images(tmp_path: Path) -> None:
     hdf5_file(tmp_path / "f.h5", images=np.zeros((0, 9, 9, 3), np.uint8))
     hdf5_file(tmp_path / "one.h5", images=np.zeros((1, 9, 9, 3), np.uint8))
