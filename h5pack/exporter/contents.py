@@ -425,14 +425,18 @@ def _labels(catalog: Catalog, name: Callable[[str], str], lost: list[str]) -> li
 def _field(
     field: str, values: FieldValues, unlabelled: bool, name: Callable[[str], str], lost: list[str]
 ) -> Iterator[ManifestColumn]:
+    data = values.data if isinstance(values, RaggedRows) else values
+    # `h5pack convert` reads integers as int64, or in a column of numbers as uint64 if they are too large for int64.
+    is_large = data is values and data.dtype == np.uint64 and int(data.max(initial=0)) >= 2**63
+    is_number = field_kind(values) in (schema.ARRAY, schema.RAGGED)
+    is_kept = is_large or not is_number or data.dtype in (np.int64, np.float64)
+    dtypes = [] if is_kept else [f"the dtype of the field {field!r}, which is {data.dtype}"]
     if isinstance(values, RaggedRows):
         mean = len(values.data) * math.prod(values.data.shape[1:]) // max(1, len(values))
         if mean > _MAX_FIELD_NUMBERS and values.kind not in schema.TEXT_KINDS:
             lost.append(f"the field {field!r}, which has on average {mean:,} numbers per row and is not in the table")
             return
-        plain = values.data.dtype in (np.int64, np.float64) or values.kind != schema.RAGGED
-        if not plain:
-            lost.append(f"the dtype of the field {field!r}, which is {values.data.dtype}")
+        lost += dtypes
         if values.classes is not None:
             lost.append(f"the names of the classes of the field {field!r}")
         yield _column_of(field, values, unlabelled, name, lost)
@@ -441,6 +445,7 @@ def _field(
     if count > _MAX_FIELD_NUMBERS:
         lost.append(f"the field {field!r}, which has {count:,} numbers per row and is not in the table")
         return
+    lost += dtypes
     if values.ndim > 1:
         flat = values.reshape(len(values), count)
         lost.append(f"the shape of the field {field!r}: each of its numbers becomes a column")

@@ -240,6 +240,25 @@ def test_the_report_lists_what_a_conversion_would_lose(tmp_path: Path, monkeypat
         assert what in item
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.arange(4, dtype=np.int64), np.arange(4) / 8, np.arange(4, dtype=np.uint64) + 2**63, np.arange(4) > 1,
+        np.arange(4, dtype=np.uint8), np.arange(4, dtype=np.float32), np.arange(4, dtype=np.uint64),
+    ],
+    ids=lambda values: f"{values.dtype} {values.max()}",
+)  # fmt: skip
+def test_a_dtype_that_a_conversion_would_change_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: Any
+) -> None:
+    hdf5_file(tmp_path / "f.h5", images=PIXELS[:4], values=values)
+    report = export(tmp_path / "f.h5", tmp_path / "out", **one(fields=("values",)))
+    with h5py.File(pack_again(report, tmp_path, monkeypatch)) as file:
+        again = file["fields/values"][()]
+    assert np.array_equal(again, values)
+    assert [str(values.dtype) in item for item in report.lost] == [True] * (again.dtype != values.dtype)
+
+
 @pytest.mark.parametrize(("stored", "workers"), [("CelebA recipe", 1), ("cut and gzip", 2), ("encoded", 1)])
 def test_any_hdf5_file(tmp_path: Path, stored: str, workers: int) -> None:
     source = write(tmp_path / "f.h5", STORED[stored])
