@@ -125,7 +125,8 @@ def _statistics_text(used: int | None, counts: dict[str, int]) -> str:
     """Return a phrase such as ", of 900 rows of train" for the `used` rows from which statistics were computed."""
     if used is None:
         return ""
-    split, count = next(iter(counts.items()), ("", 0))
+    split = "train" if "train" in counts else next(iter(counts), "")
+    count = counts.get(split, 0)
     part = f" of {split}" if len(counts) > 1 and used <= count else ""
     sample = "a sample of " if used < (count if part else sum(counts.values())) else ""
     return f", of {sample}{counted(used, 'row')}{part}"

@@ -49,6 +49,15 @@ def test_classes_are_counted_in_each_split(tmp_path: Path) -> None:
     assert all(part in report.to_text() for part in ("a: 9 (train 5, test 4)", "b: 3 (train 3, test 0)"))
 
 
+def test_the_split_of_the_statistics_is_named(tmp_path: Path) -> None:
+    split_folders(tmp_path / "in", {"test": {"a": 5}})
+    h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **quick())
+    assert ", of 5 rows)" in h5pack.info(tmp_path / "o.h5").to_text()
+    # The statistics of "train" are used as soon as there is one, although its rows follow those of the first split.
+    h5pack.append(tmp_path / "o.h5", class_folders(tmp_path / "more", {"a": 3}), split="train", num_workers=1)
+    assert ", of 3 rows of train)" in h5pack.info(tmp_path / "o.h5").to_text()
+
+
 def test_a_pack_has_no_faults(tmp_path: Path) -> None:
     source = class_folders(tmp_path / "in", {"a": 9, "b": 6}, (60, 70))
     h5pack.convert(source, tmp_path / "o.h5", **quick())
