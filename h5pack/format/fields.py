@@ -93,6 +93,13 @@ def field_kind(values: FieldValues) -> str:
     return values.kind if isinstance(values, RaggedRows) else schema.ARRAY
 
 
+def row_bytes(values: FieldValues) -> npt.NDArray[np.int64]:
+    """Return the bytes that each row of a field takes in a pack, without its checksum, int64 (N,)."""
+    data = values.data if isinstance(values, RaggedRows) else values
+    entry = data.dtype.itemsize * math.prod(data.shape[1:])
+    return np.diff(values.offsets) * entry + 8 if isinstance(values, RaggedRows) else np.full(len(data), entry)
+
+
 BOX_FORMATS = ("xyxy", "xywh", "cxcywh")
 """The formats of a box, in this order:
 

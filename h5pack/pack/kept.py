@@ -23,6 +23,7 @@ from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import ConvertPlan, NoRowsError, RowOrder, Rows, close_holes, plan_rows
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import Catalog
+from h5pack.system.arrays import limited_stops
 from h5pack.system.text import format_bytes
 
 _MIN_CHUNKS = 256
@@ -92,15 +93,11 @@ class KeptPlan(ConvertPlan):
         size = self.options.shard_bytes
         if size is None:
             return [0, self.rows]
-        chunk_bytes = schema.ALIGNMENT_THRESHOLD_BYTES
-        row_bytes = -(-self._tables_bytes() // self.rows)
-        ends = self.offsets[1:] + row_bytes * np.arange(1, self.rows + 1)
-        room = max(1, size - self.structure.metadata_block_bytes - chunk_bytes)
-        edges = [0]
-        while edges[-1] < self.rows:
-            first = int(ends[edges[-1] - 1]) if edges[-1] else 0
-            edges.append(max(edges[-1] + 1, int(np.searchsorted(ends, first + room, "right"))))
-        return edges
+        fields = self._field_bytes()
+        lengths = np.diff(self.offsets) + fields - (int(fields.sum()) - self._tables_bytes()) // self.rows
+        # The last chunk may be almost empty.
+        room = max(1, size - self.structure.metadata_block_bytes - plan_data_chunks(size).bytes)
+        return [0, *limited_stops(lengths, room)]
 
     @property
     def to_encode(self) -> npt.NDArray[np.bool_]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from h5pack.errors import NoImagesError, OptionsError, SizesDifferError
 from h5pack.format import schema
+from h5pack.format.fields import row_bytes
 from h5pack.format.plans import HDF5_MAX_CHUNK_BYTES, ChunkPlan, plan_chunks
 from h5pack.images.decode import PixelOptions
 from h5pack.pack.compression import Compression, max_compressed_bytes
@@ -25,7 +26,7 @@ from h5pack.read.hdf5 import utf8
 from h5pack.sources.catalog import MISSING_FILE_REASONS, Catalog, Note, Reject
 from h5pack.sources.map_style import with_labels
 from h5pack.sources.validation import divide
-from h5pack.system.arrays import shuffled_split
+from h5pack.system.arrays import limited_stops, shuffled_split
 from h5pack.system.parameters import invalid
 from h5pack.system.text import counted, format_bytes, labels_text
 from h5pack.version import __version__
@@ -130,16 +131,10 @@ class ConvertPlan:
         """The options that workers need to decode images into rows."""
         options = self.options
         return PixelOptions(
-            height=self.height,
-            width=self.width,
-            channels=options.channels,
-            resize=options.size is not None,
-            fit=options.fit,
-            resample=options.resample,
-            draft=options.draft,
-            max_pixels=options.max_pixels,
+            height=self.height, width=self.width, channels=options.channels, resize=options.size is not None,
+            fit=options.fit, resample=options.resample, draft=options.draft, max_pixels=options.max_pixels,
             layout=options.layout,
-        )
+        )  # fmt: skip
 
     @property
     def pixel_rows(self) -> tuple[PixelRows, ...]:
@@ -191,16 +186,21 @@ class ConvertPlan:
         )
 
     def shard_edges(self) -> list[int]:
-        """Return the first row of each shard of at most `shard_bytes`, in whole chunks, and the number of rows."""
-        size, count = self.options.shard_bytes, self.chunks.count
+        """Return the first row of each shard of at most `shard_bytes`, in whole chunks, and the number of rows.
+
+        Raises OptionsError if `shard_bytes` is too small for one chunk.
+        """
+        size, step = self.options.shard_bytes, self.chunks.rows
         if size is None:
             return [0, self.rows]
-        chunk_bytes = -(-(self._chunks_bytes(self.options.filter) + self._tables_bytes()) // count)
-        chunks = (size - self.structure.metadata_block_bytes) // chunk_bytes
-        if chunks < 1:
-            needed = f"{self.structure.metadata_block_bytes + chunk_bytes:,} bytes"
+        fields = np.add.reduceat(self._field_bytes(), np.arange(0, self.rows, step))
+        others = self._chunks_bytes(self.options.filter) + self._tables_bytes() - int(fields.sum())
+        lengths = -(-others // self.chunks.count) + fields
+        room = size - self.structure.metadata_block_bytes
+        if room < lengths.max():
+            needed = f"{size - room + int(lengths.max()):,} bytes"
             raise invalid("shard_bytes", size, f" is too small for one chunk; give at least {needed}")
-        return [*range(0, self.rows, chunks * self.chunks.rows), self.rows]
+        return [0, *(min(step * stop, self.rows) for stop in limited_stops(lengths, room))]
 
     @property
     def structure(self) -> FileStructure:
@@ -257,9 +257,13 @@ class ConvertPlan:
     def _tables_bytes(self) -> int:
         catalog = self.catalog
         label_bytes = 0 if catalog.labels is None else catalog.labels.nbytes // max(1, len(catalog))
-        field_bytes = sum(4 + values.nbytes // max(1, len(catalog)) for values in catalog.fields.values())
-        field_bytes += 4 * len(catalog.pixel_fields)
-        return self.rows * (4 + 4 + label_bytes + field_bytes) + catalog.names.nbytes + _METADATA_BYTES
+        others = self.rows * (4 + 4 + label_bytes + 4 * len(catalog.pixel_fields))
+        return others + int(self._field_bytes().sum()) + catalog.names.nbytes + _METADATA_BYTES
+
+    def _field_bytes(self) -> Rows:
+        """Return the bytes of each row in all fields, without pixels, int64 (N,)."""
+        columns = (4 + row_bytes(values)[self.row_order.origins] for values in self.catalog.fields.values())
+        return sum(columns, np.zeros(self.rows, np.int64))
 
     def reject(self, row: int, reason: str) -> Reject:
         """Return the image of a row as a reject."""

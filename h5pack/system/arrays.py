@@ -60,6 +60,15 @@ def limited_runs(
             low += count
 
 
+def limited_stops(lengths: npt.NDArray[np.int64], max_length: int) -> list[int]:
+    """Divide consecutive items into runs whose `lengths`, (n,), add up to at most `max_length`, or of a single item.
+
+    Return the end of each run: the number of the item after its last one.
+    """
+    stops = np.cumsum(lengths)
+    return [last for _, last in limited_runs(np.array([0, len(lengths)]), stops - lengths, stops, max_length)]
+
+
 RowNumbers = range | npt.NDArray[np.int64]
 """Row numbers as a range, or int64 (n,)."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from PIL import Image
 
 import h5pack
 from h5pack import cli
@@ -71,6 +72,36 @@ def test_shards_have_the_rows_of_one_pack(tmp_path: Path, kind: str) -> None:
         with h5py.File(out) as first, h5py.File(tmp_path / "one.h5") as second:
             assert first["images"].is_virtual
             assert np.array_equal(first["images"], second["images"])
+
+
+@pytest.mark.parametrize("kind", [{"chunk_rows": 2}, {"keep": "jpeg"}], ids=str)
+def test_no_shard_exceeds_the_limit_if_fields_differ_in_length(tmp_path: Path, kind: dict[str, Any]) -> None:
+    lines = []
+    for number in range(40):
+        save(tmp_path / f"{number}.jpg", number)
+        text = np.random.default_rng(number).bytes(50_000 * (number // 20)).hex()
+        lines.append(json.dumps({"path": f"{number}.jpg", "text": text}))
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    settings = quick(text_columns="text", order="sorted", shard_bytes=1_700_000, num_workers=1, **kind)
+    report = h5pack.convert(tmp_path / "in.jsonl", tmp_path / "o.h5", **settings)
+    sizes = [shard_path(tmp_path / "o.h5", number).stat().st_size for number in range(report.shards)]
+    assert len(sizes) > 1
+    assert max(sizes) <= 1_700_000
+    assert h5pack.verify(tmp_path / "o.h5", num_workers=1).ok
+
+
+def test_no_shard_exceeds_the_limit_if_its_last_chunk_is_almost_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("h5pack.pack.kept._MIN_CHUNKS", 4)
+    for number in range(130):
+        noise = np.random.default_rng(number).integers(0, 256, (100, 100, 3), np.uint8)
+        Image.fromarray(noise).save(tmp_path / f"{number}.jpg", quality=95)
+    for limit in range(1_400_000, 1_662_144, 65_536):
+        settings = quick(source_kind="flat", keep="jpeg", shard_bytes=limit, num_workers=1, overwrite=True)
+        shards = h5pack.convert(tmp_path, tmp_path / "o.h5", **settings).shards
+        sizes = [shard_path(tmp_path / "o.h5", number).stat().st_size for number in range(shards)]
+        assert (len(sizes) > 1, max(sizes) <= limit) == (True, True)
 
 
 def test_shards_are_loaded_and_combined_as_one(tmp_path: Path) -> None:

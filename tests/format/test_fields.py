@@ -16,6 +16,7 @@ from h5pack.format.fields import (
     parse_texts,
     parse_values,
     require_field_names,
+    row_bytes,
 )
 
 TEXTS = ["", "plain", "zwei\nZeilen\r", "雪 é 🙂", ""]
@@ -173,6 +174,12 @@ def test_values_of_samples_become_the_field_that_holds_them(values: list[Any], k
 def test_values_of_samples_that_do_not_fit_together_are_an_error(values: list[Any]) -> None:
     with pytest.raises(FieldValueError):
         parse_values(values)
+
+
+def test_the_bytes_of_rows_are_those_of_their_entries_and_offsets() -> None:
+    assert row_bytes(np.zeros((3, 2, 4), np.int16)).tolist() == [16] * 3
+    assert row_bytes(parse_texts(["a", "", "xyz"])).tolist() == [9, 8, 11]
+    assert row_bytes(parse_ragged([[[1, 2]], []])).tolist() == [24, 8]
 
 
 def test_names_that_cannot_be_fields_are_an_error() -> None:

@@ -20,6 +20,7 @@ from h5pack.system.arrays import (
     equal_runs,
     hash_sequence,
     limited_runs,
+    limited_stops,
     shuffled,
     shuffled_split,
     splitmix64,
@@ -119,3 +120,8 @@ def test_a_split_is_shuffled_by_the_whole_hash(count: int) -> None:
         found = shuffled_split(count, seed, split)
         assert found.dtype == np.int64
         assert found.tolist() == slow_shuffled_split(count, seed, split)
+
+
+def test_consecutive_items_are_divided_by_their_lengths() -> None:
+    assert limited_stops(np.array([2, 3, 5, 1, 9, 0, 0]), 5) == [2, 3, 4, 5, 7]
+    assert limited_stops(np.array([7]), 5) == [1]
