@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image, ImageFile
 
 from h5pack.errors import RejectedImageError
 from h5pack.images.decode import Decoder, PixelOptions
@@ -47,7 +47,8 @@ class JpegEncoder(Decoder):
         if (height, width) != (image.height, image.width):
             image = image.resize((width, height), self._resample)
         # Pillow would write the source's comment into the JPEG if Pillow decoded the source, but not if simplejpeg did.
-        # So drop the comment.
+        # So drop the comment. To save an opened file, Pillow would need the working directory, which may not exist.
+        image = image.copy() if isinstance(image, ImageFile.ImageFile) else image
         image.info = {}
         stream = io.BytesIO()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,3 +51,12 @@ def test_what_jpeg_cannot_hold_is_rejected() -> None:
         JpegEncoder(None, 80, 10**6).encode(np.zeros((1, 70_000, 3), np.uint8), 0)
     with pytest.raises(RejectedImageError):
         JpegEncoder(None, 80, 10**6).encode(b"no image", 0)
+
+
+def test_no_working_directory_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode(Image.fromarray(pixels(1)), "PNG")
+    expected = JpegEncoder(None, 80, 10**6).encode(data, 0)
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    assert JpegEncoder(None, 80, 10**6).encode(data, 0) == expected
