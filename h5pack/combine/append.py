@@ -14,7 +14,17 @@ import numpy as np
 
 from h5pack.combine.combination import Combination
 from h5pack.combine.convert import shard_path
-from h5pack.combine.parts import Part, added_statistics, label_type, merge, merge_classes, open_part, shown
+from h5pack.combine.parts import (
+    Part,
+    added_statistics,
+    field_forms,
+    fitted,
+    label_type,
+    merge,
+    merge_classes,
+    open_part,
+    shown,
+)
 from h5pack.combine.write import CombineReport, write_combination, write_virtual
 from h5pack.errors import NoImagesError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from h5pack.pack.conversion import Conversion
@@ -214,12 +224,14 @@ class _Addition(Conversion):
             raise _sizes_differ(old, error.path, "several sizes") from error
         if not old.is_encoded and plan.row_shape != old.index.row_shape:
             raise _sizes_differ(old, plan.source, "x".join(map(str, plan.row_shape)))
-        both = plan.catalog, old.catalog
+        known, new = fitted([old.catalog, plan.catalog])
+        stored = [old.engine.indexes[dataset].native_dtype for dataset in old.reader.masks]
         contents = [
-            (*label_type(one), listed(sorted({*one.fields, *(mask.name for mask in one.pixel_fields)})) or None)
-            for one in both
+            (*label_type(one), listed([name for name, _ in forms]) or None, forms)
+            for one, forms in ((new, field_forms(new, plan.mask_dtypes)), (known, field_forms(known, stored)))
         ]
-        for what, own, other in zip(("labels", "the label columns", "the fields"), *contents, strict=True):
+        kinds = ("labels", "the label columns", "the fields", "the fields")
+        for what, own, other in zip(kinds, *contents, strict=True):
             if own != other:
                 problem = f"has {what} {shown(other)}, but {plan.source} has {shown(own)}"
                 raise SourceError.at(old.path, f"{problem}; choose options so that both are the same")

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -216,12 +216,50 @@ _KINDS = ("the layout", "images of", "labels", "the label columns", "the fields"
 
 def _content(part: Part) -> tuple[Any, ...]:
     catalog = part.catalog
-    fields = {name: (field_kind(values), *_form(values)) for name, values in catalog.fields.items()}
-    for one, dataset in zip(catalog.pixel_fields, part.reader.masks, strict=True):
-        index = part.engine.indexes[dataset]
-        fields[one.name] = (one.kind, str(index.native_dtype), index.row_shape)
+    dtypes = (part.engine.indexes[dataset].native_dtype for dataset in part.reader.masks)
     images = "JPEG files" if part.is_encoded else part.index.row_shape
-    return part.layout, images, *label_type(catalog), sorted(fields.items())
+    return part.layout, images, *label_type(catalog), field_forms(catalog, dtypes)
+
+
+def field_forms(catalog: Catalog, dtypes: Iterable[Any]) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return name, kind and dtype of each field, and the shape of its entries; `dtypes` are those of its pixels."""
+    forms: dict[str, tuple[Any, ...]] = {}
+    for name, values in catalog.fields.items():
+        data = _data(values)
+        forms[name] = (field_kind(values), str(data.dtype), data.shape[1:])
+    pixels = zip(catalog.pixel_fields, dtypes, strict=True)
+    return sorted((forms | {one.name: (one.kind, str(np.dtype(dtype))) for one, dtype in pixels}).items())
+
+
+def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
+    """Return the catalogs with equal dtypes of fields, as far as no number changes.
+
+    The dtype of a field is that of the first catalog. But where the rows of a field have no entries, its dtype and the
+    shape of its entries are unknown, and those of another catalog are used.
+    """
+    fields = [dict(catalog.fields) for catalog in catalogs]
+    for name in fields[0]:
+        columns = [found[name] for found in fields if name in found]
+        model = next((values for values in columns if len(_data(values))), columns[0])
+        for found in fields:
+            if name in found and field_kind(found[name]) == field_kind(model):
+                found[name] = _as_model(found[name], _data(model))
+    return [replace(catalog, fields=found) for catalog, found in zip(catalogs, fields, strict=True)]
+
+
+def _as_model(values: FieldValues, model: npt.NDArray[Any]) -> FieldValues:
+    """Return the values with the dtype of `model` if no number changes; without entries, also with their shape."""
+    data = _data(values)
+    with np.errstate(all="ignore"):
+        cast = data.astype(model.dtype, copy=False) if len(data) else model[:0]
+        is_exact = not len(data) or np.array_equal(cast.astype(data.dtype, copy=False), data, equal_nan=True)
+    if not is_exact:
+        return values
+    return replace(values, data=cast) if isinstance(values, RaggedRows) else cast
+
+
+def _data(values: FieldValues) -> npt.NDArray[Any]:
+    return values.data if isinstance(values, RaggedRows) else values
 
 
 def label_type(catalog: Catalog) -> tuple[str | None, tuple[str, ...] | None]:
@@ -231,11 +269,6 @@ def label_type(catalog: Catalog) -> tuple[str | None, tuple[str, ...] | None]:
     if catalog.labels.ndim == 2:
         return "a table", catalog.label_names
     return "integers" if catalog.label_names is None else "classes", None
-
-
-def _form(values: FieldValues) -> tuple[Any, ...]:
-    data = values.data if isinstance(values, RaggedRows) else values
-    return str(data.dtype), data.shape[1:]
 
 
 def shown(value: Any) -> str:
@@ -250,8 +283,9 @@ def merge(parts: Sequence[Part]) -> Catalog:
 
     Raises SourceError if packs do not match (see `require_alike`), or class names differ only in case.
     """
+    catalogs = fitted([part.catalog for part in parts])
+    parts = [replace(part, catalog=catalog) for part, catalog in zip(parts, catalogs, strict=True)]
     require_alike(parts)
-    catalogs = [part.catalog for part in parts]
     first = catalogs[0]
     names = first.split_names
     if any(one.split_names != names for one in catalogs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shlex
@@ -30,7 +31,7 @@ from h5pack.errors import (
 from h5pack.pack.output import Output
 from tests.combine.packs import KINDS, contents, pack, two_packs
 from tests.crashing import changes_in_child, distinct_steps, leftovers, small_file_system
-from tests.makers import class_folders, flat_folder, hdf5_file, quick, truncate
+from tests.makers import class_folders, flat_folder, hdf5_file, quick, save, truncate
 
 
 @pytest.mark.parametrize("virtual", [False, True])
@@ -218,6 +219,56 @@ def test_packs_that_do_not_fit_together_are_refused(tmp_path: Path, settings: di
     assert error.value.path == str(other)
     assert all(name in str(error.value) for name in (str(first), named))
     assert leftovers(tmp_path) == {"a", "b", "a.h5", "b.h5"}
+
+
+def records(root: Path, name: str, values: list[Any]) -> Path:
+    """A manifest of images with one field."""
+    lines = [json.dumps({"path": f"{name}{number}.png", "field": value}) for number, value in enumerate(values)]
+    for number in range(len(values)):
+        save(root / name / f"{name}{number}.png", number)
+    (root / name / "list.jsonl").write_text("\n".join(lines))
+    return root / name / "list.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("option", "first", "other", "dtype"),
+    [
+        ("field_columns", [[1], [2, 3]], [[], []], np.int64),
+        ("field_columns", [[], []], [[1], [2, 3]], np.int64),
+        ("field_columns", [[1.5]], [[2], []], np.float64),
+        ("field_columns", [1.5, None], [2], np.float64),
+        ("field_columns", [1, 2], [3.0], np.int64),
+        ("field_columns", [2**53 + 1], [3.0], np.int64),
+        ("keypoint_columns", [[[1, 2, 1]]], [[]], np.float32),
+        ("keypoint_columns", [[]], [[[1, 2, 1]]], np.float32),
+    ],
+)
+def test_fields_get_one_dtype(tmp_path: Path, option: str, first: list[Any], other: list[Any], dtype: Any) -> None:
+    sources = [records(tmp_path, name, values) for name, values in (("a", first), ("b", other))]
+    for source in sources:
+        h5pack.convert(source, source.with_suffix(".h5"), **quick(order="sorted", **{option: "field"}))
+    h5pack.join([source.with_suffix(".h5") for source in sources], tmp_path / "o.h5")
+    h5pack.append(sources[0].with_suffix(".h5"), sources[1], order="sorted", num_workers=1, **{option: "field"})
+    for path in (tmp_path / "o.h5", sources[0].with_suffix(".h5")):
+        assert h5pack.verify(path, num_workers=1).ok
+        found = [row.field for row in h5pack.H5Dataset(path, fields=["field"])]  # type: ignore[attr-defined]
+        for value, row in zip([*first, *other], found, strict=True):
+            found_row, expected = np.asarray(row), np.array(value, dtype)
+            assert found_row.dtype == dtype
+            np.testing.assert_array_equal(found_row.reshape(-1), expected.reshape(-1))
+
+
+@pytest.mark.parametrize(("first", "other"), [([1], [0.5]), ([0.5], [2**53 + 1]), ([1], [None]), ([[1]], [2])])
+def test_fields_whose_numbers_would_change_are_refused_before_any_work(tmp_path: Path, first: Any, other: Any) -> None:
+    packed, more = records(tmp_path, "a", first), records(tmp_path, "b", other)
+    for source in (packed, more):
+        h5pack.convert(source, source.with_suffix(".h5"), **quick(field_columns="field"))
+    with pytest.raises(SourceError):
+        h5pack.join([packed.with_suffix(".h5"), more.with_suffix(".h5")], tmp_path / "o.h5")
+    with pytest.raises(SourceError):
+        h5pack.append(packed.with_suffix(".h5"), more, field_columns="field", num_workers=1)
+    assert leftovers(tmp_path) == {"a", "b"}
+    assert leftovers(tmp_path / "a") == {"a0.png", "list.jsonl", "list.h5"}
 
 
 def test_classes_that_differ_only_in_case_are_refused(tmp_path: Path) -> None:
