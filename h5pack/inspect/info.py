@@ -16,7 +16,7 @@ import numpy as np
 from h5pack.errors import PackFormatError, ReadError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
-from h5pack.inspect.pack_metadata import describe_pack, number_text, pack_lines, shape_text
+from h5pack.inspect.pack_metadata import counts_by_name, describe_pack, number_text, pack_lines, shape_text
 from h5pack.pack.options import convert_command, lacks_labels
 from h5pack.read.chunk_decoder import DECODED_BYTES
 from h5pack.read.chunk_index import index_dataset
@@ -206,7 +206,7 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
             opening, links = opening_ranges(path), external_links(file)
             pack = describe_pack(file) if schema.FORMAT in file.attrs else None
             return FileReport(
-                path=os.fspath(path),
+                path=os.fsdecode(path),
                 bytes=os.path.getsize(path),
                 pack=pack,
                 datasets=tuple(describe_dataset(file[name], labels, name) for name in dataset_names(file, links)),
@@ -471,7 +471,7 @@ def _label_counts(labels: h5py.Dataset, parts: Sequence[Sequence[int]] = ()) -> 
     numbers, counts = np.unique(values, return_counts=True)
     classes = attribute_names(labels, schema.CLASSES) or ()
     names = (classes[number] if 0 <= number < len(classes) else str(number) for number in numbers.tolist())
-    return dict(zip(names, counts.tolist(), strict=True))
+    return counts_by_name(names, counts.tolist())
 
 
 def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 import h5py
@@ -88,6 +89,14 @@ def _describe_encoded(file: h5py.File) -> dict[str, Any]:
 def finite(values: npt.NDArray[np.float64]) -> list[float | None]:
     """Convert values to a list with None for NaN, because JSON has no NaN. The statistics of an empty split are NaN."""
     return [float(value) if math.isfinite(value) else None for value in values]
+
+
+def counts_by_name(names: Iterable[str], counts: Iterable[int]) -> dict[str, int]:
+    """Return the count of each name; several classes may have the same name, and their counts are added."""
+    found: dict[str, int] = {}
+    for name, count in zip(names, counts, strict=True):
+        found[name] = found.get(name, 0) + count
+    return found
 
 
 def pack_lines(pack: dict[str, Any]) -> list[str]:

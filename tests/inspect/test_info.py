@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -42,7 +43,8 @@ def report_of(path: Path) -> DatasetReport:
 def test_classes_are_counted_in_each_split(tmp_path: Path) -> None:
     split_folders(tmp_path / "in", {"train": {"a": 5, "b": 3}, "test": {"a": 4}})
     h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **quick())
-    report = h5pack.info(tmp_path / "o.h5", stats=True)
+    report = h5pack.info(os.fsencode(tmp_path / "o.h5"), stats=True)  # type: ignore[arg-type]
+    assert json.loads(json.dumps(report.to_json()))["path"] == str(tmp_path / "o.h5")
     assert report.stats is not None
     assert report.stats["labels"] == {"a": 9, "b": 3}
     assert report.stats["split_labels"] == {"train": {"a": 5, "b": 3}, "test": {"a": 4}}
