@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -315,25 +316,31 @@ def merge_classes(found: Iterable[tuple[Path | str, tuple[str, ...]]]) -> tuple[
 
     Returns all class names, and for each pack the new number of each of its classes, followed by -1.
     """
-    numbers: dict[str, int] = {}
+    # Several classes of one pack may have the same name, such as "crane" in ImageNet. The n-th of them has the key
+    # (name, n). Some may differ only in case, such as letters.
+    numbers: dict[tuple[str, int], int] = {}
     origins: dict[str, tuple[str, Path | str]] = {}
     maps = []
     for path, names in found:
-        added = [name for name in names if name not in numbers]
-        for name in added:
-            # Two classes of one pack may differ only in case, such as letters, because its source has both.
-            if name.casefold() in origins:
-                known, owner = origins[name.casefold()]
+        repeats: Counter[str] = Counter()
+        keys = []
+        for name in names:
+            keys.append((name, repeats[name]))
+            repeats[name] += 1
+        added = [key for key in keys if key not in numbers]
+        for name, _ in added:
+            known, owner = origins.get(name.casefold(), (name, path))
+            if known != name:
                 problem = (
                     f"its class {name!r} differs only in case from {known!r} of {owner}; rename one of them "
                     "in its source, and convert that source again"
                 )
                 raise SourceError.at(path, problem)
-        for name in added:
-            numbers.setdefault(name, len(numbers))
-            origins.setdefault(name.casefold(), (name, path))
-        maps.append(np.array([*(numbers[name] for name in names), schema.NO_LABEL], np.int64))
-    return tuple(numbers), maps
+        for key in added:
+            numbers[key] = len(numbers)
+            origins.setdefault(key[0].casefold(), (key[0], path))
+        maps.append(np.array([*(numbers[key] for key in keys), schema.NO_LABEL], np.int64))
+    return tuple(name for name, _ in numbers), maps
 
 
 def _merge_field(parts: Sequence[Part], name: str) -> FieldValues:

@@ -119,7 +119,7 @@ def _of_classes(part: Part, merged: Catalog, names: Sequence[str]) -> np.ndarray
     if merged.labels is None or merged.labels.ndim != 1 or merged.label_names is None:
         raise OptionsError.at(part.path, "classes requires a pack with class names; leave it out", "classes")
     _require_known(part, "classes", names, merged.label_names)
-    return np.isin(merged.labels, [merged.label_names.index(name) for name in names])
+    return np.isin(merged.labels, [number for number, name in enumerate(merged.label_names) if name in names])
 
 
 def _with_classes(merged: Catalog, names: tuple[str, ...]) -> Catalog:

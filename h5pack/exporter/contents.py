@@ -26,6 +26,7 @@ import json
 import math
 import shlex
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -407,10 +408,11 @@ def _labels(catalog: Catalog, name: Callable[[str], str], lost: list[str]) -> li
         return columns
     if names is None:
         return [ManifestColumn(name("label"), labels)]
-    unreadable = next((word for word in names if not _is_word(word)), None)
+    repeats = Counter(names)
+    unreadable = next((word for word in names if repeats[word] > 1 or not _is_word(word)), None)
     if unreadable is not None:
         # `h5pack convert` rejects a label column that mixes numbers and words, and reads a column of only numbers as
-        # integers, so class names that look like numbers cannot be labels.
+        # integers, so class names that look like numbers cannot be labels. Nor can names that several classes have.
         lost.append(f"the names of classes (convert cannot read back the name {unreadable!r}, so labels are numbers)")
         return [ManifestColumn(name("label"), labels), ManifestColumn(name("class"), labels, names)]
     used = {names[label] for label in np.unique(labels).tolist() if label != schema.NO_LABEL}

@@ -31,7 +31,7 @@ from h5pack.errors import (
 from h5pack.pack.output import Output
 from tests.combine.packs import KINDS, contents, pack, two_packs
 from tests.crashing import changes_in_child, distinct_steps, leftovers, small_file_system
-from tests.makers import class_folders, flat_folder, hdf5_file, quick, save, truncate
+from tests.makers import class_folders, flat_folder, hdf5_file, pixels, quick, save, truncate
 
 
 @pytest.mark.parametrize("virtual", [False, True])
@@ -276,6 +276,37 @@ def test_classes_that_differ_only_in_case_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as error:
         h5pack.join(packs, tmp_path / "o.h5")
     assert all(part in str(error.value) for part in ("'Cat'", "'cat'", str(packs[0]), str(packs[1])))
+
+
+class Birds:
+    """A dataset with two classes of the same name, as torchvision's ImageNet has."""
+
+    classes = ("ant", "crane", "bee", "crane", "cow")
+
+    def __init__(self, start: int, count: int) -> None:
+        self.filenames = [f"{number}.png" for number in range(start, start + count)]
+
+    def __len__(self) -> int:
+        return len(self.filenames)
+
+    def __getitem__(self, index: int) -> Any:
+        return pixels(index), index % 5
+
+
+def test_classes_of_one_name_stay_apart(tmp_path: Path) -> None:
+    settings = quick(order="sorted", chunk_rows=2)
+    h5pack.convert(Birds(0, 10), tmp_path / "a.h5", **settings)
+    h5pack.convert(Birds(10, 5), tmp_path / "b.h5", **settings)
+    h5pack.convert(Birds(0, 10), tmp_path / "shards.h5", shard_bytes=1_130_000, **settings)
+    h5pack.subset(tmp_path / "a.h5", tmp_path / "part.h5", rows="0:10")
+    h5pack.join([tmp_path / "a.h5", tmp_path / "b.h5"], tmp_path / "both.h5")
+    assert h5pack.info(tmp_path / "a.h5", stats=True).stats["labels"] == {"ant": 2, "crane": 4, "bee": 2, "cow": 2}  # type: ignore[index]
+    h5pack.append(tmp_path / "a.h5", Birds(10, 5), order="sorted", num_workers=1)
+    for name, count in (("shards", 10), ("part", 10), ("both", 15), ("a", 15)):
+        dataset = h5pack.H5Dataset(tmp_path / f"{name}.h5")
+        assert (dataset.classes, dataset.targets.tolist()) == (Birds.classes, [row % 5 for row in range(count)])
+    assert h5pack.subset(tmp_path / "both.h5", tmp_path / "cranes.h5", classes="crane").images == 6
+    assert "'crane'" in h5pack.export(tmp_path / "both.h5", tmp_path / "out", num_workers=1).lost[0]
 
 
 def test_classes_of_one_source_may_differ_only_in_case(tmp_path: Path) -> None:
