@@ -109,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quality", type=int, default=90)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
+    if max(arguments.size) > MAX_SIDE:
+        parser.error(f"argument --size: at most {MAX_SIDE}x{MAX_SIDE}")
     make_folder(**vars(arguments), workers=available_cpus())
     print(f"{arguments.folder}: {arguments.count:,} images in {arguments.classes} classes")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from h5pack.benchmark import synthetic
@@ -37,3 +38,6 @@ def test_the_spectrum_falls_as_natural_images_do() -> None:
 def test_the_command_line(tmp_path: Path) -> None:
     assert synthetic.main([str(tmp_path / "x"), "--count", "5", "--size", "32", "--classes", "2"]) == 0
     assert len(contents(tmp_path / "x")) == 5
+    with pytest.raises(SystemExit) as caught:
+        synthetic.main([str(tmp_path / "y"), "--size", "2000x16"])
+    assert (caught.value.code, (tmp_path / "y").exists()) == (2, False)
