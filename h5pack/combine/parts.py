@@ -224,12 +224,10 @@ def _content(part: Part) -> tuple[Any, ...]:
 
 def field_forms(catalog: Catalog, dtypes: Iterable[Any]) -> list[tuple[str, tuple[Any, ...]]]:
     """Return name, kind and dtype of each field, and the shape of its entries; `dtypes` are those of its pixels."""
-    forms: dict[str, tuple[Any, ...]] = {}
-    for name, values in catalog.fields.items():
-        data = _data(values)
-        forms[name] = (field_kind(values), str(data.dtype), data.shape[1:])
+    columns = ((name, values, _data(values)) for name, values in catalog.fields.items())
+    forms = [(name, (field_kind(values), str(data.dtype), data.shape[1:])) for name, values, data in columns]
     pixels = zip(catalog.pixel_fields, dtypes, strict=True)
-    return sorted((forms | {one.name: (one.kind, str(np.dtype(dtype))) for one, dtype in pixels}).items())
+    return sorted([*forms, *((one.name, (one.kind, str(np.dtype(dtype)))) for one, dtype in pixels)])
 
 
 def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
@@ -253,9 +251,8 @@ def _as_model(values: FieldValues, model: npt.NDArray[Any]) -> FieldValues:
     data = _data(values)
     with np.errstate(all="ignore"):
         cast = data.astype(model.dtype, copy=False) if len(data) else model[:0]
-        is_exact = not len(data) or np.array_equal(cast.astype(data.dtype, copy=False), data, equal_nan=True)
-    if not is_exact:
-        return values
+        if len(data) and (cast is data or not np.array_equal(cast.astype(data.dtype), data, equal_nan=True)):
+            return values
     return replace(values, data=cast) if isinstance(values, RaggedRows) else cast
 
 

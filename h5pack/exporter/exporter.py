@@ -197,11 +197,9 @@ def export(
     check_choice("start_method", start_method, START_METHODS)
     # Pillow and JSON accept only Python's integers.
     quality, limit, num_workers = (
-        None if value is None else whole_number(name, value, 1, maximum)
-        for name, value, maximum in (
-            ("quality", quality, 100), ("limit", limit, None), ("num_workers", num_workers, None)
-        )
-    )  # fmt: skip
+        None if value is None else whole_number(name, value, 1, high)
+        for name, value, high in (("quality", quality, 100), ("limit", limit, None), ("num_workers", num_workers, None))
+    )
     fields = texts("fields", fields)
     bounds = None if value_range is None else parse_range(value_range)
     target = ExportFolder(folder)
