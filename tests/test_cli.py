@@ -106,6 +106,7 @@ def test_json_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["convert", "{in}", "{out}", "--size", "12by3"], 2, "--size 12by3"),
         (["convert", "{in}", "{out}", "--fit", "squash"], 2, "--fit squash"),
         (["convert", "{in}", "{out}", "--chunk-rows", "many"], 2, "--chunk-rows many"),
+        (["convert", "{in}", "{out}", "--chunk-rows", "\u00b2"], 2, "--chunk-rows"),
         (["convert", "{in}", "{out}", "--chunk-bytes", "4 parsecs"], 2, "--chunk-bytes '4 parsecs'"),
         (["convert", "{in}", "{out}"], 1, "give --size 9x9 or another size"),
         (["info", "{missing}"], 1, "no such file"),

@@ -264,7 +264,7 @@ def _print_plan(conversion: Any, plan: Any, arguments: argparse.Namespace) -> No
 def _chunk_rows(text: str | None) -> int | None:
     if text is None or text == "auto":
         return None
-    if not text.isdigit():
+    if not text.isdecimal():
         raise invalid("chunk_rows", text, " is invalid; give a whole number or auto")
     return int(text)
 
