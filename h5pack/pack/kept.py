@@ -165,10 +165,6 @@ class KeptPlan(ConvertPlan):
         index = self.row_order.origins[row]
         return int(self.heights[index]) * int(self.widths[index])
 
-    def stored_rows(self, rows: int) -> int:
-        """See `ConvertPlan`; axis 0 of `/encoded/data` counts bytes."""
-        return int(self.offsets[rows])
-
     def encoded_tables(self) -> dict[str, npt.NDArray[Any]]:
         origins = self.row_order.origins
         sizes = np.stack([self.heights[origins], self.widths[origins]], axis=1).astype(np.int32)

@@ -150,8 +150,8 @@ class ConvertPlan:
         return self.height * self.width
 
     def stored_rows(self, rows: int) -> int:
-        """Return the length of axis 0 of the images dataset if it holds the first `rows` rows."""
-        return rows
+        """Return the length of axis 0 of the images dataset (bytes, if encoded) if it holds the first `rows` rows."""
+        return rows if self.offsets is None else int(self.offsets[rows])
 
     @property
     def offsets(self) -> Rows | None:

@@ -149,6 +149,14 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.h5")}
 
 
+def restore(folder: Path, wanted: dict[str, bytes]) -> None:
+    """Replace all files of outputs, unfinished ones too, by those of `wanted`."""
+    for path in (*folder.glob("o*.h5"), folder / "o.h5.partial"):
+        path.unlink(missing_ok=True)
+    for name, data in wanted.items():
+        (folder / name).write_bytes(data)
+
+
 def test_shards_that_another_program_removed_are_written_again(tmp_path: Path) -> None:
     found, out = class_folders(tmp_path / "s", {"x": 30}), tmp_path / "o.h5"
     keywords = quick(chunk_rows=4, shard_bytes=1_090_000)
@@ -180,10 +188,7 @@ def test_an_output_is_replaced_at_the_end(tmp_path: Path) -> None:
     changes = convert_in_child(new, out, {**keywords, "overwrite": True}, None)
     assert files(tmp_path) == after
     for step in distinct_steps(changes, first=True)[-14:]:
-        for name in files(tmp_path):
-            (tmp_path / name).unlink()
-        for name, data in before.items():
-            (tmp_path / name).write_bytes(data)
+        restore(tmp_path, before)
         convert_in_child(new, out, {**keywords, "overwrite": True}, step)
         # The virtual file never refers to shards of two conversions.
         assert not out.exists() or files(tmp_path) in (before, after)
@@ -203,10 +208,7 @@ def test_an_output_with_shards_is_replaced_by_one_file(tmp_path: Path, compressi
     after = files(tmp_path)
     assert set(after) == {"o.h5"}
     for number, step in enumerate(distinct_steps(changes, first=True)[-14:]):
-        for name in files(tmp_path):
-            (tmp_path / name).unlink()
-        for name, data in before.items():
-            (tmp_path / name).write_bytes(data)
+        restore(tmp_path, before)
         changes_in_child(lambda: h5pack.convert(new, out, **keywords), kill_at=step)
         found = files(tmp_path)
         assert found["o.h5"] == after["o.h5"] or {name: found[name] for name in before} == before
@@ -230,17 +232,12 @@ def test_killed_while_files_are_renamed_and_started_over(tmp_path: Path, replace
         work = lambda: h5pack.convert(sources[number], out, overwrite=True, **keywords)  # noqa: E731
         return changes_in_child(work, kill_at)
 
-    def restore() -> None:
-        for path in [*tmp_path.glob("o*.h5"), out.with_name("o.h5.partial")]:
-            path.unlink(missing_ok=True)
-        for name, data in made[2].items() if replaces else ():
-            (tmp_path / name).write_bytes(data)
-
-    restore()
+    before = made[2] if replaces else {}
+    restore(tmp_path, before)
     changes = start(1, None)
     steps = [step for step in distinct_steps(changes, first=True) if changes[step].startswith(("replace", "unlink"))]
     for number, step in enumerate(steps[-8:]):
-        restore()
+        restore(tmp_path, before)
         start(1, step)
         states = [made[2], made[1]] if replaces else [made[1]]
         if number % 2:
