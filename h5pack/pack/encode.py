@@ -213,8 +213,7 @@ def encode_images(
     missing = np.zeros(len(plan.catalog), np.bool_)
     for part, needed in ((places, plan.needs_encoding), *((one, plan.to_encode) for one in places.fields)):
         missing |= needed & (part.owners < 0)
-    todo = np.flatnonzero(missing)
-    todo = np.setdiff1d(todo, np.array([*reasons], np.int64))
+    todo = np.setdiff1d(np.flatnonzero(missing), np.array([*reasons], np.int64))
     advance(int(plan.to_encode.sum()) - len(todo))
     options = plan.options
     job = EncodeJob(

@@ -354,13 +354,12 @@ def _allocated(dataset: h5py.Dataset, rows: int) -> h5py.Dataset:
 
 def describe_dataset(dataset: h5py.Dataset, structure: FileStructure) -> None:
     """Write the attributes that say how to interpret the pixels of the images or of a field."""
-    for one in structure.fields:
-        if dataset.name == f"/{one.dataset}":
-            dataset.attrs[schema.KIND] = np.bytes_(one.kind)
-            if one.kind == schema.IMAGE:
-                dataset.attrs[schema.LAYOUT] = np.bytes_(structure.layout)
-            return
-    if structure.row_shape:
+    kind = next((one.kind for one in structure.fields if dataset.name == f"/{one.dataset}"), None)
+    if kind is not None:
+        dataset.attrs[schema.KIND] = np.bytes_(kind)
+        if kind == schema.IMAGE:
+            dataset.attrs[schema.LAYOUT] = np.bytes_(structure.layout)
+    elif structure.row_shape:
         _describe_images(dataset, structure)
 
 

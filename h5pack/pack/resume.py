@@ -94,7 +94,7 @@ class UnfinishedPack(Unfinished):
                 "resume=True instead of finish=True"
             )
             raise IncompletePackError.at(output.partial, problem, "resume=True", "finish=True")
-        self._resumes = before is not None
+        self._resumes, self._encodes = before is not None, bool(plan.to_encode.any())
         if before is not None:
             require_same(plan, self.journal, before)
             output.survey.unlink(missing_ok=True)
@@ -104,15 +104,12 @@ class UnfinishedPack(Unfinished):
             output.require_not_begun(lock, plan.options)
             output.remove_leftovers(keep_survey=True)
             lock.renew()
-        elif plan.to_encode.any():
-            self._start_journal()
-        if plan.to_encode.any() and isinstance(lock, OutputLock):
+        if self._encodes and isinstance(lock, OutputLock) and not os.fstat(lock.descriptor).st_size:
             # The journal begins before the file has its structure. Give the file a size, because its lock would remove
             # an empty file.
-            if not os.fstat(lock.descriptor).st_size:
-                os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
-            if before is None:
-                self._start_journal()
+            os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
+        if self._encodes and before is None:
+            self._start_journal()
 
     def _start_journal(self) -> None:
         plan = {**identity(self.plan), "overwrite": self.overwrite}
@@ -131,7 +128,7 @@ class UnfinishedPack(Unfinished):
 
     def allocate(self, plan: ConvertPlan) -> None:
         """Write the structure, and set the byte offsets of rows; `plan` has the sizes of all encoded images."""
-        begun, self.plan, output = self.plan, plan, self.output
+        self.plan, output = plan, self.output
         self.structure = plan.structure
         # Compute the addresses also when resuming, because a kill may have damaged the metadata of `partial`.
         self.addresses = write_structure(output.structure, self.structure, plan.stored_rows(plan.rows), None)
@@ -140,16 +137,14 @@ class UnfinishedPack(Unfinished):
                 lambda descriptor: copy_structure(output.structure, descriptor, self.addresses, self.structure)
             )
             output.structure.unlink(missing_ok=True)
-            if not self._resumes and not begun.to_encode.any():
-                self._start_journal()
-        elif self._resumes and not begun.to_encode.any():
+        elif self._resumes and not self._encodes:
             output.structure.unlink()
         else:
             # If the earlier run was interrupted while it encoded images, the file has no structure yet. If the file has
             # one, copying it again does not change the chunks.
             copy_structure(output.structure, self.lock.descriptor, self.addresses, self.structure)
-            if not begun.to_encode.any():
-                self._start_journal()
+        if not self._resumes and not self._encodes:
+            self._start_journal()
         if self.distributed:
             # Flush now. Otherwise, this machine could later send pages that overwrite rows from other machines.
             os.fsync(self.lock.descriptor)
