@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from typing import Any
@@ -147,10 +146,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
     report = export(folder=arguments.out, progress=is_verbose(arguments), **keywords(arguments, export))
     named = replace(report, path=arguments.out)
-    if arguments.json:
-        print(json.dumps(report.to_json(), indent=1))
-    elif not arguments.quiet:
-        print(named.to_text())
+    if arguments.json or not arguments.quiet:
+        print_report(report if arguments.json else named, arguments)
     if not report.ok and not arguments.json:
         print(named.damage_text(), file=sys.stderr)
     return 0 if report.ok else 1
