@@ -29,6 +29,8 @@ _PARAMETERS = {
     "--source": "source_kind", "--workers": "num_workers", "--threads": "num_threads", "--cache": "caches",
 }  # fmt: skip
 """The parameters of options that have other names."""
+WORKERS = {"--workers N": "worker processes (default: one per available CPU)"}
+PROCESSES = {**WORKERS, "--start-method METHOD": "how to start processes: fork, forkserver or spawn"}
 
 
 def add_options(group: Any, options: dict[str, str], **settings: Any) -> None:
@@ -37,16 +39,6 @@ def add_options(group: Any, options: dict[str, str], **settings: Any) -> None:
         name, _, metavar = option.partition(" ")
         usual = {"metavar": metavar, "type": _TYPES.get(metavar)} if metavar else {"action": "store_true"}
         group.add_argument(name, help=text, **{"dest": _PARAMETERS.get(name), **usual, **settings})
-
-
-def add_workers(group: Any) -> None:
-    """Add ``--workers``, the number of worker processes."""
-    add_options(group, {"--workers N": "worker processes (default: one per available CPU)"})
-
-
-def add_start_method(group: Any) -> None:
-    """Add ``--start-method``."""
-    add_options(group, {"--start-method METHOD": "how to start processes: fork, forkserver or spawn"})
 
 
 def add_splits(group: Any, text: str) -> None:

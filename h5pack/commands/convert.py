@@ -10,19 +10,16 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from h5pack.commands.arguments import (
-    add_hdf5,
-    add_options,
-    add_splits,
-    add_start_method,
-    add_workers,
-    is_verbose,
-    keywords,
-    option_text,
-)
+from h5pack.commands.arguments import PROCESSES, add_hdf5, add_options, add_splits, is_verbose, keywords, option_text
 from h5pack.errors import OptionsError, OutputExistsError
 from h5pack.system.parameters import invalid, output_file
 from h5pack.system.text import counted
+
+_ORDER = {
+    "--order ORDER": "order of the rows: shuffled (default), or sorted (the order of the source)",
+    "--seed N": "seed of the shuffled order and of --val (default 0)",
+}
+_PROCESSES = {**PROCESSES, "--strict": "stop at the first image that cannot be packed"}
 
 
 def add(commands: Any) -> None:
@@ -50,7 +47,18 @@ def _add_convert(commands: Any) -> None:
     convert.add_argument("out", type=output_file, metavar="OUT", help="the HDF5 file to create")
     _add_source(convert)
     _add_layout(convert)
-    _add_execution(convert)
+    add_options(convert.add_argument_group("execution options"), {
+        **_PROCESSES,
+        "--io HOW": "how to write OUT: direct (O_DIRECT), buffered or auto (default)",
+        "--cluster ADDRESS": "run on the workers of a Dask cluster: the address of its scheduler, its scheduler file, "
+        "or local:N to start N workers on this machine",
+        "--part K/N": "write only part K of N (one process of an array job); after all parts, run with --finish",
+        "--finish": "complete OUT when all parts are written",
+        "--dry-run": "print the plan, but write nothing",
+        "--overwrite": "replace OUT when the new file is complete",
+        "--resume": "continue an interrupted conversion",
+        "--quiet": "print no plan, no progress and no summary",
+    })  # fmt: skip
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +109,7 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
         "--max-pixels N": "reject images of more than N pixels as decompression bombs",
     })  # fmt: skip
     file = convert.add_argument_group("file layout")
-    _add_order(file)
+    add_options(file, _ORDER)
     file.add_argument("--chunk-rows", metavar="N", help="number of rows per chunk, or auto (default)")
     add_options(file, {
         "--chunk-bytes SIZE": "maximum size of a chunk, such as 4MiB",
@@ -110,35 +118,6 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
         "virtual file over them",
         "--compat": "write a file that HDF5 1.8 can read",
     })  # fmt: skip
-
-
-def _add_order(group: Any) -> None:
-    add_options(group, {
-        "--order ORDER": "order of the rows: shuffled (default), or sorted (the order of the source)",
-        "--seed N": "seed of the shuffled order and of --val (default 0)",
-    })  # fmt: skip
-
-
-def _add_execution(convert: argparse.ArgumentParser) -> None:
-    how = convert.add_argument_group("execution options")
-    _add_processes(how)
-    add_options(how, {
-        "--io HOW": "how to write OUT: direct (O_DIRECT), buffered or auto (default)",
-        "--cluster ADDRESS": "run on the workers of a Dask cluster: the address of its scheduler, its scheduler file, "
-        "or local:N to start N workers on this machine",
-        "--part K/N": "write only part K of N (one process of an array job); after all parts, run with --finish",
-        "--finish": "complete OUT when all parts are written",
-        "--dry-run": "print the plan, but write nothing",
-        "--overwrite": "replace OUT when the new file is complete",
-        "--resume": "continue an interrupted conversion",
-        "--quiet": "print no plan, no progress and no summary",
-    })  # fmt: skip
-
-
-def _add_processes(group: Any) -> None:
-    add_workers(group)
-    add_start_method(group)
-    add_options(group, {"--strict": "stop at the first image that cannot be packed"})
 
 
 def _add_append(commands: Any) -> None:
@@ -156,8 +135,8 @@ def _add_append(commands: Any) -> None:
         "--only-new": "leave out images whose names are in PACK already, instead of failing",
     })  # fmt: skip
     _add_source(append)
-    _add_order(append.add_argument_group("order of the new rows"))
-    _add_processes(_add_run_options(append, "discard an interrupted append"))
+    add_options(append.add_argument_group("order of the new rows"), _ORDER)
+    add_options(_add_run_options(append, "discard an interrupted append"), _PROCESSES)
 
 
 def _add_join(commands: Any) -> None:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from h5pack.commands.arguments import (
+    PROCESSES,
+    WORKERS,
     add_hdf5,
     add_options,
     add_splits,
-    add_start_method,
-    add_workers,
     is_verbose,
     keywords,
     print_report,
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     )
     verify.set_defaults(run=_verify)
     verify.add_argument("file", metavar="FILE")
-    add_workers(verify)
+    add_options(verify, WORKERS)
     _add_preview(commands)
     _add_export(commands)
 
@@ -89,15 +89,11 @@ def _add_export(commands: Any) -> None:
     add_options(what, {
         "--fields A,B": "datasets (one row per image) to write into the manifest (default: all fields of a pack)",
     })  # fmt: skip
-    how = export.add_argument_group("execution options")
-    add_options(how, {
+    add_options(export.add_argument_group("execution options"), {
         "--format FORMAT": "image format: png (lossless) or jpeg (default: jpeg for a pack that keeps JPEG files, else "
         "png)",
         "--quality N": "JPEG quality, 1 to 100 (default 95)",
-    })  # fmt: skip
-    add_workers(how)
-    add_start_method(how)
-    add_options(how, {
+        **PROCESSES,
         "--overwrite": "replace an earlier export when the new one is complete",
         "--resume": "continue an interrupted export",
         "--quiet": "print no progress and no summary",
