@@ -163,8 +163,6 @@ class PageState:
 
     def drop(self) -> str | None:
         """Drop the files from the page cache; return None if that succeeds, else the reason why pages stay there."""
-        if not hasattr(os, "posix_fadvise"):
-            return "this system cannot drop a file from the page cache"
         # Close the dataset first: its loaders map the files, and mapped pages cannot be dropped.
         self._dataset.close()
         for path in self.files:

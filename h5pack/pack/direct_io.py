@@ -197,12 +197,12 @@ def drop_partial_pages(path: str, io: str, descriptor: int, start: int) -> None:
     kernel could not load the 2 MiB around it into one large folio, from which rows can be copied faster (see
     `h5pack.read.mapping`).
     """
-    if writes_directly(path, io) and hasattr(os, "posix_fadvise"):
+    if writes_directly(path, io):
         os.posix_fadvise(descriptor, start, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _open_direct(path: str) -> int | None:
     try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
         return None

@@ -42,20 +42,16 @@ def refuse(path: Path) -> int:
         # mincore(2) pretends to see pages that are not cached.
         (lambda path: 7, False, None),
         (refuse, True, "Invalid argument"),
-        (None, True, "this system cannot drop"),
     ],
-    ids=["stay", "pretended", "refused", "unsupported"],
+    ids=["stay", "pretended", "refused"],
 )
 def test_pages_that_stay_have_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop: Callable[[Path], int] | None, is_cached: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop: Callable[[Path], int], is_cached: bool,
     reason: str | None,
 ) -> None:  # fmt: skip
     state = PageState(h5pack.H5Dataset(labelled(tmp_path / "x.h5")))
     monkeypatch.setattr("h5pack.read.storage.Storage.is_cached", lambda self, offset: is_cached)
-    if drop is None:
-        monkeypatch.delattr(os, "posix_fadvise")
-    else:
-        monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", drop)
+    monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", drop)
     found = state.drop()
     assert found is None if reason is None else reason in str(found)
 
