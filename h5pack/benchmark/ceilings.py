@@ -103,10 +103,7 @@ class MemoryCopy:
 
 
 class Ceilings:
-    """The ceilings of a benchmark: a copy of random rows in memory, and a sequential read of an uncompressed file.
-
-    The copy is left out if there is too little memory.
-    """
+    """Ceilings: a copy of random rows in memory, if there is enough of it, and a sequential read of a plain file."""
 
     def __init__(self, variants: Sequence[FileVariant], rows: int, row_bytes: int, batch_size: int, cpus: int) -> None:
         self._cpus = cpus

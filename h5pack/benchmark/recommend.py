@@ -116,11 +116,7 @@ class Findings:
 
 
 def missing(findings: Findings, not_packed: Sequence[str] = ()) -> list[str]:
-    """Return what is missing for a recommendation, one phrase each; empty if enough was measured.
-
-    The input file and each chunked variant need `MIN_REPEATS` repeats, unless they failed or are much slower than the
-    fastest.
-    """
+    """Return phrases on what is missing for a recommendation: repeats of variants that neither failed nor are slow."""
     measured, cases = (*findings.measurements, *findings.run_off), findings.cases
     if cases.keys().isdisjoint(one.case for one in measured):
         return ["H5Loader in window shuffle (orders='window', engines='direct'), by which variants are compared"]

@@ -354,10 +354,7 @@ class Sweep:
             self._on_progress()
 
     def first_epoch(self, case: BenchCase, end: float) -> tuple[float, ...]:
-        """Return the images/s that each of several loaders reaches in its first epoch, which decodes all chunks.
-
-        Empty if decoded chunks do not stay in memory for later epochs, or if the clock is past `end`.
-        """
+        """Return images/s of several first epochs, which decode all chunks; empty if later epochs decode them, too."""
         speeds: list[float] = []
         while len(speeds) < MIN_REPEATS and self._clock() < end:
             with self._reader(case, SharedDatasets(self._sampled)) as reader:

@@ -208,10 +208,7 @@ class RowCopier:
             yield start, start + count
 
     def copy(self, task: tuple[int, int]) -> tuple[int, int]:
-        """Copy the rows of a task, or share their blocks on disk; return the number of rows, and bytes of copied rows.
-
-        Shared rows are not compared with their checksums.
-        """
+        """Copy the rows of a task, or share their blocks unchecked; return the number of rows, and of bytes copied."""
         copied = 0
         for owner, start, stop in self._origins.runs(*task):
             if owner not in self._copied_parts and self._clone(owner, start, stop):
@@ -224,10 +221,7 @@ class RowCopier:
         return task[1] - task[0], copied
 
     def _clone(self, owner: int, start: int, stop: int) -> bool:
-        """Share the disk blocks of rows that are contiguous in their part; copy the partial blocks at both ends.
-
-        Returns False, without having copied anything, if sharing is not possible.
-        """
+        """Share the disk blocks of contiguous rows, and copy partial blocks at both ends; return whether it works."""
         part = self._parts[owner]
         source = self._source_range(part, start, stop)
         if source is None:

@@ -205,11 +205,7 @@ def name_of(function: Any) -> str:
 def make_step(
     model: Any, shape: tuple[int, ...], classes: int | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[Step, str]:
-    """Return a step that runs `model` (see `h5pack.diagnose`), and a description of the step.
-
-    `shape` is the shape of an image as the step receives it: (C, H, W), or any other shape if rows are not images.
-    `classes` is None if unknown. `dtype` is the dtype of the images. Raises OptionsError if no step can be made.
-    """
+    """Return a step that runs `model` for images of `shape`, and its description; raise OptionsError if it fails."""
     if model is None:
         network = _small_network(shape, classes or _DEFAULT_OUTPUTS)
         return ModuleStep(network, None, device, dtype), f"a small built-in network{_size_text(network)}"

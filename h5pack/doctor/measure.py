@@ -69,11 +69,7 @@ def repeats_within(runs: Sequence[StageRun], seconds: float) -> int:
 
 
 def next_seconds(left: float, run: StageRun, others: Iterable[StageRun]) -> float | None:
-    """Return for how many seconds to measure a repeat of `run`, if `left` seconds are left for it and `others`.
-
-    `others` are the repeats that follow. Each repeat gets its minimum, and an equal share of the time beyond all
-    minimums. Return None if even the minimum of `run` does not fit.
-    """
+    """Return the seconds for a repeat of `run`, so that `others` fit, too; None if even its minimum does not fit."""
     if run.total_seconds > left:
         return None
     following = [other.total_seconds for other in others]

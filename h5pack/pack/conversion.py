@@ -109,10 +109,7 @@ class Conversion:
         self.output.remove_emptied()
 
     def existing_report(self) -> ConvertReport | None:
-        """Return the report of an output that is already complete; None if work remains, or the run does not resume.
-
-        Raises OutputExistsError if the output is not a pack, or was made with other options or from another source.
-        """
+        """Return the report of an output that is already complete; None if work remains, or the run does not resume."""
         output = self.output
         if not self.options.continues or not output.final.exists() or output.partial.exists():
             return None

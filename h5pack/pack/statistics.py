@@ -68,10 +68,7 @@ def mean_and_std(total: npt.NDArray[np.uint64], count: int) -> tuple[npt.NDArray
 def pack_statistics(
     plan: ConvertPlan, written: RowRecord, final: RowOrder, row_offsets: RowOffsets, descriptor: int
 ) -> dict[str, Any]:
-    """Return the channel statistics of the finished pack, computed from a sample of the rows of one split.
-
-    Sums that are not in `written` are computed from the file. Encoded rows that cannot be decoded are left out.
-    """
+    """Return the channel statistics of the finished pack, computed from a sample of the rows of one split."""
     start, stop = statistics_range(plan, final)
     encoded = plan.options.keep is not None
     rows = sampled_rows(start, stop, encoded)

@@ -299,10 +299,7 @@ def first_changed(
     indices: npt.NDArray[np.int64],
     fingerprints: npt.NDArray[np.uint64],
 ) -> int | None:
-    """Survey the images `indices` (ascending) again; return the first whose fingerprint has changed, None if none.
-
-    Images that are rejected have the fingerprint 0.
-    """
+    """Survey images again, in ascending order; return the first whose fingerprint has changed, None if none has."""
     tasks = (again_task(catalog, options, indices[share], fingerprints) for share in _shares(len(indices)))
     found = run(executor, first_changed_of, tasks, max_in_flight, ordered=True, resumable=options.resumable)
     return next((index for index in found if index is not None), None)

@@ -154,10 +154,7 @@ def write_tasks(
 def join_groups(
     rows: npt.NDArray[np.int64], groups: npt.NDArray[np.int64], max_rows: int
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Divide ascending rows into ascending arrays of at most `max_rows` rows, without dividing groups.
-
-    A larger group becomes one array, because rows of one group are cheaper to read together.
-    """
+    """Divide ascending rows into ascending arrays of whole groups: at most `max_rows` rows, or one larger group."""
     by_group = rows[np.argsort(groups, kind="stable")]
     edges = [0, *(np.flatnonzero(np.diff(np.sort(groups))) + 1).tolist(), len(rows)]
     start = 0
