@@ -168,10 +168,7 @@ def _require_options(old: Part, options: dict[str, Any]) -> None:
 def _require_no_leftovers(*paths: Path) -> None:
     for path in paths:
         if path.exists():
-            problem = (
-                "was left by an interrupted call; continue that call with resume=True, or discard this file "
-                "with overwrite=True"
-            )
+            problem = "was left by an interrupted call; continue it with resume=True, or discard it with overwrite=True"
             raise OutputExistsError.at(path, problem, "resume=True", "overwrite=True")
 
 
@@ -243,10 +240,7 @@ class _Addition(Conversion):
 
 def _sizes_differ(old: Part, source: object, sizes: str) -> SizesDifferError:
     shape = "x".join(map(str, old.index.row_shape))
-    problem = (
-        f"has rows of {shape}, but the images of {source} have {sizes}; resize the new images first, or "
-        "convert all images again with size"
-    )
+    problem = f"has rows of {shape}, but images of {source} have {sizes}; resize them, or convert all again with size"
     return SizesDifferError.at(old.path, problem, "size")
 
 

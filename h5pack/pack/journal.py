@@ -413,9 +413,6 @@ def _wait_for_writer(path: Path) -> None:
     deadline = time.monotonic() + _WAIT_SECONDS
     while is_locked(path):
         if time.monotonic() > deadline:
-            problem = (
-                "a worker process of the interrupted run is still writing to this file; stop that process, "
-                "then run again with resume=True"
-            )
+            problem = "a worker of the interrupted run is still writing to it; stop it, then run again with resume=True"
             raise OutputBusyError.at(path, problem, "resume=True")
         time.sleep(0.02)

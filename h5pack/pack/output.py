@@ -451,10 +451,7 @@ class PartFile:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self.descriptor), os.stat(self._output.partial)):
                 return
-        problem = (
-            "was replaced or finished by another process while this part wrote to it; run "
-            "this part again if the output is not complete"
-        )
+        problem = "was replaced or finished by another process; run this part again if the output is not complete"
         raise IncompletePackError.at(self._output.partial, problem)
 
     def close(self) -> None:

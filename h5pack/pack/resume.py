@@ -89,10 +89,7 @@ class UnfinishedPack(Unfinished):
             problem = "was created by another program meanwhile; add overwrite=True to replace it"
             raise OutputExistsError.at(output.final, problem, "overwrite=True")
         if before is None and plan.options.finish:
-            problem = (
-                "no part has written any rows; run all parts again, or write all rows here with "
-                "resume=True instead of finish=True"
-            )
+            problem = "no part wrote any rows; run all parts, or write all rows with resume=True instead of finish=True"
             raise IncompletePackError.at(output.partial, problem, "resume=True", "finish=True")
         self._resumes, self._encodes = before is not None, bool(plan.to_encode.any())
         if before is not None:
