@@ -149,9 +149,7 @@ def open_part(path: str | os.PathLike[str]) -> Part:
     statistics["pixels"] = _measured_pixels(part)
     for name in part.pixel_datasets:
         if schema.checksums_path(name) not in part.engine.indexes:
-            problem = (
-                f"has no checksums of {name!r}, so its rows cannot be checked; pack it again with 'h5pack convert'"
-            )
+            problem = f"has no checksums of {name!r}, so rows cannot be checked; pack it again with 'h5pack convert'"
             raise SourceError.at(path, problem, dataset=name)
     # Many packs may be combined, so keep none of their files open; the next read opens them again.
     part.engine.close()

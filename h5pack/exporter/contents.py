@@ -399,9 +399,7 @@ def _labels(catalog: Catalog, name: Callable[[str], str], lost: list[str]) -> li
     if labels.ndim == 2:
         assert names is not None
         option = _LABELS if len(names) > 1 else None
-        columns = [
-            ManifestColumn(name(column), labels[:, number], option=option) for number, column in enumerate(names)
-        ]
+        columns = [ManifestColumn(name(one), labels[:, number], option=option) for number, one in enumerate(names)]
         changed = [(column, made.name) for column, made in zip(names, columns, strict=True) if column != made.name]
         if changed:
             lost.append("the names of label columns ({!r} becomes {!r})".format(*changed[0]))

@@ -257,9 +257,7 @@ class ExportFolder:
             raise OutputExistsError.at(self.final, "exists and is not a folder; give another name")
         for temporary in (self.partial, self.replaced):
             if temporary.exists() and not self.lock_file.exists():
-                problem = (
-                    f"was not made by an export, but exports to {self.final.name!r} need this name; move it elsewhere"
-                )
+                problem = f"was not made by an export, but exports to {self.final.name!r} need this name; move it away"
                 raise OutputExistsError.at(temporary, problem)
         if overwrite:
             self.require_export()
@@ -299,9 +297,7 @@ class ExportFolder:
         for parent, _, files in os.walk(self.final):
             for path in (os.path.relpath(os.path.join(parent, name), self.final) for name in files):
                 if path not in known:
-                    raise OutputExistsError.at(
-                        self.final, f"contains {path!r}, which its {MANIFEST} does not list; {advice}"
-                    )
+                    raise OutputExistsError.at(self.final, f"has {path!r}, which {MANIFEST} does not list; {advice}")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -396,9 +392,7 @@ class _Export:
                 shutil.rmtree(target.partial)
                 advice = f"; give {' and '.join(results.parameters)}" if results.parameters else ""
                 problem = f"none of the selected rows can be exported; reason: {results.reasons[0]}{advice}"
-                raise DamagedRowsError.at(
-                    self.source_path, problem, *results.parameters, rows=tuple(source.rows.tolist())
-                )
+                raise DamagedRowsError.at(self.source_path, problem, *results.parameters, rows=source.rows.tolist())
             manifest.write(target.partial / MANIFEST, results.reasons)
             target.publish(self.overwrite)
             return self._report(names, manifest, results)

@@ -303,9 +303,7 @@ def _checksums(file: h5py.File, name: str, found: _Structure) -> npt.NDArray[np.
     found.seen.add(name)
     checksums = file.get(f"{schema.CHECKSUMS}/{name}")
     if not isinstance(checksums, h5py.Dataset) or checksums.shape != (found.rows,):
-        found.problems.append(
-            f"{schema.CHECKSUMS}/{name}: the dataset is missing, or does not have one checksum per row"
-        )
+        found.problems.append(f"{schema.CHECKSUMS}/{name}: missing, or does not have one checksum per row")
         return None
     return checksums[()]  # type: ignore[no-any-return]
 

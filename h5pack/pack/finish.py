@@ -41,9 +41,7 @@ _COPY_BYTES = 8 * 1024 * 1024
 
 def _require_free(output: Output, overwrite: bool) -> None:
     if not overwrite and output.final.exists():
-        problem = (
-            "was created by another program meanwhile; to replace it, run again with resume=True and overwrite=True"
-        )
+        problem = "was created by another program; to replace it, run again with resume=True and overwrite=True"
         raise OutputExistsError.at(output.final, problem, "resume=True", "overwrite=True")
 
 
