@@ -78,9 +78,7 @@ class BenchReport:
         return {
             "benchmark": "chunk_size",
             **asdict(self),
-            "variants": [
-                {name: value for name, value in asdict(one).items() if name != "path"} for one in self.variants
-            ],
+            "variants": [{key: value for key, value in asdict(one).items() if key != "path"} for one in self.variants],
             "ceilings": [
                 {"name": one.name, "num_threads": one.num_threads, "cache": one.cache,
                  "images_per_s": repeats_json(one.speeds)} for one in self.ceilings

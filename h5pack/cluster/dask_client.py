@@ -12,7 +12,6 @@ time. That is harmless because tasks are idempotent; see `h5pack.pack.journal`.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import ctypes
 import errno
@@ -26,6 +25,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -175,7 +175,7 @@ def open_dask_executor(client: Any, shared_object: Any, source: str | None, part
 
 def open_workers(
     client: Any, reader: SourceReader, source: object, partial: Path, num_workers: int, start_method: str | None
-) -> contextlib.AbstractContextManager[concurrent.futures.Executor]:
+) -> contextlib.AbstractContextManager[Executor]:
     """Open an executor of the workers of `client`, or of local processes if `client` is None; they share `reader`."""
     if client is None:
         return open_executor(num_workers, start_method, reader)
@@ -281,7 +281,7 @@ class DaskExecutor(ElasticExecutor):
 
     def __init__(self, client: Any, expected: Expectations) -> None:
         self._client, self._token = client, expected.token
-        self._pending: dict[Any, concurrent.futures.Future[Any]] = {}
+        self._pending: dict[Any, Future[Any]] = {}
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._number = 0
         self._threads, self._counted = 0, 0.0
@@ -297,11 +297,11 @@ class DaskExecutor(ElasticExecutor):
             self._counted = time.monotonic()
         return 2 * self._threads + _IDLE_TASKS
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         self._number += 1
         # The dashboard groups tasks by the part of the key before the token.
         key = f"h5pack-{fn.__name__.strip('_').split('_')[0]}-{self._token}-{self._number}"
-        outer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        outer: Future[Any] = Future()
         try:
             inner = self._client.submit(
                 run_pickled, self._token, pickle.dumps((fn, args)), key=key, pure=False, retries=0
@@ -349,20 +349,20 @@ class DaskExecutor(ElasticExecutor):
                 _settle(outer, partial(_result_of, inner))
 
 
-def _settle(outer: concurrent.futures.Future[Any], load: Callable[[], Any]) -> None:
+def _settle(outer: Future[Any], load: Callable[[], Any]) -> None:
     """Give a future the result or the error of `load`, unless the future was cancelled."""
     if not outer.set_running_or_notify_cancel():
         return
     try:
         outer.set_result(load())
-    except (Exception, concurrent.futures.CancelledError) as error:
+    except (Exception, CancelledError) as error:
         outer.set_exception(error)
 
 
 def _result_of(inner: Any) -> Any:
     try:
         return pickle.loads(inner.result())
-    except (Exception, concurrent.futures.CancelledError) as error:
+    except (Exception, CancelledError) as error:
         from distributed import KilledWorker
 
         if isinstance(error, KilledWorker):

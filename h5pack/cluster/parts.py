@@ -10,7 +10,6 @@ claimed. At worst a task runs several times, which gives the same result.
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import os
 import pickle
@@ -20,6 +19,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,7 @@ class PartsFolder:
         agreed = self.agreed()
         return 0 if agreed is None else int(agreed[_COUNT])
 
-    def shared_results(
-        self, stage: str, inner: concurrent.futures.Executor, num_workers: int
-    ) -> concurrent.futures.Executor:
+    def shared_results(self, stage: str, inner: Executor, num_workers: int) -> Executor:
         """Return an executor that shares the results of a stage with all parts; `inner` if no part has started."""
         if not self.count:
             return inner
@@ -102,13 +100,13 @@ def _difference(old: Any, new: Any) -> str:
 class SharedResults(ElasticExecutor):
     """An executor of tasks whose results all parts need; all parts must submit the same tasks in the same order."""
 
-    def __init__(self, folder: Path, inner: concurrent.futures.Executor, num_workers: int, parts: int) -> None:
+    def __init__(self, folder: Path, inner: Executor, num_workers: int, parts: int) -> None:
         self._folder, self._inner = folder, inner
         self._num_workers, self._parts = num_workers, parts
         self._number = 0
         # Tasks that other parts have claimed: (future, function, task) by number.
-        self._awaited: dict[int, tuple[concurrent.futures.Future[Any], Callable[..., Any], Any]] = {}
-        self._running: list[concurrent.futures.Future[Any]] = []
+        self._awaited: dict[int, tuple[Future[Any], Callable[..., Any], Any]] = {}
+        self._running: list[Future[Any]] = []
         self._longest_seconds, self._changed = 0.0, time.monotonic()
 
     def in_flight(self) -> int:
@@ -130,9 +128,9 @@ class SharedResults(ElasticExecutor):
                 self._run(number, *self._awaited.pop(number))
         return 2 * self._num_workers * self._parts
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         (task,) = args
-        outer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        outer: Future[Any] = Future()
         number, self._number = self._number, self._number + 1
         result = self._load(number)
         if result is not _MISSING:
@@ -164,10 +162,10 @@ class SharedResults(ElasticExecutor):
         temporary.write_bytes(zlib.crc32(data).to_bytes(4, "little") + data)
         temporary.rename(self._folder / f"{number}.result")
 
-    def _run(self, number: int, outer: concurrent.futures.Future[Any], function: Callable[..., Any], task: Any) -> None:
+    def _run(self, number: int, outer: Future[Any], function: Callable[..., Any], task: Any) -> None:
         begin = time.monotonic()
 
-        def finish(inner: concurrent.futures.Future[Any]) -> None:
+        def finish(inner: Future[Any]) -> None:
             try:
                 result = inner.result()
                 self._save(number, result)

@@ -177,12 +177,8 @@ def _statistics(file: h5py.File) -> dict[str, Any]:
     found: dict[str, Any] = {name: group[name][()] for name in ("mean", "std")}
     if found["mean"].shape != found["std"].shape or (group.attrs["rows"] and not np.isfinite([*found.values()]).all()):
         raise ValueError("its mean and std are not finite numbers of each channel")
-    return {
-        **found,
-        "rows": int(group.attrs["rows"]),
-        "step": int(group.attrs["step"]),
-        "split": text(group.attrs["split"]),
-    }
+    numbers = {name: int(group.attrs[name]) for name in ("rows", "step")}
+    return {**found, **numbers, "split": text(group.attrs["split"])}
 
 
 def _measured_pixels(part: Part) -> int:

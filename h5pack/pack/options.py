@@ -244,9 +244,7 @@ class ConvertOptions:
         return SourceOptions(
             kind=self.source_kind,
             names=NameFilter(self.include, self.exclude),
-            columns=ManifestColumns(
-                **{name: getattr(self, parameter) for name, parameter in COLUMN_PARAMETERS.items()}
-            ),
+            columns=ManifestColumns(**{name: getattr(self, one) for name, one in COLUMN_PARAMETERS.items()}),
             datasets=HDF5Datasets(self.images, self.labels, self.fields, self.channel_axis, self.value_range),
             limit=self.limit,
         )

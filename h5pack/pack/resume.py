@@ -73,9 +73,7 @@ class UnfinishedPack(Unfinished):
 
     plan: ConvertPlan
 
-    def __init__(
-        self, plan: ConvertPlan, output: Output, lock: OutputLock | PartFile, distributed: bool = False
-    ) -> None:
+    def __init__(self, plan: ConvertPlan, output: Output, lock: OutputLock | PartFile, distributed: bool) -> None:
         self.plan = plan
         self.output = output
         self.lock = lock
