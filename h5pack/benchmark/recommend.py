@@ -159,7 +159,8 @@ def choose(findings: Findings) -> Recommendation | None:
         return None
     speed = _pick_variant(found, workload, compare=False).stated.median
     hardly_matters = _is_short(workload, speed)
-    compared = not (hardly_matters or _is_small_sample(workload, speed))
+    small = workload.sample_rows < MIN_EPOCH_SECONDS * speed or is_small(workload.sample_rows, workload.row_bytes)
+    compared = not (hardly_matters or small)
     picked = _pick_variant(found, workload, compare=compared)
     ties = [one for one in found if not compared or not (picked.is_likely_faster(one) or one.is_likely_faster(picked))]
     busy = compared and _is_busy(picked, found, workload)
@@ -214,12 +215,6 @@ def _is_short(workload: Workload, speed: float) -> bool:
     if workload.any_size:
         return False
     return workload.num_images < SHORT_EPOCH_SECONDS * speed or is_small(workload.num_images, workload.row_bytes)
-
-
-def _is_small_sample(workload: Workload, speed: float) -> bool:
-    """Return whether the sample is too small to compare variants that are read at about `speed` images/s."""
-    is_short = workload.sample_rows < MIN_EPOCH_SECONDS * speed
-    return is_short or is_small(workload.sample_rows, workload.row_bytes)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def _add_export(commands: Any) -> None:
     export.set_defaults(run=_export)
     export.add_argument("file", metavar="FILE", help="a pack, or any HDF5 file")
     # The argument must be called "out": after Ctrl-C, the command line looks for unfinished output at arguments.out.
-    export.add_argument("out", type=_without_slash, metavar="DIR", help="the folder to create")
+    export.add_argument("out", type=lambda name: name.rstrip("/") or name, metavar="DIR", help="the folder to create")
 
     what = export.add_argument_group("what to export")
     add_splits(what, "export only this split")
@@ -98,10 +98,6 @@ def _add_export(commands: Any) -> None:
         "--resume": "continue an interrupted export",
         "--quiet": "print no progress and no summary",
     })  # fmt: skip
-
-
-def _without_slash(folder: str) -> str:
-    return folder.rstrip("/") or folder
 
 
 def _info(arguments: argparse.Namespace) -> int:

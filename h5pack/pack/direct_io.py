@@ -81,10 +81,6 @@ class RowFile:
             return ContiguousRows(self, int(offsets[0]), len(offsets), row_bytes, last=last)
         return ScatteredRows(self, offsets, row_bytes)
 
-    def begin_bytes(self, offset: int, size: int) -> RowBuffer:
-        """Return a buffer for `size` bytes at byte `offset`; its `ready` counts bytes, not rows."""
-        return ContiguousRows(self, offset, size, 1)
-
     def next_memory(self, size: int) -> mmap.mmap:
         """Return at least `size` bytes of memory that no pending write uses."""
         self._memory.reverse()

@@ -27,7 +27,7 @@ from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import Decoder, PixelOptions, strict_pillow
 from h5pack.images.headers import DecodePath, parse_jpeg
 from h5pack.images.masks import MaskDecoder, naming_mask
-from h5pack.pack.direct_io import RowBuffer, RowFile
+from h5pack.pack.direct_io import ContiguousRows, RowBuffer, RowFile
 from h5pack.pack.file_structure import PixelRows
 from h5pack.pack.journal import EncodedFile, JournalWriter, RowRecord, read_encoded
 from h5pack.pack.plan import ConvertPlan
@@ -262,7 +262,8 @@ def _write_groups(worker: _Worker, task: WriteTask) -> list[RowRecord]:
     with strict_pillow():
         for group in task.groups:
             if task.job.keep:
-                current = [worker.file.begin_bytes(int(group.offsets[0]), group.ends[-1])]
+                # Files differ in length, so each byte counts as a row.
+                current: list[RowBuffer] = [ContiguousRows(worker.file, int(group.offsets[0]), group.ends[-1], 1)]
                 record = _copy(group, current[0])
             else:
                 last = group is task.groups[-1]
