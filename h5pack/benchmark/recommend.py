@@ -158,7 +158,8 @@ def choose(findings: Findings) -> Recommendation | None:
     if not found:
         return None
     speed = _pick_variant(found, workload, compare=False).stated.median
-    hardly_matters = _is_short(workload, speed)
+    is_short = workload.num_images < SHORT_EPOCH_SECONDS * speed or is_small(workload.num_images, workload.row_bytes)
+    hardly_matters = is_short and not workload.any_size
     small = workload.sample_rows < MIN_EPOCH_SECONDS * speed or is_small(workload.sample_rows, workload.row_bytes)
     compared = not (hardly_matters or small)
     picked = _pick_variant(found, workload, compare=compared)
@@ -208,13 +209,6 @@ def choose(findings: Findings) -> Recommendation | None:
         unsure=compared and not busy and not _is_best(picked, found),
         gain=gain,
     )
-
-
-def _is_short(workload: Workload, speed: float) -> bool:
-    """Return whether epochs of all images at `speed` images/s are so short that chunk sizes hardly matter."""
-    if workload.any_size:
-        return False
-    return workload.num_images < SHORT_EPOCH_SECONDS * speed or is_small(workload.num_images, workload.row_bytes)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,10 @@ def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
     refuses the file of an unfinished conversion, and recommends running the conversion again with ``resume=True``.
     """
     name, _, text = fragment.partition("=")
-    value = _literal(text)
+    try:
+        value: Any = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text.strip("[]")
     flag = "--" + name.replace("_", "-")
     # Private API: argparse has no public list of a parser's options.
     actions = [action for action in parser._actions if flag in action.option_strings or action.dest == name]
@@ -105,11 +108,3 @@ def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
         if action.option_strings and action.nargs != 0 and not (text and value == ""):
             return f"{action.option_strings[-1]} {shlex.quote(str(value))}" if text else action.option_strings[-1]
     return flag if value is True else None
-
-
-def _literal(value: str) -> Any:
-    """Return the value of a Python literal; return other text unchanged, but without the brackets of a list."""
-    try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return value.strip("[]")

@@ -10,6 +10,7 @@ images are decoded.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import mmap
@@ -68,7 +69,10 @@ class RowFile:
         # Open for writing only. Otherwise, an NFS client could fetch a page before it changes a part of the page, and
         # later send the whole page, which would overwrite neighbouring rows that another machine has written meanwhile.
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self.direct = _open_direct(path) if writes_directly(path, io) else None
+        self.direct: int | None = None
+        if writes_directly(path, io):
+            with contextlib.suppress(OSError):
+                self.direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
         self.thread = ThreadPoolExecutor(1, "h5pack-write") if self.direct is not None else None
         self._memory = [huge_page_memory(_PAGE), huge_page_memory(_PAGE)]
 
@@ -195,10 +199,3 @@ def drop_partial_pages(path: str, io: str, descriptor: int, start: int) -> None:
     """
     if writes_directly(path, io):
         os.posix_fadvise(descriptor, start, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _open_direct(path: str) -> int | None:
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
-    except OSError:
-        return None

@@ -155,7 +155,10 @@ class ConvertOptions:
         ):
             check_choice(name, getattr(self, name), allowed)
         for name in ("draft", "compat", "strict", "overwrite", "resume", "finish"):
-            self._make_bool(name)
+            value = getattr(self, name)
+            if not isinstance(value, (bool, np.bool_)):
+                raise invalid(name, value, " is invalid; it must be True or False")
+            object.__setattr__(self, name, bool(value))
         for name in ("limit", "num_workers", "max_side", "chunk_rows", "chunk_bytes", "shard_bytes"):
             if getattr(self, name) is not None:
                 self._make_int(name, 1)
@@ -171,12 +174,6 @@ class ConvertOptions:
         # Creating the source options validates their values.
         _ = self.source_options
         self._check_combinations()
-
-    def _make_bool(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, (bool, np.bool_)):
-            raise invalid(name, value, " is invalid; it must be True or False")
-        object.__setattr__(self, name, bool(value))
 
     def _make_int(self, name: str, minimum: int, maximum: int | None = None) -> None:
         # Convert NumPy's integers, because the pack stores the options as JSON.
