@@ -189,9 +189,7 @@ def _draw_windows(line, here, samples, state, number, table):  # type: ignore[no
 
 
 @triton.jit
-def _draw_colors(  # type: ignore[no-untyped-def]
-    line, here, samples, state, number, settings, table
-):
+def _draw_colors(line, here, samples, state, number, settings, table):  # type: ignore[no-untyped-def]
     """Store the color matrix of each sample, as `augment._color_matrices` computes it."""
     brightness = tl.load(settings + 14) + _below(_word(state, number), tl.load(settings + 15))
     contrast = tl.load(settings + 16) + _below(_word(state, number + 1), tl.load(settings + 17))
@@ -217,39 +215,14 @@ def _draw_colors(  # type: ignore[no-untyped-def]
 # Do not compile the kernel again if the values or the alignment of these arguments change between batches.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "block",
-        "rows",
-        "repeats",
-        "settings",
-        "boxes",
-        "windows",
-        "table",
-        "samples",
-        "base",
-        "crop_base",
-        "color_base",
-        "repeat",
+        "block", "rows", "repeats", "settings", "boxes", "windows", "table",
+        "samples", "base", "crop_base", "color_base", "repeat",
     ]
-)
+)  # fmt: skip
 def _draw_kernel(  # type: ignore[no-untyped-def]
-    block,
-    rows,
-    repeats,
-    settings,
-    boxes,
-    windows,
-    table,
-    samples,
-    base,
-    crop_base,
-    color_base,
-    repeat,
-    REPEATED: tl.constexpr,
-    RESIZES: tl.constexpr,
-    ERASES: tl.constexpr,
-    COLORS: tl.constexpr,
-    SAMPLES: tl.constexpr,
-):
+    block, rows, repeats, settings, boxes, windows, table, samples, base, crop_base, color_base, repeat,
+    REPEATED: tl.constexpr, RESIZES: tl.constexpr, ERASES: tl.constexpr, COLORS: tl.constexpr, SAMPLES: tl.constexpr,
+):  # fmt: skip
     sample = tl.program_id(0) * SAMPLES + tl.arange(0, SAMPLES)
     here = sample < samples
     row = tl.load(rows + sample, mask=here, other=0)

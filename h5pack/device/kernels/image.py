@@ -137,36 +137,11 @@ def _place(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _copy_rows(  # type: ignore[no-untyped-def]
-    y,
-    column,
-    place,
-    known,
-    advance,
-    part,
-    pixels,
-    result,
-    constants,
-    draws,
-    colors,
-    samples,
-    height,
-    width,
-    lines,
-    length,
-    stride_image,
-    stride_y,
-    stride_x,
-    stride_channel,
-    CHANNELS: tl.constexpr,
-    PLANES: tl.constexpr,
-    MOVES: tl.constexpr,
-    PADDED: tl.constexpr,
-    ERASES: tl.constexpr,
-    COLORS: tl.constexpr,
-    FINE: tl.constexpr,
-    WIDE: tl.constexpr,
-    VALUES: tl.constexpr,
-):
+    y, column, place, known, advance, part, pixels, result, constants, draws, colors, samples,
+    height, width, lines, length, stride_image, stride_y, stride_x, stride_channel,
+    CHANNELS: tl.constexpr, PLANES: tl.constexpr, MOVES: tl.constexpr, PADDED: tl.constexpr, ERASES: tl.constexpr,
+    COLORS: tl.constexpr, FINE: tl.constexpr, WIDE: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
     """Compute vectors of the lines y, y + advance, ... of a part (see `image_kernel`).
 
     `y`, `column` and `place` are (A, 1), a number for each vector. `column` is the column of its first value, negative
@@ -239,49 +214,16 @@ def _copy_rows(  # type: ignore[no-untyped-def]
 # Do not compile the kernel again if the values or the alignment of these arguments change between batches.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "pixels",
-        "draws",
-        "colors",
-        "samples",
-        "height",
-        "width",
-        "lines",
-        "length",
-        "blocks",
-        "period",
-        "parts",
+        "pixels", "draws", "colors", "samples", "height", "width", "lines", "length", "blocks", "period", "parts",
     ]
-)
+)  # fmt: skip
 def image_kernel(  # type: ignore[no-untyped-def]
-    pixels,
-    result,
-    constants,
-    draws,
-    colors,
-    samples,
-    height,
-    width,
-    lines,
-    length,
-    stride_image,
-    stride_y,
-    stride_x,
-    stride_channel,
-    blocks,
-    period,
-    parts,
-    CHANNELS: tl.constexpr,
-    PLANES: tl.constexpr,
-    MOVES: tl.constexpr,
-    PADDED: tl.constexpr,
-    ERASES: tl.constexpr,
-    COLORS: tl.constexpr,
-    FINE: tl.constexpr,
-    WIDE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    VECTORS: tl.constexpr,
+    pixels, result, constants, draws, colors, samples,
+    height, width, lines, length, stride_image, stride_y, stride_x, stride_channel, blocks, period, parts,
+    CHANNELS: tl.constexpr, PLANES: tl.constexpr, MOVES: tl.constexpr, PADDED: tl.constexpr, ERASES: tl.constexpr,
+    COLORS: tl.constexpr, FINE: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, VECTORS: tl.constexpr,
     VALUES: tl.constexpr,
-):
+):  # fmt: skip
     """Write some vectors of one part of the result. PLANES says what a part is and what its lines are.
 
     - 0: A part is an image, and a line holds all channels of its pixels.

@@ -111,19 +111,8 @@ def _launch_image(
     color = constants if draws is None or draws.color is None else draws.color.contiguous()
     depth = -(-parts // _MOST_PARTS)
     image_kernel[(blocks if is_whole else blocks + 1, -(-parts // depth), depth)](
-        pixels,
-        result,
-        constants,
-        drawn,
-        color,
-        count,
-        *pixels.shape[1:3],
-        lines,
-        length,
-        *pixels.stride(),
-        blocks,
-        period,
-        parts,
+        *(pixels, result, constants, drawn, color, count, *pixels.shape[1:3], lines, length),
+        *(*pixels.stride(), blocks, period, parts),
         CHANNELS=channels,
         PLANES=planes,
         MOVES=changes.moves,
@@ -166,14 +155,7 @@ def plan_lines(lines: int, length: int, values: int, vectors: int, turns: int) -
 # Do not compile the kernel again for a last batch with fewer values.
 @triton.jit(do_not_specialize=["total"])  # type: ignore[untyped-decorator]
 def _flat_kernel(  # type: ignore[no-untyped-def]
-    pixels,
-    result,
-    constants,
-    total,
-    stride,
-    CHANNELS: tl.constexpr,
-    FINE: tl.constexpr,
-    VALUES: tl.constexpr,
+    pixels, result, constants, total, stride, CHANNELS: tl.constexpr, FINE: tl.constexpr, VALUES: tl.constexpr
 ):
     offsets = tl.arange(0, VALUES)
     first = tl.program_id(0).to(tl.int64) * VALUES

@@ -32,13 +32,9 @@ too few threads run at once to hide the latency of memory. Found by measuring on
 _SHIFT, _LAST_SHIFT = tl.constexpr(WEIGHT_BITS - KEPT_BITS), tl.constexpr(WEIGHT_BITS + KEPT_BITS)
 _HALF, _LAST_HALF = tl.constexpr(1 << (_SHIFT.value - 1)), tl.constexpr(1 << (_LAST_SHIFT.value - 1))
 _UNIT_BITS = tl.constexpr(WEIGHT_BITS)
-# The row of each of these draws in `AugmentationDraws.geometry`.
+# The row of each draw in `AugmentationDraws.geometry`, in the order of `GEOMETRY`.
 _FLIP, _VERTICAL_FLIP, _TOP, _LEFT, _BOX_TOP, _BOX_LEFT, _BOX_HEIGHT, _BOX_WIDTH, _HEIGHT, _WIDTH = (
-    tl.constexpr(GEOMETRY.index(name))
-    for name in (
-        *("flip", "vertical_flip", "top", "left", "box_top", "box_left", "box_height", "box_width"),
-        *("crop_height", "crop_width"),
-    )
+    tl.constexpr(row) for row in range(len(GEOMETRY))
 )
 
 
@@ -101,24 +97,9 @@ def resize(
 # Do not compile a kernel again if the values or the alignment of these arguments change between batches.
 @triton.jit(do_not_specialize=["draws", "samples"])  # type: ignore[untyped-decorator]
 def _tap_kernel(  # type: ignore[no-untyped-def]
-    rows,
-    columns,
-    draws,
-    samples,
-    height,
-    width,
-    resized_height,
-    resized_width,
-    top,
-    left,
-    out_height,
-    out_width,
-    taps_y,
-    taps_x,
-    RANDOM: tl.constexpr,
-    FLIPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows, columns, draws, samples, height, width, resized_height, resized_width, top, left, out_height, out_width,
+    taps_y, taps_x, RANDOM: tl.constexpr, FLIPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     image = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     begin, extent, flip = 0, height, 0
@@ -167,37 +148,11 @@ def _tap_weight(pixel, centre, reach, extent, resized, inside):  # type: ignore[
 
 @triton.jit(do_not_specialize=["pixels", "draws", "colors", "samples"])  # type: ignore[untyped-decorator]
 def _resize_kernel(  # type: ignore[no-untyped-def]
-    pixels,
-    result,
-    constants,
-    rows,
-    columns,
-    draws,
-    colors,
-    samples,
-    height,
-    width,
-    out_height,
-    out_width,
-    taps_y,
-    taps_x,
-    stride_image,
-    stride_y,
-    stride_x,
-    stride_channel,
-    across,
-    down,
-    CHANNELS: tl.constexpr,
-    PLANAR: tl.constexpr,
-    RANDOM: tl.constexpr,
-    SHARED: tl.constexpr,
-    COLORS: tl.constexpr,
-    ERASES: tl.constexpr,
-    FINE: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    pixels, result, constants, rows, columns, draws, colors, samples, height, width, out_height, out_width,
+    taps_y, taps_x, stride_image, stride_y, stride_x, stride_channel, across, down,
+    CHANNELS: tl.constexpr, PLANAR: tl.constexpr, RANDOM: tl.constexpr, SHARED: tl.constexpr, COLORS: tl.constexpr,
+    ERASES: tl.constexpr, FINE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     image = (program // (across * down)).to(tl.int64)
     y = program // across % down * ROWS + tl.arange(0, ROWS)
