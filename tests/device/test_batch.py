@@ -77,34 +77,12 @@ def test_any_container_can_be_marked(kind: str) -> None:
     assert mark_echoed("text", 5) == unmark_echoed("text") == "text"
 
 
-class OwnMapping(MutableMapping[str, Any]):
-    """A mapping that is not made from a dict, and whose shallow copy shares its values."""
-
-    def __init__(self, **values: Any) -> None:
-        self.values_ = values
-
-    def __getitem__(self, key: str) -> Any:
-        return self.values_[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.values_[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.values_[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.values_)
-
-    def __len__(self) -> int:
-        return len(self.values_)
-
-
 class SlottedMapping(Mapping[str, Any]):
     """A mapping that can have no further attributes."""
 
     __slots__ = ("_values",)
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
 
     def __getitem__(self, key: str) -> Any:
@@ -115,6 +93,19 @@ class SlottedMapping(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+class OwnMapping(SlottedMapping, MutableMapping[str, Any]):
+    """A mapping that is not made from a dict, and whose shallow copy shares its values."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(values)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._values[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._values[key]
 
 
 @pytest.mark.parametrize(
