@@ -21,9 +21,9 @@ from h5pack.images import decode
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, image_of, read_header, strict_pillow
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.pack.options import RESAMPLES
-from tests.images.test_headers import chunk, oriented
+from tests.images.test_headers import chunk
 from tests.makers import break_package, pixels
-from tests.read.encoded_files import encode
+from tests.read.encoded_files import encode, oriented
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 

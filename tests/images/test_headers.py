@@ -18,20 +18,13 @@ from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 
 from h5pack.images.headers import DecodePath, ImageHeader, is_incomplete, parse_jpeg, parse_png
 from tests.makers import pixels
-from tests.read.encoded_files import encode
+from tests.read.encoded_files import encode, oriented
 
-EXIF = 0x0112
 KEEPS_RGB = [int(number) for number in PIL.__version__.split(".")[:2]] >= [10, 2]
 
 
 def jpeg(size: tuple[int, int] = (20, 14), seed: int = 0, **settings: Any) -> bytes:
     return encode(pixels(seed, size), **settings)
-
-
-def oriented(value: int) -> Image.Exif:
-    exif = Image.Exif()
-    exif[EXIF] = value
-    return exif
 
 
 def shown_size(data: bytes) -> tuple[int, int] | None:
@@ -41,7 +34,7 @@ def shown_size(data: bytes) -> tuple[int, int] | None:
         try:
             with Image.open(io.BytesIO(data)) as image:
                 # Only the header is read, because the pixels may be truncated.
-                orientation = image.getexif().get(EXIF, 1)
+                orientation = image.getexif().get(0x0112, 1)
                 width, height = image.size
         except Exception:
             return None

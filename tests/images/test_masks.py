@@ -17,13 +17,7 @@ from h5pack.errors import RejectedImageError
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, Upright
 from h5pack.images.headers import TURNS, DecodePath
 from h5pack.images.masks import MaskDecoder, narrow_mask, read_mask_header
-from tests.read.encoded_files import encode
-
-
-def with_orientation(value: int) -> Image.Exif:
-    exif = Image.Exif()
-    exif[0x0112] = value
-    return exif
+from tests.read.encoded_files import encode, oriented
 
 
 def slow_axis(length: int, wanted: int, begin: Fraction, extent: Fraction) -> list[tuple[int, ...]]:
@@ -91,8 +85,8 @@ def test_a_mask_is_turned_with_its_image(value: int, own: bool) -> None:
     options = PixelOptions(*shape)
     decoder = Decoder(options)
     image, mask = np.zeros((*shape, 3), np.uint8), np.zeros(shape, np.uint8)
-    decoder.decode(encode(photo, "PNG", exif=with_orientation(value)), DecodePath.PILLOW, image)
-    settings = {"exif": with_orientation(value)} if own else {}
+    decoder.decode(encode(photo, "PNG", exif=oriented(value)), DecodePath.PILLOW, image)
+    settings = {"exif": oriented(value)} if own else {}
     MaskDecoder(options, "|u1").decode(encode(numbers, "PNG", **settings), decoder.upright, mask)
     assert np.array_equal(mask, image[:, :, 0])
     assert decoder.upright == Upright(*shape, value)
@@ -106,7 +100,7 @@ def test_a_tiff_that_pillow_turns_itself_turns_its_mask() -> None:
     numbers = np.arange(12 * 12, dtype=np.uint8).reshape(12, 12)
     decoder = Decoder(PixelOptions(12, 12))
     image, mask = np.zeros((12, 12, 3), np.uint8), np.zeros((12, 12), np.uint8)
-    data = encode(np.stack([numbers] * 3, axis=2), "TIFF", exif=with_orientation(3))
+    data = encode(np.stack([numbers] * 3, axis=2), "TIFF", exif=oriented(3))
     decoder.decode(data, DecodePath.PILLOW, image)
     MaskDecoder(PixelOptions(12, 12, resize=True), "|u1").decode(encode(numbers, "PNG"), decoder.upright, mask)
     assert np.array_equal(mask, image[:, :, 0])

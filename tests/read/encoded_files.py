@@ -26,6 +26,12 @@ def encode(image: Image.Image | npt.NDArray[np.uint8], kind: str = "JPEG", **set
     return stream.getvalue()
 
 
+def oriented(value: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = value
+    return exif
+
+
 def jpegs(count: int, size: tuple[int, int] = SIZE) -> list[bytes]:
     """Different JPEGs of one size."""
     return [encode(pixels(seed, size)) for seed in range(count)]
@@ -49,11 +55,9 @@ def kinds() -> dict[str, bytes]:
         "gif": encode(image.convert("P"), "GIF"),
     }
     for orientation in range(1, 9):
-        exif = Image.Exif()
-        exif[0x0112] = orientation
         turned = Image.fromarray(pixels(2, SIZE if orientation < 5 else SIZE[::-1]))
-        found[f"orientation {orientation}"] = encode(turned, exif=exif)
-        found[f"png, orientation {orientation}"] = encode(turned, "PNG", exif=exif)
+        found[f"orientation {orientation}"] = encode(turned, exif=oriented(orientation))
+        found[f"png, orientation {orientation}"] = encode(turned, "PNG", exif=oriented(orientation))
     return found
 
 
