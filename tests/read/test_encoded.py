@@ -25,7 +25,15 @@ from h5pack.read import encoded as row_decoder_module
 from h5pack.read.description import describe_file
 from tests.makers import pixels
 from tests.read.encoded_files import SIZE, decoded, encode, jpegs, kinds, write_encoded
-from tests.read.files import Mapped, described, flip, in_child, require_rows, run_threads, write_virtual
+from tests.read.files import (
+    Mapped,
+    described,
+    flip,
+    in_child,
+    read_in_threads,
+    require_rows,
+    write_virtual,
+)
 from tests.read.read_damaged import read_all
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -134,14 +142,7 @@ def test_many_threads(tmp_path: Path) -> None:
     """All threads share a decoder; each reads all kinds of rows in its own order."""
     rows = list(kinds().values())
     engine = described(write_encoded(tmp_path / "f.h5", rows, chunks=(3,)))
-    expected = np.stack([decoded(row) for row in rows])
-
-    def work(seed: int) -> None:
-        for order in np.random.default_rng(seed).permuted([range(len(rows))] * 2, axis=1):
-            assert np.array_equal(engine.read("images", order), expected[order])
-
-    run_threads(4, work)
-    assert engine.snapshot().rows == 4 * 2 * len(rows)
+    read_in_threads(engine, np.stack([decoded(row) for row in rows]), "images")
 
 
 def test_rare_formats_are_loaded_before_threads_decode() -> None:
@@ -309,11 +310,4 @@ def test_threads_decode_without_simplejpeg(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(row_decoder_module, "_decoders", row_decoder_module._RowDecoders())
     rows = [encode(pixels(number, (200, 200))) for number in range(8)]
     engine = described(write_encoded(tmp_path / "f.h5", rows))
-    expected = np.stack([decoded(row) for row in rows])
-
-    def work(number: int) -> None:
-        for _ in range(10):
-            order = np.random.default_rng(number).permutation(8)
-            assert np.array_equal(engine.read("images", order), expected[order])
-
-    run_threads(4, work)
+    read_in_threads(engine, np.stack([decoded(row) for row in rows]), "images")

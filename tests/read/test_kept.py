@@ -17,7 +17,7 @@ from h5pack.read.description import describe_file
 from h5pack.read.encoded import EncodedIndex
 from tests.makers import pixels
 from tests.read.encoded_files import SIZE, decoded, encode, jpegs, write_kept
-from tests.read.files import described, flip, in_child, run_threads
+from tests.read.files import described, flip, in_child, read_in_threads
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "small chunks": {"chunk": 100},
@@ -65,13 +65,7 @@ def test_adjacent_rows_are_read_together_and_counted(tmp_path: Path) -> None:
 def test_many_threads(tmp_path: Path) -> None:
     rows = jpegs(40)
     engine = described(write_kept(tmp_path / "f.h5", rows))
-    expected = np.stack([decoded(row) for row in rows])
-
-    def work(seed: int) -> None:
-        for order in np.random.default_rng(seed).permuted([range(len(rows))] * 2, axis=1):
-            assert np.array_equal(engine.read("encoded", order), expected[order])
-
-    run_threads(4, work)
+    read_in_threads(engine, np.stack([decoded(row) for row in rows]), "encoded")
 
 
 def test_group_rows_follow_the_mean_size(tmp_path: Path) -> None:
