@@ -274,8 +274,8 @@ class Dispatched(TorchDispatchMode):
 
 
 def run_in_a_process(function: str, tmp_path: Path, **variables: str) -> None:
-    """Call a function of this module, which changes Triton, in a process of its own."""
-    code = f"from tests.device import test_kernels; test_kernels.{function}()"
+    """Call MODULE.FUNCTION of this folder, which changes Triton, in a process of its own."""
+    code = f"from tests.device import {function.partition('.')[0]}; {function}()"
     variables |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-c", code]
     result = subprocess.run(command, env={**os.environ, **variables}, cwd=ROOT, capture_output=True, text=True)
@@ -287,7 +287,7 @@ def test_interpreted_kernels_equal_the_slow_twin(tmp_path: Path) -> None:
     # Earlier interpreters expect arguments to be annotated by types, not by strings.
     pytest.importorskip("triton", minversion="3.3")
     # Triton reads TRITON_INTERPRET when it is imported.
-    run_in_a_process("interpret", tmp_path, TRITON_INTERPRET="1")
+    run_in_a_process("test_kernels.interpret", tmp_path, TRITON_INTERPRET="1")
 
 
 CROP = {"MOVES": True, "PADDED": True}
@@ -416,7 +416,7 @@ def compile_batches() -> None:
 @not_interpreted
 def test_an_odd_last_batch_compiles_nothing_again(tmp_path: Path) -> None:
     pytest.importorskip("triton", minversion="3.3")
-    run_in_a_process("compile_batches", tmp_path)
+    run_in_a_process("test_kernels.compile_batches", tmp_path)
 
 
 @needs_triton

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from h5pack.device.resize import find_taps, resize
 from h5pack.images.crops import RandomCrop, RandomResizedCrop
 from tests.device.feeds import needs_gpu
 from tests.device.machine_code import disassembled
-from tests.device.test_kernels import ROOT, needs_triton, not_interpreted
+from tests.device.test_kernels import needs_triton, not_interpreted, run_in_a_process
 from tests.device.test_normalize import DTYPES, LAYOUTS
 from tests.device.test_resize import CROPS, batch, key_of
 
@@ -105,12 +102,7 @@ def interpret() -> None:
 @needs_triton
 def test_interpreted_kernels_equal_the_slow_twin(tmp_path: Path) -> None:
     pytest.importorskip("triton", minversion="3.3")
-    # Triton reads TRITON_INTERPRET when it is imported, so this needs a process of its own.
-    code = "from tests.device import test_resize_kernels; test_resize_kernels.interpret()"
-    variables = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    result = subprocess.run(command, env={**os.environ, **variables}, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_in_a_process("test_resize_kernels.interpret", tmp_path, TRITON_INTERPRET="1")
 
 
 @needs_triton
