@@ -155,11 +155,11 @@ def read_in_threads(engine: Engine, values: npt.NDArray[Any], name: str) -> None
     """Threads that share the engine read all rows several times, each in an order of its own."""
 
     def work(seed: int) -> None:
-        for order in np.random.default_rng(seed).permuted([range(len(values))] * 5, axis=1):
+        for order in np.random.default_rng(seed).permuted([range(len(values))] * 10, axis=1):
             assert np.array_equal(engine.read(name, order), values[order])
 
     run_threads(4, work)
-    assert engine.snapshot().rows == 4 * 5 * len(values)
+    assert engine.snapshot().rows == 4 * 10 * len(values)
 
 
 @contextmanager
