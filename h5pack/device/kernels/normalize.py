@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from h5pack.device.augment import AugmentationDraws, Changes
-from h5pack.device.kernels.image import image_kernel
+from h5pack.device.kernels.image import _load_constants, _scaled, image_kernel
 from h5pack.device.kernels.launch import FUSION
 
 _WARPS = 4
@@ -160,24 +160,16 @@ def _flat_kernel(  # type: ignore[no-untyped-def]
     offsets = tl.arange(0, VALUES)
     first = tl.program_id(0).to(tl.int64) * VALUES
     channel = ((first % CHANNELS).to(tl.int32) + offsets) % CHANNELS
-    centre = tl.load(constants + channel)
-    coarse = tl.load(constants + CHANNELS + channel)
-    bias = tl.load(constants + 3 * CHANNELS + channel)
-    if FINE:
-        fine = tl.load(constants + 2 * CHANNELS + channel)
+    centre, coarse, fine, bias = _load_constants(constants + channel, CHANNELS, FINE)
     for start in range(first, total, stride):
         start = tl.multiple_of(start, VALUES)
         if start + VALUES <= total:
             # Accesses without a mask are vectorized to 16 bytes, whatever `total` is.
-            steps = tl.load(pixels + start + offsets).to(tl.float32) - centre
-            small = bias
-            if FINE:
-                small = steps * fine + bias
-            tl.store(result + start + offsets, (steps * coarse + small).to(result.dtype.element_ty))
+            raw = tl.load(pixels + start + offsets).to(tl.int32)
+            values = _scaled(raw, centre, coarse, fine, bias, FINE)
+            tl.store(result + start + offsets, values.to(result.dtype.element_ty))
         else:
             here = start + offsets < total
-            steps = tl.load(pixels + start + offsets, mask=here, other=0).to(tl.float32) - centre
-            small = bias
-            if FINE:
-                small = steps * fine + bias
-            tl.store(result + start + offsets, (steps * coarse + small).to(result.dtype.element_ty), mask=here)
+            raw = tl.load(pixels + start + offsets, mask=here, other=0).to(tl.int32)
+            values = _scaled(raw, centre, coarse, fine, bias, FINE)
+            tl.store(result + start + offsets, values.to(result.dtype.element_ty), mask=here)

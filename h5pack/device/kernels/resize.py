@@ -17,7 +17,7 @@ import triton.language as tl
 
 from h5pack.data.buffers import unfilled_memory
 from h5pack.device.augment import GEOMETRY, AugmentationDraws, Changes
-from h5pack.device.kernels.image import _scaled
+from h5pack.device.kernels.image import _load_constants, _scaled
 from h5pack.device.kernels.launch import FUSION
 from h5pack.device.resize import KEPT_BITS, WEIGHT_BITS, max_taps
 from h5pack.images.crops import RandomResizedCrop
@@ -208,8 +208,7 @@ def _resize_kernel(  # type: ignore[no-untyped-def]
                 source + of_channel, rows, columns, y, x, height, width, out_height, out_width,
                 count_y, count_x, stride_y, stride_x, WIDE, ROWS, COLUMNS,
             )  # fmt: skip
-        centre, coarse = tl.load(constants + channel), tl.load(constants + CHANNELS + channel)
-        fine, bias = tl.load(constants + 2 * CHANNELS + channel), tl.load(constants + 3 * CHANNELS + channel)
+        centre, coarse, fine, bias = _load_constants(constants + channel, CHANNELS, FINE)
         values = _scaled(levels, centre[None, :], coarse[None, :], fine[None, :], bias[None, :], FINE)
         if ERASES:
             values = tl.where(boxed, 0.0, values)
