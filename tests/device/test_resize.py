@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from h5pack.data.draws import BatchKey
 from h5pack.device.augment import Augmentation, AugmentationDraws, ColorJitter, draw_augmentation
 from h5pack.device.normalize import Normalize
 from h5pack.device.operations import apply_color, erase_mask, scale_whole
@@ -19,7 +18,8 @@ from h5pack.device.resize import find_taps, max_taps, resize, resize_on_cpu
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomResizedCrop, ResizedCrop
 from tests.device.feeds import needs_gpu
-from tests.device.test_normalize import LAYOUTS
+from tests.device.test_normalize import LAYOUTS, batch
+from tests.images.test_crops import key_of
 
 Ints = npt.NDArray[np.int64]
 CROPS: tuple[ResizedCrop, ...] = (
@@ -30,16 +30,6 @@ CROPS: tuple[ResizedCrop, ...] = (
     CenterCrop((7, 30), resize=10),
 )
 """Windows that grow and shrink along either axis, and a window that is wider than the resized image."""
-
-
-def batch(count: int, height: int, width: int, channels: int = 3) -> torch.Tensor:
-    """uint8, (N, H, W, C): noise, which any error of a weight changes, or of a place."""
-    generator = torch.Generator().manual_seed(height)
-    return torch.randint(0, 256, (count, height, width, channels), dtype=torch.uint8, generator=generator)
-
-
-def key_of(count: int, **parts: Any) -> BatchKey:
-    return BatchKey(**{"rows": torch.arange(count) * 37 + 5, "epoch": 3, "repeats": 1, **parts})
 
 
 def draws_of(crop: ResizedCrop, count: int, height: int, width: int, **changes: Any) -> AugmentationDraws:

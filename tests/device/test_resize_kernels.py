@@ -20,8 +20,9 @@ from h5pack.images.crops import RandomCrop, RandomResizedCrop
 from tests.device.feeds import needs_gpu
 from tests.device.machine_code import disassembled
 from tests.device.test_kernels import needs_triton, not_interpreted, run_in_a_process
-from tests.device.test_normalize import DTYPES, LAYOUTS
-from tests.device.test_resize import CROPS, batch, key_of
+from tests.device.test_normalize import DTYPES, LAYOUTS, batch
+from tests.device.test_resize import CROPS
+from tests.images.test_crops import key_of
 
 VIEWS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda images: images,
