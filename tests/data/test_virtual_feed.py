@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 import h5pack
 from h5pack.errors import PackChangedError
 from tests.data import packs
+from tests.read.files import replaced
 
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
@@ -110,8 +110,7 @@ def test_a_source_that_is_replaced_between_epochs_is_named(tmp_path: Path, form:
     path, values = virtual(tmp_path, form)
     loader = h5pack.H5Loader(h5pack.H5Dataset(path, with_rows=True), 9, num_threads=2)
     require_epoch(loader, values)
-    (tmp_path / "new").write_bytes((tmp_path / "s3.h5").read_bytes())
-    os.replace(tmp_path / "new", tmp_path / "s3.h5")
+    replaced(tmp_path / "s3.h5")
     with pytest.raises(PackChangedError, match="s3"):
         iter(loader)
 

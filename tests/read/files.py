@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -269,6 +270,11 @@ def described(path: Path, *args: Any, **asked: Any) -> Engine:
     """An engine over what `describe_file` finds."""
     found = describe_file(path, *args, **asked)
     return Engine(found.path, found.identity, found.indexes)
+
+
+def replaced(path: Path) -> None:
+    """Put a copy of a file into its place, which is another file."""
+    os.replace(shutil.copy(path, path.with_name("new.h5")), path)
 
 
 def descriptors(path: Path) -> int:

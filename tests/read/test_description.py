@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from h5pack.read.engine import Engine
 from h5pack.read.several import join_descriptions
 from h5pack.read.storage import FileIdentity
 from tests.makers import quick, split_folders
-from tests.read.files import Mapped, create_virtual, flip, numbers, save
+from tests.read.files import Mapped, create_virtual, flip, numbers, replaced, save
 
 IMAGES = numbers((6, 5, 4, 3), "u1", 1)
 
@@ -280,13 +279,7 @@ def test_a_pack_with_checksums_of_missing_labels_is_refused(copy: Path) -> None:
 def test_the_identity_is_that_of_the_file_that_was_described(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if another file replaces it as soon as it is open."""
     real = module.open_file
-
-    def open_file(path: str) -> h5py.File:
-        opened = real(path)
-        os.replace(shutil.copy(foreign, foreign.with_name("new.h5")), foreign)
-        return opened
-
-    monkeypatch.setattr(module, "open_file", open_file)
+    monkeypatch.setattr(module, "open_file", lambda path: (real(path), replaced(foreign))[0])
     found = describe_file(foreign)
     assert found.identity != FileIdentity.of(str(foreign))
     engine = Engine(found.path, found.identity, found.indexes)

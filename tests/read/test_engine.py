@@ -306,7 +306,7 @@ def test_closed_engines_open_again_and_notice_another_file(tmp_path: Path, stora
     for _ in range(2):
         require_rows(engine, values)
         engine.close()
-    os.replace(shutil.copy(path, tmp_path / "new"), path)
+    files.replaced(path)
     for _ in range(2):
         with pytest.raises(PackChangedError, match=r"f\.h5"):
             engine.read("x", [5])

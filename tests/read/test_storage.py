@@ -26,7 +26,7 @@ from h5pack.errors import PackChangedError, ReadError
 from h5pack.read import storage as storage_module
 from h5pack.read.engine import Engine
 from h5pack.read.storage import MAX_BUFFERS, FileIdentity, Storage
-from tests.read.files import descriptors, engine_of, in_child, numbers, run_threads, write
+from tests.read.files import descriptors, engine_of, in_child, numbers, replaced, run_threads, write
 
 SIZE = 50_000
 DATA = np.random.default_rng(7).integers(0, 256, SIZE, np.uint8)
@@ -296,10 +296,6 @@ def test_a_disk_that_fails_is_no_change_of_the_file(path: Path, monkeypatch: pyt
         with pytest.raises(kind) as caught:
             identity.require(str(path))
         assert caught.value.path == str(path)
-
-
-def replaced(path: Path) -> None:
-    os.replace(shutil.copy(path, path.with_name("new")), path)
 
 
 @pytest.mark.parametrize("change", [replaced, Path.unlink, None], ids=["replaced", "deleted", "replaced as it opens"])

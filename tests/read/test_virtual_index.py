@@ -239,8 +239,7 @@ def test_a_source_that_was_replaced_is_named(
     if is_open:
         engine.read("x", [25])
         monkeypatch.setattr("h5pack.read.storage.CHECK_SECONDS", -1)
-    (tmp_path / "new").write_bytes((tmp_path / "s2.h5").read_bytes())
-    os.replace(tmp_path / "new", tmp_path / "s2.h5")
+    files.replaced(tmp_path / "s2.h5")
     with pytest.raises(PackChangedError, match=r"s2\.h5"):
         engine.check_unchanged()
     with pytest.raises(PackChangedError, match=r"s2\.h5"):
