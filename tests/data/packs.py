@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,15 @@ def same(batch: Any, other: Any) -> bool:
 def all_same(batches: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether two epochs are equal, batch by batch."""
     return len(batches) == len(others) and all(map(same, batches, others))
+
+
+def require_values(batches: Iterable[Any], values: npt.NDArray[Any]) -> None:
+    """Require that batches have every row once, and its values; their labels are the rows' numbers."""
+    seen = []
+    for images, labels in batches:
+        assert np.array_equal(images.numpy(), values[labels.numpy()])
+        seen += labels.tolist()
+    assert sorted(seen) == list(range(len(values)))
 
 
 def loader_threads() -> list[str]:

@@ -15,13 +15,12 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
@@ -194,12 +193,9 @@ def test_no_more_memory_is_taken_than_was_given(
     dataset: h5pack.H5Dataset, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
-
-    def counted(size: int) -> Any:
-        taken.append(size)
-        return huge_page_memory(size)
-
-    monkeypatch.setattr("h5pack.data.buffers.huge_page_memory", counted)
+    monkeypatch.setattr(
+        "h5pack.data.buffers.huge_page_memory", lambda size: taken.append(size) or huge_page_memory(size)
+    )
     for given in (100_000, 101_000, 110_000, 170_000, 200_000, 10**7):
         taken.clear()
         try:
@@ -566,7 +562,7 @@ def test_later_epochs_copy_decoded_rows_from_one_array(
     for shuffle in ("window", "full", False):
         loader = h5pack.H5Loader(dataset, 16, shuffle=shuffle, window=2, num_threads=2)
         for _ in range(3):
-            require_values(loader, values)
+            packs.require_values(loader, values)
     assert gathered[0] > 0
     assert 0 < decodes[0] <= 7, "the first epoch"
     engine = dataset.engine
@@ -575,21 +571,12 @@ def test_later_epochs_copy_decoded_rows_from_one_array(
     assert copied is not None
     assert np.array_equal(copied.array.view(values.dtype).reshape(values.shape), values)
     before = dataset.stats().bytes_read
-    require_values(DataLoader(dataset, 16, shuffle=True, collate_fn=dataset.collate), values)
-    assert in_child(lambda: require_values(loader, values) is None)
+    packs.require_values(DataLoader(dataset, 16, shuffle=True, collate_fn=dataset.collate), values)
+    assert in_child(lambda: packs.require_values(loader, values) is None)
     assert dataset.stats().bytes_read == before + 67 * 8, "the labels, once"
     dataset.close()
     assert engine.decoded("images") is not copied
-    require_values(loader, values)
-
-
-def require_values(batches: Iterable[Any], values: npt.NDArray[Any]) -> None:
-    """Require that batches have every row once, and its values."""
-    seen = []
-    for images, labels in batches:
-        assert np.array_equal(images.numpy(), values[labels.numpy()])
-        seen += labels.tolist()
-    assert sorted(seen) == list(range(len(values)))
+    packs.require_values(loader, values)
 
 
 @pytest.mark.parametrize("shape", [(8, 24, 3), (64, 64, 3)], ids=["copied together", "copied one by one"])
@@ -609,7 +596,7 @@ def test_a_task_decodes_several_small_chunks(
     monkeypatch.setattr(GroupReader, "_decode", count)
     for shuffle in ("window", "full"):
         loader = h5pack.H5Loader(h5pack.H5Dataset(tmp_path / "f.h5"), 16, shuffle=shuffle, window=6, num_threads=2)
-        require_values(loader, values)
+        packs.require_values(loader, values)
     assert max(count for count, _ in tasks) == min(chunks, max(total for _, total in tasks))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -137,17 +138,12 @@ def test_memory_is_bounded_although_no_work_of_the_device_ends(prefetch_factor: 
 
 def test_feeds_share_the_two_streams_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator keeps memory for each stream that was ever used, so an epoch must not make new ones."""
-    made: list[tuple[torch.device, int]] = []
-
-    def stream(device: torch.device, priority: int = 0) -> object:
-        made.append((device, priority))
-        return object()
-
+    stream = Mock(side_effect=lambda *_, **__: object())
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     # Devices that nothing else uses, because their streams stay until the process ends.
     devices = [torch.device("cuda", number) for number in (61, 62)]
     found = [CudaOperations(device) for device in devices * 3]
-    assert made == [(device, priority) for device in devices for priority in (0, -1)]
+    assert stream.mock_calls == [made for device in devices for made in (call(device), call(device, priority=-1))]
     assert len({operations.copy_stream for operations in found}) == 2
     assert len({operations.transform_stream for operations in found}) == 2
 
@@ -320,18 +316,14 @@ def test_sparse_parts_of_a_batch_are_copied_when_it_is_delivered() -> None:
 
 def test_a_list_of_tensors_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimulatedDevice(0)
-    copied: list[int] = []
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        copied.append(len(tensor))
-        return tensor.clone()
-
+    copy = Mock(side_effect=torch.clone)
     monkeypatch.setattr(device, "copy", copy)
     copier = DeviceCopier(device, None)  # type: ignore[arg-type]
     boxes = [torch.full((count, 4), float(count)) for count in (2, 0, 5)]
     mixed = [torch.ones(2), torch.ones(2, dtype=torch.int64)]
     batch = [torch.zeros(3, 2), boxes, ["a", "b", "c"], mixed, []]
     found = copier.copy(FetchedBatch(batch, 0, 0, 1, None)).fetched.batch
+    copied = [len(made.args[0]) for made in copy.mock_calls]
     assert copied[0] == 7, "the boxes"
     assert sorted(copied[1:4]) == [2, 2, 3]
     assert [one.tolist() for one in found[1]] == [one.tolist() for one in boxes]

@@ -24,6 +24,7 @@ from h5pack.format.schema import FilterId
 from h5pack.read import codecs
 from h5pack.read.codecs import Codec, MallocBuffer, UnsupportedFilterError, find_codec, fletcher32
 from h5pack.read.hdf5 import Filter, load_filter
+from tests.data.packs import require_values
 from tests.makers import break_package
 from tests.read import files
 from tests.read.files import engine_of, require_rows
@@ -181,11 +182,7 @@ def test_a_loader_decodes_each_chunk_once_an_epoch(tmp_path: Path) -> None:
     dataset.engine.chunks.cache.capacity = 0  # All decoded chunks would fit.
     loader = h5pack.H5Loader(dataset, 8, window=4, num_threads=2)
     for epoch in range(1, 3):
-        seen = []
-        for images, labels in loader:
-            assert np.array_equal(images.numpy(), values[labels.numpy()])
-            seen += labels.tolist()
-        assert sorted(seen) == list(range(90))
+        require_values(loader, values)
         assert dataset.stats().chunk_misses == epoch * 13
         labels_bytes = dataset.engine.indexes["labels"].row_bytes * 90
         assert dataset.stats().bytes_read == epoch * index.sizes.sum() + labels_bytes
