@@ -6,7 +6,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from h5pack.read.mapping import MappedDataset
 from h5pack.system.files import make_hot
 from tests.makers import quick, split_folders
 
+PATIENCE = 30.0
 ROWS = 103
 SHAPE = (16, 12, 3)
 """A row of 576 bytes: large enough to be scattered."""
@@ -126,6 +128,20 @@ def require_values(batches: Iterable[Any], values: npt.NDArray[Any]) -> None:
         assert np.array_equal(images.numpy(), values[labels.numpy()])
         seen += labels.tolist()
     assert sorted(seen) == list(range(len(values)))
+
+
+def in_time(work: Callable[[], Any]) -> Any:
+    """What `work` returns or raises in a thread; a TimeoutError if it stands still."""
+    found: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found.result(PATIENCE)
 
 
 def loader_threads() -> list[str]:

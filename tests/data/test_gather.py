@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +145,7 @@ def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
     whole = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        packs.in_time(work)
         assert seen == [1, True]
         assert torch.get_num_threads() == 3
     finally:

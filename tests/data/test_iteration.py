@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +14,10 @@ from h5pack.data.iteration import BackgroundThreads, BatchIterator, Ended, Reusa
 from h5pack.data.pipeline import Pipeline
 from h5pack.errors import LoaderError
 from tests.data import packs
-
-PATIENCE = 30.0
+from tests.data.packs import PATIENCE, in_time
+from tests.read.files import in_child
 
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
-
-
-def in_time(function: Callable[[], object]) -> None:
-    """Call a function in a thread, which must end; raise its error."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    assert not thread.is_alive(), "it hangs"
-    for error in errors:
-        raise error
 
 
 def test_an_interrupt_of_waiting_leaves_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,16 +112,15 @@ def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
     thread = threading.Thread(target=next, args=(iterator,))
     thread.start()
     assert iterator.entered.acquire(timeout=PATIENCE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        signal.alarm(int(PATIENCE))
+
+    def take() -> bool:
         iterator.entered, iterator.leave = threading.Semaphore(0), threading.Semaphore(1)
-        os._exit(next(iterator))
+        return next(iterator) == 0
+
+    taken = in_child(take)
     iterator.leave.release()
     thread.join(PATIENCE)
-    assert os.waitpid(child, 0)[1] == 0
+    assert taken
 
 
 def test_if_a_thread_cannot_start_the_others_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

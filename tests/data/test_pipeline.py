@@ -25,9 +25,7 @@ from h5pack.errors import DamagedRowsError
 from h5pack.order.window import OrderPlan
 from h5pack.read.mapping import MappedDataset
 from tests.data import packs
-from tests.data.packs import threads_end
-
-PATIENCE = 30.0
+from tests.data.packs import PATIENCE, in_time, threads_end
 
 
 @pytest.fixture(autouse=True)
@@ -73,20 +71,10 @@ def consumed(pipeline: Pipeline, first: int, end: int) -> Iterator[Any]:
     assert not ready
 
 
-def patiently(work: Callable[[], Any]) -> Any:
-    """What `work` gives, unless it stands still."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    assert found, "at a standstill, or an error in the thread"
-    return found[0]
-
-
 def epoch_of(dataset: h5pack.H5Dataset, plan: OrderPlan, first: int = 0, **settings: Any) -> list[dict[str, Any]]:
     """The batches of an epoch from number `first` on."""
     pipeline = begin(dataset, plan, first=first, **settings)
-    return patiently(lambda: list(consumed(pipeline, first, plan.num_batches)))
+    return in_time(lambda: list(consumed(pipeline, first, plan.num_batches)))
 
 
 def plans(dataset: h5pack.H5Dataset) -> Iterator[OrderPlan]:
@@ -180,13 +168,8 @@ def test_an_error_reaches_the_consumer_and_ends_all_threads(
         owner = owners.get(where, dataset.engine)
         monkeypatch.setattr(owner, where, raises_at(count, getattr(owner, where)))
     pipeline = begin(dataset, plan, threads, **settings)
-
-    def work() -> bool:
-        with pytest.raises(ZeroDivisionError):
-            list(consumed(pipeline, 0, plan.num_batches))
-        return True
-
-    assert patiently(work)
+    with pytest.raises(ZeroDivisionError):
+        in_time(lambda: list(consumed(pipeline, 0, plan.num_batches)))
 
 
 def test_an_error_in_the_very_last_batch_arrives(dataset: h5pack.H5Dataset, way: str) -> None:
@@ -215,12 +198,11 @@ def test_a_stop_takes_no_lock(dataset: h5pack.H5Dataset, way: str, held: bool) -
     weakref.finalize(cycle, pipeline.stop)
     del cycle
 
-    def collect() -> bool:
+    def collect() -> None:
         with pipeline._lock if held else threading.Lock():
             gc.collect()
-        return True
 
-    assert patiently(collect)
+    in_time(collect)
     assert threads_end()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -285,10 +286,12 @@ def descriptors(path: Path) -> int:
 
 
 def in_child(check: Any) -> bool:
-    """Whether a check holds in a forked child."""
+    """Whether a check holds in a forked child, and ends in time."""
     child = os.fork()
     if child == 0:
         code = 1
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)
         try:
             code = 0 if check() else 1
         finally:

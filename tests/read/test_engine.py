@@ -27,6 +27,7 @@ from h5pack.read.hdf5_reader import H5Reader
 from h5pack.read.read_plan import plan_scatter
 from h5pack.read.storage import FileIdentity
 from h5pack.system.files import drop_cache, make_hot
+from tests.data.packs import in_time
 from tests.makers import flat_folder, quick
 from tests.read import files
 from tests.read.files import described, engine_of, in_child, numbers, require_rows, write
@@ -45,16 +46,13 @@ def h5pys(path: Path, rows: list[int], shape: tuple[int, ...], fill: Any) -> npt
 
 def test_a_signal_handler_may_ask_for_statistics_while_they_change(tmp_path: Path) -> None:
     write(tmp_path / "f.h5", numbers((9, 4), "u1"), "rows")
-    engine, found = engine_of(tmp_path / "f.h5"), []
+    engine = engine_of(tmp_path / "f.h5")
 
-    def work() -> None:
+    def work() -> ReadStats:
         with engine._own_lock():
-            found.append(engine.snapshot())
+            return engine.snapshot()
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert found == [ReadStats()]
+    assert in_time(work) == ReadStats()
 
 
 @settings(max_examples=66)

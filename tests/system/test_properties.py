@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 
 from h5pack.system.properties import cached_property
+from tests.read.files import in_child
 
 
 class Slow:
@@ -39,12 +38,7 @@ def test_a_process_that_is_forked_while_a_value_is_computed_can_compute_it() -> 
     thread = threading.Thread(target=lambda: waiting.value)
     thread.start()
     assert waiting.begun.wait(60)
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)
-        os._exit(Slow(free).value)
-    status = os.waitpid(child, 0)[1]
+    computed = in_child(lambda: Slow(free).value == 5)
     waiting.may_end.set()
     thread.join()
-    assert os.waitstatus_to_exitcode(status) == 5
+    assert computed
