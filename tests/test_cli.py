@@ -244,6 +244,7 @@ def test_a_full_standard_output_is_named(tmp_path: Path, unbuffered: str) -> Non
         ("give source='flat'", ("source='flat'",), "give --source flat"),
         ("nothing=1 here", ("nothing=1",), "nothing=1 here"),
         ("another command with again=True", ("again=True",), "another command with --again"),
+        ("not packed: 'labels'; give labels", ("labels",), "not packed: 'labels'; give --labels"),
         ("exclude what is excluded", ("exclude",), "--exclude what is excluded"),
         ("/x/root/a.csv, root.csv: give root.", ("root",), "/x/root/a.csv, root.csv: give --root."),
     ],

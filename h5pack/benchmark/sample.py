@@ -32,15 +32,16 @@ from h5pack.errors import (
 )
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
-from h5pack.inspect.info import describe_dataset, packing_options
+from h5pack.inspect.info import describe_dataset
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import ConvertReport
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.hdf5 import find_item, open_file, require_dataset
 from h5pack.sources.detect import open_source
 from h5pack.sources.folders import split_rank
-from h5pack.sources.hdf5_catalog import is_hdf5, is_text
+from h5pack.sources.hdf5_catalog import is_hdf5, packing_options
 from h5pack.sources.hdf5_rows import HDF5RowReader
+from h5pack.sources.hdf5_tables import is_text
 from h5pack.system.files import absolute_path, lock, open_locked, reporting_disk_errors
 from h5pack.system.machine import available_cpus, available_memory, free_bytes
 from h5pack.system.parameters import require_local
@@ -179,8 +180,9 @@ def _hdf5_input(path: str, options: dict[str, Any], scratch: Path) -> BenchInput
         stored = describe_dataset(require_dataset(file, dataset.names[0]), options.get("labels"))
         options = {"images": images, **packing_options(file, dataset.names[0], options.get("labels")), **options}
         labels = options.get("labels", schema.LABELS) or None
-        # `convert` takes names of classes as labels, but they cannot be read in batches.
-        if labels is not None and is_text(find_item(file, labels)):
+        # `convert` takes names of classes, and MATLAB's columns, as labels, but they cannot be read in batches.
+        item = None if labels is None else find_item(file, labels)
+        if is_text(item) or getattr(item, "shape", None) == (1, len(dataset)):
             labels = None
         fields = filter(None, options.get("fields", "").split(","))
         numbers = tuple(name for name in fields if not is_text(find_item(file, name)))

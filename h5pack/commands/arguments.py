@@ -81,10 +81,11 @@ def add_hdf5(group: Any) -> None:
 
 def option_text(text: str, fragments: Sequence[str], parser: argparse.ArgumentParser) -> str:
     """Return the text with each of `fragments`, such as ``size=64``, replaced by its option, ``--size 64``."""
-    # Replace the longest fragments first, because one may begin with another. Do not replace parts of paths.
+    # Replace the longest fragments first, because one may begin with another. Do not replace parts of paths, or
+    # names in quotes, such as that of a dataset 'labels'.
     for fragment in sorted(fragments, key=len, reverse=True):
         option = _option_text(fragment, parser) or fragment
-        text = re.sub(rf"(?<![\w./-]){re.escape(fragment)}(?![\w/]|\.\w)", lambda _: option, text)  # noqa: B023
+        text = re.sub(rf"(?<![\w./'-]){re.escape(fragment)}(?![\w/]|\.\w)", lambda _: option, text)  # noqa: B023
     return text
 
 

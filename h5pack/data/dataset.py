@@ -34,7 +34,7 @@ from h5pack.read.encoded import EncodedIndex, decoding_row
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.ragged import read_ragged, texts_of
 from h5pack.read.several import join_descriptions, list_files, read_filenames
-from h5pack.sources.hdf5_catalog import log_unused_labels
+from h5pack.sources.hdf5_tables import log_unused_labels
 from h5pack.system.arrays import joined_ranges
 from h5pack.system.parameters import require_callable
 from h5pack.system.text import splits_text

@@ -273,6 +273,12 @@ def is_field_name(name: str) -> bool:
     return is_text and name not in schema.RESERVED and "/" not in name and not name.startswith(".")
 
 
+def field_name(path: str) -> str:
+    """Return the name of the field that a dataset becomes: the last part of its path, with "_" if packs reserve it."""
+    name = os.path.basename(path)
+    return f"{name}_" if name in schema.RESERVED else name
+
+
 def require_field_names(where: str, names: Sequence[str], path: str | os.PathLike[str] | None = None) -> None:
     """Raise OptionsError unless the names are unique, and the format allows all of them for fields.
 

@@ -33,7 +33,8 @@ from h5pack.read.hdf5 import (
     reopen_tuned,
     require_dataset,
 )
-from h5pack.sources.hdf5_catalog import channel_axes, find_images, find_labels, further_datasets, is_image_array
+from h5pack.sources.hdf5_catalog import channel_axes, find_images, is_image_array, packing_options
+from h5pack.sources.hdf5_tables import find_labels
 from h5pack.system.text import counted, format_bytes
 
 _DEFAULT_CACHE_BYTES = int(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[2])  # 8 MiB; 1 MiB before HDF5 2.0
@@ -115,7 +116,7 @@ class DatasetReport:
             if not without and lacks_labels(self.fix):
                 how = shlex.join(["h5pack", "info", path, "--labels"])
                 text = f"if field NAME has them, '{how} NAME' prints a fix that packs it as labels"
-                lines.append(f"  labels: no dataset is named like labels; {text}")
+                lines.append(f"  labels: found none; {text}")
             if "--fields" in self.fix:
                 lines.append("  split: --val 0.1 for validation; with --val-groups FIELD, equal values stay together")
             measure = ["h5pack", "bench", path, "--images", self.name]
@@ -423,25 +424,6 @@ def _label_fix(dataset: h5py.Dataset, fix: tuple[str, ...] | None) -> tuple[str,
     return _fix(dataset, names[0]) if len(names) == 1 else None
 
 
-def packing_options(file: h5py.File, name: str, labels: str | None = None) -> dict[str, Any]:
-    """Return the keywords with which `convert` keeps the axes, labels ("": none) and fields of the images in `name`."""
-    images = file[name]
-    found: dict[str, Any] = {}
-    if schema.FORMAT not in file.attrs:  # `convert` keeps the labels and fields of a pack by default.
-        # `labels` may be in another file, which has a link to these images.
-        labels = None if labels and labels not in file else labels
-        labels = find_labels(file, name, len(images)) if labels is None else labels.strip("/")
-        fields = further_datasets(file, name, labels)
-        found |= {"images": name} | ({} if labels is None else {"labels": labels})
-        found |= {"fields": ",".join(fields)} if fields else {}
-    axes = [] if is_encoded(images) else channel_axes(images.shape[1:])
-    if len(axes) == 1:
-        found |= {"layout": "nchw"} if axes == ["first"] else {}
-        gray = axes == ["none"] or images.shape[3 if axes == ["last"] else 1] < 3
-        found |= {"mode": "gray"} if gray else {}
-    return found
-
-
 def _stats(file: h5py.File, pack: dict[str, Any], name: str | None) -> dict[str, Any]:
     result: dict[str, Any] = {}
     try:
@@ -463,8 +445,8 @@ def _stats(file: h5py.File, pack: dict[str, Any], name: str | None) -> dict[str,
 
 def _label_counts(labels: h5py.Dataset, parts: Sequence[Sequence[int]] = ()) -> dict[str, int]:
     values = np.concatenate([labels[start:stop] for start, stop in parts or [(0, len(labels))]])
-    if values.ndim == 2 and values.shape[1] == 1 and schema.COLUMNS not in labels.attrs:
-        values = values[:, 0]
+    if {*values.shape[1:]} == {1} and schema.COLUMNS not in labels.attrs:
+        values = values.reshape(-1)
     if values.ndim == 2:
         columns = attribute_names(labels, schema.COLUMNS) or map(str, range(values.shape[1]))
         return dict(zip(columns, np.count_nonzero(values, axis=0).tolist(), strict=True))

@@ -18,7 +18,7 @@ import numpy as np
 
 from h5pack.errors import OptionsError, RejectedImageError
 from h5pack.format import schema
-from h5pack.format.fields import BOX_FORMATS
+from h5pack.format.fields import BOX_FORMATS, field_name
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.pack.compression import NONE, Compression, parse_compression
 from h5pack.sources.catalog import Catalog, NameFilter, Reject
@@ -233,7 +233,7 @@ class ConvertOptions:
         """The name of the field `val_groups` in the pack; the option itself may be a dataset's path, as in `fields`."""
         paths = [name.strip("/") for name in self.fields]
         name = self.val_groups
-        return os.path.basename(name.strip("/")) if name is not None and name.strip("/") in paths else name
+        return field_name(name.strip("/")) if name is not None and name.strip("/") in paths else name
 
     @property
     def source_options(self) -> SourceOptions:

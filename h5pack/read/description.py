@@ -202,14 +202,16 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
 
 
 def _single_labels(dataset: h5py.Dataset, index: ChunkIndex) -> ChunkIndex:
-    """Return `index`, but with the shape (N,) if the labels are integers of shape (N, 1) without column names."""
-    single = index.row_shape == (1,) and index.dtype.kind in "iu" and schema.COLUMNS not in dataset.attrs
+    """Return `index`, but with the shape (N,) if the labels are integers (N, 1) or (N, 1, 1) without column names."""
+    single = {*index.row_shape} == {1} and index.dtype.kind in "iu" and schema.COLUMNS not in dataset.attrs
     return replace(index, shape=index.shape[:1]) if single else index
 
 
 def _require_length(file: h5py.File, name: str, length: int, images: str, rows: int) -> None:
     if length != rows:
         problem = f"has {length:,} rows, but {images!r} has {rows:,}; name datasets of equal length"
+        if getattr(file[name], "shape", None) == (1, rows):
+            problem = f"is a row of {rows:,} numbers, as MATLAB stores a column; pack the file with 'h5pack convert'"
         raise dataset_error(file.filename, name, problem)
 
 

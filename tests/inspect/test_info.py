@@ -396,7 +396,12 @@ def test_a_second_fix_packs_the_only_field_of_integers_as_labels(tmp_path: Path)
         file["person"] = np.arange(40)
     assert [dataset.label_fix for dataset in h5pack.info(path).datasets] == [None] * 5
     with h5py.File(path, "a") as file:
-        file["label"] = np.arange(40)
+        file["label"] = np.linspace(0, 1, 40)
+    (one,) = [dataset for dataset in h5pack.info(path).datasets if dataset.fix is not None]
+    assert one.fix is not None
+    assert one.fix[6:] == ("--fields", "age,boxes,grade,label,person")
+    with h5py.File(path, "a") as file:
+        file["label"][:] = np.arange(40)
     assert [dataset.label_fix for dataset in h5pack.info(path).datasets] == [None] * 6
 
 

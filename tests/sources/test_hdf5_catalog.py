@@ -22,7 +22,6 @@ from h5pack.sources.hdf5_catalog import (
     is_image_array,
 )
 from h5pack.sources.manifest import ManifestColumns
-from tests.exporter.folders import flip
 from tests.makers import quick, split_folders
 
 ROWS = 6
@@ -73,6 +72,9 @@ def test_a_note_says_that_matlab_exchanged_height_and_width(tmp_path: Path) -> N
         ({"images_val": IMAGES, "labels_val": LABELS, "labels": LABELS}, ("images_val", "labels_val")),
         ({"g__image": IMAGES, "labels": np.arange(ROWS)}, ("g/image", None)),
         ({"x": IMAGES, "y": np.arange(ROWS + 1)}, ("x", None)),
+        ({"x": IMAGES, "y": np.zeros((ROWS, 1, 1, 1))}, ("x", "y")),
+        ({"x": IMAGES, "y": np.zeros((1, ROWS))}, ("x", "y")),
+        ({"x": IMAGES, "y": np.zeros((ROWS, 10, 12)), "label": LABELS}, ("x", "label")),
         ({"x": IMAGES[..., 0], "features": np.zeros((ROWS, 400))}, ("x", None)),
     ],
 )
@@ -88,6 +90,7 @@ def test_images_and_labels_are_found(tmp_path: Path, held: dict[str, Any], found
     ("held", "options", "parameters"),
     [
         ({"train_x": IMAGES, "test_x": IMAGES}, {}, ("images=NAME",)),
+        ({"color": IMAGES, "depth": IMAGES}, {}, ("images=NAME",)),
         ({"v": np.zeros((ROWS, 400))}, {}, ("images=NAME",)),
         ({"x": IMAGES}, {"images": "z"}, ("images=NAME",)),
         ({"x": np.zeros((ROWS, 3, 20, 3), np.uint8)}, {"images": "x"}, ("channel_axis",)),
@@ -104,51 +107,7 @@ def test_ambiguous_or_unsuitable_datasets_are_errors(
     assert caught.value.parameters == parameters
     assert all(repr(name) in str(caught.value) for name in held) or parameters == ("channel_axis",)
     if len(held) == 2:
-        assert catalog(path, images="/train_x/").about == "images 'train_x'"
-
-
-@pytest.mark.parametrize(
-    ("stored", "labels", "names"),
-    [
-        (np.arange(ROWS, dtype=">i2"), range(ROWS), None),
-        (np.arange(ROWS, dtype=np.float32), range(ROWS), None),
-        (np.arange(ROWS)[:, None], range(ROWS), None),
-        (np.arange(ROWS) % 2 == 1, [0, 1, 0, 1, 0, 1], None),
-        (np.array([b"dog", b"cat"] * 3), [1, 0] * 3, ("cat", "dog")),
-        (np.array([b"dog", b"", b"cat"] * 2), [1, -1, 0] * 2, ("cat", "dog")),
-        (np.array([b""] * ROWS), [-1] * ROWS, None),
-        (np.array(["dog", "cät"] * 3, dtype=h5py.string_dtype()), [1, 0] * 3, ("cät", "dog")),
-        (np.array([1, 0] * 3, h5py.enum_dtype({"dog": 1, "cat": 0})), [1, 0] * 3, ("cat", "dog")),
-        (np.array([5, 0] * 3, h5py.enum_dtype({"dog": 5, "cat": 0})), [5, 0] * 3, None),
-        (np.array([True, False] * 3), [1, 0] * 3, None),
-        (np.array([[-1, 1], [1, 1]] * 3), [[0, 1], [1, 1]] * 3, ("label_0", "label_1")),
-        (np.array([[0.0, 255.0]] * ROWS), [[0, 255]] * ROWS, ("label_0", "label_1")),
-    ],
-)
-def test_labels_are_converted_to_int64_or_uint8(tmp_path: Path, stored: Any, labels: Any, names: Any) -> None:
-    made = catalog(write(tmp_path / "f.h5", x=IMAGES, y=stored))
-    wanted = np.array(labels, np.int64 if np.ndim(labels) == 1 else np.uint8)
-    np.testing.assert_array_equal(made.labels, wanted, strict=True)
-    assert made.label_names == names
-
-
-@pytest.mark.parametrize(
-    ("stored", "advice"),
-    [
-        (np.arange(ROWS) / 2, ["fields=NAME", "labels=''", "labels=NAME"]),
-        (np.full(ROWS, np.nan), ["fields=NAME", "labels=''", "labels=NAME"]),
-        (np.full(ROWS, 2**63, np.uint64), ["fields=NAME", "labels=''", "labels=NAME"]),
-        (np.arange(2 * ROWS).reshape(ROWS, 2) * 30, ["fields=NAME", "labels=''", "labels=NAME"]),
-        (np.zeros((ROWS, 2, 2)), ["labels=NAME"]),
-        (np.zeros(ROWS, "c8"), ["labels=''", "labels=NAME"]),
-    ],
-)
-def test_values_that_cannot_be_labels_are_refused_with_advice(tmp_path: Path, stored: Any, advice: list[str]) -> None:
-    path = write(tmp_path / "f.h5", x=IMAGES, y=stored)
-    with pytest.raises(SourceError) as caught:
-        catalog(path)
-    assert (caught.value.path, caught.value.dataset, sorted(caught.value.parameters)) == (str(path), "y", advice)
-    assert catalog(path, labels="").labels is None
+        assert catalog(path, images=f"/{next(iter(held))}/").about == f"images {next(iter(held))!r}"
 
 
 def test_datasets_that_are_not_packed_are_named(tmp_path: Path) -> None:
@@ -177,43 +136,6 @@ def test_the_only_dataset_with_the_end_of_a_given_name_is_suggested(
     assert str(caught.value).endswith("'study/y'")
 
 
-def test_labels_are_not_packed_as_a_field_too(tmp_path: Path) -> None:
-    path = write(tmp_path / "f.h5", images=IMAGES, grade=LABELS, boxes=np.zeros((ROWS, 4)))
-    found = catalog(path, labels="grade", fields=("boxes", "grade"))
-    assert list(found.fields) == ["boxes"]
-    assert np.array_equal(found.labels, LABELS)
-    (note,) = found.notes
-    assert "'grade'" in note.text
-    assert catalog(path, labels="grade", fields=("boxes",)).notes == ()
-
-
-def test_fields_are_rows_of_numbers(tmp_path: Path) -> None:
-    age = np.arange(ROWS, dtype=">f4")
-    path = write(tmp_path / "f.h5", x=IMAGES, meta__age=age, name=np.array([b"a"] * ROWS), labels2=age[:3], images=1)
-    with h5py.File(path, "a") as file:
-        file.create_dataset("larger than memory", (ROWS, 1 << 20, 1 << 20), np.float64, chunks=(1, 1024, 1024))
-        file["meta/splits"] = file["other/age"] = age
-        file["pairs"], file["cut"] = np.array([[b"a", b"b"]] * ROWS), np.array([b"a\0b"] * ROWS)
-        file["long double"] = np.zeros(ROWS, "g")
-        file["vary"] = [f"é{row}" for row in range(ROWS)]
-    texts = catalog(path, images="x", fields=("name", "vary")).fields
-    assert [texts[name].kind for name in ("name", "vary")] == ["text", "text"]
-    assert bytes(texts["vary"][np.array([2, 4])].data).decode() == "é2é4"
-    assert bytes(texts["name"].data).decode() == "a" * ROWS
-    made = catalog(path, images="x", fields=("meta/age",))
-    assert list(made.fields) == ["age"]
-    np.testing.assert_array_equal(made.fields["age"], age.astype("f4"), strict=True)
-    for field in ("pairs", "cut", "labels2", "larger than memory", "long double"):
-        with pytest.raises(SourceError) as caught:
-            catalog(path, images="x", fields=(field,))
-        assert caught.value.dataset == field
-    with pytest.raises(SourceError):
-        catalog(path, images="x", labels="labels2")
-    for fields in (("meta/splits",), ("meta/age", "other/age"), ("meta/age", "meta/age")):
-        with pytest.raises(OptionsError, match=f"'{fields[0][5:]}'"):
-            catalog(path, images="x", fields=fields)
-
-
 def test_integers_of_64_bits_are_masks_but_in_a_pack_an_array(tmp_path: Path) -> None:
     values = np.arange(ROWS * 120).reshape(ROWS, 10, 12)
     path = write(tmp_path / "a.h5", images=IMAGES, x=values)
@@ -237,38 +159,6 @@ def test_names_that_a_list_with_commas_cannot_hold_are_no_further_datasets(tmp_p
     path = write(tmp_path / "f.h5", **{"images": IMAGES, "a,b": LABELS, " c": LABELS, "g,h__i": LABELS, "j k": LABELS})
     with h5py.File(path) as file:
         assert further_datasets(file, "images", None) == ["j k"]
-
-
-def test_labels_without_their_source_are_no_zeros(tmp_path: Path) -> None:
-    write(tmp_path / "source.h5", y=np.arange(ROWS), word=np.array([b"cat", b"dog"] * 3))
-    path = write(tmp_path / "f.h5", x=IMAGES)
-    with h5py.File(path, "a", libver="latest") as file:
-        for name, dtype in (("y", np.int64), ("word", "S3")):
-            layout = h5py.VirtualLayout((ROWS,), dtype)
-            layout[:] = h5py.VirtualSource("source.h5", name, (ROWS,), dtype)
-            file.create_virtual_dataset(name, layout)
-    assert catalog(path, labels="y").labels.tolist() == list(range(ROWS))  # type: ignore[union-attr]
-    assert catalog(path, labels="word").label_names == ("cat", "dog")
-    (tmp_path / "source.h5").unlink()
-    for name in ("y", "word"):
-        with pytest.raises(PackFormatError, match=r"source\.h5"):
-            catalog(path, labels=name)
-        with pytest.raises((PackFormatError, SourceError)):
-            catalog(path, labels="", fields=(name,))
-
-
-@pytest.mark.parametrize("name", ["labels", "fields/age"])
-def test_damaged_labels_and_fields_of_a_pack_are_not_taken(tmp_path: Path, name: str) -> None:
-    write(tmp_path / "f.h5", images=IMAGES, labels=np.arange(ROWS), age=np.arange(ROWS) * 3)
-    h5pack.convert(tmp_path / "f.h5", tmp_path / "p.h5", **quick(fields=("age",)))
-    with h5py.File(tmp_path / "p.h5") as file:
-        place = file[name].id.get_offset() + 8 * 2
-    flip(tmp_path / "p.h5", place)
-    with pytest.raises(SourceError) as caught:
-        catalog(tmp_path / "p.h5")
-    assert (caught.value.dataset, caught.value.rows) == (name, (2,))
-    if name == "labels":
-        assert len(catalog(tmp_path / "p.h5", labels="", fields=("age",))) == ROWS
 
 
 def test_a_pack_keeps_its_names_labels_and_splits(tmp_path: Path) -> None:
