@@ -114,7 +114,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         fields = masks
     if masks:
         pack = describe_file(path, images, None, masks, sized=False)
-    reader = HDF5RowReader(pack, form, masks, _files_of(file, (labels, schema.FILENAMES, *fields)))
+    reader = HDF5RowReader(pack, form, kinds, _files_of(file, (labels, schema.FILENAMES, *fields)))
     values, names = (None, None) if labels is None else read_labels(path, file, labels, rows)
     field_names = tuple(map(field_name, fields))
     require_field_names(str(path), field_names, path)
@@ -323,7 +323,8 @@ def packing_options(file: h5py.File, name: str, labels: str | None = None) -> di
 def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str) -> str | None:
     """Return the kind of a field of pixels, `schema.MASK` or `schema.IMAGE`; None for other fields.
 
-    Masks are integers or bools with the height and width of the images, or PNG files in a pack of encoded images.
+    Masks are integers or bools with the height and width of the images, such as (N, H, W) or (N, H, W, 1), or PNG files
+    in a pack of encoded images.
     """
     if form is None:
         return schema.MASK if is_mask_group(file, name) else None
@@ -332,10 +333,12 @@ def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str)
     dataset, shape = require_dataset(file, name, FIELDS_ADVICE), file[images].shape
     if text(dataset.attrs.get(schema.KIND, b"")) == schema.IMAGE:
         return schema.IMAGE if dataset.shape == shape and dataset.dtype == file[images].dtype else None
-    fits = dataset.shape == (shape[0], *form.size(shape[1:]))
+    own, wanted = dataset.shape or (), (shape[0], *form.size(shape[1:]))
     if schema.FORMAT in file.attrs:
         # Masks of a pack have at most 32 bits, so wider integers are an array.
-        fits = fits and np.can_cast(dataset.dtype, np.int32)
+        fits = own == wanted and np.can_cast(dataset.dtype, np.int32)
+    else:
+        fits = (*own[:1], *(length for length in own[1:] if length > 1)) == wanted
     return schema.MASK if fits and mask_dtype(dataset.dtype) is not None else None
 
 

@@ -94,19 +94,20 @@ def mask_dtype(dtype: np.dtype[Any]) -> str | None:
 class HDF5RowReader(SourceReader):
     """Reads images from the rows of the first dataset of `pack`. If `form` is None, each row is an encoded image.
 
-    `masks` are the paths of the datasets of masks and further images; `pack` must describe them, too. `form` also
-    applies to further images. `tables` are the files that hold labels and other fields.
+    `kinds` are the kinds of the datasets of masks and further images, by path; `pack` must describe them, too. `form`
+    also applies to further images. `tables` are the files that hold labels and other fields.
     """
 
     def __init__(
-        self, pack: FileDescription, form: PixelForm | None, masks: tuple[str, ...] = (),
+        self, pack: FileDescription, form: PixelForm | None, kinds: dict[str, str] | None = None,
         tables: frozenset[SourceFile] = frozenset(),
     ) -> None:  # fmt: skip
         self.pack, self.form, self.tables = pack, form, tables
         self.images = next(iter(pack.indexes))
         self.index = pack.indexes[self.images]
         self.has_checksums = schema.checksums_path(self.images) in pack.indexes
-        self.masks = masks
+        self.kinds = kinds or {}
+        self.masks = tuple(self.kinds)
         # Do not warn that a dataset of encoded images is slow to read, because its conversion is the remedy.
         self.engine = Engine(pack.path, pack.identity, pack.indexes, warn=form is not None)
         # The row of each image; None means that image i is row i.
@@ -151,9 +152,9 @@ class HDF5RowReader(SourceReader):
         if self.engine.indexes[dataset].is_encoded:
             return read_mask(self.encoded(index, dataset), dtype)
         values: npt.NDArray[Any] = self._read_rows([index], dataset)[0]
-        if values.ndim == 3 and self.form is not None:
+        if self.kinds[dataset] == schema.IMAGE and self.form is not None:
             return self.form.pixels(values)
-        return narrow_mask(values)
+        return narrow_mask(values if self.form is None else values.reshape(self.form.size(self.index.row_shape)))
 
     def uniform_mask_dtypes(self) -> list[str]:
         return [str(mask_dtype(self.engine.indexes[name].native_dtype)) for name in self.masks]

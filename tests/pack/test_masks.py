@@ -242,10 +242,11 @@ def test_masks_of_a_pack_are_packed_again(tmp_path: Path, fields: str) -> None:
         assert np.array_equal(mask, before["masks"][before["names"].index(name)][1::2, 1::2])
 
 
+@pytest.mark.parametrize("shape", [(6, 8, 12), (6, 8, 12, 1), (6, 1, 8, 12)])
 @pytest.mark.parametrize("dtype", ["uint8", "bool", "uint16", "int32", "uint32", "int64", "uint64"])
-def test_masks_of_any_hdf5_file(tmp_path: Path, dtype: str) -> None:
+def test_masks_of_any_hdf5_file(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
     masks = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 128, (6, 8, 12)).astype(dtype)
-    path = hdf5_file(tmp_path / "a.h5", images=np.zeros((6, 8, 12, 3), np.uint8), seg=masks)
+    path = hdf5_file(tmp_path / "a.h5", images=np.zeros((6, 8, 12, 3), np.uint8), seg=masks.reshape(shape))
     h5pack.convert(path, tmp_path / "b.h5", **quick(fields="seg", order="sorted"))
     with h5py.File(tmp_path / "b.h5") as file:
         assert file["fields/seg"].dtype == (np.uint8 if dtype in ("uint8", "bool") else np.int32)
