@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,9 @@ from h5pack.sources.hdf5_tables import (
     read_labels,
 )
 from h5pack.system.parameters import invalid
+from h5pack.system.text import counted
 
+_SAMPLED_ROWS, _DARK = 8, 64
 _MATLAB_CLASS = "MATLAB_class"
 _SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
 
@@ -136,7 +138,8 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         pixel_fields=tuple(PixelField(tables[name], kind, rows_names) for name, kind in kinds.items()),
         notes=(
             *twice,
-            *_transposed(file[images]),
+            *_transposed(file, images, labelled=labels is not None),
+            *_pixel_notes(reader),
             *_unused(file, images, rows, {images, labels, *fields}, labelled=labels is not None),
         ),
         about=f"images {images!r}" + ("" if labels is None else f", labels {labels!r}"),
@@ -150,14 +153,39 @@ def _files_of(file: h5py.File, names: Iterable[str | None]) -> frozenset[SourceF
     return frozenset().union(*(files_of(one) for one in found if isinstance(one, h5py.Dataset)))
 
 
-def _transposed(images: h5py.Dataset | h5py.Group) -> tuple[Note, ...]:
-    """Return a note if MATLAB stored the images, because it stores the axes of arrays in reverse order."""
-    if _MATLAB_CLASS not in images.attrs or not isinstance(images, h5py.Dataset) or images.ndim < 3:
-        return ()
-    text = (
-        "MATLAB stores axes in reverse order, so images that were saved as (H, W, C, N) have their width before their"
-    )
-    return (Note(f"{text} height here; if so, save permute(X, [2 1 3 4]) in MATLAB"),)
+def _transposed(file: h5py.File, name: str, *, labelled: bool) -> Iterator[Note]:
+    """Yield a note if MATLAB stored the images, or if their last axis, not the first, is as long as the labels."""
+    images = file[name]
+    if not isinstance(images, h5py.Dataset) or images.ndim < 3:
+        return
+    last = images.shape[-1]
+    labels = None if labelled or images.ndim > 3 else find_labels(file, name, last, transposed=True)
+    if labels is not None:
+        text = f"{labels!r} has {last:,} rows, as the last axis of {name!r}; if that is the axis of images, store"
+        yield Note(f"{text} np.moveaxis(array, -1, 0)")
+    elif _MATLAB_CLASS in images.attrs:
+        text = "MATLAB stores axes in reverse order, so images that were saved as (H, W, C, N) have their width before"
+        yield Note(f"{text} their height here; if so, save permute(X, [2 1 3 4]) in MATLAB")
+
+
+def _pixel_notes(reader: HDF5RowReader) -> Iterator[Note]:
+    """Yield notes on channels that are left out, and if a sample of the rows becomes dark."""
+    form, index = reader.form, reader.index
+    if form is None or not index.rows:
+        return
+    channels = form.channels(index.row_shape)
+    if channels in (2, 4):
+        yield Note(f"the last of {channels} channels is taken for alpha, and left out")
+    if form.value_range is not None or index.dtype in (np.bool_, np.uint8):
+        return
+    rows = np.unique(np.linspace(0, index.rows - 1, _SAMPLED_ROWS).astype(np.int64))
+    # Errors are reported, with advice, when the rows are packed.
+    with contextlib.suppress(H5PackError), contextlib.closing(reader.engine):
+        values = reader.engine.read(reader.images, rows)
+        brightest = max(int(form.pixels(row).max()) for row in values)
+        if brightest < _DARK:
+            found = f"the values of {counted(len(rows), 'row')} reach only {values.max():g}, and their pixels"
+            yield Note(f"{found} {brightest} of 255; give value_range, the range of all values", ("value_range",))
 
 
 def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, labelled: bool) -> tuple[Note, ...]:
@@ -266,6 +294,10 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
             raise dataset_source_error(path, name, problem, given, "images=NAME")
         problem = f"has rows of shape {shape}, not (H, W), (H, W, C) or (C, H, W) with C from 1 to 4"
         raise dataset_source_error(path, name, f"{problem}; name another dataset with images=NAME", "images=NAME")
+    if asked is None and len(shape) == 2 and shape[1] <= 4 < shape[0]:
+        problem = f"has the shape {dataset.shape} of a single image; give a dataset in Python that reads such images"
+        problem += f", or channel_axis='none' for rows of {shape}"
+        raise dataset_source_error(path, name, problem, "channel_axis='none'")
     if asked is None and len(allowed) > 1:
         problem = f"has rows of shape {shape}, whose channels may be the last or the first axis; give channel_axis"
         raise dataset_source_error(path, name, problem, "channel_axis")

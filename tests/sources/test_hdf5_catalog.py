@@ -63,6 +63,34 @@ def test_a_note_says_that_matlab_exchanged_height_and_width(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("images", "options", "notes"),
+    [
+        (IMAGES.astype(np.uint16) << 8, {}, 0),
+        (IMAGES.astype(np.uint16) << 4, {}, 1),
+        (IMAGES.astype(np.uint16) << 4, {"value_range": (0, 4095)}, 0),
+        (IMAGES / 255, {}, 0),
+        (IMAGES / 255e5, {}, 1),
+        (IMAGES // 100, {}, 0),
+        (IMAGES.astype(np.int64) // 100, {}, 1),
+        (IMAGES / 100, {}, 0),  # The conversion rejects these values.
+        (IMAGES[:0] / 255, {}, 0),
+        (np.zeros((ROWS, 10, 12, 4), np.uint8), {}, 1),
+        (np.zeros((ROWS, 2, 10, 12), np.uint8), {}, 1),
+    ],
+)
+def test_notes_on_rows_that_become_dark_and_on_channels_left_out(
+    tmp_path: Path, images: Any, options: dict[str, Any], notes: int
+) -> None:
+    assert len(catalog(write(tmp_path / "f.h5", images=images), **options).notes) == notes
+
+
+def test_a_note_if_the_last_axis_is_as_long_as_the_labels(tmp_path: Path) -> None:
+    images = np.zeros((10, 12, 9), np.uint8)
+    for length, notes in ((9, 2), (8, 1), (10, 0)):  # One note says that the labels are not packed.
+        assert len(catalog(write(tmp_path / "f.h5", images=images, labels=np.arange(length))).notes) == notes
+
+
+@pytest.mark.parametrize(
     ("held", "found"),
     [
         ({"data__x": IMAGES, "data__y": np.arange(ROWS)}, ("data/x", "data/y")),
@@ -95,6 +123,7 @@ def test_images_and_labels_are_found(tmp_path: Path, held: dict[str, Any], found
         ({"x": IMAGES}, {"images": "z"}, ("images=NAME",)),
         ({"x": np.zeros((ROWS, 3, 20, 3), np.uint8)}, {"images": "x"}, ("channel_axis",)),
         ({"x": np.zeros((ROWS, 400), np.uint8)}, {"images": "x"}, ("images=NAME",)),
+        ({"x": IMAGES[0]}, {"images": "x"}, ("channel_axis='none'",)),
         ({"x": IMAGES}, {"channel_axis": "first"}, ("channel_axis='first'", "images=NAME")),
     ],
 )
