@@ -24,7 +24,8 @@ from h5pack.system.arrays import consecutive_runs
 from h5pack.system.machine import optional_module
 from h5pack.system.parameters import require_local
 
-_MAX_NAMED = 20  # maximum number of datasets that a message lists
+_MATLAB_CELLS = (b"#refs#/", b"#subsystem#/")
+_MAX_NAMED, _MAX_SORTED = 20, 1_000  # maximum number of datasets that a message lists, and sorts
 VERIFY_ADVICE = "run 'h5pack verify' on it, then restore the file or convert again"
 
 
@@ -197,8 +198,10 @@ def read_offsets(file: h5py.File, name: str, data: h5py.Dataset, unit: str) -> n
 
 def datasets_text(file: h5py.File) -> str:
     """Return a list of datasets for a message, such as "'X' uint8 (9, 8, 8, 3)", by descending number of axes."""
-    names, texts = sorted(dataset_names(file), key=lambda name: -file[name].ndim), []
-    for name in names[:_MAX_NAMED]:
+    names = dataset_names(file)
+    # Opening all of very many datasets, only to sort them, would take minutes.
+    texts: list[str] = []
+    for name in sorted(names[:_MAX_SORTED], key=lambda name: -file[name].ndim)[:_MAX_NAMED]:
         try:
             texts.append(f"{name!r} {file[name].dtype} {file[name].shape}")
         except TypeError:
@@ -228,20 +231,28 @@ def dataset_names(file: h5py.File, links: Sequence[ExternalLink] | None = None) 
     """Return the paths of all datasets in a file, without a leading slash, in the order in which HDF5 visits them.
 
     Datasets in other files, to which external links lead, come last. `links` are the file's external links, if known.
+    The elements of MATLAB's cell arrays are left out: there may be thousands of names such as "#refs#/a".
     """
-    names: list[str] = []
-
-    def add(item: Any, name: str) -> None:
-        if isinstance(item, h5py.Dataset):
-            names.append(name)
-
-    file.visititems(lambda name, item: add(item, name))
+    names = _datasets_below(file)
     for link in external_links(file) if links is None else links:
         target = file.get(link.name) if link.found else None
-        add(target, link.name)
-        if isinstance(target, h5py.Group):
-            target.visititems(lambda name, item: add(item, f"{link.name}/{name}"))  # noqa: B023
+        if isinstance(target, h5py.Dataset):
+            names.append(link.name)
+        elif isinstance(target, h5py.Group):
+            names += [f"{link.name}/{name}" for name in _datasets_below(target)]
     return names
+
+
+def _datasets_below(group: h5py.Group) -> list[str]:
+    names: list[bytes] = []
+
+    def add(name: bytes, info: Any) -> None:
+        if info.type == h5py.h5o.TYPE_DATASET and not name.startswith(_MATLAB_CELLS):
+            names.append(name)
+
+    # Unlike `visititems`, this does not open each object, which takes most of the time of files with many datasets.
+    h5py.h5o.visit(group.id, add, info=True)
+    return [name.decode() for name in names]
 
 
 @dataclass(frozen=True)
@@ -255,13 +266,12 @@ class ExternalLink:
 
 def external_links(file: h5py.File) -> tuple[ExternalLink, ...]:
     """Return the links of a file to objects in other files."""
-    names: list[bytes] = []
-    file.id.links.visit(names.append)
-    links = {text(name): file.get(name, getlink=True) for name in names}
+    found: list[tuple[bytes, int]] = []
+    file.id.links.visit(lambda name, info: found.append((name, info.type)), info=True)
+    names = [text(name) for name, kind in found if kind == h5py.h5l.TYPE_EXTERNAL]
+    links = {name: file.get(name, getlink=True) for name in names}
     return tuple(
-        ExternalLink(name, f"{link.filename}:{link.path}", file.get(name) is not None)
-        for name, link in links.items()
-        if isinstance(link, h5py.ExternalLink)
+        ExternalLink(name, f"{link.filename}:{link.path}", file.get(name) is not None) for name, link in links.items()
     )
 
 

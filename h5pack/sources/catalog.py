@@ -30,6 +30,7 @@ from h5pack.images.headers import ImageHeader
 from h5pack.images.masks import MaskHeader, read_mask_header
 from h5pack.system.arrays import RowNumbers
 from h5pack.system.files import read_all
+from h5pack.system.text import first_names
 
 IMAGE_SUFFIXES = frozenset(
     f".{ending}"
@@ -42,7 +43,6 @@ IMAGE_SUFFIXES = frozenset(
 """Files with these suffixes are treated as images. Their format is later detected from the content."""
 
 _BLOCK_NAMES = 65_536
-_MAX_NAMED = 8  # maximum number of columns or datasets that a note lists
 
 
 @dataclass(frozen=True)
@@ -463,8 +463,7 @@ def unused_note(kind: str, names: Sequence[str], advice: str, *parameters: str) 
     """Return a note that `names` are not packed; () if there are none. `kind` says what they are, such as "columns"."""
     if not names:
         return ()
-    more = f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else ""
-    return (Note(f"not packed: {kind} {', '.join(map(repr, names[:_MAX_NAMED]))}{more}; {advice}", parameters),)
+    return (Note(f"not packed: {kind} {first_names(names)}; {advice}", parameters),)
 
 
 def one_split(count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:

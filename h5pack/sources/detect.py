@@ -14,7 +14,7 @@ from h5pack.sources.catalog import Catalog, NameFilter, Note, unused_note
 from h5pack.sources.celeba import attributes_of, celeba, is_celeba
 from h5pack.sources.coco import coco, is_coco
 from h5pack.sources.folders import Listing, arranged, walk
-from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
+from h5pack.sources.hdf5_catalog import HDF5_SUFFIXES, HDF5Datasets, hdf5_catalog, is_hdf5
 from h5pack.sources.manifest import JSON_LINES, ManifestColumns, manifest
 from h5pack.sources.map_style import MapStyleDataset, map_style_catalog
 from h5pack.sources.mds import is_mds, mds
@@ -81,6 +81,8 @@ def open_source(
             catalog.kind,
             "check the path, select files of other suffixes with include, or give a dataset in Python that reads them",
         )
+        if any(f"{suffix} files" in catalog.ignored for suffix in HDF5_SUFFIXES):
+            advice = "give one of the HDF5 files, or a dataset in Python that reads them, such as an H5Dataset"
         what = "samples" if catalog.kind == "dataset" else "images"
         raise NoImagesError(
             f"{where}: no {what}{skipped and f' (skipped: {skipped})'}; {advice}",

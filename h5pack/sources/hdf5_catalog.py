@@ -47,11 +47,11 @@ from h5pack.sources.hdf5_tables import (
     read_labels,
 )
 from h5pack.system.parameters import invalid
-from h5pack.system.text import counted
+from h5pack.system.text import counted, first_names
 
 _SAMPLED_ROWS, _DARK = 8, 64
 _MATLAB_CLASS = "MATLAB_class"
-_SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
+HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def is_hdf5(path: Path) -> bool:
     with contextlib.suppress(OSError):
         if h5py.is_hdf5(path):
             return True
-    return path.suffix.lower() in _SUFFIXES
+    return path.suffix.lower() in HDF5_SUFFIXES
 
 
 def hdf5_catalog(path: Path, datasets: HDF5Datasets, wanted: NameFilter) -> Catalog:
@@ -165,7 +165,7 @@ def _transposed(file: h5py.File, name: str, *, labelled: bool) -> Iterator[Note]
         yield Note(f"{text} np.moveaxis(array, -1, 0)")
     elif _MATLAB_CLASS in images.attrs:
         text = "MATLAB stores axes in reverse order, so images that were saved as (H, W, C, N) have their width before"
-        yield Note(f"{text} their height here; if so, save permute(X, [2 1 3 4]) in MATLAB")
+        yield Note(f"{text} their height here; if so, give a dataset in Python that transposes them")
 
 
 def _pixel_notes(reader: HDF5RowReader) -> Iterator[Note]:
@@ -231,9 +231,10 @@ def find_images(file: h5py.File) -> str:
     shapes = "arrays (N, H, W), (N, H, W, C) or (N, C, H, W) of numbers, or encoded images"
     problem = f"none of its datasets looks like images, that is, {shapes} (found: {datasets_text(file)})"
     if found:
-        problem = f"{', '.join(map(repr, found))} look like images"
+        problem = f"{first_names(found)} look like images"
+    advice = "ConcatPack in Python joins several" if found else "a dataset in Python can read single images"
     path, parameter = file.filename, "images=NAME"
-    raise SourceError.at(path, f"{problem}; choose one with {parameter}", parameter)
+    raise SourceError.at(path, f"{problem}; choose one with {parameter} ({advice})", parameter)
 
 
 def detect_names(path: str | os.PathLike[str], images: str, labels: str) -> tuple[str, str]:

@@ -37,6 +37,12 @@ def listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else ""
 
 
+def first_names(names: Sequence[str], count: int = 8) -> str:
+    """Return the first names in quotes, and how many more there are, such as "'a', 'b' and 3 more"."""
+    more = f" and {len(names) - count:,} more" if len(names) > count else ""
+    return ", ".join(map(repr, names[:count])) + more
+
+
 def short_repr(value: object) -> str:
     """Return the start of a value's repr, at most 60 characters, in one line."""
     text = " ".join(repr(value).split())

@@ -1,4 +1,4 @@
-"""The errors about HDF5 files that cannot be opened or read."""
+"""Lists of the datasets of HDF5 files, and errors about files that cannot be opened or read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import h5pack
 from h5pack.errors import H5PackError, PackFormatError, ReadError
 from h5pack.read.description import describe_file
-from h5pack.read.hdf5 import open_file, read_rows
+from h5pack.read.hdf5 import dataset_names, datasets_text, open_file, read_rows
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
 from tests.makers import flat_folder, hdf5_file
@@ -120,3 +120,22 @@ def test_rows_on_a_disk_that_fails_are_named_in_one_line(pack: Path) -> None:
         with pytest.raises(ReadError) as caught:
             read_rows(dataset, np.arange(2), np.empty((2, *dataset.shape[1:]), np.uint8))
     require_one_line(caught, pack)
+
+
+def test_datasets_are_listed_without_the_cells_of_matlab(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["deep/y"], file["#refs#/c"] = 1, 2
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["group/x"] = file["#refs#/a"] = file["#subsystem#/b"] = np.zeros(3)
+        file["soft"], file["twice"] = h5py.SoftLink("/group/x"), file["group/x"]
+        for name, target in (("one", "deep/y"), ("all", "deep"), ("none", "gone")):
+            file[name] = h5py.ExternalLink("other.h5", target)
+        assert sorted(dataset_names(file)) == ["all/y", "group/x", "one"]
+
+
+def test_a_message_names_some_of_very_many_datasets(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        for number in range(1_100):
+            file[f"d{number:04d}"] = 0
+        found = datasets_text(file)
+    assert (found.count("'d"), "1,080" in found) == (20, True)

@@ -232,6 +232,13 @@ def test_shapes_of_images_and_where_their_channels_may_be() -> None:
         assert not is_image_array(shape, np.dtype(dtype))
 
 
+def test_the_error_on_very_many_images_names_some(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.h5", **{f"demo_{number}__frames": IMAGES for number in range(30)})
+    with pytest.raises(SourceError) as caught:
+        catalog(path)
+    assert (str(caught.value).count("/frames'"), caught.value.parameters) == (8, ("images=NAME",))
+
+
 def test_invalid_options_and_options_of_other_kinds_of_sources_are_refused(tmp_path: Path) -> None:
     for low, high in ((1.0, 1.0), (0.0, float("inf"))):
         with pytest.raises(OptionsError) as caught:
