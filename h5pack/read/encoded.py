@@ -80,9 +80,22 @@ class RowDecoder(Decoder):
 
 
 def is_encoded(dataset: h5py.Dataset) -> bool:
-    """Return whether a dataset may hold encoded images: its dtype is variable-length uint8 or int8, on one axis."""
-    base = h5py.check_vlen_dtype(dataset.dtype)
-    return dataset.ndim == 1 and isinstance(base, np.dtype) and base in (np.uint8, np.int8)
+    """Return whether a dataset may hold encoded images.
+
+    Its rows are variable-length uint8 or int8, or they have one length (uint8 on two axes, opaque values, strings),
+    and the first begins like a JPEG or PNG file.
+    """
+    dtype = dataset.dtype
+    base = h5py.check_vlen_dtype(dtype)
+    if dataset.ndim == 1 and isinstance(base, np.dtype):
+        return base in (np.uint8, np.int8)
+    is_bytes = (dataset.ndim == 1 and dtype.kind in "SV") or (dataset.ndim == 2 and dtype == np.uint8)
+    if not is_bytes or not len(dataset):
+        return False
+    try:
+        return bool(dataset[0].tobytes().startswith((b"\xff\xd8\xff", b"\x89PNG\r\n")))
+    except OSError:
+        return False  # Reading the rows will raise an error with advice.
 
 
 class _RowDecoders(threading.local):
@@ -168,7 +181,7 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
     rows = len(dataset)
     height = width = 0
     if rows and sized:
-        cell = np.empty(1, dataset.dtype)
+        cell = np.empty((1, *dataset.shape[1:]), dataset.dtype)
         read_rows(dataset, np.zeros(1, np.int64), cell)
         try:
             height, width, _ = row_decoder().pixels(cell[0].tobytes()).shape

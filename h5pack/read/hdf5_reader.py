@@ -40,7 +40,7 @@ class H5Reader:
     def read_bytes(self, name: str, rows: npt.NDArray[np.int64]) -> tuple[list[bytes], int]:
         """Return the bytes of encoded rows, and the number of HDF5 library calls."""
         dataset = self._open().dataset(name)
-        cells = np.empty(len(rows), dataset.dtype)
+        cells = np.empty((len(rows), *dataset.shape[1:]), dataset.dtype)
         calls = read_rows(dataset, rows, cells)
         return [cell.tobytes() for cell in cells], calls
 

@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import h5pack
 from h5pack.errors import DamagedRowsError, PackFormatError, SizesDifferError
 from h5pack.images import decode
 from h5pack.pack import options
 from h5pack.read import encoded as row_decoder_module
 from h5pack.read.description import describe_file
-from tests.makers import pixels
+from tests.makers import pixels, quick
 from tests.read.encoded_files import SIZE, decoded, encode, jpegs, kinds, write_encoded
 from tests.read.files import (
     Mapped,
@@ -63,6 +64,27 @@ def test_bytes_and_pixels_in_every_layout(
         assert engine.read_bytes("images", wanted) == [rows[row] for row in wanted]
         assert np.array_equal(engine.read("images", wanted), expected[wanted])
         assert np.array_equal(engine.read("labels", wanted), wanted)
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunks": True, "compression": "gzip"}])
+@pytest.mark.parametrize("kind", ["uint8", "S", "V"])
+def test_rows_of_equal_length_that_begin_like_an_image_file(
+    tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    rows = [*jpegs(5), encode(pixels(7, SIZE), "PNG")]
+    width = max(map(len, rows)) + 3
+    padded = np.array([list(row.ljust(width, b"\0")) for row in rows], np.uint8)
+    values = padded if kind == "uint8" else padded.view(f"{kind}{width}")[:, 0]
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("images", data=values, **settings)
+        file.create_dataset("features", data=padded[:, ::-1])
+        file.create_dataset("none", data=padded[:0])
+    engine = described(tmp_path / "f.h5", labels=None)
+    order = np.array([5, 0, 3, 3])
+    assert np.array_equal(engine.read("images", order), np.stack([decoded(rows[row]) for row in order]))
+    assert not any(describe_file(tmp_path / "f.h5", name).indexes[name].is_encoded for name in ("features", "none"))
+    h5pack.convert(tmp_path / "f.h5", tmp_path / "o.h5", **quick(order="sorted"))
+    assert np.array_equal(h5pack.H5Dataset(tmp_path / "o.h5")[5].image, decoded(rows[5]))
 
 
 def test_virtual_over_encoded_rows(tmp_path: Path) -> None:
