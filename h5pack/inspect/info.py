@@ -46,6 +46,7 @@ _LAYOUTS = {getattr(h5py.h5d, name.upper()): name for name in ("chunked", "conti
 # Tables of a pack, which `FileReport.to_text` describes together in one line.
 _TABLES = (schema.CHECKSUMS, schema.FILENAMES, schema.SPLITS, schema.STATISTICS, schema.REJECTS)
 _MAX_SAMPLED_ROWS = 1024
+_MAX_LISTED = 200  # maximum number of datasets in the text, unless it is full
 _SMALL_CHUNK_BYTES = 256 * 1024
 """Smaller chunks are a fault if default chunks have at least 4 times as many rows. Chunks of one row of 114 KiB were
 read at 0.6 to 0.75 of the speed of the default chunks."""
@@ -145,14 +146,22 @@ class FileReport:
         return {**asdict(self), "datasets": [dataset.to_json() for dataset in self.datasets]}
 
     def to_text(self, full: bool = False) -> str:
-        """Return the report as lines of text; `full` adds chunk caches for h5py, and the ranges that opening reads."""
+        """Return the report as lines of text.
+
+        `full` adds chunk caches for h5py, the ranges that opening reads, and the datasets after the first 200.
+        """
         lines = [f"{self.path}: {format_bytes(self.bytes)}"]
         lines += ["not an h5pack file"] if self.pack is None else pack_lines(self.pack)
         faulty = any(one.faults for one in self.datasets) or not all(one.found for one in self.links)
         lines += [] if faulty else ["faults   none"]
         lines += [f"link     /{one.name}: to {one.target}{'' if one.found else ', not found'}" for one in self.links]
         tables = [one for one in self.datasets if self.pack is not None and one.name.partition("/")[0] in _TABLES]
-        lines += [dataset.to_text(self.path, full) for dataset in self.datasets if dataset not in tables]
+        listed = [dataset for dataset in self.datasets if dataset not in tables]
+        hidden = [] if full else listed[_MAX_LISTED:]
+        lines += [dataset.to_text(self.path, full) for dataset in listed[: len(listed) - len(hidden)]]
+        if hidden:
+            faulty_count = sum(bool(dataset.faults) for dataset in hidden)
+            lines.append(f"... and {len(hidden):,} more datasets ({faulty_count:,} with faults), which --full lists")
         if tables:
             stored = format_bytes(sum(one.stored_bytes for one in tables))
             names = ", ".join(dict.fromkeys(one.name.partition("/")[0] for one in tables))

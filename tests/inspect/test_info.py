@@ -443,3 +443,10 @@ def test_the_fix_keeps_labels_and_fields_and_statistics_find_the_images(tmp_path
     assert [sample.label for sample in packed] == [row % 7 for row in rows]
     assert [sample.temperature.item() for sample in packed] == temperatures[rows].tolist()
     assert [sample.names for sample in packed] == [f"x{row}" for row in rows]
+
+
+def test_very_many_datasets_are_listed_in_full_only(tmp_path: Path) -> None:
+    path = hdf5_file(tmp_path / "f.h5", **{f"x{number}": np.zeros(3) for number in range(250)})
+    report = h5pack.info(path)
+    assert [report.to_text(full=full).count("\n/x") for full in (False, True)] == [200, 250]
+    assert len(report.datasets) == 250
