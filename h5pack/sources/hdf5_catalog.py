@@ -195,8 +195,8 @@ def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, l
     names = [name for name in names if name.partition("/")[0] not in own]
     names += [name for name in own_fields(file) if own and name not in used]
     # `_has_rows` is false for a damaged dataset. That is no error here, because the dataset is not packed.
-    fitting = [name for name in names if _has_rows(file, name, rows)]
-    others = [name for name in names if name not in fitting]
+    fits = {name: _has_rows(file, name, rows) for name in names}
+    fitting, others = ([name for name in names if fits[name] == fit] for fit in (True, False))
     or_labels = "" if labelled else ", or one of them with labels"
     advice = f"datasets of numbers or texts can be packed with fields{or_labels}"
     return (
@@ -273,9 +273,12 @@ def is_image_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
 
 
 def channel_axes(row_shape: tuple[int, ...]) -> list[str]:
-    """Return the members of `CHANNEL_AXES` that fit the shape of a row; [] if it cannot be an image."""
+    """Return the members of `CHANNEL_AXES` that fit the shape of a row; [] if it cannot be an image.
+
+    A row (H, 3) is none: its dataset (W, H, 3) is a single image.
+    """
     if len(row_shape) == 2:
-        return ["none"]
+        return [] if row_shape[1] <= 4 < row_shape[0] else ["none"]
     if len(row_shape) != 3:
         return []
     return [name for name, axis in (("last", 2), ("first", 0)) if 1 <= row_shape[axis] <= 4]
@@ -295,10 +298,6 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
             raise dataset_source_error(path, name, problem, given, "images=NAME")
         problem = f"has rows of shape {shape}, not (H, W), (H, W, C) or (C, H, W) with C from 1 to 4"
         raise dataset_source_error(path, name, f"{problem}; name another dataset with images=NAME", "images=NAME")
-    if asked is None and len(shape) == 2 and shape[1] <= 4 < shape[0]:
-        problem = f"has the shape {dataset.shape} of a single image; give a dataset in Python that reads such images"
-        problem += f", or channel_axis='none' for rows of {shape}"
-        raise dataset_source_error(path, name, problem, "channel_axis='none'")
     if asked is None and len(allowed) > 1:
         problem = f"has rows of shape {shape}, whose channels may be the last or the first axis; give channel_axis"
         raise dataset_source_error(path, name, problem, "channel_axis")

@@ -123,7 +123,7 @@ def test_images_and_labels_are_found(tmp_path: Path, held: dict[str, Any], found
         ({"x": IMAGES}, {"images": "z"}, ("images=NAME",)),
         ({"x": np.zeros((ROWS, 3, 20, 3), np.uint8)}, {"images": "x"}, ("channel_axis",)),
         ({"x": np.zeros((ROWS, 400), np.uint8)}, {"images": "x"}, ("images=NAME",)),
-        ({"x": IMAGES[0]}, {"images": "x"}, ("channel_axis='none'",)),
+        ({"x": IMAGES[0]}, {"images": "x"}, ("images=NAME",)),
         ({"x": IMAGES}, {"channel_axis": "first"}, ("channel_axis='first'", "images=NAME")),
     ],
 )
@@ -224,7 +224,7 @@ def test_splits_that_leave_rows_out_or_share_them(tmp_path: Path) -> None:
 def test_shapes_of_images_and_where_their_channels_may_be() -> None:
     for shape, axes in (
         *(((10, 12), ["none"]), ((10, 12, 3), ["last"]), ((1, 10, 12), ["first"]), ((4, 10, 4), ["last", "first"])),
-        *(((10, 12, 5), []), ((10,), []), ((2, 3, 10, 12), [])),
+        *(((10, 12, 5), []), ((10,), []), ((10, 3), []), ((2, 3, 10, 12), [])),
     ):
         assert channel_axes(shape) == axes
         assert is_image_array((5, *shape), np.dtype(">f4")) == (len(axes) == 1)
