@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
@@ -29,6 +28,7 @@ from h5pack.data.loader import H5Loader
 from h5pack.data.samplers import ChunkBatchSampler
 from h5pack.errors import H5PackError
 from h5pack.read.chunk_decoder import DECODED_BYTES
+from h5pack.read.encoded import is_encoded
 from h5pack.read.hdf5 import open_file, reopen_tuned, require_dataset
 from h5pack.system.files import make_hot
 
@@ -206,7 +206,7 @@ class LibraryReader(CaseReader):
         self._images = require_dataset(file, variant.images)
         if case.engine == "tuned":
             self._images = reopen_tuned(self._images)
-        self._encoded = h5py.check_vlen_dtype(self._images.dtype) is not None
+        self._encoded = is_encoded(self._images)
 
     def _reads(self) -> Epoch:
         if self._case.order == "single":

@@ -24,7 +24,7 @@ from h5pack.benchmark.sweep import Sweep
 from h5pack.cli import main
 from h5pack.errors import H5PackError, NoSpaceError, OptionsError
 from tests.benchmark.files import ROW_BYTES, SIZE, write_cut_chunks
-from tests.makers import class_folders, flat_folder, save, split_folders
+from tests.makers import class_folders, flat_folder, hdf5_file, save, split_folders
 from tests.monitor.fake_clock import FakeClock
 from tests.read.encoded_files import write_encoded
 
@@ -200,9 +200,14 @@ def test_an_input_file_is_compared_with_packs_of_it(tmp_path: Path) -> None:
         assert chosen.gain is not None
 
 
-def test_encoded_images_of_several_sizes_are_compared(tmp_path: Path) -> None:
-    images = (save(tmp_path / "one.jpg", row, (32 + row % 3, 40)).read_bytes() for row in range(20))
-    path = write_encoded(tmp_path / "encoded.h5", list(images))
+@pytest.mark.parametrize("padded", [False, True])
+def test_encoded_images_of_several_sizes_are_compared(tmp_path: Path, padded: bool) -> None:
+    images = [save(tmp_path / "one.jpg", row, (32 + row % 3, 40)).read_bytes() for row in range(20)]
+    path = tmp_path / "encoded.h5"
+    if padded:
+        hdf5_file(path, images=np.array(images))
+    else:
+        write_encoded(path, images)
     settings = {"orders": ("window", "single"), "engines": ("direct", "default"), "num_workers": 0}
     report = bench(path, tmp_path, chunk_rows=2, size=32, contiguous=False, caches="hot", **settings)
     assert [one.label for one in report.variants] == ["as it is", "2 rows"]
