@@ -12,7 +12,7 @@ import torch
 from h5pack.data.buffers import SharedMemory
 from h5pack.data.dataset import H5Dataset, batch_fields
 from h5pack.data.decoding import NO_KEY, DrawKey
-from h5pack.data.samples import BatchSource, SampleBatch, positions_of
+from h5pack.data.samples import IMAGES, LABELS, ROWS, BatchSource, SampleBatch, positions_of
 from h5pack.errors import OptionsError
 
 Rows = npt.NDArray[np.int64]
@@ -189,11 +189,13 @@ def _check_same_classes(datasets: Sequence[H5Dataset]) -> None:
 
 
 def _field_texts(dataset: H5Dataset) -> tuple[str, str, str, str]:
-    """Return descriptions (shapes and dtypes) of the images, labels, fields and row numbers of a dataset's batches."""
+    """Return descriptions of a dataset's batches: images, labels, fields (with their names) and row numbers."""
     texts = {name: f"{row_shape} {dtype}" for name, row_shape, dtype in batch_fields(dataset)}
-    texts |= {name: f"{one.kind} {one.data.row_shape} {one.data.native_dtype}" for name, one in dataset.ragged.items()}
+    lists = iter([f"{one.kind} {one.data.row_shape} {one.data.native_dtype}" for one in dataset.ragged.values()])
     if dataset.transform is not None and dataset.engine.indexes[dataset.names[0]].is_encoded:
         # `row_shape` is only the shape of row 0. Images of other sizes are fine, because a transform can resize them.
         texts[dataset.names[0]] = "encoded images"
     images, labels = texts.pop(dataset.names[0]), texts.pop(dataset.label_name or "", "")
-    return images, labels, ", ".join(texts.values()), "with_rows=True" if dataset.with_rows else ""
+    names, arrays = (name for name in dataset.field_names if name not in (IMAGES, LABELS, ROWS)), iter(texts.values())
+    fields = ", ".join(f"{name} {next(lists if name in dataset._lists else arrays)}" for name in names)
+    return images, labels, fields, "with_rows=True" if dataset.with_rows else ""

@@ -117,6 +117,16 @@ def test_datasets_with_different_fields_are_refused(tmp_path: Path, other: dict[
     assert caught.value.path == two.path
 
 
+@pytest.mark.parametrize("others", [["depth", "weight"], ["depth"]], ids=["another order", "another field"])
+def test_datasets_whose_fields_have_other_names_are_refused(tmp_path: Path, others: list[str]) -> None:
+    # Otherwise, the fields of one dataset would be collated with different fields of the other.
+    parts = {"images": packs.values(9), "weight": np.arange(9.0), "depth": -np.arange(9.0)}
+    path = packs.write(tmp_path / "a.h5", 4, **parts)
+    one, two = (h5pack.H5Dataset(path, fields=names) for names in (["weight", "depth"][: len(others)], others))
+    with pytest.raises(OptionsError, match="in fields:"):
+        ConcatPack([one, two])
+
+
 @pytest.mark.parametrize(
     ("weights", "bound"), [([1, 1, 2], 2), ([0.5, 0.3, 0.2], 2.1), ([1, 0.003, 0.2], 2.1), (None, 2.0)], ids=str
 )
