@@ -175,7 +175,7 @@ class LoaderWrapper(Closeable):
             samplers = (one for one in with_samplers(self.loader) if isinstance(one, (BatchOrder, ChunkSampler)))
             state = next((sampler.state_dict(0) for sampler in samplers), {})
         if "rows" in state:
-            return int(state["rows"]) // (getattr(self.loader, "batch_size", None) or 1)
+            return int(state["rows"]) // _batch_rows(self.loader)
         number = state.get("batches", 0)
         return number if isinstance(number, int) else 0
 
@@ -216,7 +216,7 @@ class LoaderWrapper(Closeable):
         """Return how many batches (for a `BatchOrder`) or rows (for a `ChunkSampler`) the step has received."""
         if isinstance(sampler, BatchOrder):
             return cursor.delivered
-        rows = cursor.delivered * (getattr(self.loader, "batch_size", None) or 1)
+        rows = cursor.delivered * _batch_rows(self.loader)
         begun: int = sampler.state_dict(0)["rows"]
         return min(rows, len(sampler) - begun)
 
@@ -288,6 +288,12 @@ def with_samplers(loader: Any) -> list[Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
     return [loader, *(sampler for sampler in samplers if sampler is not None)]
+
+
+def _batch_rows(loader: Any) -> int:
+    """Return how many rows of its sampler a loader puts into each batch; 1 if it does not make batches of rows."""
+    # A DataLoader with a batch sampler has the batch size None.
+    return first_attribute([loader, getattr(loader, "batch_sampler", None)], "batch_size") or 1
 
 
 def _epoch_of(loader: Any, *, counted: bool) -> int | None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 import h5pack
 from h5pack.data.draws import BatchKey
@@ -124,7 +124,18 @@ def stateful_loader(dataset: Any) -> Any:
     return module.StatefulDataLoader(dataset, batch_sampler=sampler)
 
 
-LOADERS = {"H5Loader": h5_loader, "DataLoader": data_loader, "rows": row_loader, "stateful": stateful_loader}
+def batched_row_loader(dataset: Any) -> Any:
+    rows = h5pack.ChunkSampler(dataset, window=3, seed=7)
+    return DataLoader(dataset, batch_sampler=BatchSampler(rows, BATCH, drop_last=False))
+
+
+LOADERS = {
+    "H5Loader": h5_loader,
+    "DataLoader": data_loader,
+    "rows": row_loader,
+    "batched rows": batched_row_loader,
+    "stateful": stateful_loader,
+}
 
 
 class Numbers:
