@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Rational
 from operator import index
 from typing import Any
 
@@ -368,7 +367,8 @@ def _to_fraction(factor: Any, max_factor: int) -> Fraction:
     found = None
     if not isinstance(factor, (str, bool)):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
-            exact = Fraction(factor if isinstance(factor, Rational) else float(factor))
+            # Not `Rational`: a Fraction of a NumPy integer has NumPy integers, which JSON cannot store.
+            exact = Fraction(factor if isinstance(factor, (int, Fraction)) else float(factor))
             found = exact.limit_denominator(_MAX_DENOMINATOR) if exact >= 1 else None
     if found is None:
         raise OptionsError(f"factor is {factor!r}; give a number of at least 1, or 'auto'", parameters=("factor",))

@@ -11,6 +11,7 @@ from typing import Any
 from h5pack.data.iteration import Closeable
 from h5pack.data.samplers import BatchOrder, ChunkSampler
 from h5pack.errors import OptionsError, StateError
+from h5pack.system.parameters import whole_number
 
 
 @dataclass
@@ -95,11 +96,12 @@ class LoaderWrapper(Closeable):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
-        self._next_iteration = epoch
-        self._cursor = None
+        epoch = whole_number("epoch", epoch, None)
         setter = next((one for one in with_samplers(self.loader) if callable(getattr(one, "set_epoch", None))), None)
         if setter is not None:
             setter.set_epoch(epoch)
+        self._next_iteration = epoch
+        self._cursor = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the batch that the step received most recently, even if more were prefetched.

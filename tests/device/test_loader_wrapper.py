@@ -6,15 +6,16 @@ import contextlib
 import json
 import pickle
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 import h5pack
 from h5pack.device.feed import DeviceFeed
-from h5pack.errors import LoaderError, StateError
+from h5pack.errors import LoaderError, OptionsError, StateError
 from tests.data.packs import same
 from tests.device.feeds import LOADERS, Keyed, Numbers, PrefetchingFeed, data_loader, every_feed, h5_loader, rest_of
 
@@ -111,6 +112,19 @@ def test_setting_the_epoch_or_the_state_during_an_iteration(dataset: h5pack.H5Da
         feed.load_state_dict(state)
         assert feed.state_dict() == state
         assert len(list(feed)) == 8
+
+
+def test_the_epoch_may_be_any_integer_and_an_invalid_one_changes_nothing(dataset: h5pack.H5Dataset) -> None:
+    loader = MagicMock(spec=["__iter__", "state_dict"])
+    loader.state_dict.return_value = {}
+    feed = DeviceFeed(loader)
+    feed.set_epoch(np.int64(3))
+    assert json.loads(json.dumps(feed.state_dict())) == {"epoch": 3, "loader": {}}
+    for feed in (DeviceFeed(loader), DeviceFeed(h5_loader(dataset))):
+        before = feed.state_dict()
+        with pytest.raises(OptionsError, match="epoch"):
+            feed.set_epoch("4")  # type: ignore[arg-type]
+        assert feed.state_dict() == before
 
 
 @every_feed
