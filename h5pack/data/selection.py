@@ -228,14 +228,16 @@ def plan_order(
     rank, num_replicas = resolve_ranks(*ranks)
     lanes = whole_number("lanes", lanes, 1)
     own_streams = 1 if streams is None else max(1, whole_number("streams", streams, 1) // num_replicas)
+    if isinstance(shuffle, (bool, np.bool_)):
+        shuffle = "window" if shuffle else False
     return OrderPlan(
         rows,
         batch_size * own_streams if single_rows else batch_size,
-        shuffle="window" if shuffle is True else shuffle,
+        shuffle=shuffle,
         seed=seed,
         window=window,
-        trim=drop_last,
-        drop_last=drop_last and not single_rows,
+        trim=bool(drop_last),
+        drop_last=bool(drop_last) and not single_rows,
         rank=rank,
         num_replicas=num_replicas,
         streams=num_replicas * lanes if streams is None else streams,

@@ -8,6 +8,7 @@ from operator import index
 from typing import Any
 
 from h5pack.errors import OptionsError, StateError
+from h5pack.system.parameters import whole_number
 
 # Parameters whose names differ from their keys in saved states.
 _PARAMETERS = {"samples": "num_samples", "trim": "drop_last", "pack_digest": "dataset", "chunk_rows": "dataset"}
@@ -136,6 +137,8 @@ class EpochCursor:
         exhausted epoch, at the start of the next epoch. If no iteration is running, return the state at the start of
         the next iteration.
         """
+        if count is not None:
+            count = whole_number(f"{self.unit}_consumed", count, 0)
         if not self._running:
             return self.state_of(None)
         iteration, received = self.iteration, self.iteration.received_count(count)

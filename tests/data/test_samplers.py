@@ -138,6 +138,10 @@ def test_the_last_rows_can_be_left_out(dataset: h5pack.H5Dataset, kind: str) -> 
 @pytest.mark.parametrize("make", [h5pack.ChunkSampler, lambda *a, **k: h5pack.ChunkBatchSampler(*a, 5, **k)])
 def test_shuffle_true_is_window_and_errors_name_parameters(dataset: h5pack.H5Dataset, make: Any) -> None:
     assert list(make(dataset, shuffle=True)) == list(make(dataset, shuffle="window"))
+    for shuffle in (True, False):
+        same = make(dataset, shuffle=np.bool_(shuffle), drop_last=np.bool_(shuffle))
+        assert list(same) == list(make(dataset, shuffle=shuffle, drop_last=shuffle))
+        json.dumps(same.state_dict())
     uneven = {"streams": 3, "rank": 0, "num_replicas": 2}
     for settings in ({"shuffle": "rows"}, {"rank": 2, "num_replicas": 2}, {"streams": 0}, uneven):
         with pytest.raises(OptionsError) as caught:
@@ -362,6 +366,10 @@ def test_where_a_state_points_to(dataset: h5pack.H5Dataset, kind: str) -> None:
     next(iter(fed.sampler))
     assert place() == (4, 3)
     assert place(2) == (4, 4), "counted from where this iteration began"
+    assert json.loads(json.dumps(fed.sampler.state_dict(np.int64(2)))) == fed.sampler.state_dict(2)
+    for count in (-1, 1.0, "2"):
+        with pytest.raises(OptionsError, match=f"{kind}_consumed"):
+            fed.sampler.state_dict(count)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
