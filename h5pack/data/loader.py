@@ -51,9 +51,9 @@ class LoaderIterator(BatchIterator):
         self._ready: dict[int, Any] = {}
         self._pipeline: Pipeline | None = None
         if self._following < self._end:
-            self._pipeline = start(iteration)
-            # The threads reference the pipeline but not this iterator. So an iterator that the user drops is
-            # garbage-collected, and its finalizer stops the threads.
+            with cursor.canceled_on_error():
+                self._pipeline = start(iteration)
+            # The threads do not reference this iterator. So if the user drops it, its finalizer stops the threads.
             self._finalizer = self._pipeline.stop_with(self)
 
     def __len__(self) -> int:

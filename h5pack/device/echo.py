@@ -121,8 +121,8 @@ class EchoLoader(LoaderWrapper):
         self._require_one_rank()
         # A DataLoader with persistent workers reuses a single iterator, which the previous thread may still be using.
         self.close()
-        state, self._loaded = self._loaded, None
         cursor, fetcher = self._begin(record=True)
+        state, self._loaded = self._loaded, None
         self._state = state or EchoState(self.epoch)
         if isinstance(self.factor, Fraction):
             return _FixedEcho(self, fetcher, cursor, math.ceil(self.factor))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -129,6 +130,16 @@ class EpochCursor:
         self._next_epoch, self._next_start = self.iteration.epoch + 1, 0
         self._running = True
         return self.iteration
+
+    @contextlib.contextmanager
+    def canceled_on_error(self) -> Iterator[None]:
+        """After an error in the context, make the next iteration start where the one that has just begun did."""
+        try:
+            yield
+        except BaseException:
+            self._next_epoch, self._next_start = self.iteration.epoch, self.iteration.start
+            self._running = False
+            raise
 
     def state(self, count: int | None = None) -> dict[str, Any]:
         """Return the state after `count` batches or rows of the running iteration.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -141,6 +142,30 @@ def test_if_a_thread_cannot_start_the_others_end(tmp_path: Path, monkeypatch: py
     for thread in taken:
         thread.join(PATIENCE)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("wrapper", [lambda loader: loader, h5pack.EchoLoader], ids=["alone", "in an EchoLoader"])
+def test_an_iteration_whose_threads_cannot_start_takes_no_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapper: Any
+) -> None:
+    own = h5pack.H5Loader(h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5")), 4)
+    loader = wrapper(own)
+    iterator = iter(loader)
+    states = [loader.state_dict()]
+    for _ in range(3):
+        next(iterator)
+    states.append(loader.state_dict())
+    iterator.close()
+    for state, left in zip(states, (len(loader), len(loader) - 3), strict=True):
+        loader.load_state_dict(state)
+        own.close()  # Otherwise, threads of the previous iteration would be used again.
+        with monkeypatch.context() as context:
+            context.setattr(ReusableThread, "start", Mock(side_effect=RuntimeError))
+            with pytest.raises(LoaderError):
+                iter(loader)
+        assert loader.state_dict() == state
+        assert len(list(loader)) == left
+        assert loader.epoch == 0
 
 
 def test_threads_stop_before_an_interrupt_can_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
