@@ -105,10 +105,10 @@ def resize_on_cpu(
     if draws is not None and isinstance(crop, RandomResizedCrop):
         parts = (draws.top, draws.left, draws.crop_height, draws.crop_width)
         windows = list(zip(*(part.tolist() for part in parts), strict=True))
-    # Windows drawn by another Normalize may exceed the image, and torch's `interpolate` fails if it resizes contiguous
-    # images, (N, C, H, W), to a single pixel. `resize` handles both.
-    if resized == (1, 1) or any(
-        min(top, left, rows - 1, columns - 1, height - top - rows, width - left - columns) < 0
+    # Windows drawn by another Normalize may exceed the image, and torch's `interpolate` (up to at least version 2.13)
+    # gives wrong values for results of width 1, and for some windows of width 1. `resize` handles all of them.
+    if resized[1] == 1 or any(
+        min(top, left, rows - 1, columns - 2, height - top - rows, width - left - columns) < 0
         for top, left, rows, columns in windows
     ):
         result = resize(pixels, *find_taps(draws, crop, pixels))

@@ -93,14 +93,16 @@ def test_pixels_are_those_of_the_matrices(crop: ResizedCrop, size: tuple[int, in
                 assert np.abs(host.double().numpy() - expected).max() <= 1.01
 
 
-@pytest.mark.parametrize("size", [1, (1, 2), (2, 1)])
-def test_tiny_results_of_images_with_channels_first(size: int | tuple[int, int]) -> None:
-    images = batch(8, 11, 13, 3)
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [1, (1, 2), (2, 1), (7, 1), (8, 9)])
+def test_tiny_windows_and_results_of_images_in_any_memory_order(size: int | tuple[int, int], channels: int) -> None:
+    images = batch(8, 11, 13, channels)
     first = images.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
-    for crop in (RandomResizedCrop(size), CenterCrop(size, resize=1)):
+    columns = images.transpose(1, 2).contiguous().transpose(1, 2)
+    for crop in (RandomResizedCrop(size), RandomResizedCrop(size, scale=(0.01, 0.03)), CenterCrop(size, resize=1)):
         draws = draws_of(crop, 8, 11, 13)
         expected = reference(images, draws, crop)
-        for source in (images, first):
+        for source in (images, first, columns):
             assert np.abs(resize_on_cpu(source, draws, crop, False).double().numpy() - expected).max() <= 1.01
 
 
