@@ -6,9 +6,11 @@ batch size and number of ranks, and after a resume.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -132,6 +134,9 @@ class Augmentation:
                 raise OptionsError(f"{name} is {given!r}; give two numbers in ascending order", parameters=(name,))
             object.__setattr__(self, name, values)
         (low_area, high_area), (low_ratio, high_ratio) = self.erase_scale, self.erase_ratio
+        crop: Any = self.crop
+        with contextlib.suppress(TypeError):
+            object.__setattr__(self, "crop", index(crop))  # A NumPy integer becomes an int.
         is_crop = isinstance(self.crop, (RandomCrop, CenterCrop, RandomResizedCrop))
         if isinstance(self.crop, (int, float)):
             is_crop = 0 <= self.crop < 1 << 20 and self.crop == int(self.crop)

@@ -164,7 +164,7 @@ class Normalize:
         self.dtype = dtype
         self.layout = layout
         self.channels = channels
-        across, down = (0.5 if chance is True else chance for chance in (flip, vertical_flip))
+        across, down = (0.5 if isinstance(p, (bool, np.bool_)) and p else p for p in (flip, vertical_flip))
         level = 127.5
         if mean is not None and len(self.mean) == 3:
             level = 255 * sum(weight * value for weight, value in zip(_GREY, self.mean, strict=True))

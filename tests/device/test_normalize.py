@@ -298,6 +298,11 @@ def test_a_seed_is_a_whole_number_of_at_least_0(seed: Any) -> None:
     assert caught.value.parameters == ("seed",)
 
 
+def test_numpy_scalars_mean_the_same_as_python_numbers() -> None:
+    given = Normalize.imagenet(flip=np.bool_(True), vertical_flip=np.float32(0.25), crop=np.int64(4), seed=np.int64(3))
+    assert repr(given) == repr(Normalize.imagenet(flip=True, vertical_flip=0.25, crop=4, seed=3))
+
+
 def test_colors_need_three_channels() -> None:
     norm = Normalize((0.5,), (0.5,), color=ColorJitter(0.5))
     with pytest.raises(OptionsError) as caught:
