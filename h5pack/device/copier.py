@@ -212,7 +212,7 @@ def apply_transform(transform: ImageTransform, fetched: FetchedBatch, device: to
     """
     seeded = _seeded(device, fetched.epoch, fetched.number) if transform.draws else contextlib.nullcontext()
     with outside_inference_mode(), seeded:
-        return transform(fetched.batch, fetched.epoch)
+        return transform(fetched.batch, fetched.epoch, fetched.number)
 
 
 @contextlib.contextmanager

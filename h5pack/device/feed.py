@@ -12,7 +12,14 @@ from h5pack.data.iteration import BatchIterator
 from h5pack.device.batch import map_tensors
 from h5pack.device.copier import CudaOperations, DeviceCopier, apply_transform, outside_inference_mode
 from h5pack.device.echo import EchoLoader
-from h5pack.device.loader_wrapper import BatchFetcher, DeliveryCursor, FetchedBatch, LoaderWrapper, layers_of
+from h5pack.device.loader_wrapper import (
+    BatchFetcher,
+    DeliveryCursor,
+    FetchedBatch,
+    LoaderWrapper,
+    copies_rows,
+    layers_of,
+)
 from h5pack.device.prefetch import DevicePrefetcher
 from h5pack.device.profiling import profiler_range
 from h5pack.device.transforms import ImageTransform
@@ -85,7 +92,9 @@ class DeviceFeed(LoaderWrapper):
         self.device = resolve_device(device)
         self.prefetch_factor = whole_number("prefetch_factor", prefetch_factor, 1)
         dataset = getattr(loader, "dataset", None)
-        self._transform = None if transform is None else ImageTransform(transform, image_key, dataset)
+        self._transform = None
+        if transform is not None:
+            self._transform = ImageTransform(transform, image_key, dataset, copies_rows=copies_rows(loader))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_cursor": None}

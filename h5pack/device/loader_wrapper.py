@@ -11,6 +11,8 @@ from typing import Any
 from h5pack.data.iteration import Closeable
 from h5pack.data.samplers import BatchOrder, ChunkSampler
 from h5pack.errors import OptionsError, StateError
+from h5pack.order.mixture import Mixture
+from h5pack.order.window import OrderPlan
 from h5pack.system.parameters import whole_number
 
 
@@ -290,6 +292,15 @@ def with_samplers(loader: Any) -> list[Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
     return [loader, *(sampler for sampler in samplers if sampler is not None)]
+
+
+def copies_rows(loader: Any) -> bool:
+    """Return whether an epoch may have several copies of a row, which `weights` and a `MixtureSampler` draw."""
+    for one in (one for layer in layers_of(loader) for one in with_samplers(layer)):
+        order = getattr(one, "mixture", None) or getattr(one, "plan", None)
+        if isinstance(order, (Mixture, OrderPlan)) and order.draws_of(0, 1) != order.draws_of(0, 0):
+            return True
+    return False
 
 
 def _batch_rows(loader: Any) -> int:

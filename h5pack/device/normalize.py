@@ -71,8 +71,8 @@ class Normalize:
     """A transform of uint8 images to ``(image / 255 - mean) / std`` in one pass, accurate to one rounding step.
 
     Crops, flips and colors are applied in the same pass, in this order; boxes are erased after normalizing. Random
-    changes depend only on the seed and on each sample's row, epoch, view, and number of earlier deliveries in the epoch
-    (see `BatchKey`).
+    changes depend only on the seed and on each sample's `BatchKey`: its row, epoch and view, and which use of the row
+    in the epoch it is.
 
     Parameters
     ----------

@@ -110,11 +110,15 @@ class ImageTransform:
     """A wrapper that applies the transform, or the sequence of transforms, of a `DeviceFeed` to a batch.
 
     `seconds` is the total time spent in calls of the transforms. `dataset` is the loader's dataset, None if unknown.
+    `copies_rows` is whether an epoch may have several copies of a row. Their keys then differ by the batch's number.
     Raises OptionsError if a transform is not callable, is a compiled `Normalize` with fields, or needs row numbers that
     the dataset does not provide.
     """
 
-    def __init__(self, transform: Any, image_key: Hashable | None, dataset: Any = None) -> None:
+    def __init__(
+        self, transform: Any, image_key: Hashable | None, dataset: Any = None, *, copies_rows: bool = False
+    ) -> None:
+        self._copies_rows = copies_rows
         self.transforms = tuple(transform) if isinstance(transform, (list, tuple)) else (transform,)
         for one in self.transforms:
             if not callable(one):
@@ -151,11 +155,15 @@ class ImageTransform:
                 f"the transform {self._name} needs row numbers, but the dataset's batches have none; {_ADVICE}"
             )
 
-    def __call__(self, batch: Any, epoch: int) -> Any:
-        """Return the transformed batch; raise OptionsError if images, row numbers or fields are missing."""
+    def __call__(self, batch: Any, epoch: int, number: int = 0) -> Any:
+        """Return the transformed batch; raise OptionsError if images, row numbers or fields are missing.
+
+        `number` is the index of the batch in its epoch.
+        """
         with profiler_range("transform"):
             # Make the key from the loaded batch, because a transform of whole batches may drop the row numbers.
-            key = self._key(batch, images_of(batch, self.image_key), epoch) if self.keyed else None
+            repeats = number if self._copies_rows else repeats_of(batch)
+            key = self._key(batch, images_of(batch, self.image_key), epoch, repeats) if self.keyed else None
             begin = time.perf_counter()
             for transform in self.transforms:
                 apply = self._apply_to_batch if _takes_batches(transform) else self._apply_to_images
@@ -240,7 +248,7 @@ class ImageTransform:
                     )
         return kinds
 
-    def _key(self, batch: Any, images: torch.Tensor, epoch: int) -> BatchKey:
+    def _key(self, batch: Any, images: torch.Tensor, epoch: int, repeats: int) -> BatchKey:
         rows = rows_of(batch)
         if rows is None or rows is images or len(rows) != len(images):
             raise OptionsError(
@@ -255,7 +263,7 @@ class ImageTransform:
                 f"the transform {self._name} needs row numbers, but the batch's second element may be labels instead, "
                 f"which look the same; {_ADVICE}, or make the batches dicts with the key 'rows'"
             )
-        return BatchKey(rows.to(images.device, non_blocking=True), epoch, repeats_of(batch))
+        return BatchKey(rows.to(images.device, non_blocking=True), epoch, repeats)
 
 
 def _call(transform: Callable[..., Any], argument: Any, key: BatchKey | None) -> Any:

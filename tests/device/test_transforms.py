@@ -79,6 +79,45 @@ def test_transforms_in_sequence_share_the_key_of_the_loaded_batch(feed_of: Any) 
     assert torch.equal(found["image"], last(images, keys[0]))
 
 
+def weighted(dataset: h5pack.H5Dataset) -> Any:
+    return h5pack.H5Loader(dataset, 8, weights=np.arange(packs.ROWS) < 4, num_samples=60, num_threads=1)
+
+
+def mixed(dataset: h5pack.H5Dataset) -> Any:
+    both = h5pack.ConcatPack([dataset, dataset])
+    sampler = h5pack.MixtureSampler(both, 8, num_samples=800)
+    return DataLoader(both, batch_sampler=sampler)
+
+
+def mixed_by_threads(dataset: h5pack.H5Dataset) -> Any:
+    both = h5pack.ConcatPack([dataset, dataset])
+    return h5pack.H5Loader(both, batch_sampler=h5pack.MixtureSampler(both, 8, num_samples=800), num_threads=1)
+
+
+@every_feed
+@pytest.mark.parametrize("make", [weighted, mixed, mixed_by_threads, lambda one: h5pack.EchoLoader(weighted(one), 2)])
+def test_copies_of_a_row_in_several_batches_have_different_keys(
+    dataset: h5pack.H5Dataset, feed_of: Any, make: Any
+) -> None:
+    keyed = Keyed()
+    feed = feed_of(make(dataset), transform=keyed)
+    iterator = iter(feed)
+    for _ in range(5):
+        next(iterator)
+    state = feed.state_dict()
+    rest = list(iterator)
+    keys, keyed.keys = keyed.keys, []
+    assert [(key.epoch, key.repeats) for key in keys] == [(0, number) for number in range(5 + len(rest))]
+    rows = torch.cat([key.rows.unique() for key in keys])
+    assert len(rows) > 2 * len(rows.unique()), "the same rows in several batches"
+    resumed = feed_of(make(dataset), transform=keyed)
+    resumed.load_state_dict(state)
+    assert len(list(resumed)) == len(rest)
+    assert [(key.repeats, key.rows.tolist()) for key in keyed.keys] == [
+        (key.repeats, key.rows.tolist()) for key in keys[5:]
+    ]
+
+
 def test_wrong_transforms_are_refused() -> None:
     images, rows = torch.ones(3, 2), torch.arange(3)
     for transform in (3, [torch.neg, None]):
