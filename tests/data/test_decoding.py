@@ -204,6 +204,7 @@ def test_epochs_and_copies_of_a_row_differ(kept: Path) -> None:
     weights = np.zeros(len(dataset))
     weights[0] = 1
     for order in (
+        h5pack.H5Loader(dataset, 1, indices=[0] * 12),
         h5pack.H5Loader(dataset, 1, weights=weights, num_samples=12),
         DataLoader(
             dataset, batch_sampler=h5pack.ChunkBatchSampler(dataset, 1, weights=weights, num_samples=12), num_workers=2

@@ -83,6 +83,10 @@ def weighted(dataset: h5pack.H5Dataset) -> Any:
     return h5pack.H5Loader(dataset, 8, weights=np.arange(packs.ROWS) < 4, num_samples=60, num_threads=1)
 
 
+def repeated(dataset: h5pack.H5Dataset) -> Any:
+    return h5pack.H5Loader(torch.utils.data.Subset(dataset, [3, 9, 4] * 20), 8, num_threads=1)
+
+
 def mixed(dataset: h5pack.H5Dataset) -> Any:
     both = h5pack.ConcatPack([dataset, dataset])
     sampler = h5pack.MixtureSampler(both, 8, num_samples=800)
@@ -95,7 +99,9 @@ def mixed_by_threads(dataset: h5pack.H5Dataset) -> Any:
 
 
 @every_feed
-@pytest.mark.parametrize("make", [weighted, mixed, mixed_by_threads, lambda one: h5pack.EchoLoader(weighted(one), 2)])
+@pytest.mark.parametrize(
+    "make", [weighted, repeated, mixed, mixed_by_threads, lambda one: h5pack.EchoLoader(weighted(one), 2)]
+)
 def test_copies_of_a_row_in_several_batches_have_different_keys(
     dataset: h5pack.H5Dataset, feed_of: Any, make: Any
 ) -> None:
