@@ -30,14 +30,14 @@ def list_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     The files that match a pattern are sorted. Raises OptionsError for an empty list, and PackFormatError for a pattern
     that matches nothing.
     """
-    if not isinstance(path, (str, os.PathLike)):
+    if not isinstance(path, (str, bytes, os.PathLike)):
         given: Any = path
         if not isinstance(given, Sequence):
             require_local(given)
         if not len(path):
             raise OptionsError("path is an empty list; give at least one file", parameters=("path",))
         return [file for one in path for file in list_files(one)]
-    name = os.fspath(path)
+    name = os.fsdecode(path)
     if not glob.has_magic(name) or os.path.exists(name):
         return [path]
     found = sorted(glob.glob(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,8 @@ def test_any_hdf5_files(tmp_path: Path) -> None:
     for number in range(4):
         hdf5_file(tmp_path / f"{number}.h5", x=images[5 * number : 5 * number + 5], y=np.arange(5) + 5 * number)
     dataset = h5pack.H5Dataset(tmp_path / "*.h5", images="x", labels="y")
+    for path in (os.fsencode(tmp_path / "*.h5"), [os.fsencode(one) for one in sorted(tmp_path.glob("*.h5"))]):
+        assert repr(h5pack.H5Dataset(path, images="x", labels="y")) == repr(dataset)  # type: ignore[arg-type]
     assert (dataset.splits, dataset.filenames, dataset.mean) == ({}, None, None)
     for batch in h5pack.H5Loader(dataset, 6):
         assert np.array_equal(batch.images, images[batch.labels])
