@@ -57,7 +57,11 @@ class ConcatPack(BatchSource):
         self.field_names, self._lists = self.datasets[0].field_names, self.datasets[0]._lists
         self.is_random = any(one.is_random for one in self.datasets)
         self._shared = SharedMemory()
-        self._plain = all(one.transform is None and one.target_transform is None for one in self.datasets)
+
+    @property
+    def _plain(self) -> bool:
+        # Not computed once, because users may set the transforms of the datasets later.
+        return all(one.transform is None and one.target_transform is None for one in self.datasets)
 
     def __len__(self) -> int:
         return int(self.offsets[-1])

@@ -81,6 +81,14 @@ def test_samples_with_transforms_and_pickles(mixed: ConcatPack) -> None:
     assert mixed.collate(mixed.__getitems__([]))[0].shape == (0, *packs.SHAPE)
 
 
+def test_a_transform_may_be_set_later(mixed: ConcatPack) -> None:
+    mixed.datasets[0].transform = lambda image: image.size
+    (batch,) = DataLoader(mixed, batch_sampler=[[0, 1]], collate_fn=list)
+    assert [sample.image for sample in batch] == [mixed[index].image for index in (0, 1)] == [(12, 16)] * 2
+    with pytest.raises(OptionsError):
+        mixed.joined()
+
+
 def test_encoded_images_of_several_sizes_are_samples_of_a_batch(tmp_path: Path) -> None:
     images = [pixels(number, size) for number, size in enumerate([(20, 14), (9, 31), (20, 14), (12, 25)])]
     rows = [encode(image, "PNG") for image in images]
