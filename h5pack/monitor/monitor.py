@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -380,7 +381,7 @@ class FeedRecorder:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _device_of(layers: list[Any]) -> torch.device | None:

@@ -289,6 +289,10 @@ def test_profilers_see_waits_and_steps_and_may_begin_and_stop_within_a_step(cloc
     assert not any("h5pack" in event.key for event in profile.key_averages())
 
 
+def test_numpy_scalars_are_numbers() -> None:
+    FeedMonitor([], interval_seconds=np.int64(2), warn_stall=np.float32(0.5))
+
+
 @pytest.mark.parametrize(
     ("parameter", "value"),
     [
