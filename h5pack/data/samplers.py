@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from h5pack.data.concat import ConcatPack
 from h5pack.data.dataset import H5Dataset
@@ -29,6 +29,7 @@ _PLANNED_ROWS = 4_096
 Item = TypeVar("Item")
 
 _MAX_FRAMES, _LOADER_MODULE = 10, "torch.utils.data.dataloader"
+_DIVIDING_MODULE, _DIVIDING_CLASSES = "accelerate.data_loader", ("BatchSamplerShard", "DataLoaderDispatcher")
 
 
 def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -85,6 +86,22 @@ def _received(loader: weakref.ref[Any], iteration: IterationState) -> int | None
     return iteration.count if iteration.exhausted and dropped else received
 
 
+def _require_undivided(num_replicas: int) -> None:
+    """Raise an OptionsError if Accelerate divides among the ranks what a sampler has divided among `num_replicas`.
+
+    Each epoch would then lack rows, without any other sign.
+    """
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), _MAX_FRAMES if num_replicas > 1 else 0):
+        accelerate = frame.f_globals.get("__name__") == _DIVIDING_MODULE
+        if accelerate and type(frame.f_locals.get("self")).__name__ in _DIVIDING_CLASSES:
+            raise OptionsError(
+                "Accelerate divides the batches of a DataLoader that it prepares among the ranks, but this sampler "
+                f"yields only the rows of its rank of {num_replicas}; give the sampler rank=0, num_replicas=1, or do "
+                "not prepare the DataLoader",
+                parameters=("rank=0, num_replicas=1", "rank", "num_replicas"),
+            )
+
+
 class SamplerIterator(Iterator[Item]):
     """One iteration over a sampler.
 
@@ -124,7 +141,9 @@ class SamplerIterator(Iterator[Item]):
         return iteration
 
 
-class ChunkSampler(Resumable, Sampler[int]):
+# `Resumable` replaces the epoch of DistributedSampler. It is the base class by which Lightning, Fabric and Ignite know
+# that a sampler yields only the rows of its rank; they would divide those of any other sampler among the ranks again.
+class ChunkSampler(Resumable, DistributedSampler[int]):  # type: ignore[override]
     """Sampler whose shuffled order reads each chunk once per epoch; pass it to a DataLoader as ``sampler``.
 
     Parameters
@@ -189,6 +208,7 @@ class ChunkSampler(Resumable, Sampler[int]):
             rows, _PLANNED_ROWS, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, single_rows=True
         )
         identity = {**plan.identity(), "global_batch": None}
+        self.rank, self.num_replicas = plan.rank, plan.num_replicas
         super().__init__(EpochCursor(identity, "rows", plan.rank_rows, plan.num_replicas))
 
     def __len__(self) -> int:
@@ -199,6 +219,7 @@ class ChunkSampler(Resumable, Sampler[int]):
         return f"ChunkSampler({self.dataset!r}, {order_text(self.plan)})"
 
     def __iter__(self) -> Iterator[int]:
+        _require_undivided(self.num_replicas)
         return SamplerIterator(self._cursor, self._items)
 
     def _items(self, iteration: IterationState) -> Iterator[int]:
@@ -232,7 +253,10 @@ class ChunkSampler(Resumable, Sampler[int]):
 class BatchOrder(Resumable, Sampler[list[int]]):
     """Base class of batch samplers, whose states count batches."""
 
+    num_replicas: int
+
     def __iter__(self) -> Iterator[list[int]]:
+        _require_undivided(self.num_replicas)
         return SamplerIterator(self._cursor, self._items)
 
     def _items(self, iteration: IterationState) -> Iterator[list[int]]:
@@ -302,6 +326,7 @@ class ChunkBatchSampler(BatchOrder):
         )
         super().__init__(EpochCursor(self.plan.identity(), "batches", self.plan.num_batches))
         self.batch_size, self.drop_last = self.plan.batch_size, drop_last
+        self.rank, self.num_replicas = self.plan.rank, self.plan.num_replicas
 
     def __len__(self) -> int:
         """Return the number of batches of this rank per epoch."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch.distributed
-from torch.utils.data import Subset
+from torch.utils.data import Sampler, Subset
 
 from h5pack.data.concat import ConcatPack
 from h5pack.data.dataset import H5Dataset, is_class_label
@@ -131,10 +131,14 @@ def _select_rows(
     if isinstance(base, ConcatPack):
         base = base.joined()
     if not isinstance(base, H5Dataset):
+        advice = "give an H5Dataset or a ConcatPack, or a torch Subset of one"
+        if isinstance(base, Sampler):
+            advice += (
+                ". Lightning makes a batch sampler again, from a sampler: give Trainer(use_distributed_sampler=False), "
+                "and to predict, an H5Loader, or a DataLoader with batch_size= instead of batch_sampler="
+            )
         raise OptionsError(
-            f"dataset is a {type(base).__name__}, which has no chunks; give an H5Dataset or a ConcatPack, or a torch "
-            "Subset of one",
-            parameters=("dataset",),
+            f"dataset is a {type(base).__name__}, which has no chunks; {advice}", parameters=("dataset",)
         )
     given = chosen = None
     if indices is not None:

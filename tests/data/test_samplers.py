@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info, random_split
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, get_worker_info, random_split
 
 import h5pack
 from h5pack.errors import OptionsError, StateError
@@ -613,3 +613,24 @@ def test_subsets_and_indices(dataset: h5pack.H5Dataset, kind: str) -> None:
     assert sorted(chosen.rows()) == [ROWS_OF_SPLIT[index] for index in (3, 3, 41, 49)]
     none = Fed(kind, dataset, indices=[])
     assert (len(none.sampler), none.epoch(), none.epoch(), none.sampler.epoch) == (0, [], [], 1)
+
+
+def test_frameworks_know_that_a_sampler_of_rows_has_a_rank(dataset: h5pack.H5Dataset) -> None:
+    sampler = h5pack.ChunkSampler(dataset, rank=1, num_replicas=3)
+    assert isinstance(sampler, DistributedSampler)
+    assert (sampler.rank, sampler.num_replicas) == (1, 3)
+
+
+@KINDS
+def test_accelerate_does_not_divide_the_rows_of_a_rank(dataset: h5pack.H5Dataset, kind: str) -> None:
+    loaders = pytest.importorskip("accelerate.data_loader", reason="pip install accelerate")
+
+    def shares(ranks: int) -> list[int]:
+        batches = [Fed(kind, dataset, rank=0, num_replicas=ranks).loader.batch_sampler for _ in range(2)]
+        shards = [loaders.BatchSamplerShard(one, 2, rank, even_batches=False) for rank, one in enumerate(batches)]
+        return sorted(index for shard in shards for batch in shard for index in batch)
+
+    assert shares(1) == list(range(len(dataset)))
+    with pytest.raises(OptionsError) as refused:
+        shares(2)
+    assert set(refused.value.parameters) >= {"rank", "num_replicas"}
