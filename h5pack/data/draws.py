@@ -43,7 +43,7 @@ class BatchKey:
 
     rows: torch.Tensor  #: The index of each sample in the file's datasets: int64, (N,), on the images' device.
     epoch: int
-    repeats: int | torch.Tensor = 0  #: Differs between the batches of an epoch with the same row; or int64, (N,).
+    repeats: int | torch.Tensor = 0  #: Differs between the uses of a row in an epoch: an int, or int64, (N,).
     view: int = 0  #: Which of several augmented views of the same images: 0, 1, ...
 
 

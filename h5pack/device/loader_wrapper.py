@@ -295,10 +295,15 @@ def with_samplers(loader: Any) -> list[Any]:
 
 
 def copies_rows(loader: Any) -> bool:
-    """Return whether an epoch may have several copies of a row: of repeated indices, by weights, or in a mixture."""
+    """Return whether an epoch may have several copies of a row: of repeated indices, by weights, or in a mixture.
+
+    A sampler of another library may have them if its attribute `replacement` is true, as in torch's samplers.
+    """
     for one in (one for layer in layers_of(loader) for one in with_samplers(layer)):
         order = getattr(one, "mixture", None) or getattr(one, "plan", None)
         if isinstance(order, (Mixture, OrderPlan)) and order.draws_of(0, 1) != order.draws_of(0, 0):
+            return True
+        if getattr(one, "replacement", False):
             return True
     return False
 

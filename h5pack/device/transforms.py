@@ -34,6 +34,7 @@ from h5pack.format import schema
 
 _STREAM = 3
 """The stream of random words for transforms other than `Normalize` (see `random_words`)."""
+_MAX_BATCH_BITS = 20
 _ADVICE = "open the dataset with H5Dataset(..., with_rows=True)"
 
 
@@ -110,7 +111,7 @@ class ImageTransform:
     """A wrapper that applies the transform, or the sequence of transforms, of a `DeviceFeed` to a batch.
 
     `seconds` is the total time spent in calls of the transforms. `dataset` is the loader's dataset, None if unknown.
-    `copies_rows` is whether an epoch may have several copies of a row. Their keys then differ by the batch's number.
+    `copies_rows` is whether an epoch may have several copies of a row. Each then has another number in its key.
     Raises OptionsError if a transform is not callable, is a compiled `Normalize` with fields, or needs row numbers that
     the dataset does not provide.
     """
@@ -162,8 +163,7 @@ class ImageTransform:
         """
         with profiler_range("transform"):
             # Make the key from the loaded batch, because a transform of whole batches may drop the row numbers.
-            repeats = number if self._copies_rows else repeats_of(batch)
-            key = self._key(batch, images_of(batch, self.image_key), epoch, repeats) if self.keyed else None
+            key = self._key(batch, images_of(batch, self.image_key), epoch, number) if self.keyed else None
             begin = time.perf_counter()
             for transform in self.transforms:
                 apply = self._apply_to_batch if _takes_batches(transform) else self._apply_to_images
@@ -248,7 +248,7 @@ class ImageTransform:
                     )
         return kinds
 
-    def _key(self, batch: Any, images: torch.Tensor, epoch: int, repeats: int) -> BatchKey:
+    def _key(self, batch: Any, images: torch.Tensor, epoch: int, number: int) -> BatchKey:
         rows = rows_of(batch)
         if rows is None or rows is images or len(rows) != len(images):
             raise OptionsError(
@@ -263,6 +263,11 @@ class ImageTransform:
                 f"the transform {self._name} needs row numbers, but the batch's second element may be labels instead, "
                 f"which look the same; {_ADVICE}, or make the batches dicts with the key 'rows'"
             )
+        repeats: int | torch.Tensor = repeats_of(batch)
+        if self._copies_rows:
+            # Number the samples of the epoch, because copies of a row may be in one batch.
+            first = number << _MAX_BATCH_BITS
+            repeats = torch.arange(first, first + len(rows), device=images.device)
         return BatchKey(rows.to(images.device, non_blocking=True), epoch, repeats)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import h5pack
 from h5pack.data.draws import BatchKey
@@ -79,51 +79,6 @@ def test_transforms_in_sequence_share_the_key_of_the_loaded_batch(feed_of: Any) 
     assert torch.equal(found["image"], last(images, keys[0]))
 
 
-def weighted(dataset: h5pack.H5Dataset) -> Any:
-    return h5pack.H5Loader(dataset, 8, weights=np.arange(packs.ROWS) < 4, num_samples=60, num_threads=1)
-
-
-def repeated(dataset: h5pack.H5Dataset) -> Any:
-    return h5pack.H5Loader(torch.utils.data.Subset(dataset, [3, 9, 4] * 20), 8, num_threads=1)
-
-
-def mixed(dataset: h5pack.H5Dataset) -> Any:
-    both = h5pack.ConcatPack([dataset, dataset])
-    sampler = h5pack.MixtureSampler(both, 8, num_samples=800)
-    return DataLoader(both, batch_sampler=sampler)
-
-
-def mixed_by_threads(dataset: h5pack.H5Dataset) -> Any:
-    both = h5pack.ConcatPack([dataset, dataset])
-    return h5pack.H5Loader(both, batch_sampler=h5pack.MixtureSampler(both, 8, num_samples=800), num_threads=1)
-
-
-@every_feed
-@pytest.mark.parametrize(
-    "make", [weighted, repeated, mixed, mixed_by_threads, lambda one: h5pack.EchoLoader(weighted(one), 2)]
-)
-def test_copies_of_a_row_in_several_batches_have_different_keys(
-    dataset: h5pack.H5Dataset, feed_of: Any, make: Any
-) -> None:
-    keyed = Keyed()
-    feed = feed_of(make(dataset), transform=keyed)
-    iterator = iter(feed)
-    for _ in range(5):
-        next(iterator)
-    state = feed.state_dict()
-    rest = list(iterator)
-    keys, keyed.keys = keyed.keys, []
-    assert [(key.epoch, key.repeats) for key in keys] == [(0, number) for number in range(5 + len(rest))]
-    rows = torch.cat([key.rows.unique() for key in keys])
-    assert len(rows) > 2 * len(rows.unique()), "the same rows in several batches"
-    resumed = feed_of(make(dataset), transform=keyed)
-    resumed.load_state_dict(state)
-    assert len(list(resumed)) == len(rest)
-    assert [(key.repeats, key.rows.tolist()) for key in keyed.keys] == [
-        (key.repeats, key.rows.tolist()) for key in keys[5:]
-    ]
-
-
 def test_wrong_transforms_are_refused() -> None:
     images, rows = torch.ones(3, 2), torch.arange(3)
     for transform in (3, [torch.neg, None]):
@@ -138,6 +93,52 @@ def test_wrong_transforms_are_refused() -> None:
         with pytest.raises(OptionsError) as caught:
             h5pack.Views(*wrong)
         assert caught.value.parameters == ("transforms",)
+
+
+def repeating(dataset: h5pack.H5Dataset, kind: str, workers: int = 0) -> Any:
+    """A loader whose epochs have several copies of a row, also within a batch."""
+    weights = torch.where(torch.arange(len(dataset)) % 16 == 0, 9.0, 1.0)
+    if kind == "weights":
+        return h5pack.H5Loader(dataset, 16, weights=weights, rank=1, num_replicas=2)
+    if kind == "indices":
+        sampler = h5pack.ChunkBatchSampler(dataset, 16, indices=[0, 1, 2] * 20)
+        return DataLoader(dataset, batch_sampler=sampler, num_workers=workers)
+    if kind == "replacement":
+        return DataLoader(dataset, 16, sampler=WeightedRandomSampler(weights.tolist(), 64))
+    pack = h5pack.ConcatPack([h5pack.H5Dataset(dataset.path, with_rows=True), dataset])
+    mixture = h5pack.MixtureSampler(pack, 16, weights=[3, 1], num_samples=2 * len(dataset))
+    return (
+        DataLoader(pack, batch_sampler=mixture) if kind == "mixture" else h5pack.H5Loader(pack, batch_sampler=mixture)
+    )
+
+
+@every_feed
+@pytest.mark.parametrize("kind", ["weights", "indices", "replacement", "mixture", "mixture of H5Loader"])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_copies_of_a_row_have_draws_of_their_own(
+    dataset: h5pack.H5Dataset, feed_of: Any, kind: str, factor: int
+) -> None:
+    class Draw:
+        keyed = True
+
+        def __call__(self, images: torch.Tensor, key: BatchKey) -> torch.Tensor:
+            return uniform(key, 0, 1)
+
+    def feed() -> Any:
+        return feed_of(h5pack.EchoLoader(repeating(dataset, kind), factor=factor), transform=Draw())
+
+    whole = feed()
+    found = [torch.column_stack([batch.images[:, 0], batch.rows]) for _ in range(2) for batch in whole]
+    samples = torch.cat(found)
+    assert len(samples[:, 1].unique()) < len(samples) // factor
+    assert len(samples[:, 0].unique()) > len(samples) - 3
+    if kind != "replacement":
+        stopped, resumed = feed(), feed()
+        for _ in zip(range(2), stopped, strict=False):
+            state = stopped.state_dict()
+        resumed.load_state_dict(state)
+        rest = torch.cat([torch.column_stack([batch.images[:, 0], batch.rows]) for batch in resumed])
+        assert torch.equal(rest, torch.cat(found[2 : len(found) // 2]))
 
 
 # Several views.
