@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
@@ -159,20 +161,14 @@ def test_cached_and_other_groups_may_take_turns(tmp_path: Path, streams: int, mo
     make_hot(path)
     order: dict[str, Any] = {"window": 2, "seed": 3, "streams": streams}
     expected = packs.reference(h5pack.H5Dataset(path), 1, 8, **order)[0]
-    turns = {"all": [True], "none": [False], "in turn": [True, False], "late": [False, False, True]}
-    for wanted in turns.values():
-        calls: list[bool] = []
-
-        def ready(self: Any, first: Any, last: Any, wanted: list[bool] = wanted, calls: list[bool] = calls) -> bool:
-            calls.append(wanted[len(calls) % len(wanted)])
-            return calls[-1]
-
+    for wanted in ([True], [False], [True, False], [False, False, True]):
+        ready = Mock(side_effect=itertools.cycle(wanted))
         monkeypatch.setattr("h5pack.read.mapping.MappedDataset.ready", ready)
         monkeypatch.setattr("h5pack.data.pipeline._MERGED_BYTES", 1)
         dataset = h5pack.H5Dataset(path)
         with h5pack.H5Loader(dataset, 8, num_threads=2, **order) as loader:
             assert packs.all_same(list(loader), expected)
-        assert len(calls) >= 5
+        assert ready.call_count >= 5
         assert dataset.stats().rows == packs.ROWS + (-packs.ROWS % streams)
         assert dataset.stats().amplification == 1.0
 
@@ -186,18 +182,13 @@ def test_rows_that_left_the_page_cache_before_they_are_copied_are_read(
     make_hot(path)
     monkeypatch.setattr("h5pack.data.chunk_groups.CHECK_SECONDS", -1.0)
     monkeypatch.setattr("h5pack.data.loader._SMALL_BLOCK_BYTES", 1)
-    asked: list[int] = []
-
-    def ready(self: Any, first: npt.NDArray[np.int64], last: Any) -> bool:
-        """Of the batches, which are short, say no."""
-        asked.append(len(first))
-        return len(first) != 8
-
+    # Of the batches, which are short, say no.
+    ready = Mock(side_effect=lambda first, last: len(first) != 8)
     monkeypatch.setattr("h5pack.read.mapping.MappedDataset.ready", ready)
     with h5pack.H5Loader(h5pack.H5Dataset(path), 8, window=2, num_threads=2) as loader:
         assert packs.all_same(list(loader), expected)
     # The other batches have rows of two windows.
-    assert asked.count(8) >= 8
+    assert [len(call.args[0]) for call in ready.mock_calls].count(8) >= 8
 
 
 @pytest.mark.parametrize("streams", [1, 2])

@@ -172,12 +172,8 @@ def test_threads_stop_before_an_interrupt_can_keep_them(tmp_path: Path, monkeypa
     loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5")), 4, num_threads=2)
     iterator = iter(loader)
     next(iterator)
-
-    def interrupted(self: BackgroundThreads) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as context:
-        context.setattr(BackgroundThreads, "join", interrupted)
+        context.setattr(BackgroundThreads, "join", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             iterator.close()  # type: ignore[attr-defined]
     loader.close()

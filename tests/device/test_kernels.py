@@ -476,10 +476,8 @@ def test_errors_of_a_launch_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be errors of an earlier kernel, after which nothing works on this device."""
     from h5pack.device.kernels import launch, normalize
 
-    def fail(*args: Any) -> None:
-        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
-
-    monkeypatch.setattr(normalize, "normalize", fail)
+    error = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    monkeypatch.setattr(normalize, "normalize", Mock(side_effect=error))
     monkeypatch.setattr(launch, "interpreted", lambda: True)
     norm = Normalize.imagenet()
     monkeypatch.setattr(norm, "_by_triton", lambda device: not norm._kernels_fail)

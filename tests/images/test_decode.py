@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -558,10 +559,7 @@ def test_storage_errors_do_not_reject_the_image(monkeypatch: pytest.MonkeyPatch)
     "error", [ValueError("at <PIL.Image.Image object at 0x7f12ab>"), SyntaxError("at"), OSError("at")]
 )
 def test_any_exception_of_a_decoder_rejects_the_image(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def raising(*_: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(Image, "open", raising)
+    monkeypatch.setattr(Image, "open", Mock(side_effect=error))
     assert outcome(FILES["rgb png"], DecodePath.PILLOW) == f"cannot be decoded: {type(error).__name__}: at"
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -207,11 +208,7 @@ def test_a_file_that_became_shorter_is_not_loaded(cold: tuple[Any, MappedDataset
 def test_a_file_system_without_mappings_is_read_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f.h5"
     write(path, numbers((ROWS, *SHAPE), "u1"), "rows")
-
-    def refuse(*args: Any) -> None:
-        raise OSError(19, "No such device")
-
-    monkeypatch.setattr(mapping.mmap, "mmap", refuse)
+    monkeypatch.setattr(mapping.mmap, "mmap", Mock(side_effect=OSError(19, "No such device")))
     assert engine_of(path).mapped("x") is None
 
 
