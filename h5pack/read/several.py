@@ -149,19 +149,15 @@ def _joined_offsets(
 
 def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]:
     """Return mean and standard deviation over all files, weighted by `statistics_rows`; both None if one has none."""
-    total, means, squares = 0, [], []
-    for pack in packs:
-        if pack.mean is None or pack.std is None:
-            return None, None
-        if pack.statistics_rows:
-            total += pack.statistics_rows
-            means.append(pack.statistics_rows * pack.mean)
-            squares.append(pack.statistics_rows * (pack.std**2 + pack.mean**2))
-    if not total:
+    known = [(one.statistics_rows, one.mean, one.std) for one in packs if one.mean is not None and one.std is not None]
+    if len(known) < len(packs):
+        return None, None
+    counted = [one for one in known if one[0]]
+    if not counted:
         return packs[0].mean, packs[0].std
-    mean: npt.NDArray[np.float64] = np.sum(means, axis=0) / total
-    std: npt.NDArray[np.float64] = np.sqrt(np.maximum(np.sum(squares, axis=0) / total - mean**2, 0))
-    return mean, std
+    rows, means, stds = map(np.array, zip(*counted, strict=True))
+    mean = np.average(means, 0, rows)
+    return mean, np.sqrt(np.maximum(np.average(stds**2 + means**2, 0, rows) - mean**2, 0))
 
 
 def read_filenames(pack: FileDescription, rows: RowNumbers) -> list[str] | None:
