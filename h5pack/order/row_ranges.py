@@ -48,6 +48,7 @@ class RowSampler(Protocol):
     @property
     def unique_count(self) -> int:
         """Number of distinct rows of the file that can occur in any epoch."""
+        return len(self.unique_rows())
 
     def epoch_rows(self, key: int) -> EpochRows:
         """Return the rows of the epoch whose 64-bit random key is `key`."""
@@ -99,10 +100,6 @@ class RowRange(RowSet):
         ends = [(0, start - self._chunk * chunk_rows), (self.chunk_count - 1, after)]
         self.short_chunks: list[tuple[int, int]] | None = ends if self.count else []
 
-    @property
-    def unique_count(self) -> int:
-        return self.count
-
     def max_rows(self, chunks: int) -> int:
         return chunks * self.chunk_rows
 
@@ -151,12 +148,9 @@ class RowSubset(RowSet):
     def rows_at(self, positions: Rows) -> tuple[Rows, Rows]:
         return self._rows[positions], self._indices[positions]
 
-    @property
-    def unique_count(self) -> int:
-        return int(np.count_nonzero(np.diff(self._rows))) + 1 if self.count else 0
-
     def unique_rows(self) -> Rows:
-        return np.unique(self._rows)
+        found: Rows = self._rows[np.diff(self._rows, prepend=-1) != 0]  # np.unique would take longer.
+        return found
 
     def identity(self) -> dict[str, Any]:
         digest = zlib.crc32(self._indices.astype("<i8").tobytes(), zlib.crc32(self._rows.astype("<i8").tobytes()))

@@ -78,11 +78,6 @@ class WeightedRows(RowSampler):
         units = int(heaviest.sum()) + int(heaviest.max())
         return -(-self.count * units // self._line) + others + 1
 
-    @property
-    def unique_count(self) -> int:
-        """Number of distinct rows of the file with a positive weight."""
-        return self.rows.unique_count if self._drawable == self.rows.count else len(self.unique_rows())
-
     def unique_rows(self) -> range | Rows:
         """Return the distinct rows of the file with a positive weight, ascending; a range, or int64, (n,)."""
         if self._drawable == self.rows.count:
