@@ -25,6 +25,7 @@ from h5pack.combine.parts import Part, Rows
 from h5pack.errors import OutputExistsError, ResumeError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
+from h5pack.format.fields import field_checksums
 from h5pack.pack import finish
 from h5pack.pack.compression import compress_chunk, require_filter
 from h5pack.pack.file_structure import (
@@ -162,13 +163,14 @@ def _existing_report(plan: Combination, output: Output) -> CombineReport:
 
 
 def _has_rows(file: h5py.File, tables: PackTables) -> bool:
-    """Return whether a pack has the images, file names, labels and splits of the given tables, in the same order."""
+    """Return whether a pack has the rows, names, labels, splits and fields (without pixels) of the given tables."""
     checksums = {schema.ENCODED if tables.encoded else schema.IMAGES: tables.checksums}
     if tables.labels is not None:
         checksums[schema.LABELS] = row_checksums(tables.labels)
+    checksums |= {schema.field_path(name): field_checksums(values) for name, values in tables.fields.items()}
     return (
         np.array_equal(file[schema.FILENAMES][()], utf8(tables.filenames))
-        and all(np.array_equal(file[f"{schema.CHECKSUMS}/{name}"][()], rows) for name, rows in checksums.items())
+        and all(np.array_equal(file.get(schema.checksums_path(name), ()), rows) for name, rows in checksums.items())
         and [text(name) for name in file[schema.SPLIT_NAMES][()]] == [name for name, _, _ in tables.splits]
         and file[schema.SPLIT_ROWS][()].tolist() == [list(rows) for _, *rows in tables.splits]
     )

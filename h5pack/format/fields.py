@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from h5pack.errors import OptionsError
 from h5pack.format import schema
-from h5pack.format.checksums import crc32
+from h5pack.format.checksums import crc32, row_checksums
 from h5pack.system.arrays import range_indices
 from h5pack.system.text import short_repr
 
@@ -91,6 +91,11 @@ FieldValues = npt.NDArray[Any] | RaggedRows
 def field_kind(values: FieldValues) -> str:
     """Return the kind of a field, one of `schema.RAGGED_KINDS` or "array"."""
     return values.kind if isinstance(values, RaggedRows) else schema.ARRAY
+
+
+def field_checksums(values: FieldValues) -> npt.NDArray[np.uint32]:
+    """Return the CRC-32 of each row's bytes, uint32 (N,)."""
+    return values.checksums() if isinstance(values, RaggedRows) else row_checksums(values)
 
 
 def row_bytes(values: FieldValues) -> npt.NDArray[np.int64]:

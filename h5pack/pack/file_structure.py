@@ -31,7 +31,7 @@ import numpy.typing as npt
 from h5pack.errors import H5PackError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
-from h5pack.format.fields import FieldValues, RaggedRows, field_kind
+from h5pack.format.fields import FieldValues, RaggedRows, field_checksums, field_kind
 from h5pack.format.plans import plan_cache
 from h5pack.format.row_offsets import EncodedOffsets, RowOffsets
 from h5pack.pack.compression import Compression, add_filter
@@ -400,8 +400,7 @@ def _write_tables(file: h5py.File, tables: PackTables, fields: tuple[PixelRows, 
     if tables.fields or fields or tables.encoded_masks:
         require_group(checksums, schema.FIELDS)
     for name, row_values in sorted(tables.fields.items()):
-        found = row_values.checksums() if isinstance(row_values, RaggedRows) else row_checksums(row_values)
-        checksums.create_dataset(schema.field_path(name), data=found)
+        checksums.create_dataset(schema.field_path(name), data=field_checksums(row_values))
     for one, found in zip(fields, tables.pixel_checksums, strict=True):
         checksums.create_dataset(one.dataset, data=found)
     for masks in tables.encoded_masks:

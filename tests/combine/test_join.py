@@ -258,6 +258,22 @@ def test_fields_get_one_dtype(tmp_path: Path, option: str, first: list[Any], oth
             np.testing.assert_array_equal(found_row.reshape(-1), expected.reshape(-1))
 
 
+@pytest.mark.parametrize("value", [[1, 2], [[1], [2, 2]]])
+def test_a_finished_join_is_complete_only_for_the_same_fields(tmp_path: Path, value: list[Any]) -> None:
+    packs = [records(tmp_path, name, value) for name in ("a", "b")]
+    out = tmp_path / "o.h5"
+    for changed in (value, value[::-1]):
+        records(tmp_path, "b", changed)
+        for source in packs:
+            path = source.with_suffix(".h5")
+            h5pack.convert(source, path, **quick(order="sorted", field_columns="field", overwrite=True))
+        if changed is value:
+            h5pack.join([source.with_suffix(".h5") for source in packs], out)
+            assert h5pack.join([source.with_suffix(".h5") for source in packs], out, resume=True).already_complete
+    with pytest.raises(OutputExistsError):
+        h5pack.join([source.with_suffix(".h5") for source in packs], out, resume=True)
+
+
 @pytest.mark.parametrize(("first", "other"), [([1], [0.5]), ([0.5], [2**53 + 1]), ([1], [None]), ([[1]], [2])])
 def test_fields_whose_numbers_would_change_are_refused_before_any_work(tmp_path: Path, first: Any, other: Any) -> None:
     packed, more = records(tmp_path, "a", first), records(tmp_path, "b", other)
