@@ -39,6 +39,7 @@ IMAGE_COLUMNS = ("image", "images", "img", "picture", "photo", "jpg", "jpeg", "p
 LABEL_COLUMNS = ("label", "class", "target", "category")
 JSON_LINES = (".jsonl", ".ndjson")
 SPLIT_COLUMNS = ("split", "partition", "subset", "set")
+csv.field_size_limit(2**24)  # A text or list may have more characters than Python's default limit, 131,072.
 _TRUTH = {"True": "1", "False": "0"}
 _PROBED = 100  # files are looked up in the folders below if none of the first files of a table, this many, exists
 _MANY = 10  # with fewer images than this, a large number of classes is not worth a note
@@ -383,8 +384,7 @@ def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> Te
     if header is None:
         if len(lines) <= skip:
             raise SourceError.at(path, "has no line that names the columns; download it again")
-        header = ("image_id", *lines[skip][1])
-        skip += 1
+        header, skip = ("image_id", *lines[skip][1]), skip + 1
     return _rectangular(path, header, lines[skip:])
 
 

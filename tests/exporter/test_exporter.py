@@ -552,6 +552,16 @@ def test_an_invalid_value_is_refused_with_its_parameter(tmp_path: Path, name: st
     assert [one.partition("=")[0] for one in caught.value.parameters] == [name]
 
 
+def test_a_table_with_long_texts_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps({"path": f"{save(tmp_path / 'a.png')}", "text": "x" * 200_000}))
+    h5pack.convert(tmp_path / "in.jsonl", tmp_path / "a.h5", **quick(text_columns="text"))
+    report = export(tmp_path / "a.h5", tmp_path / "out", **one())
+    assert export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True)).already_complete
+    assert export(tmp_path / "a.h5", tmp_path / "out", **one(overwrite=True)).files == 1
+    with h5py.File(pack_again(report, tmp_path, monkeypatch)) as file:
+        assert len(file["fields/text/data"]) == 200_000
+
+
 def test_integers_of_numpy_are_accepted(tmp_path: Path) -> None:
     hdf5_file(tmp_path / "f.h5", images=np.zeros((2, 9, 9, 3), np.uint8))
     one = np.int64(1)
