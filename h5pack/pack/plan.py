@@ -442,25 +442,23 @@ def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
         row_order=rows.row_order,
         decode_paths=survey.decode_paths,
         fingerprints=survey.fingerprints,
-        chunks=_plan_chunks(len(rows.usable), height * width * options.channels, options),
+        chunks=_plan_chunks(len(rows.usable), height * width, options, survey.mask_dtypes),
         rejects=rows.rejects,
         source_bytes=survey.file_bytes,
         mask_dtypes=tuple(survey.mask_dtypes),
     )
 
 
-def _plan_chunks(rows: int, row_bytes: int, options: ConvertOptions) -> ChunkPlan:
+def _plan_chunks(rows: int, pixels: int, options: ConvertOptions, mask_dtypes: Sequence[str]) -> ChunkPlan:
     chunks = plan_chunks(
-        rows,
-        row_bytes,
-        chunk_rows=options.chunk_rows,
-        chunk_bytes=options.chunk_bytes,
+        rows, pixels * options.channels, chunk_rows=options.chunk_rows, chunk_bytes=options.chunk_bytes,
         whole_pages=options.filter is None,
-    )
-    stored = chunks.bytes if options.filter is None else max_compressed_bytes(chunks.bytes)
+    )  # fmt: skip
+    largest = pixels * max(options.channels, *(np.dtype(dtype).itemsize for dtype in mask_dtypes), 1)
+    stored = chunks.rows * largest if options.filter is None else max_compressed_bytes(chunks.rows * largest)
     if stored > HDF5_MAX_CHUNK_BYTES:
         raise OptionsError(
-            f"a chunk of {chunks.rows:,} rows of {row_bytes:,} bytes can take {stored:,} bytes in the file, and HDF5 "
+            f"a chunk of {chunks.rows:,} rows of {largest:,} bytes can take {stored:,} bytes in the file, and HDF5 "
             "1.10 reads only chunks below 4 GiB; reduce chunk_rows, chunk_bytes or size",
             parameters=("chunk_rows", "chunk_bytes", "size"),
         )

@@ -108,6 +108,13 @@ def test_chunks_that_hdf5_1_10_cannot_read_are_refused(chunk_rows: int, compress
     assert caught.value.parameters == ("chunk_rows", "chunk_bytes", "size")
 
 
+def test_chunks_of_masks_that_hdf5_1_10_cannot_read_are_refused() -> None:
+    seen, settings = survey(mask_dtypes=["|u1", "<i4"]), {"size": (1, 1), "mode": "gray"}
+    assert plan(seen=seen, **settings, chunk_rows=2**30 - 1).chunks.bytes == 2**30 - 1
+    with pytest.raises(OptionsError):
+        plan(seen=seen, **settings, chunk_rows=2**30)
+
+
 def test_labels_that_only_the_survey_knows() -> None:
     unlabelled = catalog(labels=None, label_names=None)
     assert plan(unlabelled, survey(labels=np.arange(COUNT, dtype=np.int64))).label_kind() == "integers"
