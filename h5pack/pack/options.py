@@ -165,8 +165,10 @@ class ConvertOptions:
         self._make_int("max_pixels", 1)
         self._make_int("seed", 0, 2**63 - 1)
         self._make_int("quality", 1, 100)
-        if self.val is not None and not (isinstance(self.val, float) and 0 < self.val < 1):
-            raise invalid("val", self.val, " is not a fraction; it must be above 0 and below 1, such as 0.1")
+        if self.val is not None:
+            if not (isinstance(self.val, (float, np.floating)) and 0 < self.val < 1):
+                raise invalid("val", self.val, " is not a fraction; it must be above 0 and below 1, such as 0.1")
+            object.__setattr__(self, "val", float(self.val))
         for name, kind in (("val_groups", "field"), ("path_column", "column"), ("split_column", "column")):
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise invalid(name, getattr(self, name), f" is not the name of a {kind}")

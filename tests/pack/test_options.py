@@ -42,6 +42,11 @@ def test_an_invalid_value_is_refused_with_its_parameter(name: str, value: object
     assert f"{value!r}" in str(caught.value)
 
 
+def test_a_fraction_of_numpy_becomes_one_of_python() -> None:
+    found = ConvertOptions(val=np.float32(0.25))  # type: ignore[arg-type]
+    assert (type(found.val), found.val) == (float, 0.25)
+
+
 @pytest.mark.parametrize(
     ("keywords", "parameters"),
     [
