@@ -275,7 +275,10 @@ class SharedMemory:
         if share and get_worker_info() is not None and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
             return self.shared_batch(shapes)
         with unfilled_memory():
-            return [torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype) for shape, dtype in shapes]
+            return [
+                torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype, device="cpu")
+                for shape, dtype in shapes
+            ]
 
     def shared_batch(self, shapes: Sequence[Shape]) -> SharedBatch:
         """Return tensors to fill, in a free segment of shared memory."""

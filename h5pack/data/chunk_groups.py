@@ -383,7 +383,8 @@ class GroupReader:
     def _crop(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
         """Decode crops of encoded images or masks into their batches."""
         outs = self._outs(field, group, low, high)
-        batches = torch.tensor([group.spans[owner][0] for owner in group.slots[0][low:high].tolist()])
+        owners = group.slots[0][low:high].tolist()
+        batches = torch.tensor([group.spans[owner][0] for owner in owners], device="cpu")
         self._dataset.decode_rows(field.name, group.rows[low:high], outs, self._draw_key(batches))
 
     def _outs(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> list[npt.NDArray[Any]]:

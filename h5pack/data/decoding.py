@@ -77,9 +77,9 @@ def key_of(indices: Sequence[Any]) -> DrawKey:
     keys = [index.key for index in indices if isinstance(index, DrawnIndex)]
     if not keys or len(keys) < len(indices):
         # Use torch's random generator, as torchvision's transforms do, so that `torch.manual_seed` determines crops.
-        return DrawKey(int(torch.empty((), dtype=torch.int64).random_()), 0)
+        return DrawKey(int(torch.empty((), dtype=torch.int64, device="cpu").random_()), 0)
     repeats = [key.repeat for key in keys]
-    return replace(keys[0], repeat=torch.tensor(repeats) if any(repeats) else 0)
+    return replace(keys[0], repeat=torch.tensor(repeats, device="cpu") if any(repeats) else 0)
 
 
 class Steps(NamedTuple):
@@ -197,7 +197,7 @@ class CropDecoder:
         """Yield the steps that crop the image of each row; `sizes` has the images' heights and widths in pixels."""
         crop, size = self.crop, self.crop.output_size
         if isinstance(crop, RandomResizedCrop):
-            heights, widths = torch.tensor(sizes, dtype=torch.int64).reshape(-1, 2).T
+            heights, widths = torch.tensor(sizes, dtype=torch.int64, device="cpu").reshape(-1, 2).T
             batch = BatchKey(torch.from_numpy(rows), key.epoch, key.repeat)
             windows = torch.stack(crop_windows(batch, key.seed, crop, heights, widths), 1)
             for top, left, height, width in windows.tolist():

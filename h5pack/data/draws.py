@@ -147,7 +147,8 @@ def first_that_fits(
     steps = below(tries[..., :2], STEPS)
     whole: Any
     if isinstance(height, torch.Tensor):
-        whole = torch.tensor([fixed_root(area) for area in (height * width).tolist()], dtype=torch.int64)[:, None]
+        roots = [fixed_root(area) for area in (height * width).tolist()]
+        whole = torch.tensor(roots, dtype=torch.int64, device=words.device)[:, None]
         height, width = height[:, None], width[:, None]
     else:
         whole = fixed_root(height * width)

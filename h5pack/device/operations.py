@@ -53,7 +53,7 @@ def crop_and_flip_on_cpu(
     """
     (count, *source_size, channels), (height, width) = pixels.shape, size
     shape = (count, channels, height, width) if planar else (count, height, width, channels)
-    result = torch.zeros(shape, dtype=torch.uint8)
+    result = torch.zeros(shape, dtype=torch.uint8, device="cpu")
     targets = result.permute(0, 2, 3, 1) if planar else result
     parts = (draws.flip, draws.vertical_flip, draws.top, draws.left)
     for number, (flip, vertical_flip, top, left) in enumerate(zip(*(part.tolist() for part in parts), strict=True)):

@@ -98,7 +98,8 @@ def resize_on_cpu(
     """
     count, height, width, channels = pixels.shape
     size, resized, offset = crop.output_size, crop.resized_size(height, width), crop.window(height, width)
-    result = torch.zeros((count, channels, *size) if planar else (count, *size, channels), dtype=torch.uint8)
+    shape = (count, channels, *size) if planar else (count, *size, channels)
+    result = torch.zeros(shape, dtype=torch.uint8, device="cpu")
     targets = result if planar else result.permute(0, 3, 1, 2)
     sources = pixels.permute(0, 3, 1, 2)
     windows = [(0, 0, height, width)] * count
@@ -113,7 +114,7 @@ def resize_on_cpu(
     ):
         result = resize(pixels, *find_taps(draws, crop, pixels))
         return result.permute(0, 3, 1, 2).contiguous() if planar else result
-    flips = torch.zeros(2, count) if draws is None else torch.stack((draws.vertical_flip, draws.flip))
+    flips = torch.zeros(2, count, device="cpu") if draws is None else torch.stack((draws.vertical_flip, draws.flip))
     for number, ((top, left, rows, columns), flip) in enumerate(zip(windows, flips.T.tolist(), strict=True)):
         window = sources[number : number + 1, :, top : top + rows, left : left + columns]
         # A flip of a crop costs no further copy, because `interpolate` copies windows that are not contiguous.

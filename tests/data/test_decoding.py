@@ -218,6 +218,19 @@ def test_epochs_and_copies_of_a_row_differ(kept: Path) -> None:
     assert all(torch.equal(image, other) for image, other in zip(again, copies, strict=True))
 
 
+def test_crops_stay_in_host_memory_whatever_torchs_default_device_is(kept: Path) -> None:
+    dataset = h5pack.H5Dataset(kept, with_rows=True, decode=CROP)
+    sampler = h5pack.ChunkBatchSampler(dataset, 4, seed=SEED)
+    expected = by_row(h5pack.H5Loader(dataset, 4, seed=SEED))
+    with torch.device("meta"):
+        for indices in sampler:
+            found = dataset.collate(dataset.__getitems__(indices))
+            assert torch.equal(found.images, torch.stack([expected[row] for row in found.rows.tolist()]))
+        assert dataset[0].image.device.type == "cpu"
+        weights = np.arange(len(dataset)) + 1
+        assert len(list(h5pack.H5Loader(dataset, 4, weights=weights))) == len(sampler)
+
+
 @pytest.mark.parametrize("streams", [1, 4])
 def test_a_state_saved_in_the_middle_of_a_turn_resumes_the_same_crops(kept: Path, streams: int) -> None:
     dataset = h5pack.H5Dataset(kept, decode=CROP)

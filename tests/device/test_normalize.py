@@ -22,7 +22,7 @@ from h5pack.data.draws import BatchKey
 from h5pack.device.augment import AugmentationDraws, ColorJitter, draw_augmentation
 from h5pack.device.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from h5pack.errors import OptionsError
-from h5pack.images.crops import CenterCrop, RandomCrop
+from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop
 from tests.data import packs
 from tests.images.test_crops import key_of
 
@@ -296,6 +296,18 @@ def test_a_seed_is_a_whole_number_of_at_least_0(seed: Any) -> None:
     with pytest.raises(OptionsError) as caught:
         Normalize.imagenet(flip=True, seed=seed)
     assert caught.value.parameters == ("seed",)
+
+
+@pytest.mark.parametrize(
+    "crop", [3, RandomCrop(9), CenterCrop(9, resize=11), RandomResizedCrop(9), RandomResizedCrop((9, 1))], ids=str
+)
+def test_results_stay_on_the_device_of_the_images(crop: Any) -> None:
+    images, key, norm = batch(6), key_of(6), Normalize.imagenet(flip=0.5, erase=0.5, color=ColorJitter(0.5), crop=crop)
+    expected = norm(images, key)
+    with torch.device("meta"):
+        assert torch.equal(norm(images, key), expected)
+        fixed = Normalize.imagenet(crop=crop)
+        assert fixed.keyed or fixed(images).device.type == "cpu"
 
 
 def test_numpy_scalars_mean_the_same_as_python_numbers() -> None:

@@ -102,14 +102,15 @@ def _settings(augmentation: Augmentation, height: int, width: int) -> torch.Tens
         round(augmentation.level * 65536),
         *augmentation.window_size(height, width),
         *(number for pair in ranges for number in pair),
-    ])  # fmt: skip
+    ], device="cpu")  # fmt: skip
 
 
 def _window_table(crop: RandomResizedCrop, height: int, width: int, device: torch.device) -> torch.Tensor:
     """Return height, width and their product's root, the fallback window and `side_tables`: int64, (7 + 3 * 4096,)."""
 
     def make() -> torch.Tensor:
-        numbers = torch.tensor([height, width, fixed_root(height * width), *crop.fallback(height, width)])
+        sizes = [height, width, fixed_root(height * width), *crop.fallback(height, width)]
+        numbers = torch.tensor(sizes, device="cpu")
         return torch.cat([numbers, side_tables(crop.scale, crop.ratio, numbers.device).flatten()])
 
     return cached_table((crop, height, width), device, make)
