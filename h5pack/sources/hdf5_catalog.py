@@ -355,18 +355,19 @@ def packing_options(file: h5py.File, name: str, labels: str | None = None) -> di
 def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str) -> str | None:
     """Return the kind of a field of pixels, `schema.MASK` or `schema.IMAGE`; None for other fields.
 
-    Masks are integers or bools with the height and width of the images, such as (N, H, W) or (N, H, W, 1), or PNG files
-    in a pack of encoded images.
+    Further images in color have the images' shape and dtype. Masks are integers or bools with their height and width,
+    such as (N, H, W) or (N, H, W, 1), or PNG files in a pack of encoded images.
     """
     if form is None:
         return schema.MASK if is_mask_group(file, name) else None
     if is_ragged(file, name):
         return None
     dataset, shape = require_dataset(file, name, FIELDS_ADVICE), file[images].shape
-    if text(dataset.attrs.get(schema.KIND, b"")) == schema.IMAGE:
-        return schema.IMAGE if dataset.shape == shape and dataset.dtype == file[images].dtype else None
-    own, wanted = dataset.shape or (), (shape[0], *form.size(shape[1:]))
-    if schema.FORMAT in file.attrs:
+    own, wanted, is_pack = dataset.shape or (), (shape[0], *form.size(shape[1:])), schema.FORMAT in file.attrs
+    stored = text(dataset.attrs.get(schema.KIND, b""))
+    if stored == schema.IMAGE or (not is_pack and own == shape and form.channels(shape[1:]) > 2):
+        return schema.IMAGE if own == shape and dataset.dtype == file[images].dtype else None
+    if is_pack:
         # Masks of a pack have at most 32 bits, so wider integers are an array.
         fits = own == wanted and np.can_cast(dataset.dtype, np.int32)
     else:

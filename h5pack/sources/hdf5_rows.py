@@ -157,7 +157,8 @@ class HDF5RowReader(SourceReader):
         return narrow_mask(values if self.form is None else values.reshape(self.form.size(self.index.row_shape)))
 
     def uniform_mask_dtypes(self) -> list[str]:
-        return [str(mask_dtype(self.engine.indexes[name].native_dtype)) for name in self.masks]
+        dtypes = {name: str(mask_dtype(self.engine.indexes[name].native_dtype)) for name in self.masks}
+        return ["|u1" if self.kinds[name] == schema.IMAGE else dtype for name, dtype in dtypes.items()]
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
         data = self.encoded(index)

@@ -167,6 +167,22 @@ def test_a_field_of_a_pack_that_is_named_like_labels_stays_a_field(tmp_path: Pat
             assert file["fields/label"][()].tolist() == [0, 0.5, 1, 1.5]
 
 
+@pytest.mark.parametrize("options", [{}, {"layout": "nchw"}, {"mode": "gray"}, {"size": 16}])
+@pytest.mark.parametrize(("scale", "given"), [(1, {}), (1 / 255, {}), (np.int16(4), {"value_range": (0, 1020)})])
+def test_a_field_like_the_images_holds_images(
+    tmp_path: Path, scale: Any, given: dict[str, Any], options: dict[str, Any]
+) -> None:
+    path = hdf5_file(tmp_path / "f.h5", left=NCHW[:9] * scale, right=NCHW[8::-1] * scale, other=NCHW[:9] // 2)
+    keywords = quick(images="left", fields=("right", "other"), order="sorted", **given, **options)
+    h5pack.convert(path, tmp_path / "o.h5", **keywords)
+    dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=["right", "other"])
+    assert dataset.kinds == {"right": "image", "other": "image" if scale == 1 else "array"}
+    for row in range(9):
+        assert np.array_equal(dataset[row].right, dataset[8 - row].image)
+    h5pack.convert(tmp_path / "o.h5", tmp_path / "again.h5", **quick(order="sorted", **options))
+    assert h5pack.H5Dataset(tmp_path / "again.h5", fields=["right"])[3].right.equal(dataset[3].right)
+
+
 def test_encoded_images_of_any_size(tmp_path: Path) -> None:
     """Rows of a variable length are as good as files: sizes, rejects, and --size."""
     folder = flat_folder(tmp_path / "source", 9, (40, 30))
