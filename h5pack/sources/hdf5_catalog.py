@@ -287,17 +287,17 @@ def channel_axes(row_shape: tuple[int, ...]) -> list[str]:
 def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelForm:
     shape, name = dataset.shape[1:], dataset.name.lstrip("/")
     stored = dataset.attrs.get(schema.LAYOUT)
-    allowed = channel_axes(shape)
+    allowed = [] if 0 in shape else channel_axes(shape)
     asked = datasets.channel_axis
     if asked is None and stored is not None:
         asked = "first" if text(stored) == "nchw" else "last"
-    if not allowed or (asked is not None and asked not in allowed) or 0 in shape:
-        if allowed and 0 not in shape:
-            given, advice = f"channel_axis={asked!r}", "or name another dataset with images=NAME"
-            problem = f"has rows of shape {shape}, which do not fit {given}; give {' or '.join(allowed)}, {advice}"
-            raise dataset_source_error(path, name, problem, given, "images=NAME")
+    if not allowed:
         problem = f"has rows of shape {shape}, not (H, W), (H, W, C) or (C, H, W) with C from 1 to 4"
         raise dataset_source_error(path, name, f"{problem}; name another dataset with images=NAME", "images=NAME")
+    if asked is not None and asked not in allowed:
+        given, advice = f"channel_axis={asked!r}", "or name another dataset with images=NAME"
+        problem = f"has rows of shape {shape}, which do not fit {given}; give {' or '.join(allowed)}, {advice}"
+        raise dataset_source_error(path, name, problem, given, "images=NAME")
     if asked is None and len(allowed) > 1:
         problem = f"has rows of shape {shape}, whose channels may be the last or the first axis; give channel_axis"
         raise dataset_source_error(path, name, problem, "channel_axis")
