@@ -12,6 +12,7 @@ import resource
 import stat
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -408,21 +409,33 @@ def make_hot(path: Path) -> None:
                 pass
 
 
+# Of two threads that redirect standard error at the same time, the second would restore the first one's redirection,
+# and the process would never again have its standard error; nor would a child that is forked meanwhile.
+_stderr_lock = threading.RLock()
+os.register_at_fork(
+    before=_stderr_lock.acquire, after_in_parent=_stderr_lock.release, after_in_child=_stderr_lock.release
+)
+
+
 @contextlib.contextmanager
 def held_stderr() -> Iterator[list[bytes]]:
-    """Hold back what is written to the process's standard error; yield a list that gets the lines at the end."""
+    """Hold back what is written to the process's standard error; yield a list that gets the lines at the end.
+
+    Only one thread at a time does so. Others wait, and so does a fork.
+    """
     lines: list[bytes] = []
-    try:
-        original, messages = os.dup(2), os.memfd_create("messages")
-    except (OSError, AttributeError):
-        # A daemon may have closed its standard error, and not every system has memfd_create.
-        yield lines
-        return
-    os.dup2(messages, 2)
-    try:
-        yield lines
-    finally:
-        os.dup2(original, 2)
-        os.close(original)
-        lines += os.pread(messages, os.fstat(messages).st_size, 0).splitlines(keepends=True)
-        os.close(messages)
+    with _stderr_lock:
+        try:
+            original, messages = os.dup(2), os.memfd_create("messages")
+        except (OSError, AttributeError):
+            # A daemon may have closed its standard error, and not every system has memfd_create.
+            yield lines
+            return
+        os.dup2(messages, 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(original, 2)
+            os.close(original)
+            lines += os.pread(messages, os.fstat(messages).st_size, 0).splitlines(keepends=True)
+            os.close(messages)

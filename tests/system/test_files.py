@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import sys
+import threading
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,6 +19,7 @@ from h5pack.system.files import (
     absolute_path,
     copy_permissions,
     file_system_type,
+    held_stderr,
     is_locked,
     lock,
     open_locked,
@@ -305,3 +307,25 @@ def test_a_file_is_loaded_and_dropped(tmp_path: Path, monkeypatch: pytest.Monkey
     files.make_hot(path)
     monkeypatch.delattr(os, "posix_fadvise")
     assert files.drop_cache(path) == 3
+
+
+def test_threads_that_hold_standard_error_give_it_back(capfd: pytest.CaptureFixture[str]) -> None:
+    before, held, left = os.fstat(2).st_ino, [], threading.Event()
+
+    def hold() -> None:
+        with held_stderr() as lines:
+            os.write(2, b"second\n")
+            left.wait()
+        held.append(lines)
+
+    thread = threading.Thread(target=hold)
+    with held_stderr() as lines:
+        os.write(2, b"first\n")
+        thread.start()
+        thread.join(0.2)  # Without a lock, the thread now redirects the redirection of this one.
+    left.set()
+    thread.join()
+    assert os.fstat(2).st_ino == before
+    assert (lines, held) == ([b"first\n"], [[b"second\n"]])
+    os.write(2, b"visible\n")
+    assert capfd.readouterr().err == "visible\n"
