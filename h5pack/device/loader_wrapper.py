@@ -303,7 +303,7 @@ def copies_rows(loader: Any) -> bool:
         order = getattr(one, "mixture", None) or getattr(one, "plan", None)
         if isinstance(order, (Mixture, OrderPlan)) and order.draws_of(0, 1) != order.draws_of(0, 0):
             return True
-        if getattr(one, "replacement", False):
+        if getattr(one, "replacement", None) is True:
             return True
     return False
 
