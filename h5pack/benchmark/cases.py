@@ -93,6 +93,8 @@ class BenchSettings:
     def __post_init__(self) -> None:
         if not (hasattr(self.seconds, "__float__") and math.isfinite(self.seconds) and self.seconds > 0):
             raise invalid("seconds", self.seconds, ": give a finite number above 0")
+        if not isinstance(self.seconds, int):
+            object.__setattr__(self, "seconds", float(self.seconds))
         for name, allowed in (("orders", ORDERS), ("engines", ENGINES), ("caches", CACHES)):
             values = getattr(self, name)
             if not values or not set(values) <= set(allowed):
@@ -102,7 +104,7 @@ class BenchSettings:
             found, bound = getattr(self, name), int(name not in ("num_workers", "seed"))
             if found is None:
                 continue
-            # Convert NumPy's integers, because reports are written as JSON.
+            # Convert NumPy's numbers, because reports are written as JSON.
             made = [whole_number(name, value, bound) for value in (found if isinstance(found, tuple) else (found,))]
             object.__setattr__(self, name, tuple(made) if isinstance(found, tuple) else made[0])
         for name in ("batch_size", "window", "compression"):

@@ -116,8 +116,10 @@ def test_settings_that_make_no_sense_are_refused_by_name(name: str, value: Any) 
     assert caught.value.parameters[0].split("=")[0] == name
 
 
-def test_integers_of_numpy_become_those_of_python() -> None:
-    found = BenchSettings(batch_size=(np.int64(8),), chunk_rows=(np.int32(2),), rows=np.uint8(9))  # type: ignore[arg-type]
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    numbers: dict[str, Any] = {"seconds": np.float64(9), "batch_size": (np.int64(8),), "rows": np.uint8(9)}
+    found = BenchSettings(**numbers, chunk_rows=(np.int32(2),))  # type: ignore[arg-type]
+    assert (type(found.seconds), BenchSettings(seconds=9).seconds) == (float, 9)
     assert {type(value) for value in (found.rows, *found.batch_size, *found.chunk_rows)} == {int}
 
 
