@@ -78,7 +78,7 @@ class CaseReader:
 
     def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
         """Read epochs for about `seconds`; if `once` is true, read at most one epoch."""
-        requested, before, begin = self._bytes_read(), self._rows_read(), time.perf_counter()
+        requested, before, given, begin = self._bytes_read(), self._rows_read(), self._rows, time.perf_counter()
         while True:
             epoch = self._epoch()
             for count, pixels in epoch:
@@ -87,12 +87,12 @@ class CaseReader:
                 # Check after every read, because a batch that is read row by row may take longer than `seconds`.
                 if time.perf_counter() - begin >= self.max_epoch * seconds:
                     break
-            elapsed, rows = time.perf_counter() - begin, self._rows_read() - before
+            elapsed, rows = time.perf_counter() - begin, max(self._rows_read() - before, self._rows - given)
             epoch.close()  # type: ignore[attr-defined]
             if once or elapsed >= seconds:
                 break
         # Count the rows again, because only now, when no thread is reading, the rows match the bytes.
-        now, counted = self._bytes_read(), self._rows_read() - before
+        now, counted = self._bytes_read(), max(self._rows_read() - before, self._rows - given)
         if not self.counts_bytes or requested is None or now is None or not counted:
             return ReadTiming(rows, elapsed, None)
         return ReadTiming(rows, elapsed, (now - requested) / counted)
@@ -141,7 +141,7 @@ def open_reader(case: BenchCase, variant: FileVariant, seed: int, shared: Shared
 
 
 class LoaderReader(CaseReader):
-    """Reader of batches by an H5Loader. Rows that the loader has prefetched count as read."""
+    """Reader of batches by an H5Loader. Rows that it has prefetched count as read, held rows as they are delivered."""
 
     max_epoch = 4.0
 

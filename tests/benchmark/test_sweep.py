@@ -56,6 +56,16 @@ def test_an_epoch_has_every_row(whole: FileVariant, order: str, engine: str) -> 
     assert timing.bytes_per_row >= 0.9 * ROW_BYTES
 
 
+def test_small_rows_that_the_loader_holds_in_memory_are_counted(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "small.h5", "w") as file:
+        file["images"] = np.random.default_rng(0).integers(0, 256, (300, 16, 16), np.uint8)
+    variant = input_of(tmp_path / "small.h5").variant
+    assert variant is not None
+    reader = open_reader(case_of("as it is", "window"), variant, 0, SharedDatasets())
+    assert [reader.run(math.inf, once=True).rows for _ in range(3)] == [300] * 3
+    reader.close()
+
+
 def test_workers_read_every_row_and_end_when_closed(whole: FileVariant) -> None:
     reader = open_reader(case_of("as it is", "window", workers=2), whole, 0, SharedDatasets())
     assert reader.run(1e-6).rows == 200
