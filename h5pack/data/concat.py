@@ -37,8 +37,9 @@ class ConcatPack(BatchSource):
     Raises
     ------
     OptionsError
-        If `datasets` is empty, one is not an H5Dataset, two of them have different fields, or a label stands for
-        different classes. One may have more classes than another, as after `h5pack.append`.
+        If `datasets` is empty, one is not an H5Dataset, two of them have different fields, or a label, or
+        a class number in a field, stands for different classes. One may have more classes than another, as after
+        `h5pack.append`.
     """
 
     def __init__(self, datasets: Sequence[H5Dataset]) -> None:
@@ -180,16 +181,22 @@ def _check_same_classes(datasets: Sequence[H5Dataset]) -> None:
     """Raise an OptionsError if two datasets have different names for a class, or an attribute, of the same number."""
     # A `target_transform` may give the classes of one dataset the numbers of another.
     named = {one: one.classes or one.columns or () for one in datasets if one.target_transform is None}
-    longest = max(named, key=lambda one: len(named[one]), default=datasets[0])
+    advice = "join them with 'h5pack join', or open them with a target_transform or labels=None"
+    _require_same_names(named, "", advice, "target_transform", "labels=None")
+    for name in dict.fromkeys(name for one in datasets for name in one.field_classes):
+        named = {one: one.field_classes.get(name, ()) for one in datasets}
+        _require_same_names(named, f" of {name!r}", "leave it out of fields", "fields")
+
+
+def _require_same_names(named: dict[H5Dataset, tuple[str, ...]], what: str, advice: str, *parameters: str) -> None:
+    if not named:
+        return
+    longest = max(named, key=lambda one: len(named[one]))
     for other in named:
         for number, (mine, theirs) in enumerate(zip(named[longest], named[other], strict=False)):
             if mine != theirs:
-                raise OptionsError(
-                    f"{longest.path} and {other.path} differ in class {number}: {mine!r} and {theirs!r}; join them "
-                    "with 'h5pack join', or open them with a target_transform or labels=None",
-                    path=other.path,
-                    parameters=("target_transform", "labels=None"),
-                )
+                problem = f"{longest.path} and {other.path} differ in class {number}{what}: {mine!r} and {theirs!r}"
+                raise OptionsError(f"{problem}; {advice}", path=other.path, parameters=parameters)
 
 
 def _field_texts(dataset: H5Dataset) -> tuple[str, str, str, str]:

@@ -225,6 +225,20 @@ def test_packs_whose_classes_differ_are_not_concatenated(tmp_path: Path) -> None
     assert len(concat(first, other, labels=None)) == len(concat(first, other, target_transform=int)) == 12
 
 
+def test_datasets_whose_fields_have_other_classes_are_not_concatenated(tmp_path: Path) -> None:
+    datasets = []
+    for number, classes in enumerate((["cat", "dog"], ["cat", "dog", "car"], ["dog", "cat"])):
+        path = hdf5_file(tmp_path / f"{number}.h5", images=np.zeros((2, 3, 3, 3), np.uint8))
+        with h5py.File(path, "a") as file:
+            file["tags/data"], file["tags/offsets"] = np.arange(2), np.arange(3)
+            file["tags"].attrs["classes"] = classes
+        datasets.append(h5pack.H5Dataset(path, fields=["tags"]))
+    assert len(h5pack.ConcatPack(datasets[:2])) == 4
+    with pytest.raises(OptionsError) as caught:
+        h5pack.ConcatPack(datasets)
+    assert (caught.value.path, caught.value.parameters) == (datasets[2].path, ("fields",))
+
+
 @pytest.mark.parametrize(("kind", "table"), [("pixels", "fields/boxes/offsets"), ("jpeg", "encoded/offsets")])
 def test_files_whose_offsets_leave_out_data_are_not_joined(tmp_path: Path, kind: str, table: str) -> None:
     packs = three(tmp_path, kind)
