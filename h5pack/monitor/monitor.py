@@ -206,10 +206,10 @@ class FeedMonitor(LoaderWrapper):
         if cuda is not None and self._probe is None and torch.version.hip is None:
             # Do this before the clock starts, because NVIDIA's driver library takes long to initialize.
             self._probe = GpuProbe(cuda)
-        if self._recorder is not None:
-            self._earlier_batches += self._recorder.counters.batches
         begun = time.perf_counter()
         cursor, fetcher = self._begin(record=False)
+        if self._recorder is not None:
+            self._earlier_batches += self._recorder.counters.batches
         # A resumed epoch does not begin at batch 0.
         self._first_batch = self._first_number(self._loader_state())
         self._recorder = recorder = FeedRecorder(self, layers, begun, None if cuda is None else DeviceWait(cuda))

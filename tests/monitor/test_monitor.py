@@ -246,6 +246,23 @@ def test_a_loader_without_state_or_dataset() -> None:
     assert monitor.epoch == 1
 
 
+def test_an_iteration_that_could_not_begin_adds_no_steps() -> None:
+    begins = iter((True, False, True))
+
+    class Loader:
+        def __iter__(self) -> Any:
+            if not next(begins):
+                raise OSError("out of memory")
+            return iter([torch.zeros(2)] * 3)
+
+    monitor = FeedMonitor(Loader())
+    list(monitor)
+    with pytest.raises(OSError, match="out of memory"):
+        iter(monitor)
+    list(monitor)
+    assert (monitor.report().step, monitor.report().epoch) == (6, 1)
+
+
 def test_the_clock_of_an_iteration_that_was_left_stands_still(clock: FakeClock) -> None:
     reports: list[FeedReport] = []
     monitor = FeedMonitor(SlowLoader(clock, 0.1, 50), warn_stall=None, on_report=reports.append)
