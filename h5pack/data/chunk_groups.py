@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from h5pack.data.buffers import BatchField, BatchMemory
 from h5pack.data.dataset import H5Dataset
@@ -155,7 +154,7 @@ class GroupReader:
     """Factory of the tasks that fill batches with the rows of chunk groups.
 
     `held` has the small fields that are held in memory, by name. If `keep` is true, decoded chunks are cached for later
-    groups and epochs. ``draw_key(batches)`` returns the key of random crops, see `h5pack.data.samplers.draw_key`.
+    groups and epochs. ``draw_key(batches, slots)`` returns the key of random crops (`h5pack.data.samplers.draw_key`).
     """
 
     def __init__(
@@ -164,7 +163,7 @@ class GroupReader:
         fields: list[BatchField],
         batches: OpenBatches,
         held: dict[str, HeldRows],
-        draw_key: Callable[[Any], DrawKey],
+        draw_key: Callable[[Any, Any], DrawKey],
         *,
         keep: bool,
     ) -> None:
@@ -383,9 +382,9 @@ class GroupReader:
     def _crop(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
         """Decode crops of encoded images or masks into their batches."""
         outs = self._outs(field, group, low, high)
-        owners = group.slots[0][low:high].tolist()
-        batches = torch.tensor([group.spans[owner][0] for owner in owners], device="cpu")
-        self._dataset.decode_rows(field.name, group.rows[low:high], outs, self._draw_key(batches))
+        owners, slots = (part[low:high] for part in group.slots)
+        batches = np.array([batch for batch, _, _ in group.spans])[owners]
+        self._dataset.decode_rows(field.name, group.rows[low:high], outs, self._draw_key(batches, slots))
 
     def _outs(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> list[npt.NDArray[Any]]:
         """Return the array that receives each of the group's rows `low` to `high` - 1, in the memory of its batch."""

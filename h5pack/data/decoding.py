@@ -39,8 +39,8 @@ Rows = npt.NDArray[np.int64]
 class DrawKey:
     """The key that, together with a sample's row number, determines the sample's random crop.
 
-    `repeat` distinguishes the copies of a row in an epoch: the number of the batch, or 0 if each row comes only once.
-    It may be an int64 tensor, (n,), with an element per sample.
+    `repeat` distinguishes the copies of a row in an epoch: an int or, with an element per sample, an int64 tensor (n,),
+    see `h5pack.data.draws.first_use`. It is 0 if each row comes only once.
     """
 
     seed: int
@@ -63,11 +63,13 @@ class DrawnIndex(int):
 
     @classmethod
     def of(cls, indices: Iterable[int], key: DrawKey) -> list[int]:
-        """Return the indices as `DrawnIndex`, each with this key."""
+        """Return the indices as `DrawnIndex`, each with its key."""
         found: list[int] = []
-        for index in indices:
+        for position, index in enumerate(indices):
             made = cls(index)
-            made.key = key
+            made.key = (
+                key if not isinstance(key.repeat, torch.Tensor) else replace(key, repeat=int(key.repeat[position]))
+            )
             found.append(made)
         return found
 

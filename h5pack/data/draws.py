@@ -28,6 +28,7 @@ CROP_STREAM = 1
 """The stream of draws (see `random_words`) from which resized crops are drawn."""
 STEPS = 4096
 """Number of entries of each table that `side_tables` returns."""
+_MAX_BATCH_BITS = 20
 _UNIT_BITS = 20
 _UNIT = 1 << _UNIT_BITS
 _cached_tables: dict[tuple[object, ...], torch.Tensor] = {}
@@ -45,6 +46,16 @@ class BatchKey:
     epoch: int
     repeats: int | torch.Tensor = 0  #: Differs between the uses of a row in an epoch: an int, or int64, (N,).
     view: int = 0  #: Which of several augmented views of the same images: 0, 1, ...
+
+
+def first_use(batch: int, rank: int, rank_rows: int) -> int:
+    """Return the number of the use of the first of `rank_rows` rows of a rank's batch.
+
+    The rows of an epoch have consecutive numbers within a batch of all ranks. If an epoch has several copies of a row,
+    these numbers are the `repeats` of its key, so that copies have random numbers of their own, which do not depend on
+    how many ranks share the batch.
+    """
+    return (batch << _MAX_BATCH_BITS) + rank * rank_rows
 
 
 def random_words(key: BatchKey, seed: int, count: int, stream: int = 0) -> torch.Tensor:

@@ -445,7 +445,7 @@ class H5Loader(Closeable, Resumable):
         if self._base.ragged:
             rows = memory.arrays[ROWS]
             held = {name: values[rows - self._list_rows.start] for name, values in self._held_lists.items()}
-            lists = self._base.read_lists(rows, draw_key(self.plan, epoch, batch), held)
+            lists = self._base.read_lists(rows, draw_key(self.plan, epoch, batch, np.arange(len(rows))), held)
         return new_batch(self._base.field_names, self._base.arranged(tensors, lists))
 
     def _transformed(self, name: str, tensor: torch.Tensor, epoch: int, batch: int) -> Any:

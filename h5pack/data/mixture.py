@@ -7,9 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+import torch
+
 from h5pack.data.concat import ConcatPack
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.decoding import DrawKey, DrawnIndex
+from h5pack.data.draws import first_use
 from h5pack.data.samplers import BatchOrder, order_text
 from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
@@ -134,13 +137,14 @@ class MixtureSampler(BatchOrder):
         )
 
     def _items(self, iteration: IterationState) -> Iterator[list[int]]:
-        first, last = (iteration.epoch * len(self) + count for count in (iteration.start, len(self)))
         own = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
-        steps = self.mixture.steps(first)
-        for step in range(first, last):
+        steps = self.mixture.steps(iteration.epoch * len(self) + iteration.start)
+        for batch in range(iteration.start, len(self)):
             found = next(steps)[own].tolist()
-            key = DrawKey(*self.mixture.draws_of(iteration.epoch, step))
-            yield DrawnIndex.of(found, key) if self.dataset.is_random else found
+            if self.dataset.is_random:
+                uses = first_use(batch, self.rank, self.batch_size) + torch.arange(self.batch_size, device="cpu")
+                found = DrawnIndex.of(found, DrawKey(self.seed, iteration.epoch, uses))
+            yield found
 
 
 def _weight_counts(weights: Sequence[float], plans: Sequence[OrderPlan]) -> list[int]:

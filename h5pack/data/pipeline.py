@@ -86,8 +86,8 @@ class Pipeline(BackgroundThreads):
 
     At most `credits` batches have memory but are not delivered yet. `finish` receives the number and the memory of each
     complete batch, and returns the batch that the consumer gets. `held` has the small fields that are held in memory.
-    ``draw_key(batches)`` returns the key of random crops, see `h5pack.data.samplers.draw_key`. The threads come from
-    `idle`, as in `BackgroundThreads.start`.
+    ``draw_key(batches, slots)`` returns the key of random crops, see `h5pack.data.samplers.draw_key`. The threads come
+    from `idle`, as in `BackgroundThreads.start`.
 
     For cached groups, a task copies up to `block_rows` rows. With a single stream and lane, `max_gathered`, which must
     not exceed `credits`, is the bound instead of `credits` while such groups are copied. If `can_help` is also true,
@@ -106,7 +106,7 @@ class Pipeline(BackgroundThreads):
         credits: int,
         finish: Callable[[int, BatchMemory], Any],
         held: dict[str, HeldRows],
-        draw_key: Callable[[Any], DrawKey],
+        draw_key: Callable[[Any, Any], DrawKey],
         keep_decoded: bool,
         max_gathered: int,
         block_rows: int,

@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import DistributedSampler, Sampler
 
 from h5pack.data.concat import ConcatPack
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.decoding import DrawKey, DrawnIndex
+from h5pack.data.draws import first_use
 from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
 from h5pack.order.cursor import EpochCursor, IterationState, Resumable
@@ -231,8 +233,9 @@ class ChunkSampler(Resumable, DistributedSampler[int]):  # type: ignore[override
             if self._base.is_random:
                 # The rows of a turn have the same key. `skip` may be in the middle of a turn.
                 for begin in range(skip - skip % streams, len(found), streams):
-                    key = draw_key(self.plan, iteration.epoch, (first * self.plan.batch_size + begin) // streams)
-                    yield from DrawnIndex.of(found[max(begin, skip) : begin + streams], key)
+                    turn, slots = (first * self.plan.batch_size + begin) // streams, np.arange(streams)
+                    key = draw_key(self.plan, iteration.epoch, turn, slots, rank_rows=streams)
+                    yield from DrawnIndex.of(found[begin : begin + streams], key)[max(0, skip - begin) :]
             else:
                 yield from found[skip:]
             first, skip = first + 1, 0
@@ -341,16 +344,23 @@ class ChunkBatchSampler(BatchOrder):
             for batch, indices in enumerate(batches, iteration.start):
                 found = indices.tolist()
                 if self._base.is_random:
-                    found = DrawnIndex.of(found, draw_key(self.plan, iteration.epoch, batch))
+                    found = DrawnIndex.of(found, draw_key(self.plan, iteration.epoch, batch, np.arange(len(found))))
                 yield found
 
 
-def draw_key(plan: OrderPlan, epoch: int, batches: Any) -> DrawKey:
-    """Return the key of random crops; `batches` is a batch number, or the number of each row's batch, int64 (n,).
+def draw_key(
+    plan: OrderPlan, epoch: int, batches: Any, slots: npt.NDArray[np.int64], rank_rows: int | None = None
+) -> DrawKey:
+    """Return the key of the random crops of rows at these slots, int64 (n,), of batches of `rank_rows` rows.
 
-    The number matters only if an epoch may have several copies of a row, whose random crops must differ.
+    `batches` is a batch number, or one for each row. If `rank_rows` is None, batches have as many rows as in the plan.
+    Rows and batches only matter if an epoch may have several copies of a row, whose random crops must differ.
     """
-    return DrawKey(*plan.draws_of(epoch, batches))
+    if not plan.repeats_rows:
+        return DrawKey(plan.seed, epoch)
+    numbers = np.broadcast_to(batches, slots.shape).tolist()
+    first = [first_use(batch, plan.rank, rank_rows or plan.batch_rows(batch)) for batch in numbers]
+    return DrawKey(plan.seed, epoch, torch.from_numpy(np.array(first, np.int64) + slots))
 
 
 def _require_keys(dataset: Any, base: H5Dataset) -> None:

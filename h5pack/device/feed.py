@@ -17,8 +17,8 @@ from h5pack.device.loader_wrapper import (
     DeliveryCursor,
     FetchedBatch,
     LoaderWrapper,
-    copies_rows,
     layers_of,
+    rank_of_copies,
 )
 from h5pack.device.prefetch import DevicePrefetcher
 from h5pack.device.profiling import profiler_range
@@ -92,9 +92,8 @@ class DeviceFeed(LoaderWrapper):
         self.device = resolve_device(device)
         self.prefetch_factor = whole_number("prefetch_factor", prefetch_factor, 1)
         dataset = getattr(loader, "dataset", None)
-        self._transform = None
-        if transform is not None:
-            self._transform = ImageTransform(transform, image_key, dataset, copies_rows=copies_rows(loader))
+        rank = rank_of_copies(loader)
+        self._transform = None if transform is None else ImageTransform(transform, image_key, dataset, rank)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_cursor": None}

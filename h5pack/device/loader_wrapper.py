@@ -9,9 +9,10 @@ from operator import index
 from typing import Any
 
 from h5pack.data.iteration import Closeable
+from h5pack.data.mixture import MixtureSampler
 from h5pack.data.samplers import BatchOrder, ChunkSampler
+from h5pack.data.selection import resolve_ranks
 from h5pack.errors import OptionsError, StateError
-from h5pack.order.mixture import Mixture
 from h5pack.order.window import OrderPlan
 from h5pack.system.parameters import whole_number
 
@@ -294,18 +295,19 @@ def with_samplers(loader: Any) -> list[Any]:
     return [loader, *(sampler for sampler in samplers if sampler is not None)]
 
 
-def copies_rows(loader: Any) -> bool:
-    """Return whether an epoch may have several copies of a row: of repeated indices, by weights, or in a mixture.
+def rank_of_copies(loader: Any) -> int | None:
+    """Return the rank of a loader if its epochs may have several copies of a row, else None.
 
     A sampler of another library may have them if its attribute `replacement` is true, as in torch's samplers.
     """
     for one in (one for layer in layers_of(loader) for one in with_samplers(layer)):
-        order = getattr(one, "mixture", None) or getattr(one, "plan", None)
-        if isinstance(order, (Mixture, OrderPlan)) and order.draws_of(0, 1) != order.draws_of(0, 0):
-            return True
+        plan = getattr(one, "plan", None)
+        if isinstance(one, MixtureSampler) or (isinstance(plan, OrderPlan) and plan.repeats_rows):
+            rank: int = (plan if isinstance(plan, OrderPlan) else one).rank
+            return rank
         if getattr(one, "replacement", None) is True:
-            return True
-    return False
+            return resolve_ranks(None, None)[0]
+    return None
 
 
 def _batch_rows(loader: Any) -> int:

@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 
 from h5pack.data.concat import ConcatPack
 from h5pack.data.dataset import H5Dataset
-from h5pack.data.draws import DRAWS, BatchKey, random_words
+from h5pack.data.draws import DRAWS, BatchKey, first_use, random_words
 from h5pack.device.batch import (
     images_of,
     is_echoed,
@@ -34,7 +34,6 @@ from h5pack.format import schema
 
 _STREAM = 3
 """The stream of random words for transforms other than `Normalize` (see `random_words`)."""
-_MAX_BATCH_BITS = 20
 _ADVICE = "open the dataset with H5Dataset(..., with_rows=True)"
 
 
@@ -111,15 +110,15 @@ class ImageTransform:
     """A wrapper that applies the transform, or the sequence of transforms, of a `DeviceFeed` to a batch.
 
     `seconds` is the total time spent in calls of the transforms. `dataset` is the loader's dataset, None if unknown.
-    `copies_rows` is whether an epoch may have several copies of a row. Each then has another number in its key.
+    `rank` is that of a loader whose epochs may have several copies of a row, else None.
     Raises OptionsError if a transform is not callable, is a compiled `Normalize` with fields, or needs row numbers that
     the dataset does not provide.
     """
 
     def __init__(
-        self, transform: Any, image_key: Hashable | None, dataset: Any = None, *, copies_rows: bool = False
+        self, transform: Any, image_key: Hashable | None, dataset: Any = None, rank: int | None = None
     ) -> None:
-        self._copies_rows = copies_rows
+        self.rank = rank
         self.transforms = tuple(transform) if isinstance(transform, (list, tuple)) else (transform,)
         for one in self.transforms:
             if not callable(one):
@@ -264,9 +263,8 @@ class ImageTransform:
                 f"which look the same; {_ADVICE}, or make the batches dicts with the key 'rows'"
             )
         repeats: int | torch.Tensor = repeats_of(batch)
-        if self._copies_rows:
-            # Number the samples of the epoch, because copies of a row may be in one batch.
-            first = number << _MAX_BATCH_BITS
+        if self.rank is not None:
+            first = first_use(number, self.rank, len(rows))
             repeats = torch.arange(first, first + len(rows), device=images.device)
         return BatchKey(rows.to(images.device, non_blocking=True), epoch, repeats)
 

@@ -52,13 +52,6 @@ class Mixture:
         """For each pack, the positions of its rows in a period; ``places[i]`` is int64 (counts[i],)."""
         return [np.flatnonzero(self.owners == number) for number in range(len(self.plans))]
 
-    def draws_of(self, epoch: int, steps: Any) -> tuple[int, int, Any]:
-        """Return the key of random crops: seed, epoch, and `steps`, because several steps of an epoch may repeat a row.
-
-        `steps` is the number of a step of this order, or the number of each row's step, int64 (n,).
-        """
-        return self.plans[0].seed, epoch, steps
-
     def identity(self) -> dict[str, Any]:
         """Return the JSON-serializable values that must match those of a saved state to resume from it."""
         return {
@@ -173,8 +166,9 @@ class MixturePlan(OrderPlan):
     def reads_again(self) -> bool:
         return True
 
-    def draws_of(self, epoch: int, batches: Any) -> tuple[int, int, Any]:
-        return self.mixture.draws_of(epoch, epoch * self.num_batches + batches)
+    @property
+    def repeats_rows(self) -> bool:
+        return True
 
     def chunk_groups(self, epoch: int, first: int = 0) -> Iterator[ChunkGroup]:
         upcoming: list[Rows] = []

@@ -187,17 +187,9 @@ class OrderPlan:
         return self.shuffle == "full"
 
     @cached_property
-    def copies_rows(self) -> bool:
-        """Whether an epoch may have several copies of a row: rows are drawn by weight, or indices are repeated."""
+    def repeats_rows(self) -> bool:
+        """Whether an epoch may have several copies of a row, besides those that make streams equally long."""
         return isinstance(self.rows, WeightedRows) or self.rows.unique_count < self.rows.count
-
-    def draws_of(self, epoch: int, batches: Any) -> tuple[int, int, Any]:
-        """Return the key of random crops: seed, epoch, and `batches` if `copies_rows`, else 0.
-
-        `batches` is the number of a batch, or the number of each row's batch, int64 (n,). It distinguishes the copies
-        of a row in several batches.
-        """
-        return self.seed, epoch, batches if self.copies_rows else 0
 
     def identity(self) -> dict[str, Any]:
         """Return the values that must match those of a saved state to resume from it; numbers and strings only."""

@@ -216,6 +216,16 @@ def test_epochs_and_copies_of_a_row_differ(kept: Path) -> None:
         assert len({image.numpy().tobytes() for image in copies}) > 9
     again = [batch.images[0].clone() for batch in h5pack.H5Loader(dataset, 1, weights=weights, num_samples=12)]
     assert all(torch.equal(image, other) for image, other in zip(again, copies, strict=True))
+    # Copies within a batch, and on several ranks.
+    for drawing in ({"weights": weights, "num_samples": 12}, {"indices": [0] * 12}):
+        whole, sampler = h5pack.H5Loader(dataset, 6, **drawing), h5pack.ChunkBatchSampler(dataset, 6, **drawing)
+        images = torch.cat([batch.images for batch in whole])
+        assert len({image.numpy().tobytes() for image in images}) > 9
+        assert torch.equal(images, torch.cat([batch.images for batch in DataLoader(dataset, batch_sampler=sampler)]))
+        ranks = [h5pack.H5Loader(dataset, 3, **drawing, rank=rank, num_replicas=2, streams=2) for rank in range(2)]
+        alone = h5pack.H5Loader(dataset, 6, **drawing, streams=2)
+        steps = [torch.cat([batch.images for batch in step]) for step in zip(*ranks, strict=True)]
+        assert torch.equal(torch.cat(steps), torch.cat([batch.images for batch in alone]))
 
 
 def test_crops_stay_in_host_memory_whatever_torchs_default_device_is(kept: Path) -> None:
@@ -243,8 +253,8 @@ def test_a_state_saved_in_the_middle_of_a_turn_resumes_the_same_crops(kept: Path
         return [(int(index), index.key) for index in indices]
 
     whole = drawn_keys(sampler())
-    # A turn is a row of each stream; its rows have the same key.
-    assert [key.repeat for _, key in whole] == [number // streams for number in range(40)]
+    # A turn is a row of each stream.
+    assert [key.repeat for _, key in whole] == [(number // streams << 20) + number % streams for number in range(40)]
     for stop in range(1, 40):
         first, second = sampler(), sampler()
         head = drawn_keys(itertools.islice(iter(first), stop))

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, default_collate
 
 import h5pack
 from h5pack.data.concat import ConcatPack
-from h5pack.data.decoding import DrawKey
 from h5pack.data.mixture import MixtureSampler
+from h5pack.data.samplers import draw_key
 from h5pack.errors import DamagedRowsError, OptionsError, SizesDifferError, StateError
 from h5pack.format.checksums import row_checksums
 from tests.combine.packs import FIELD_NAMES, KINDS, pack
@@ -345,10 +345,8 @@ def test_a_loader_needs_one_decode_for_all_packs(tmp_path: Path, other: dict[str
 
 def keys(sampler: MixtureSampler) -> list[tuple[list[int], Any]]:
     """The batches of a sampler, and what their crops are drawn from."""
-    return [
-        (batch, DrawKey(*sampler.mixture.draws_of(sampler.epoch, number)).at(np.arange(len(batch))))
-        for number, batch in enumerate(sampler)
-    ]
+    slots = np.arange(sampler.batch_size)
+    return [(batch, draw_key(sampler.plan()[1], sampler.epoch, number, slots)) for number, batch in enumerate(sampler)]
 
 
 def test_a_loader_resumes_in_mid_epoch_on_any_number_of_ranks(alike: ConcatPack) -> None:
