@@ -134,8 +134,8 @@ def _select_rows(
         advice = "give an H5Dataset or a ConcatPack, or a torch Subset of one"
         if isinstance(base, Sampler):
             advice += (
-                ". Lightning makes a batch sampler again, from a sampler: give Trainer(use_distributed_sampler=False), "
-                "and to predict, an H5Loader, or a DataLoader with batch_size= instead of batch_sampler="
+                ". Lightning makes a batch sampler again from a sampler; give it use_distributed_sampler=False or, to "
+                "predict, an H5Loader, or a DataLoader with batch_size= instead of batch_sampler="
             )
         raise OptionsError(
             f"dataset is a {type(base).__name__}, which has no chunks; {advice}", parameters=("dataset",)
