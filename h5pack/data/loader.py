@@ -333,10 +333,6 @@ class H5Loader(Closeable, Resumable):
         self._end_idle_threads = weakref.finalize(self, self._idle.close)
         self._end_idle_threads.atexit = False
 
-    def __len__(self) -> int:
-        """Return the number of batches of this rank per epoch."""
-        return self.plan.num_batches
-
     def __repr__(self) -> str:
         settings = f"batch_size={self.batch_size}, {order_text(self.plan)}, num_threads={self.num_threads}"
         if self.plan.rows.unique_count != len(self._base):

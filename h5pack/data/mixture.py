@@ -106,10 +106,6 @@ class MixtureSampler(BatchOrder):
         self.dataset, self.drop_last, self.num_samples = dataset, drop_last, self.mixture.num_samples
         super().__init__(EpochCursor(self.mixture.identity(), "batches", self.mixture.num_batches))
 
-    def __len__(self) -> int:
-        """Return the number of batches of this rank per epoch."""
-        return self.mixture.num_batches
-
     def __repr__(self) -> str:
         settings = f"batch_size={self.batch_size}, num_samples={self.num_samples}, {self._order_text}"
         return f"MixtureSampler({self.dataset!r}, {settings})"

@@ -213,10 +213,6 @@ class ChunkSampler(Resumable, DistributedSampler[int]):  # type: ignore[override
         self.rank, self.num_replicas = plan.rank, plan.num_replicas
         super().__init__(EpochCursor(identity, "rows", plan.rank_rows, plan.num_replicas))
 
-    def __len__(self) -> int:
-        """Return the number of rows of this rank per epoch."""
-        return self.plan.rank_rows
-
     def __repr__(self) -> str:
         return f"ChunkSampler({self.dataset!r}, {order_text(self.plan)})"
 
@@ -330,10 +326,6 @@ class ChunkBatchSampler(BatchOrder):
         super().__init__(EpochCursor(self.plan.identity(), "batches", self.plan.num_batches))
         self.batch_size, self.drop_last = self.plan.batch_size, drop_last
         self.rank, self.num_replicas = self.plan.rank, self.plan.num_replicas
-
-    def __len__(self) -> int:
-        """Return the number of batches of this rank per epoch."""
-        return self.plan.num_batches
 
     def __repr__(self) -> str:
         return f"ChunkBatchSampler({self.dataset!r}, batch_size={self.batch_size}, {order_text(self.plan)})"

@@ -99,7 +99,7 @@ class EpochCursor:
         self.identity = identity
         self.unit = unit
         self.iteration = IterationState()
-        self._length = length
+        self.length = length
         self._num_replicas = num_replicas
         self._next_epoch = 0
         self._next_start = 0
@@ -153,7 +153,7 @@ class EpochCursor:
         if not self._running:
             return self.state_of(None)
         iteration, received = self.iteration, self.iteration.received_count(count)
-        if count is None and iteration.exhausted and iteration.start + received >= self._length:
+        if count is None and iteration.exhausted and iteration.start + received >= self.length:
             return self.state_of(None)
         return self.state_of(iteration, received)
 
@@ -197,9 +197,9 @@ class EpochCursor:
                 raise StateError(f"the state was saved {problem}{hint}", parameters=(parameter,))
         if self._num_replicas is not None and saved_ranks is not None and saved_ranks != self._num_replicas:
             done = self._for_our_ranks(done, saved_ranks, self._num_replicas)
-        if not 0 <= done <= self._length:
+        if not 0 <= done <= self.length:
             raise StateError(
-                f"the state is damaged: its position is {done}, but an epoch has {self._length} {self.unit}; load "
+                f"the state is damaged: its position is {done}, but an epoch has {self.length} {self.unit}; load "
                 "another saved state"
             )
         self._next_epoch, self._next_start = epoch, done
@@ -222,6 +222,10 @@ class Resumable:
 
     def __init__(self, cursor: EpochCursor) -> None:
         self._cursor = cursor
+
+    def __len__(self) -> int:
+        """Return the number of batches of this rank per epoch, or of rows if each item is a single row."""
+        return self._cursor.length
 
     @property
     def epoch(self) -> int:
