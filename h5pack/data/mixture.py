@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import torch
 
@@ -145,22 +146,16 @@ class MixtureSampler(BatchOrder):
 
 def _weight_counts(weights: Sequence[float], plans: Sequence[OrderPlan]) -> list[int]:
     """Return the number of rows of each pack in one period of the schedule, which has at most 10,000 rows."""
+    error = partial(OptionsError, parameters=("weights",))
     try:
         given = [float(weight) for weight in weights]
-    except (TypeError, ValueError) as error:
-        raise OptionsError(
-            f"weights are not numbers ({error}); give a number for each pack", parameters=("weights",)
-        ) from error
+    except (TypeError, ValueError) as cause:
+        raise error(f"weights are not numbers ({cause}); give a number for each pack") from cause
     if len(given) != len(plans):
-        raise OptionsError(
-            f"weights has {len(given)} numbers for {len(plans)} packs; give one per pack", parameters=("weights",)
-        )
+        raise error(f"weights has {len(given)} numbers for {len(plans)} packs; give one per pack")
     for number, weight in enumerate(given):
         if not 0 < weight < math.inf:
-            raise OptionsError(
-                f"weights[{number}] is {weight}; give a finite number above 0, or leave the pack out",
-                parameters=("weights",),
-            )
+            raise error(f"weights[{number}] is {weight}; give a finite number above 0, or leave the pack out")
     exact = [Fraction(weight) for weight in given]
     whole = sum(exact)
     common = math.lcm(*(weight.denominator for weight in exact))
@@ -175,8 +170,6 @@ def _weight_counts(weights: Sequence[float], plans: Sequence[OrderPlan]) -> list
         counts[number] += 1
     for number, count in enumerate(counts):
         if not count:
-            raise OptionsError(
-                f"weights[{number}] is less than 1/{_PERIOD:,} of the sum; give a larger one, or leave the pack out",
-                parameters=("weights",),
-            )
+            problem = f"is less than 1/{_PERIOD:,} of the sum; give a larger one, or leave the pack out"
+            raise error(f"weights[{number}] {problem}")
     return counts

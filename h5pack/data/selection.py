@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,10 +63,7 @@ def select_draws(
 
 def _check_weights(weights: npt.ArrayLike, count: int) -> npt.NDArray[np.float64]:
     """Return the weights as float64, (count,), or raise an OptionsError."""
-
-    def error(message: str) -> OptionsError:
-        return OptionsError(message, parameters=("weights",))
-
+    error = partial(OptionsError, parameters=("weights",))
     if isinstance(weights, torch.Tensor):
         # NumPy has no bfloat16.
         weights = weights.detach().double() if weights.is_floating_point() else weights.detach()
@@ -88,12 +86,8 @@ def _check_weights(weights: npt.ArrayLike, count: int) -> npt.NDArray[np.float64
 
 def _class_weights(dataset: H5Dataset, rows: RowSet, text: str) -> npt.NDArray[np.float64]:
     """Return row weights, in the file's order, that give all classes the same total weight."""
-
-    def error(message: str) -> OptionsError:
-        return OptionsError(
-            message, path=dataset.path, dataset=dataset.label_name, parameters=("weights='balanced'", "weights")
-        )
-
+    parameters = "weights='balanced'", "weights"
+    error = partial(OptionsError, path=dataset.path, dataset=dataset.label_name, parameters=parameters)
     if text != "balanced":
         raise error(f"weights is the text {text!r}; give a number for each row, or 'balanced'")
     if dataset.label_name is None:
