@@ -36,7 +36,7 @@ from h5pack.read.ragged import read_ragged, texts_of
 from h5pack.read.several import join_descriptions, list_files, read_filenames
 from h5pack.sources.hdf5_tables import log_unused_labels
 from h5pack.system.arrays import joined_ranges
-from h5pack.system.parameters import require_callable
+from h5pack.system.parameters import require_callable, unfit
 from h5pack.system.text import splits_text
 
 
@@ -481,7 +481,7 @@ def _split_names(split: Any) -> tuple[str, ...]:
         return ()
     names = (split,) if isinstance(split, str) else tuple(split) if isinstance(split, Sequence) else ()
     if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise OptionsError(f"split is {split!r}; give one name, or a list of distinct names", parameters=("split",))
+        raise unfit("split", split, "give one name, or a list of distinct names")
     return names
 
 

@@ -168,17 +168,14 @@ def _pack_digest(dataset: H5Dataset) -> int | None:
 
 def _check_indices(indices: npt.NDArray[Any], count: int, what: str) -> npt.NDArray[np.int64]:
     """Return indices of `count` rows as nonnegative int64, (n,), or raise an OptionsError."""
+    error = partial(OptionsError, parameters=("indices",))
     if indices.ndim != 1 or (len(indices) and indices.dtype.kind not in "iu"):
-        raise OptionsError(
-            f"{what} have dtype {indices.dtype} and shape {indices.shape}; give whole numbers in one dimension",
-            parameters=("indices",),
-        )
+        found = f"dtype {indices.dtype} and shape {indices.shape}"
+        raise error(f"{what} have {found}; give whole numbers in one dimension")
     # Check before converting, because an index of uint64 that exceeds int64 would become negative.
     wrong = np.flatnonzero((indices < -count) | (indices >= count))
     if len(wrong):
-        raise OptionsError(
-            f"{what} contain {int(indices[wrong[0]])}; give indices of the {count:,} rows", parameters=("indices",)
-        )
+        raise error(f"{what} contain {int(indices[wrong[0]])}; give indices of the {count:,} rows")
     numbers = indices.astype(np.int64)
     numbers[numbers < 0] += count
     return numbers

@@ -25,7 +25,7 @@ from h5pack.device.loader_wrapper import (
 )
 from h5pack.device.prefetch import PrefetchThread
 from h5pack.errors import OptionsError, StateError
-from h5pack.system.parameters import whole_number
+from h5pack.system.parameters import unfit, whole_number
 
 _AUTO = "auto"
 _MAX_DENOMINATOR = 10_000
@@ -371,7 +371,7 @@ def _to_fraction(factor: Any, max_factor: int) -> Fraction:
             exact = Fraction(factor if isinstance(factor, (int, Fraction)) else float(factor))
             found = exact.limit_denominator(_MAX_DENOMINATOR) if exact >= 1 else None
     if found is None:
-        raise OptionsError(f"factor is {factor!r}; give a number of at least 1, or 'auto'", parameters=("factor",))
+        raise unfit("factor", factor, "give a number of at least 1, or 'auto'")
     if found > max_factor:
         raise OptionsError(
             f"factor is {factor}, above max_factor={max_factor}; give a lower factor or a higher max_factor",

@@ -19,6 +19,7 @@ about 2^-15, and such results have at most 11 significant bits.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -49,7 +50,7 @@ from h5pack.device.resize import find_taps, resize, resize_on_cpu
 from h5pack.device.targets import checked_fields
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, ResizedCrop
-from h5pack.system.parameters import whole_number
+from h5pack.system.parameters import unfit, whole_number
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -151,9 +152,7 @@ class Normalize:
             ("backend", backend, _BACKENDS),
         ):
             if value not in known:
-                raise OptionsError(
-                    f"{name} is {value!r}; give one of {', '.join(map(repr, known))}", parameters=(name,)
-                )
+                raise unfit(name, value, f"give one of {', '.join(map(repr, known))}")
         largest = max(max(mean, 1 - mean) / std for mean, std in zip(self.mean, self.std, strict=True))
         if not largest <= torch.finfo(dtype).max:
             raise OptionsError(
@@ -442,21 +441,16 @@ class Normalize:
         After such a failure, later calls do not try Triton again. Only errors of compiling and loading count as
         failures: errors of a launch may be caused by earlier kernels, so they are raised in any case.
         """
+        refuse = functools.partial(OptionsError, parameters=("backend='triton'", "backend='auto'"))
         try:
             from h5pack.device.kernels import draw, launch, normalize, resize
         except ImportError as error:
             if self.backend == "triton":
-                raise OptionsError(
-                    "backend='triton' needs Triton: pip install triton, or give backend='auto'",
-                    parameters=("backend='triton'", "backend='auto'"),
-                ) from error
+                raise refuse("backend='triton' needs Triton: pip install triton, or give backend='auto'") from error
             self._kernels_fail = True
             return None
         if self.backend == "triton" and device.type != "cuda" and not launch.interpreted():
-            raise OptionsError(
-                f"backend='triton' needs CUDA tensors, not {device.type}; give backend='auto'",
-                parameters=("backend='triton'", "backend='auto'"),
-            )
+            raise refuse(f"backend='triton' needs CUDA tensors, not {device.type}; give backend='auto'")
         try:
             function: Any = {"draw": draw.draw, "resize": resize.resize}.get(name, normalize.normalize)
             return launch.run(device, function, *args)

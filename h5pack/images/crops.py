@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from h5pack.errors import OptionsError
-from h5pack.system.parameters import whole_number
+from h5pack.system.parameters import unfit, whole_number
 
 MAX_SIZE = 1 << 14
 """Largest height and width of a crop, in pixels. The resizing arithmetic multiplies two sizes in 32-bit integers."""
@@ -28,7 +28,7 @@ class _Crop:
     def __post_init__(self) -> None:
         pair = tuple(self.size) if isinstance(self.size, Sequence) else (self.size, self.size)
         if len(pair) != 2:
-            raise OptionsError(f"size is {self.size!r}; give (height, width) in pixels", parameters=("size",))
+            raise unfit("size", self.size, "give (height, width) in pixels")
         object.__setattr__(self, "size", tuple(whole_number("size", side, 1, MAX_SIZE) for side in pair))
 
     @property
@@ -179,10 +179,8 @@ class Resize(_Crop):
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, Sequence):
-            raise OptionsError(
-                f"size is {self.size!r}; give (height, width), or use CenterCrop(size, resize=size) to keep the "
-                "proportions",
-                parameters=("size",),
+            raise unfit(
+                "size", self.size, "give (height, width), or use CenterCrop(size, resize=size) to keep the proportions"
             )
         super().__post_init__()
 
@@ -208,10 +206,7 @@ def _checked_range(name: str, value: Any, low: float, high: float) -> tuple[floa
     except (TypeError, ValueError):
         first = last = math.nan
     if not (low <= first <= last <= high and first > 0):
-        raise OptionsError(
-            f"{name} is {value!r}; give two positive numbers in ascending order, from {low:.4g} to {high:.4g}",
-            parameters=(name,),
-        )
+        raise unfit(name, value, f"give two positive numbers in ascending order, from {low:.4g} to {high:.4g}")
     return first, last
 
 

@@ -30,12 +30,12 @@ from h5pack.device.loader_wrapper import (
     with_samplers,
 )
 from h5pack.device.profiling import ProfilerRanges
-from h5pack.errors import OptionsError
 from h5pack.monitor.advice import advise
 from h5pack.monitor.bottleneck import Encoding, Evidence, judge
 from h5pack.monitor.probes import CpuTime, DeviceWait, GpuProbe, GpuStatus
 from h5pack.monitor.report import FeedReport, ReportOutputs
 from h5pack.system.machine import available_cpus
+from h5pack.system.parameters import unfit
 
 # Names of the monitors that have warned in this process.
 _warned: set[str] = set()
@@ -163,11 +163,9 @@ class FeedMonitor(LoaderWrapper):
     ) -> None:
         super().__init__(loader)
         if not _is_number(interval_seconds) or not interval_seconds > 0:
-            text = f"interval_seconds is {interval_seconds!r}; give a number of seconds above 0"
-            raise OptionsError(text, parameters=("interval_seconds",))
+            raise unfit("interval_seconds", interval_seconds, "give a number of seconds above 0")
         if warn_stall is not None and not (_is_number(warn_stall) and 0 <= warn_stall <= 1):
-            text = f"warn_stall is {warn_stall!r}; give a fraction from 0 to 1, or None"
-            raise OptionsError(text, parameters=("warn_stall",))
+            raise unfit("warn_stall", warn_stall, "give a fraction from 0 to 1, or None")
         self._device = None if device is None else resolve_device(device)
         self._name, self._interval_seconds = name, float(interval_seconds)
         self._warn_stall, self._warn_once = warn_stall, warn_once

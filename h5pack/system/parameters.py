@@ -18,10 +18,15 @@ def invalid(name: str, value: object, problem: str) -> OptionsError:
     return OptionsError(f"{fragment}{problem}", parameters=(fragment,))
 
 
+def unfit(name: str, value: object, advice: str) -> OptionsError:
+    """Return an error that names a parameter and its value, and advises what to give instead."""
+    return OptionsError(f"{name} is {value!r}; {advice}", parameters=(name,))
+
+
 def require_local(path: str | os.PathLike[str]) -> None:
     """Raise OptionsError if a path is a URL, such as ``s3://bucket/pack.h5``, contains NUL, is empty, or is no path."""
     if not isinstance(path, (str, bytes, os.PathLike)):
-        raise OptionsError(f"path is {path!r}; give the path of a file", parameters=("path",))
+        raise unfit("path", path, "give the path of a file")
     name = os.fsdecode(path)
     if not name:
         # Without this check, an unset shell variable (an empty path) would mean the working directory.
@@ -49,7 +54,7 @@ def output_file(path: str | os.PathLike[str]) -> str:
 def require_callable(name: str, value: Any) -> None:
     """Raise OptionsError unless a parameter's value is None or callable."""
     if value is not None and not callable(value):
-        raise OptionsError(f"{name} is {value!r}; give a callable", parameters=(name,))
+        raise unfit(name, value, "give a callable")
 
 
 def parameter_names(function: Any) -> tuple[str, ...]:
@@ -82,5 +87,5 @@ def whole_number(name: str, value: Any, minimum: int | None, maximum: int | None
     if isinstance(value, bool) or number is None or not low <= number <= high:
         allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         bound = "" if minimum is None else f" {allowed}"
-        raise OptionsError(f"{name} is {value!r}; it must be a whole number{bound}", parameters=(name,))
+        raise unfit(name, value, f"it must be a whole number{bound}")
     return number
