@@ -133,22 +133,20 @@ def test_each_of_several_files_is_checked(tmp_path: Path, when: str, monkeypatch
 
 def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
     mapped = mapped_images(packs.write(tmp_path / "f.h5", 10, images=packs.values(shape=(577,))))
-    seen: list[Any] = []
 
-    def work() -> None:
+    def work() -> tuple[int, bool]:
         torch.set_num_threads(2)
         before = torch.get_num_threads()
         with serial_torch:
-            seen.append(torch.get_num_threads())
+            serial = torch.get_num_threads()
         cached = CachedRows(mapped)
         cached.gather(cached.locate(np.arange(5)), np.empty((5, 577), np.uint8))
-        seen.append(torch.get_num_threads() == before)
+        return serial, torch.get_num_threads() == before
 
     whole = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        packs.in_time(work)
-        assert seen == [1, True]
+        assert packs.in_time(work) == (1, True)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(whole)

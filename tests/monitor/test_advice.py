@@ -12,7 +12,7 @@ import pytest
 from h5pack.monitor.advice import Advice, Remedy, advise
 from h5pack.monitor.bottleneck import Encoding, Evidence, Outcome, Rates, judge
 from tests.monitor.figures import evidence, rates
-from tests.monitor.test_bottleneck import random_evidence
+from tests.monitor.test_bottleneck import THREADS, WORKERS, random_evidence
 
 FED: dict[str, Any] = {}
 LOADER = {"storage_hot": 900, "loader": 850, "everything": 840}
@@ -172,10 +172,6 @@ def test_whatever_was_measured_all_advice_can_be_followed_here(seed: int) -> Non
         assert not {one.remedy for one in found} & GPU_REMEDIES
     if verdict.outcome in (Outcome.NOISY, Outcome.TOO_LITTLE, Outcome.NOT_MEASURED):
         assert not any(one.moves for one in found if one.remedy is not Remedy.LOWER_PARALLELISM)
-
-
-THREADS = {"num_threads": 2, "cpus": 8}
-WORKERS = {"num_workers": 2, "cpus": 8}
 
 
 @pytest.mark.parametrize(
