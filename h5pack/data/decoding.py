@@ -79,7 +79,8 @@ def key_of(indices: Sequence[Any]) -> DrawKey:
     keys = [index.key for index in indices if isinstance(index, DrawnIndex)]
     if not keys or len(keys) < len(indices):
         # Use torch's random generator, as torchvision's transforms do, so that `torch.manual_seed` determines crops.
-        return DrawKey(int(torch.empty((), dtype=torch.int64, device="cpu").random_()), 0)
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        return DrawKey(seed, 0, torch.arange(len(indices), device="cpu") if len(indices) > 1 else 0)
     repeats = [key.repeat for key in keys]
     return replace(keys[0], repeat=torch.tensor(repeats, device="cpu") if any(repeats) else 0)
 

@@ -216,6 +216,8 @@ def test_epochs_and_copies_of_a_row_differ(kept: Path) -> None:
         assert len({image.numpy().tobytes() for image in copies}) > 9
     again = [batch.images[0].clone() for batch in h5pack.H5Loader(dataset, 1, weights=weights, num_samples=12)]
     assert all(torch.equal(image, other) for image, other in zip(again, copies, strict=True))
+    batch = dataset.collate(dataset.__getitems__([0] * 12))
+    assert len({image.numpy().tobytes() for image in batch.images}) > 9
     # Copies within a batch, and on several ranks.
     for drawing in ({"weights": weights, "num_samples": 12}, {"indices": [0] * 12}):
         whole, sampler = h5pack.H5Loader(dataset, 6, **drawing), h5pack.ChunkBatchSampler(dataset, 6, **drawing)
