@@ -187,7 +187,8 @@ class ScatteredRows(RowBuffer):
 
 def writes_directly(path: str, io: str) -> bool:
     """Return whether rows are written to the file at `path` with direct I/O. `io` auto means: where that is fast."""
-    return io == "direct" or (io == "auto" and file_system_type(path) in _DIRECT_FILE_SYSTEMS)
+    wanted = io == "direct" or (io == "auto" and file_system_type(path) in _DIRECT_FILE_SYSTEMS)
+    return wanted and hasattr(os, "O_DIRECT")  # macOS has no such flag.
 
 
 def drop_partial_pages(path: str, io: str, descriptor: int, start: int) -> None:
