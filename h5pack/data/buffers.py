@@ -94,7 +94,8 @@ def unfilled_memory() -> Iterator[None]:
 class _Filling:
     """The number of threads inside `unfilled_memory`, and the value of the setting before the first thread entered."""
 
-    lock, users, before = threading.Lock(), 0, True
+    def __init__(self) -> None:
+        self.lock, self.users, self.before = threading.Lock(), 0, True
 
 
 _filling = _Filling()
@@ -330,9 +331,19 @@ def _tensors(base: npt.NDArray[np.uint8], shapes: Sequence[Shape]) -> list[torch
     ]
 
 
-_forks: deque[None] = deque()  # one element for each fork that this process has begun, and one for each that has ended
+class _Forks:
+    """The number of forks that this process has begun, plus the number of those that have ended."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+
+_forks = _Forks()
 # Another thread may receive a batch after the call to `before`, but before the fork itself. So count after it, too.
-os.register_at_fork(before=lambda: _forks.append(None), after_in_parent=lambda: _forks.append(None))
+os.register_at_fork(before=_forks.add, after_in_parent=_forks.add)
 
 
 def _receive(process: int, descriptor: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
@@ -351,13 +362,13 @@ def _receive(process: int, descriptor: int, shapes: Sequence[Shape]) -> list[tor
     finally:
         os.close(opened)
     base = np.frombuffer(memory, np.uint8, len(memory) - _HEADER, _HEADER)
-    owner, forks = os.getpid(), len(_forks)
+    owner, forks = os.getpid(), _forks.count
 
     def release() -> None:
         # The garbage collector may call this, so take no lock. In a forked child, do not mark the segment as free,
         # because the parent still uses it.
         if os.getpid() == owner:
-            memory[0] = _FREE if forks == len(_forks) else _FORKED
+            memory[0] = _FREE if forks == _forks.count else _FORKED
 
     weakref.finalize(base, release).atexit = False
     return _tensors(base, shapes)
