@@ -91,7 +91,7 @@ def test_the_datasets_of_another_file_are_detected_and_its_faults_named(tmp_path
         assert report.target.faults == h5pack.info(path).datasets[0].faults != ()
         assert all(name in report.to_text() for name in ("'train/x'", "'train/y'"))
     with h5py.File(path, "a") as file:
-        file["train/z"] = file["train/x"][()]
+        file["train/img"] = file["train/x"][()]
     with pytest.raises(PackFormatError) as caught:
         Diagnosis(settings(path))
     assert caught.value.parameters == ("images=NAME",)
