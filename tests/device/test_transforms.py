@@ -141,6 +141,21 @@ def test_copies_of_a_row_have_draws_of_their_own(
         assert torch.equal(rest, torch.cat(found[2 : len(found) // 2]))
 
 
+def test_copies_of_a_row_have_the_same_draws_on_any_number_of_ranks(dataset: h5pack.H5Dataset) -> None:
+    weights = np.where(np.arange(len(dataset)) % 16 == 0, 9.0, 1.0)
+    normalize = h5pack.Normalize(flip=0.5, crop=3)
+
+    def steps(ranks: int) -> list[torch.Tensor]:
+        loaders = [
+            h5pack.H5Loader(dataset, 16 // ranks, weights=weights, streams=4, rank=rank, num_replicas=ranks)
+            for rank in range(ranks)
+        ]
+        feeds = [h5pack.DeviceFeed(loader, "cpu", transform=normalize) for loader in loaders]
+        return [torch.cat([batch.images for batch in batches]) for batches in zip(*feeds, strict=True)]
+
+    assert all(torch.equal(one, other) for one, other in zip(steps(1), steps(4), strict=True))
+
+
 # Several views.
 
 
