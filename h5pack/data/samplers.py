@@ -143,9 +143,7 @@ class SamplerIterator(Iterator[Item]):
         return iteration
 
 
-# `Resumable` replaces the epoch of DistributedSampler. It is the base class by which Lightning, Fabric and Ignite know
-# that a sampler yields only the rows of its rank; they would divide those of any other sampler among the ranks again.
-class ChunkSampler(Resumable, DistributedSampler[int]):  # type: ignore[override]
+class ChunkSampler(Resumable, Sampler[int]):
     """Sampler whose shuffled order reads each chunk once per epoch; pass it to a DataLoader as ``sampler``.
 
     Parameters
@@ -211,6 +209,8 @@ class ChunkSampler(Resumable, DistributedSampler[int]):  # type: ignore[override
         )
         identity = {**plan.identity(), "global_batch": None}
         self.rank, self.num_replicas = plan.rank, plan.num_replicas
+        if self.num_replicas > 1:
+            self.__class__ = _RankSampler
         super().__init__(EpochCursor(identity, "rows", plan.rank_rows, plan.num_replicas))
 
     def __repr__(self) -> str:
@@ -247,6 +247,14 @@ class ChunkSampler(Resumable, DistributedSampler[int]):  # type: ignore[override
             prefetched count as received.
         """
         return self._cursor.state(rows_consumed)
+
+
+class _RankSampler(ChunkSampler, DistributedSampler[int]):  # type: ignore[override]
+    """A `ChunkSampler` of one of several ranks.
+
+    By the base class, Lightning, Fabric and Ignite know that it yields only the rows of its rank. They divide those of
+    any other sampler among the ranks, also those of a sampler that was created before the ranks were connected.
+    """
 
 
 class BatchOrder(Resumable, Sampler[list[int]]):
