@@ -24,7 +24,7 @@ from h5pack.data.mixture import MixtureSampler
 from h5pack.data.pipeline import EpochGroups, Pipeline
 from h5pack.data.samplers import draw_key, order_text
 from h5pack.data.samples import new_batch
-from h5pack.data.selection import plan_order, select_draws
+from h5pack.data.selection import plan_order, select_draws, warn_of_later_ranks
 from h5pack.errors import OptionsError
 from h5pack.format.fields import RaggedRows
 from h5pack.images.crops import DecodeCrop
@@ -225,7 +225,7 @@ class H5Loader(Closeable, Resumable):
             _require_mixture(batch_sampler, dataset, order)
             self._base, self.plan = batch_sampler.plan()
             cursor, drop_last = batch_sampler.cursor, batch_sampler.drop_last
-        self.batch_sampler = batch_sampler
+        self.batch_sampler, self._assumes_one_rank = batch_sampler, rank is None and self.plan.num_replicas == 1
         _require_no_transform(self._base)
         self._base = self._base.with_decode(decode, exact)
         self.batch_size, self.drop_last = self.plan.batch_size, drop_last
@@ -349,6 +349,8 @@ class H5Loader(Closeable, Resumable):
         """
         if self._process != os.getpid():
             self._reset()
+        if self._assumes_one_rank:
+            warn_of_later_ranks()
         _require_no_transform(self._base)
         self._base.engine.check_unchanged()
         if self._held is None:

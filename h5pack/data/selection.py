@@ -201,6 +201,17 @@ def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]
     return 0, 1
 
 
+def warn_of_later_ranks() -> None:
+    """Warn if torch.distributed was initialised after a loader took its rank from it, so that all ranks are equal."""
+    connected = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if connected and torch.distributed.get_world_size() > 1:
+        warnings.warn(
+            "torch.distributed was initialised after the loader was created: every process reads all rows; create the "
+            "loader later (in Lightning, in a method such as train_dataloader), or give rank and num_replicas",
+            stacklevel=3,  # the caller of the loader's `__iter__`
+        )
+
+
 def plan_order(
     rows: RowSampler,
     batch_size: int,

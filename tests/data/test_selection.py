@@ -168,3 +168,16 @@ def test_a_launcher_without_torch_is_warned_of(monkeypatch: pytest.MonkeyPatch, 
             assert make().plan.num_replicas == 1
         assert [warning.filename for warning in caught] == [__file__], "points to the caller"
     h5pack.ChunkBatchSampler(dataset, 5, rank=1, num_replicas=4)
+
+
+def test_a_loader_older_than_torch_distributed_warns(
+    monkeypatch: pytest.MonkeyPatch, dataset: h5pack.H5Dataset
+) -> None:
+    assumed, given = h5pack.H5Loader(dataset, 5), h5pack.H5Loader(dataset, 5, rank=0, num_replicas=1)
+    list(assumed)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    with pytest.warns(UserWarning, match="initialised after") as caught:
+        list(assumed)
+    assert [warning.filename for warning in caught] == [__file__], "points to the loop"
+    list(given)
