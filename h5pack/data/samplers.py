@@ -209,7 +209,7 @@ class ChunkSampler(Resumable, Sampler[int]):
         )
         identity = {**plan.identity(), "global_batch": None}
         self.rank, self.num_replicas = plan.rank, plan.num_replicas
-        if self.num_replicas > 1:
+        if self.num_replicas > 1 and type(self) is ChunkSampler:
             self.__class__ = _RankSampler
         super().__init__(EpochCursor(identity, "rows", plan.rank_rows, plan.num_replicas))
 
@@ -253,7 +253,8 @@ class _RankSampler(ChunkSampler, DistributedSampler[int]):  # type: ignore[overr
     """A `ChunkSampler` of one of several ranks.
 
     By the base class, Lightning, Fabric and Ignite know that it yields only the rows of its rank. They divide those of
-    any other sampler among the ranks, also those of a sampler that was created before the ranks were connected.
+    any other sampler among the ranks, also those of a sampler that was created before the ranks were connected. A class
+    that a user derives from ChunkSampler is kept.
     """
 
 
