@@ -253,8 +253,8 @@ class _RankSampler(ChunkSampler, DistributedSampler[int]):  # type: ignore[overr
     """A `ChunkSampler` of one of several ranks.
 
     By the base class, Lightning, Fabric and Ignite know that it yields only the rows of its rank. They divide those of
-    any other sampler among the ranks, also those of a sampler that was created before the ranks were connected. Instances of
-    classes that users derive from ChunkSampler keep their class.
+    any other sampler among the ranks, also those of a sampler that was created before the ranks were connected.
+    Instances of classes that users derive from ChunkSampler keep their class.
     """
 
 
