@@ -103,7 +103,7 @@ class OpenBatches:
         return self._memory[batch]
 
     def arrive(self, span: Span) -> BatchMemory | None:
-        """Record that the rows of `span` are written. If that completes the batch, close it and return its memory."""
+        """Record that the rows of `span` are written. Return the memory of their batch if it is now complete."""
         batch, _, count = span
         with self._lock:
             self._missing[batch] -= count

@@ -374,8 +374,8 @@ def _require_keys(dataset: Any, base: H5Dataset) -> None:
         )
     if base.is_random and dataset is not base:
         raise OptionsError(
-            "random crops are not reproducible through a Subset; give the sampler and the DataLoader the H5Dataset, "
-            "and the sampler indices=subset.indices",
+            "random crops are not reproducible through a Subset; give the H5Dataset to the sampler and the DataLoader, "
+            "and indices=subset.indices to the sampler",
             parameters=("indices=subset.indices",),
         )
 

@@ -134,9 +134,9 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
         self._finalizer.detach()
 
     def _launch_one(self) -> bool:
-        """Queue the next batch's transform, or record the end of the batches. Return False if no batch is ready.
+        """Queue the next batch's transform, or record the end of the batches.
 
-        Wait for a batch only if no other batch can be delivered.
+        If no batch is ready, return False if an earlier batch can be delivered meanwhile, and else wait for one.
         """
         if self._launched:
             item = self.thread.get(seconds=0.0)

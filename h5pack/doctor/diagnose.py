@@ -189,7 +189,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         needed, left = min_total_seconds(hot), self._left()
         for_hot = max(needed, left * len(hot) / (len(hot) + _COLD_STAGES))
         self._take_turns(hot, min(self._end, self._measuring + for_hot))
-        # If other processes slowed down the repeats, a stage may have too few. Repeat it before the cold stages.
+        # If other processes slowed a stage down, it may have too few repeats. Repeat it before the cold stages.
         needed_runs = [run for run in hot if self._is_needed(run.stage)]
         while late := next((run for run in needed_runs if self._lacks_repeats(run)), None):
             self._repeat(late, late.min_seconds)

@@ -216,7 +216,7 @@ class OrderPlan:
             yield from heapq.merge(*streams, key=lambda group: group.first)
 
     def _in_batches(self, sequence: _ChunkSequence, lane: int, place: int, first: int) -> Iterator[ChunkGroup]:
-        """Yield the chunk groups of one stream of this rank, number `place` in its lane, from batch `first` on."""
+        """Yield the chunk groups of one stream from batch `first` on: this rank's stream number `place` in a lane."""
         share = self.stream_share
         stream = (self.rank * self.step_streams + place) * self.lanes + lane
         start = max(0, -(-(first - lane) // self.lanes)) * share

@@ -89,7 +89,10 @@ class KeptPlan(ConvertPlan):
         return replace(plan, chunks=plan_data_chunks(size), needs_encoding=self.needs_encoding & mine)
 
     def shard_edges(self) -> list[int]:
-        """See `ConvertPlan`; the sizes of images to encode are estimates. A shard has at least one image."""
+        """Return the first row of each shard, and the number of rows, as estimated from the sizes of encoded images.
+
+        A shard has at least one image, even if that exceeds `shard_bytes`.
+        """
         size = self.options.shard_bytes
         if size is None:
             return [0, self.rows]
