@@ -148,7 +148,7 @@ def upright_of(data: bytes) -> Upright:
 
 
 def as_stored(pixels: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
-    """Turn an upright mask, (h, w), as an image with this Exif orientation is stored."""
+    """Turn an upright mask, (h, w), to the way in which an image with this Exif orientation is stored."""
     return _turned(pixels, {6: 8, 8: 6}.get(orientation, orientation))  # The other turns undo themselves.
 
 

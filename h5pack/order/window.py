@@ -60,7 +60,7 @@ class ChunkGroup:
     upcoming: tuple[Rows, ...] = ()
 
     def split_by_batch(self, values: npt.NDArray[Any]) -> Iterator[tuple[Span, npt.NDArray[Any]]]:
-        """Yield each span with its values. `values`, (n, ...), has one value per row, in the order of `rows`."""
+        """Yield each span (see `spans`) with the values of its rows; `values`, (n, ...), are in the order of `rows`."""
         ordered = self.in_slot_order(values)
         start = 0
         for span in self.spans:
@@ -176,7 +176,7 @@ class OrderPlan:
 
     @cached_property
     def group_chunks(self) -> int:
-        """Number of chunks per chunk group: a shuffle window, or else about a stream's share of a batch."""
+        """Number of chunks per chunk group. Without a window shuffle, a group has about a stream's rows of a batch."""
         return self.window if self.shuffle == "window" else max(1, self.stream_share // max(1, self.rows.max_rows(1)))
 
     @property

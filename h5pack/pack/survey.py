@@ -73,7 +73,7 @@ class Survey:
 
     @classmethod
     def decode(cls, payload: bytes, columns: tuple[str, ...]) -> tuple[int, Survey]:
-        """Return the index of the first image and the part of a survey that `encode` turned into `payload`."""
+        """Return the part of a survey that `encode` turned into `payload`, preceded by the index of its first image."""
         text, _, data = payload.partition(b"\0")
         start, count, reasons, unused, mask_dtypes, file_bytes = json.loads(text)
         part = cls.of(count)

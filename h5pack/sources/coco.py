@@ -73,7 +73,7 @@ class _Annotations:
     has_boxes: bool = False
     has_captions: bool = False
     unused: set[str] = field(default_factory=set)  # keys of annotations that are not packed
-    # Numbers of boxes that are "empty", with no area in their image, and of annotations whose image is "unknown".
+    # "empty": number of boxes without an area in their image; "unknown": number of annotations without an image.
     counts: Counter[str] = field(default_factory=Counter)
 
 

@@ -439,7 +439,7 @@ def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
 
 
 def _by_names(found: Listing) -> Catalog:
-    """Return the catalog of a listing; its kind is inferred from its folders. An only folder of images is no class."""
+    """Return the catalog of a listing, of the kind that its folders suggest. A single folder of images is no class."""
     filled = found.filled()
     if not filled or (len(filled) == 1 and is_named(filled[0], IMAGE_FOLDERS)):
         return flat(found)

@@ -119,8 +119,8 @@ def open_executor(
     """Open an executor of worker processes, or of this process if `num_workers` is 1.
 
     If `start_method` is None, `choose_start_method` decides. Inside tasks, `shared()` returns `shared_object`. Forked
-    workers inherit this object; other workers each receive a pickled copy. They import the main script only if it may
-    define classes of objects in this copy, so tasks must be functions of other modules.
+    workers inherit this object; other workers each receive a pickled copy, and import the main script only if the copy
+    may need a class that the script defines. So tasks must be functions of other modules.
 
     Raises WorkerError if the object cannot be used in a worker, or if workers cannot start. The error recommends
     ``num_workers=1``, unless `isolated` says that the caller needs a separate process.
