@@ -225,7 +225,9 @@ class H5Loader(Closeable, Resumable):
             _require_mixture(batch_sampler, dataset, order)
             self._base, self.plan = batch_sampler.plan()
             cursor, drop_last = batch_sampler.cursor, batch_sampler.drop_last
-        self.batch_sampler, self._assumes_one_rank = batch_sampler, rank is None and self.plan.num_replicas == 1
+        self.batch_sampler = batch_sampler
+        # A `MixtureSampler` does not know whether it was given `rank`.
+        self._assumes_one_rank = batch_sampler is None and rank is None and self.plan.num_replicas == 1
         _require_no_transform(self._base)
         self._base = self._base.with_decode(decode, exact)
         self.batch_size, self.drop_last = self.plan.batch_size, drop_last

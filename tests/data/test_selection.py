@@ -181,3 +181,5 @@ def test_a_loader_older_than_torch_distributed_warns(
         list(assumed)
     assert [warning.filename for warning in caught] == [__file__], "points to the loop"
     list(given)
+    pack = h5pack.ConcatPack([dataset])
+    list(h5pack.H5Loader(pack, batch_sampler=h5pack.MixtureSampler(pack, 5, rank=0, num_replicas=1)))
