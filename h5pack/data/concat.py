@@ -170,10 +170,15 @@ def _check_same_fields(one: H5Dataset, other: H5Dataset) -> None:
     names = ("images", "labels", "fields", "row numbers")
     for what, mine, theirs in zip(names, _field_texts(one), _field_texts(other), strict=True):
         if mine != theirs:
+            advice, parameters = "convert and open both with the same parameters", list[str]()
+            if what == "images" and _is_encoded(one) and _is_encoded(other) and None in (one.decoder, other.decoder):
+                # Packs of the same images may differ in their first image, since packs are shuffled.
+                advice = "these are the sizes of their first images; give both the same decode, such as "
+                advice, parameters = advice + "RandomResizedCrop(224)", ["decode"]
             raise OptionsError(
-                f"{one.path} and {other.path} differ in {what}: {mine or 'none'} and {theirs or 'none'}; convert and "
-                "open both with the same parameters",
+                f"{one.path} and {other.path} differ in {what}: {mine or 'none'} and {theirs or 'none'}; {advice}",
                 path=other.path,
+                parameters=parameters,
             )
 
 
@@ -203,10 +208,14 @@ def _field_texts(dataset: H5Dataset) -> tuple[str, str, str, str]:
     """Return descriptions of a dataset's batches: images, labels, fields (with their names) and row numbers."""
     texts = {name: f"{row_shape} {dtype}" for name, row_shape, dtype in batch_fields(dataset)}
     lists = iter([f"{one.kind} {one.data.row_shape} {one.data.native_dtype}" for one in dataset.ragged.values()])
-    if dataset.transform is not None and dataset.engine.indexes[dataset.names[0]].is_encoded:
+    if dataset.transform is not None and _is_encoded(dataset):
         # `row_shape` is only the shape of row 0. Images of other sizes are fine, because a transform can resize them.
         texts[dataset.names[0]] = "encoded images"
     images, labels = texts.pop(dataset.names[0]), texts.pop(dataset.label_name or "", "")
     names, arrays = (name for name in dataset.field_names if name not in (IMAGES, LABELS, ROWS)), iter(texts.values())
     fields = ", ".join(f"{name} {next(lists if name in dataset._lists else arrays)}" for name in names)
     return images, labels, fields, "with_rows=True" if dataset.with_rows else ""
+
+
+def _is_encoded(dataset: H5Dataset) -> bool:
+    return dataset.engine.indexes[dataset.names[0]].is_encoded

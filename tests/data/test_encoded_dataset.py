@@ -236,5 +236,8 @@ def test_concatenated_packs_whose_first_images_differ_in_size(tmp_path: Path) ->
     paths = [write_kept(tmp_path / f"{side}.h5", [encode(pixels(1, (side, 12)))] * 3) for side in (20, 31)]
     both = h5pack.ConcatPack([h5pack.H5Dataset(path, transform=RandomCrop()) for path in paths])
     assert [len(batch.images) for batch in DataLoader(both, 4, collate_fn=both.collate)] == [4, 2]
-    with pytest.raises(OptionsError):
+    with pytest.raises(OptionsError, match="give both the same decode") as info:
         h5pack.ConcatPack([h5pack.H5Dataset(path) for path in paths])
+    assert info.value.parameters == ("decode",)
+    crop = h5pack.CenterCrop(8)
+    assert len(h5pack.ConcatPack([h5pack.H5Dataset(path, decode=crop) for path in paths])[0].image) == 8
