@@ -38,7 +38,7 @@ class MixUp:
         self.quantiles = beta_quantiles(alpha)
 
     def __call__(self, batch: Any, key: BatchKey) -> Any:
-        images, labels = batch.images, batch.labels
+        images, labels = floats(batch), batch.labels
         share = self.shares(uniform(key, self.seed, 1)[:, 0])
         images = torch.lerp(images.roll(1, 0), images, share.reshape(-1, 1, 1, 1).to(images.dtype))
         return batch._replace(images=images, labels=self.soft(labels, share))
@@ -58,7 +58,7 @@ class CutMix(MixUp):
     """Replace a box of each image with that of the next image (Yun et al. 2019, arXiv:1905.04899)."""
 
     def __call__(self, batch: Any, key: BatchKey) -> Any:
-        images, labels = batch.images, batch.labels
+        images, labels = floats(batch), batch.labels
         height, width = images.shape[2:]
         draws = uniform(key, self.seed, 3)
         side = (1 - self.shares(draws[:, 0])).sqrt()
@@ -68,6 +68,13 @@ class CutMix(MixUp):
         share = 1 - box.float().mean((1, 2))
         images = torch.where(box[:, None], images.roll(1, 0), images)
         return batch._replace(images=images, labels=self.soft(labels, share))
+
+
+def floats(batch: Any) -> torch.Tensor:
+    """Return the images of a batch, (N, C, H, W). Those of a loader are uint8, with the channels at another place."""
+    if not batch.images.is_floating_point():
+        raise TypeError(f"the images are {batch.images.dtype}; put Normalize before this transform")
+    return batch.images
 
 
 def inside(centre: torch.Tensor, side: torch.Tensor, length: int) -> torch.Tensor:

@@ -109,6 +109,16 @@ def test_cutmix_replaces_a_box_and_as_much_of_the_label() -> None:
     torch.testing.assert_close(soft.sum(1), torch.ones(300))
 
 
+@pytest.mark.parametrize("kind", ["MixUp", "CutMix"])
+def test_images_must_be_normalized_before_they_are_mixed(kind: str) -> None:
+    import mixup
+
+    rows = torch.arange(4)
+    batch = Batch(torch.zeros(4, 40, 30, 3, dtype=torch.uint8), rows, rows)
+    with pytest.raises(TypeError, match="put Normalize before"):
+        getattr(mixup, kind)(4)(batch, BatchKey(rows, 0))
+
+
 def test_two_views_teach_without_labels(pack: Path) -> None:
     import two_views
 
