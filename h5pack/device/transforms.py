@@ -92,7 +92,7 @@ def uniform(key: BatchKey, seed: int, count: int) -> torch.Tensor:
         What the transform was called with.
     seed : int
     count : int
-        How many numbers each sample needs, at most 64.
+        How many numbers each sample needs, at most 64. For more, concatenate those of several seeds.
 
     Raises
     ------
@@ -100,7 +100,9 @@ def uniform(key: BatchKey, seed: int, count: int) -> torch.Tensor:
         If `count` is not from 1 to 64.
     """
     if not 1 <= count <= DRAWS:
-        raise OptionsError(f"count is {count}; give a number from 1 to {DRAWS}", parameters=("count",))
+        problem = f"count is {count}; give a number from 1 to {DRAWS}"
+        advice = ", and concatenate the numbers of several seeds" if count > DRAWS else ""
+        raise OptionsError(problem + advice, parameters=("count",))
     words = random_words(key, seed, count, stream=_STREAM)
     # The upper 24 bits are exact in float32.
     return ((words >> 40) & ((1 << 24) - 1)).to(torch.float32) * 2.0**-24

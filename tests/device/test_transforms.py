@@ -342,6 +342,8 @@ def test_uniform_draws_belong_to_the_sample_and_are_uniform() -> None:
         with pytest.raises(OptionsError) as caught:
             uniform(BatchKey(rows, 3), 5, count)
         assert caught.value.parameters == ("count",)
+    with pytest.raises(OptionsError, match="from 1 to 64, and concatenate the numbers of several seeds"):
+        uniform(BatchKey(rows, 3), 5, 196)
 
 
 @every_feed
