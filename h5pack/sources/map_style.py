@@ -345,7 +345,7 @@ def _relative(names: list[str], root: Any) -> list[str]:
         folder = os.path.join(os.fsdecode(root), "")
         if all(name.startswith(folder) for name in names):
             return [name[len(folder) :] for name in names]
-    if not all(map(os.path.isabs, names)):
+    if not names or not all(map(os.path.isabs, names)):
         return names
     # All names sort between the smallest and the largest, so the common folder of these two contains all of them.
     common = os.path.commonpath([os.path.dirname(min(names)), os.path.dirname(max(names))])

@@ -19,6 +19,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset
 import h5pack
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SourceError
 from h5pack.pack.conversion import Conversion
+from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.map_style import MapStyleReader, map_style_catalog, with_labels
 from tests.makers import expected, pixels, quick, split_folders
@@ -207,6 +208,20 @@ def test_names_of_files_are_kept(attributes: dict[str, Any], names: list[str] | 
 )
 def test_names_of_classes_are_kept(attributes: dict[str, Any], classes: tuple[str, ...] | None) -> None:
     assert map_style_catalog(Folder(NAMES, **attributes)).label_names == classes
+
+
+def test_an_empty_dataset_with_a_list_of_files_is_an_error_without_images() -> None:
+    class Empty:
+        samples: tuple[Any, ...] = ()
+
+        def __len__(self) -> int:
+            return 0
+
+        def __getitem__(self, index: int) -> Any:
+            raise IndexError(index)
+
+    with pytest.raises(NoImagesError):
+        open_source(Empty(), SourceOptions())
 
 
 def test_a_property_that_fails_is_no_reason_to_refuse_a_dataset() -> None:
