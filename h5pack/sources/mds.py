@@ -74,7 +74,7 @@ def _is_index(path: Path) -> bool:
 
 def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
     """Return the catalog of a folder of MDS shards, or of a folder of such folders, in the order of the samples."""
-    below = (one.name for one in path.iterdir() if (one / INDEX).is_file())
+    below = (one.name for one in path.iterdir() if not one.name.startswith(".") and (one / INDEX).is_file())
     folders = [""] if (path / INDEX).is_file() else sorted(below)
     found = [(name, shard) for folder in folders for name, shard in _read_index(path, folder)]
     if not found:

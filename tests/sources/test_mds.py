@@ -88,6 +88,12 @@ def test_shards_become_the_same_images_labels_and_fields(tmp_path: Path) -> None
     assert (dataset.filenames[6], dataset.filenames[7]) == ("train/shard.00001/00000002", "val/shard.00000/00000000")
 
 
+def test_hidden_folders_of_shards_are_left_out(tmp_path: Path) -> None:
+    write_mds(tmp_path / "m" / "train", SAMPLES[:3])
+    write_mds(tmp_path / "m" / ".cache", SAMPLES[:4])
+    assert len(open_source(tmp_path / "m", SourceOptions())) == 3
+
+
 def test_texts_become_classes_and_other_columns_are_named(tmp_path: Path) -> None:
     columns = {"img": "bytes", "kind": "str", "meta": "json", "object": "pkl"}
     samples = [{"img": SAMPLES[n]["image"], "kind": "ab"[n % 2], "meta": "{}", "object": "no"} for n in range(4)]
