@@ -280,7 +280,7 @@ def default_loss(output: Any, labels: torch.Tensor | None) -> torch.Tensor:
             # Clamp labels beyond the module's number of classes, so that the loss does not fail. -1 means no label.
             return F.cross_entropy(found, labels.long().clamp(-1, found.shape[1] - 1), ignore_index=-1)
         if labels.shape == found.shape and whole:
-            return F.binary_cross_entropy_with_logits(found, labels.clamp(0, 1).float())
+            return F.binary_cross_entropy_with_logits(found, labels.long().clamp(0, 1).float())
     return found.square().mean()
 
 

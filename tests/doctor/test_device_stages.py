@@ -271,7 +271,10 @@ def test_the_default_loss_fits_labels_and_output() -> None:
     mean = output.square().mean()
     for labels, expected in (
         (LABELS, nn.functional.cross_entropy(output[:4], LABELS[:4])),
-        (table, nn.functional.binary_cross_entropy_with_logits(output, table.float())),
+        *(
+            (table.to(dtype), nn.functional.binary_cross_entropy_with_logits(output, table.float()))
+            for dtype in (torch.uint8, torch.uint16, torch.bool)
+        ),
         *((labels, mean) for labels in (None, torch.rand(5), torch.rand(5, 2), torch.zeros(3, dtype=torch.long))),
     ):
         assert torch.allclose(default_loss(output, labels), expected)
