@@ -314,9 +314,10 @@ class TextTable:
         return [self._cell(row, name, value).strip() for row, value in enumerate(self.values(name))]
 
     def values(self, name: str) -> list[Any]:
-        """Return the values of a column; if it does not exist, raise a SourceError that lists the columns."""
-        if name not in self.header:
-            raise SourceError.at(self.path, f"no column {name!r}; its columns are {', '.join(self.header):.500}")
+        """Return the values of a column; raise SourceError unless exactly one column has this name."""
+        if self.header.count(name) != 1:
+            found = "several columns are named" if name in self.header else "no column"
+            raise SourceError.at(self.path, f"{found} {name!r}; its columns are {', '.join(self.header):.500}")
         return self.load(name)
 
     def _cell(self, row: int, name: str, value: Any) -> str:
@@ -489,8 +490,7 @@ def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> 
 
 
 def _is_byte(cell: str) -> bool:
-    values = integers([cell])
-    return values is not None and 0 <= values[0] <= 255
+    return integers([cell]) is not None and 0 <= int(cell) <= 255
 
 
 def class_ids(values: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:

@@ -243,7 +243,7 @@ def _features(schema: Any) -> dict[str, dict[str, Any]]:
 def _find_images(file: ArchiveFile, schema: Any) -> str:
     """Return the column of images: by its Hugging Face feature, or else by types and names of columns."""
     features = _features(schema)
-    binary = [name for name in schema.names if _is_images(schema.field(name).type)]
+    binary = [field.name for field in schema if _is_images(field.type)]
     found = [name for name in binary if features.get(name, {}).get("_type") == "Image"]
     found = found or [name for name in binary if name.lower() in IMAGE_COLUMNS] or binary
     if len(found) == 1:
@@ -251,7 +251,7 @@ def _find_images(file: ArchiveFile, schema: Any) -> str:
     if found:
         problem = f"{', '.join(map(repr, found))} look like images; choose one with path_column"
         raise SourceError.at(file.path, problem, "path_column")
-    held = ", ".join(f"{name!r} {schema.field(name).type}" for name in schema.names)
+    held = ", ".join(f"{field.name!r} {field.type}" for field in schema)
     problem = f"has no column of images, that is, of type binary or a struct with a field 'bytes' (found: {held})"
     raise SourceError.at(file.path, f"{problem}; check the path")
 

@@ -38,6 +38,16 @@ def table(*cells: str, column: str = "x") -> TextTable:
     return TextTable(Path("t.csv"), (column,), lambda _: list(cells), lambda row: f" line {row + 2}")
 
 
+def test_only_columns_that_are_used_need_a_name_of_their_own(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.csv", "path,label,x,x\na.jpg,1,2,3\n")
+    assert len(open_source(path, SourceOptions())) == 1
+    with pytest.raises(SourceError, match="several columns are named 'x'"):
+        open_source(path, SourceOptions(columns=ManifestColumns(fields=("x",))))
+    path = written(tmp_path / "m.csv", "path,label,label\na.jpg,1,2\n")
+    with pytest.raises(SourceError, match="several columns are named 'label'"):
+        open_source(path, SourceOptions())
+
+
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 @pytest.mark.parametrize("lead", ["", "\ufeff"])
 def test_byte_order_marks_line_endings_spaces_and_quotes(tmp_path: Path, ending: str, lead: str) -> None:
