@@ -44,7 +44,8 @@ class DiagnoseSettings:
     def __post_init__(self) -> None:
         for name, minimum in (("batch_size", 1), ("window", 1), ("num_threads", 1), ("num_workers", 0)):
             if getattr(self, name) is not None:
-                whole_number(name, getattr(self, name), minimum)
+                # A NumPy integer becomes an int, which JSON can represent.
+                object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
         if self.num_threads is not None and self.num_workers is not None:
             raise OptionsError(
                 "num_threads is for H5Loader and num_workers for a DataLoader; give only one of them",
@@ -55,6 +56,7 @@ class DiagnoseSettings:
         if not 0 < self.seconds < float("inf"):
             text = f"seconds is {self.seconds!r}; give the total time in seconds, finite and above 0"
             raise OptionsError(text, parameters=("seconds",))
+        object.__setattr__(self, "seconds", float(self.seconds))
         for name in ("model", "transform"):
             require_callable(name, getattr(self, name))
 

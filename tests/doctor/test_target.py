@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,12 @@ def test_settings_that_make_no_sense_are_refused(
     with pytest.raises(OptionsError) as caught:
         Target(settings(path, **changes))
     assert caught.value.parameters == parameters
+
+
+def test_settings_keep_numpy_numbers_as_python_numbers(path: Path) -> None:
+    found = settings(path, batch_size=np.int64(4), window=np.int32(2), num_threads=np.uint8(1), seconds=np.float32(2))
+    values = (found.batch_size, found.window, found.num_threads, found.seconds)
+    assert json.loads(json.dumps(values)) == [4, 2, 1, 2.0]
 
 
 def test_files_that_cannot_be_diagnosed_are_refused(tmp_path: Path) -> None:
