@@ -182,7 +182,7 @@ class H5Dataset(BatchSource):
         for name in chosen:
             if name not in pack.splits:
                 message = f"{pack.path}: no split {name!r}; {splits_text(pack.splits)}"
-                raise PackFormatError(message, path=pack.path, parameters=("split",))
+                raise PackFormatError(message, path=pack.path, parameters=(f"split={name!r}",))
         index = pack.indexes[self.names[0]]
         self.rows = joined_ranges([self.splits[name] for name in chosen] if chosen else [range(index.rows)])
         self._encoded = tuple(name for name in self.names if pack.indexes[name].is_encoded)

@@ -54,7 +54,7 @@ class DiagnoseSettings:
         if self.dtype not in DTYPES:
             raise OptionsError(f"dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}", parameters=("dtype",))
         if not 0 < self.seconds < float("inf"):
-            text = f"seconds is {self.seconds!r}; give the total time in seconds, finite and above 0"
+            text = f"seconds is {self.seconds!r}; give the total time, finite and above 0"
             raise OptionsError(text, parameters=("seconds",))
         object.__setattr__(self, "seconds", float(self.seconds))
         for name in ("model", "transform"):

@@ -88,6 +88,8 @@ def test_names_are_loaded_before_the_file_is_opened_and_torch_imported(tmp_path:
         ("x.h5", ("--model", "words"), 2, "--model words"),
         ("x.h5", (*CHEAP, "--threads", "1", "--workers", "1"), 2, "--threads"),
         ("x.h5", (*CHEAP, "--seconds", "0.001"), 2, "--seconds"),
+        ("x.h5", (*CHEAP, "--seconds", "nan"), 2, "--seconds is nan; give the total time, finite"),
+        ("x.h5", (*CHEAP, "--split", "none"), 1, ": no split 'none'; "),
         ("x.h5", (*CHEAP, "--device", "cpu", "--pin"), 2, "--pin"),
         # Refused before anything is measured.
         ("x.h5", (*CHEAP, "--plot", "a.docx"), 2, "a.docx"),
