@@ -257,11 +257,13 @@ def test_several_splits_follow_each_other(tmp_path: Path, splits: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "parameters"),
     [
-        *(({"split": "val"}, PackFormatError, ("split='val'",)), ({"fields": "boxes"}, OptionsError, ("fields='boxes'",))),
+        ({"split": "val"}, PackFormatError, ("split='val'",)),
+        ({"fields": "boxes"}, OptionsError, ("fields='boxes'",)),
         *(({name: value}, OptionsError, (f"{name}={value!r}",)) for name, value in WRONG_TYPES),
         *(({"fields": ["depth"]}, PackFormatError, ("fields=[NAME]",)), ({"check": True}, OptionsError, ("check",))),
         *(({"split": wrong}, OptionsError, ("split",)) for wrong in ([], ["a", "a"], ["a", 1], 1, b"a")),
-        *(({"split": ["val"]}, PackFormatError, ("split='val'",)), ({"transform": "flip"}, OptionsError, ("transform",))),
+        ({"split": ["val"]}, PackFormatError, ("split='val'",)),
+        ({"transform": "flip"}, OptionsError, ("transform",)),
         ({"path": "cut.h5"}, PackFormatError, ()),
     ],
     ids=str,
