@@ -72,7 +72,10 @@ def open_source(
         catalog = _open_dataset(source, options)
         where, path = f"the {type(source).__name__}", None
     if len(catalog) == 0:
-        skipped = ", ".join(f"{count} {kind}" for kind, count in sorted(catalog.ignored.items()))
+        left_out = [f"{count} {kind}" for kind, count in sorted(catalog.ignored.items())]
+        for one in catalog.rejects[:1]:
+            left_out.append(f"{len(catalog.rejects):,} rejected, such as {one.shown}: {one.reason}")
+        skipped = ", ".join(left_out)
         advice = {
             "hdf5": "check include, exclude and the content of the file ('h5pack info')",
             "dataset": "check its length, include and exclude",

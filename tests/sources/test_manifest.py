@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from h5pack.errors import OptionsError, SourceError
+from h5pack.errors import NoImagesError, OptionsError, SourceError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValues, RaggedRows, parse_texts
 from h5pack.sources.catalog import Catalog, NameFilter
@@ -36,6 +36,12 @@ def written(path: Path, text: str | bytes) -> Path:
 
 def table(*cells: str, column: str = "x") -> TextTable:
     return TextTable(Path("t.csv"), (column,), lambda _: list(cells), lambda row: f" line {row + 2}")
+
+
+def test_a_manifest_whose_images_are_all_rejected_says_why(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.csv", "path,mask\na.jpg,\nb.jpg,\n")
+    with pytest.raises(NoImagesError, match=r"skipped: 2 rejected, such as a\.jpg: no path in column 'mask'"):
+        open_source(path, SourceOptions(columns=ManifestColumns(masks=("mask",))))
 
 
 def test_only_columns_that_are_used_need_a_name_of_their_own(tmp_path: Path) -> None:
