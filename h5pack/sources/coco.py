@@ -189,7 +189,10 @@ def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], s
     if image_id in known or (image_id in images and images[image_id].name != name):
         raise SourceError.at(path, f"two images have the id {image_id}; correct it")
     known.add(image_id)
-    images.setdefault(image_id, _Image(name, split, image_id, size))
+    image = images.setdefault(image_id, _Image(name, split, image_id, size))
+    if 0 in image.size:
+        # Another file of the split lists the image without its size.
+        image.size = size
 
 
 def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> None:

@@ -62,6 +62,17 @@ def laid_out(root: Path) -> Path:
     return root
 
 
+def test_a_size_that_only_one_file_of_a_split_gives_is_used(tmp_path: Path) -> None:
+    pictures(tmp_path / "train2017", 0)
+    unsized = {key: value for key, value in image(0).items() if key in ("id", "file_name")}
+    write(tmp_path / "annotations" / "captions_train2017.json", [unsized], [caption(0, "a")])
+    write(tmp_path / "annotations" / "instances_train2017.json", [image(0)], [box(0, [50, 50, 4, 4])])
+    catalog = open_source(tmp_path, SourceOptions())
+    assert [row.tolist() for row in catalog.fields["boxes"].values()] == [[]]  # type: ignore[union-attr]
+    assert catalog.annotated_sizes is not None
+    assert catalog.annotated_sizes.tolist() == [[30, 40]]
+
+
 def rows(path: Path, **keywords: Any) -> dict[str, Any]:
     """The fields of each row of a pack, by the name of its file."""
     dataset = h5pack.H5Dataset(path, fields=NAMES, check=True, **keywords)
