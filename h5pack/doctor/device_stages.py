@@ -242,9 +242,10 @@ def make_step(
 class ModuleStep:
     """A training step of a module: forward (autocast unless `dtype` is float32), loss, backward, SGD with momentum.
 
-    The learning rate is 0, so that the step does all of the work but leaves the weights unchanged. The default loss is
-    cross-entropy for one integer label per image and outputs of shape (N, K), binary cross-entropy for integer labels
-    of the same shape as the outputs, and otherwise the mean of the squared outputs.
+    The learning rate is 0, so that the step does all of the work but leaves the weights unchanged. Buffers, such as
+    statistics of batch normalization, change. The default loss is cross-entropy for one integer label per image and
+    outputs of shape (N, K), binary cross-entropy for integer labels of the same shape as the outputs, and otherwise the
+    mean of the squared outputs.
     """
 
     def __init__(self, module: nn.Module, loss: Loss | None, device: torch.device, dtype: torch.dtype) -> None:

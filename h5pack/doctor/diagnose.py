@@ -81,6 +81,8 @@ def diagnose(
         A torch module, or a factory. The factory is called with the keywords ``shape``, ``classes``, ``num_classes``
         and ``device``, but only with those that its signature names. It returns a module, a pair of a module and a
         loss, or a function of images and labels that runs the whole step. None: a small built-in network.
+        A module keeps its weights, but not its device, mode, gradients and buffers (such as statistics of batch
+        normalization). If you need these afterwards, give a copy or a factory.
     transform : callable, optional
         The transform that runs on the host. It receives whole batches like the transform of an `H5Loader`, or single
         images like the transform of an `H5Dataset` if `num_workers` is given.
