@@ -35,7 +35,7 @@ from h5pack.sources.catalog import Catalog, Reject, one_split
 from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.files import require_replaceable
 from h5pack.system.parameters import invalid, require_local
-from h5pack.system.text import listed
+from h5pack.system.text import first_names, listed
 
 _OF_ROWS = (
     "fit", "resample", "draft", "mode", "layout", "keep", "max_side", "quality", "max_pixels", "compression",
@@ -144,8 +144,7 @@ def append(
     plan = Combination.of("append", parts, merged, np.arange(len(merged)), statistics, chunk_rows)
     new_classes = (merged.label_names or ())[len(old.catalog.label_names or ()) :]
     if new_classes:
-        more = f" and {len(new_classes) - 10:,} more" if len(new_classes) > 10 else ""
-        notes = (*notes, f"classes that the pack did not have: {', '.join(map(repr, new_classes[:10]))}{more}")
+        notes = (*notes, f"classes that the pack did not have: {first_names(new_classes, 10)}")
     if virtual:
         report = write_virtual(plan, path, overwrite=True, added=len(new))
     else:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from h5pack.errors import SourceError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
-from h5pack.format.fields import FieldValues, RaggedRows, field_kind
+from h5pack.format.fields import FieldValues, RaggedRows, field_data, field_kind
 from h5pack.pack.options import LAYOUTS
 from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_of
 from h5pack.read.chunk_index import ChunkIndex
@@ -218,7 +218,7 @@ def _content(part: Part) -> tuple[Any, ...]:
 
 def field_forms(catalog: Catalog, dtypes: Iterable[Any]) -> list[tuple[str, tuple[Any, ...]]]:
     """Return name, kind and dtype of each field, and the shape of its entries; `dtypes` are those of its pixels."""
-    columns = ((name, values, _data(values)) for name, values in catalog.fields.items())
+    columns = ((name, values, field_data(values)) for name, values in catalog.fields.items())
     forms = [(name, (field_kind(values), str(data.dtype), data.shape[1:])) for name, values, data in columns]
     pixels = zip(catalog.pixel_fields, dtypes, strict=True)
     return sorted([*forms, *((one.name, (one.kind, str(np.dtype(dtype)))) for one, dtype in pixels)])
@@ -233,25 +233,21 @@ def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
     fields = [dict(catalog.fields) for catalog in catalogs]
     for name in fields[0]:
         columns = [found[name] for found in fields if name in found]
-        model = next((values for values in columns if len(_data(values))), columns[0])
+        model = next((values for values in columns if len(field_data(values))), columns[0])
         for found in fields:
             if name in found and field_kind(found[name]) == field_kind(model):
-                found[name] = _as_model(found[name], _data(model))
+                found[name] = _as_model(found[name], field_data(model))
     return [replace(catalog, fields=found) for catalog, found in zip(catalogs, fields, strict=True)]
 
 
 def _as_model(values: FieldValues, model: npt.NDArray[Any]) -> FieldValues:
     """Return the values with the dtype of `model` if no number changes; without entries, also with their shape."""
-    data = _data(values)
+    data = field_data(values)
     with np.errstate(all="ignore"):
         cast = data.astype(model.dtype, copy=False) if len(data) else model[:0]
         if len(data) and (cast is data or not np.array_equal(cast.astype(data.dtype), data, equal_nan=True)):
             return values
     return replace(values, data=cast) if isinstance(values, RaggedRows) else cast
-
-
-def _data(values: FieldValues) -> npt.NDArray[Any]:
-    return values.data if isinstance(values, RaggedRows) else values
 
 
 def label_type(catalog: Catalog) -> tuple[str | None, tuple[str, ...] | None]:

@@ -64,14 +64,11 @@ class DrawnIndex(int):
     @classmethod
     def of(cls, indices: Iterable[int], key: DrawKey) -> list[int]:
         """Return the indices as `DrawnIndex`, each with its key."""
-        found: list[int] = []
-        for position, index in enumerate(indices):
-            made = cls(index)
-            made.key = (
-                key if not isinstance(key.repeat, torch.Tensor) else replace(key, repeat=int(key.repeat[position]))
-            )
-            found.append(made)
-        return found
+        found = [cls(index) for index in indices]
+        repeats = key.repeat.tolist() if isinstance(key.repeat, torch.Tensor) else None
+        for position, made in enumerate(found):
+            made.key = key if repeats is None else replace(key, repeat=repeats[position])
+        return list(found)
 
 
 def key_of(indices: Sequence[Any]) -> DrawKey:

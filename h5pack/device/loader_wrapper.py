@@ -301,10 +301,9 @@ def rank_of_copies(loader: Any) -> int | None:
     A sampler of another library may have them if its attribute `replacement` is true, as in torch's samplers.
     """
     for one in (one for layer in layers_of(loader) for one in with_samplers(layer)):
-        plan = getattr(one, "plan", None)
-        if isinstance(one, MixtureSampler) or (isinstance(plan, OrderPlan) and plan.repeats_rows):
-            rank: int = (plan if isinstance(plan, OrderPlan) else one).rank
-            return rank
+        order = one if isinstance(one, MixtureSampler) else getattr(one, "plan", None)
+        if isinstance(order, MixtureSampler) or (isinstance(order, OrderPlan) and order.repeats_rows):
+            return order.rank
         if getattr(one, "replacement", None) is True:
             return resolve_ranks(None, None)[0]
     return None

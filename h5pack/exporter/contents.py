@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from h5pack.exporter.image_files import SourceRows
 from h5pack.format import schema
-from h5pack.format.fields import FieldValues, RaggedRows, field_kind
+from h5pack.format.fields import FieldValues, RaggedRows, field_data, field_kind
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import order_rows
 from h5pack.read.encoded import EncodedIndex
@@ -425,7 +425,7 @@ def _labels(catalog: Catalog, name: Callable[[str], str], lost: list[str]) -> li
 def _field(
     field: str, values: FieldValues, unlabelled: bool, name: Callable[[str], str], lost: list[str]
 ) -> Iterator[ManifestColumn]:
-    data = values.data if isinstance(values, RaggedRows) else values
+    data = field_data(values)
     # `h5pack convert` reads integers as int64, or in a column of numbers as uint64 if they are too large for int64.
     is_large = data is values and data.dtype == np.uint64 and int(data.max(initial=0)) >= 2**63
     is_number = field_kind(values) in (schema.ARRAY, schema.RAGGED)

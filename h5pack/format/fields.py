@@ -93,6 +93,11 @@ def field_kind(values: FieldValues) -> str:
     return values.kind if isinstance(values, RaggedRows) else schema.ARRAY
 
 
+def field_data(values: FieldValues) -> npt.NDArray[Any]:
+    """Return the array with the numbers of a field: (N, ...), or the entries of all ragged rows, (M, ...)."""
+    return values.data if isinstance(values, RaggedRows) else values
+
+
 def field_checksums(values: FieldValues) -> npt.NDArray[np.uint32]:
     """Return the CRC-32 of each row's bytes, uint32 (N,)."""
     return values.checksums() if isinstance(values, RaggedRows) else row_checksums(values)
@@ -100,7 +105,7 @@ def field_checksums(values: FieldValues) -> npt.NDArray[np.uint32]:
 
 def row_bytes(values: FieldValues) -> npt.NDArray[np.int64]:
     """Return the bytes that each row of a field takes in a pack, without its checksum, int64 (N,)."""
-    data = values.data if isinstance(values, RaggedRows) else values
+    data = field_data(values)
     entry = data.dtype.itemsize * math.prod(data.shape[1:])
     return np.diff(values.offsets) * entry + 8 if isinstance(values, RaggedRows) else np.full(len(data), entry)
 
