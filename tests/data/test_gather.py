@@ -162,6 +162,8 @@ def test_cached_and_other_groups_may_take_turns(tmp_path: Path, streams: int, mo
     for wanted in ([True], [False], [True, False], [False, False, True]):
         ready = Mock(side_effect=itertools.cycle(wanted))
         monkeypatch.setattr("h5pack.read.mapping.MappedDataset.ready", ready)
+        # After a longer pause of the machine, `ready` would be asked again, out of turn.
+        monkeypatch.setattr("h5pack.data.chunk_groups.CHECK_SECONDS", 3600.0)
         monkeypatch.setattr("h5pack.data.pipeline._MERGED_BYTES", 1)
         dataset = h5pack.H5Dataset(path)
         with h5pack.H5Loader(dataset, 8, num_threads=2, **order) as loader:
