@@ -28,7 +28,7 @@ from h5pack.sources.map_style import with_labels
 from h5pack.sources.validation import divide
 from h5pack.system.arrays import limited_stops, shuffled_split
 from h5pack.system.parameters import invalid
-from h5pack.system.text import counted, format_bytes, labels_text
+from h5pack.system.text import counted, first_names, format_bytes, labels_text
 from h5pack.version import __version__
 
 Rows = npt.NDArray[np.int64]
@@ -280,9 +280,14 @@ class ConvertPlan:
         return dict(zip(self.catalog.split_names, itertools.pairwise(starts), strict=True))
 
     def notes(self) -> tuple[Note, ...]:
-        """Return notes about the source, about images without a label, and about a large `chunk_rows` or file."""
+        """Return notes about the source, fields of the images' size, missing labels, and a large chunk size or file."""
         notes = list(self.catalog.notes)
-        labels = self.catalog.labels
+        source_size, labels = self.catalog.reader.uniform_size(), self.catalog.labels
+        if source_size not in (None, (self.height, self.width)):
+            shapes = [(name, getattr(values, "shape", ())) for name, values in self.catalog.fields.items()]
+            if maps := [name for name, shape in shapes if source_size in (shape[1:3], shape[2:4])]:
+                text = f"images and masks are resized, but these fields are packed as they are: {first_names(maps)}"
+                notes.append(Note(text, ("fields", "size")))
         if labels is not None and labels.ndim == 1:
             missing = labels[self.row_order.origins] == schema.NO_LABEL
             counts = {name: int(missing[slice(*rows)].sum()) for name, rows in self.split_rows().items()}

@@ -11,6 +11,7 @@ import pytest
 
 import h5pack
 from h5pack.errors import H5PackError, OptionsError, PackFormatError, SourceError
+from h5pack.pack.conversion import Conversion
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.hdf5_catalog import (
@@ -273,3 +274,13 @@ def test_damaged_files_raise_h5pack_errors(tmp_path: Path) -> None:
             errors.append(str(error))
     assert len(errors) > 5
     assert "\n" not in "".join(errors)
+
+
+@pytest.mark.parametrize(("size", "noted"), [(None, False), ((10, 12), False), ((12, 10), True), (5, True)])
+def test_arrays_of_the_images_size_that_are_not_resized_are_named(tmp_path: Path, size: Any, noted: bool) -> None:
+    depth = np.linspace(0, 1, ROWS * 120, dtype=np.float32).reshape(ROWS, 10, 12)
+    fields = {"depth": depth, "normals": np.stack([depth] * 3, axis=1), "x": depth[:, :4], "mask": depth > 0.5}
+    path = write(tmp_path / "f.h5", images=IMAGES, **fields)
+    with Conversion(path, tmp_path / "o.h5", size=size, fields=tuple(fields), num_workers=1) as conversion:
+        notes = [note.text for note in conversion.plan().notes() if note.parameters == ("fields", "size")]
+    assert [text.partition(": ")[2] for text in notes] == ["'depth', 'normals'"] * noted
