@@ -193,18 +193,18 @@ class H5Dataset(BatchSource):
         return len(self.rows)
 
     def __repr__(self) -> str:
-        shape = " x ".join(str(size) for size in self.row_shape(self.names[0]))
+        index = self.engine.indexes[self.names[0]]
+        varies = self.decoder is None and isinstance(index, EncodedIndex) and not index.has_one_size
+        shape = "several sizes" if varies else " x ".join(map(str, self.row_shape(self.names[0])))
         labels = ", no labels" if self.label_name is None else f", labels {self.label_name!r}"
         names = self.field_names[1 + (self.label_name is not None) : len(self.field_names) - self.with_rows]
-        fields = f", fields {', '.join(names)}" if names else ""
-        return f"H5Dataset({self.path!r}, split={self.split!r}): {len(self):,} rows of {shape}{labels}{fields}"
+        rows = f"{len(self):,} rows of {shape}{labels}{', fields ' * bool(names)}{', '.join(names)}"
+        return f"H5Dataset({self.path!r}, split={self.split!r}): {rows}"
 
     def row_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a row of one of the datasets in `names`, before any transform."""
         shape = self.engine.indexes[name].row_shape
-        if self.decoder is None or not self.is_cropped(name):
-            return shape
-        return (*self.decoder.crop.output_size, *shape[2:])
+        return (*self.decoder.crop.output_size, *shape[2:]) if self.decoder and self.is_cropped(name) else shape
 
     def is_cropped(self, name: str) -> bool:
         """Return whether a dataset of `names` holds images or masks that are decoded as crops."""

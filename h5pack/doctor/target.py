@@ -93,7 +93,7 @@ class Target:
             raise PackFormatError(text, path=self.dataset.path, dataset=settings.images)
         self.batch_size = limited_batch_size(settings.batch_size, len(self.dataset))
         self.index: ChunkIndex = self.dataset.engine.indexes[self.dataset.names[0]]
-        if isinstance(self.index, EncodedIndex) and (self.index.image_sizes != self.index.image_sizes[0]).any():
+        if isinstance(self.index, EncodedIndex) and not self.index.has_one_size:
             # The images of a batch must have one size, so take the crops that most trainings take.
             self.dataset = self.dataset.with_decode(RandomResizedCrop(_CROP_SIZE), exact=True)
         self.failures: dict[Stage, str] = {}

@@ -217,6 +217,11 @@ class EncodedIndex(ChunkIndex):
     image_sizes: npt.NDArray[np.int32]  # (N, 2), height and width in pixels of each upright image
     is_mask: bool = False
 
+    @cached_property
+    def has_one_size(self) -> bool:
+        """Whether all images have the same height and width, those of `shape`."""
+        return bool((self.image_sizes == self.image_sizes[:1]).all())
+
     @property
     def raw(self) -> bool:
         """Always false, because rows must be decoded."""

@@ -161,6 +161,13 @@ def test_a_sample_has_its_own_size(ragged: Path) -> None:
     assert [row for _, _, row in samples] == [2, 1, 5, 1]
     assert all(isinstance(image, Image.Image) for image, _, _ in samples)
     assert all(np.array_equal(image, images[row]) for image, _, row in samples)
+    shown, cropped = repr(h5pack.H5Dataset(ragged)), repr(h5pack.H5Dataset(ragged, decode=h5pack.CenterCrop(8)))
+    height, width, _ = images[0].shape
+    # The sizes of variable-length rows are not stored, so only the size of row 0 is known.
+    with h5py.File(ragged) as file:
+        expected = f"{height} x {width} x 3" if "images" in file else "several sizes"
+    assert f" rows of {expected}, " in shown
+    assert "8 x 8 x 3" in cropped
 
 
 def batches_of(dataset: h5pack.H5Dataset, way: str) -> None:
