@@ -31,7 +31,7 @@ class RaggedRows:
 
     @classmethod
     def of(cls, kind: str, rows: Sequence[npt.NDArray[Any]], empty: npt.NDArray[Any]) -> RaggedRows:
-        """Create rows from arrays (n_i, ...). The array `empty`, (0, ...), sets dtype and inner shape."""
+        """Create rows from arrays (n_i, ...). `empty`, an array (0, ...), sets the dtype and the shape of an entry."""
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         # Convert before joining: NumPy joins int64 and uint64 to float64, which rounds large integers.
         data = np.concatenate([empty, *rows], dtype=empty.dtype, casting="unsafe")
@@ -113,7 +113,7 @@ def row_bytes(values: FieldValues) -> npt.NDArray[np.int64]:
 BOX_FORMATS = ("xyxy", "xywh", "cxcywh")
 """The formats of a box, in this order:
 
-(left, top, right, bottom), (left, top, width, height) and (centre x, centre y, width, height).
+(left, top, right, bottom), (left, top, width, height) and (center x, center y, width, height).
 """
 
 
@@ -186,7 +186,7 @@ def _entries_text(shape: tuple[int, ...]) -> str:
 
 
 def is_numeric_dtype(dtype: np.dtype[Any]) -> bool:
-    """Return whether a dtype is bool, or real numbers of at most 64 bits. PyTorch has no larger ones (long double)."""
+    """Return whether a dtype is bool, or a real number of at most 64 bits. PyTorch has no larger ones (long double)."""
     return dtype.kind in "biuf" and dtype.itemsize <= 8
 
 
@@ -215,14 +215,14 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
 
     If there are texts, `parse_texts` converts all values. Numbers, and arrays of one shape, become an array (N, ...),
     in which None becomes zeros. Arrays that differ only in length become ragged rows, in which None becomes a row
-    without entries. The dtype is the one to which NumPy promotes all values, but uint8 for bools.
+    without entries. The dtype is the one to which NumPy promotes the dtypes of all values. Bools become uint8.
 
     Raises FieldValueError for values of other types, and for values that cannot be rows of one field.
     """
     if any(isinstance(value, str) or _is_texts(value) for value in values):
         return parse_texts(values)
     given = {row: np.asarray(value) for row, value in enumerate(values) if value is not None}
-    # Leave out empty lists, because their dtype and inner shape are unknown.
+    # Leave out empty lists, because the dtype and the shape of their entries are unknown.
     arrays = {row: array for row, array in given.items() if array.shape != (0,)}
     first = next(iter(arrays.values()), np.zeros(()))
     for row, array in arrays.items():
