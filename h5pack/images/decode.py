@@ -3,8 +3,8 @@
 The pixels are those of ``PIL.Image.open(file).convert("RGB")`` (or "L"), turned upright according to the Exif
 orientation, then resized by Pillow. Rules for special kinds of images:
 
-- gray is repeated into three channels; colour is converted to gray with Pillow's ITU-R 601 weights;
-- palette images are converted to their colours; transparency and alpha are dropped, never blended;
+- gray is repeated into three channels; color is converted to gray with Pillow's ITU-R 601 weights;
+- palette images are converted to their colors; transparency and alpha are dropped, never blended;
 - CMYK is converted with Pillow's formula, without profiles; ICC profiles are not applied;
 - 16-bit gray keeps its high byte (Pillow's own conversion would clip everything above 255 to white), and 12-bit gray
   its high 8 bits; if a TIFF of 12 or 16 bits stores white as 0, it is inverted;
@@ -53,8 +53,8 @@ _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _HEIF_BRANDS = (b"ftyphe", b"ftypmif1", b"ftypmsf1")
 _LIBTIFF = re.compile(rb"(?:tempfile\.tif: |(?=_?[A-Z]\w*(?<!Error)(?<!Exception)(?<!Warning): ))(.+)")
 """A message of libtiff: it begins with the name that Pillow gives to every TIFF file, or with the name of a function,
-such as LZWDecode. The last line of a Python traceback looks like the latter, but its first word ends with one of the
-excluded words."""
+such as LZWDecode. The last line of a Python traceback also begins with a name, which ends with one of the excluded
+words."""
 
 
 @dataclass(frozen=True)
@@ -358,7 +358,7 @@ def _copy_pixels(image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
 
 
 def _prepare_format(head: bytes) -> None:
-    """Register pillow-heif for a HEIF file; raise RejectedImageError if it is missing, or if the file is PostScript."""
+    """Register pillow-heif for a HEIF file. Raise RejectedImageError if it is not installed, and for PostScript."""
     if head.startswith((b"%!PS", b"\xc5\xd0\xd3\xc6")):
         raise RejectedImageError("PostScript cannot be decoded without running a program; convert it to PNG")
     if not head[4:].startswith(_HEIF_BRANDS) or "HEIF" in Image.OPEN:
@@ -405,7 +405,7 @@ def rejecting() -> Iterator[None]:
         # The size of images is limited, so the cause is not this image: the machine is short of memory.
         raise
     except Exception as error:
-        # Malformed bytes can make decoders raise any type of exception, so any other exception means a damaged image.
+        # Any other exception means a damaged image, because malformed bytes can make decoders raise any type.
         raise _rejected(error) from error
 
 
@@ -456,7 +456,7 @@ def _is_exact(decode_jpeg: Callable[..., npt.NDArray[np.uint8]], decode_path: in
     odd size are compared, baseline and progressive. This takes about 1 ms, once per process and kind.
     """
     if channels == 1 and decode_path != DecodePath.JPEG_GRAY:
-        # To convert colour to gray, libjpeg drops the chroma, but Pillow's convert("L") computes a weighted sum of RGB.
+        # To convert color to gray, libjpeg drops the chroma, but Pillow's convert("L") computes a weighted sum of RGB.
         return False
     mode, colorspace = ("L", "GRAY") if channels == 1 else ("RGB", "RGB")
     for sample, expected in sample_jpegs(DecodePath(decode_path), mode):

@@ -14,7 +14,7 @@ from h5pack.images.headers import DecodePath
 
 
 def fitted_size(height: int, width: int, max_side: int | None) -> tuple[int, int]:
-    """Return an image's height and width after shrinking it so that its longer side is at most `max_side`, if given."""
+    """Return an image's height and width after shrinking its longer side to at most `max_side`; None: unchanged."""
     longer = max(height, width)
     if max_side is None or longer <= max_side:
         return height, width
@@ -46,9 +46,9 @@ class JpegEncoder(Decoder):
         height, width = fitted_size(image.height, image.width, self._max_side)
         if (height, width) != (image.height, image.width):
             image = image.resize((width, height), self._resample)
-        # Pillow would write the source's comment into the JPEG if Pillow decoded the source, but not if simplejpeg did.
-        # So drop the comment. To save an opened file, Pillow would need the working directory, which may not exist.
+        # Copy an opened file, because to save it, Pillow would need the working directory, which may not exist.
         image = image.copy() if isinstance(image, ImageFile.ImageFile) else image
+        # Drop the source's comment, because Pillow would write it only if Pillow, not simplejpeg, decoded the source.
         image.info = {}
         stream = io.BytesIO()
         try:

@@ -42,7 +42,7 @@ class Placement:
         ratio, wanted = old[:, 0] / old[:, 1], width / height
         wide = ratio >= wanted if fit == "crop" else ratio > wanted
         if fit == "crop":
-            # As in ImageOps.fit, the crop around the centre need not begin at a whole pixel.
+            # As in ImageOps.fit, the crop around the center need not begin at a whole pixel.
             crop = old.copy()
             crop[wide, 0], crop[~wide, 1] = wanted * old[wide, 1], old[~wide, 0] / wanted
             scale = new / crop

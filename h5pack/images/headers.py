@@ -1,8 +1,8 @@
 """Image headers: an image's size and how it may be decoded.
 
 Plain JPEG and PNG files are parsed here, in a tenth of the time that Pillow needs to open one. All other files (with
-orientation tags, unusual colour spaces, or other formats) are left to Pillow. The tests require that Pillow gives the
-same results. "Upright" means that the Exif orientation has been applied, or that there is none to apply.
+orientation tags, unusual color spaces, or other formats) are left to Pillow. The tests require that both give the same
+results. "Upright" means that the Exif orientation has been applied, or that there is none to apply.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ _last_prefix: tuple[bytes, ImageHeader] | None = None
 def parse_jpeg(head: bytes) -> ImageHeader | None:
     """Parse the header of a plain JPEG from the first bytes of the file.
 
-    Return None if Pillow must parse the file: for other formats, an Exif or XMP segment (which may contain an
-    orientation), CMYK, 12 bits per channel, lossless or arithmetic coding, or a malformed file; also if the first scan
-    starts beyond `head`, because the segments before it may contain an orientation or declare an unusual colour space.
+    Return None if Pillow must parse the file: for other formats, malformed files, an Exif or XMP segment (which may
+    contain an orientation), CMYK, 12 bits per channel, and lossless or arithmetic coding. Also return None if the first
+    scan starts beyond `head`: the segments before it may contain an orientation or declare an unusual color space.
 
-    Images of the same size from the same encoder often start with identical bytes up to the first scan, and nothing
-    after that affects the result. So the previous result is returned if `head` starts with the same bytes as before.
+    Images of the same size from the same encoder often start with identical bytes up to the first scan. No later byte
+    affects the result, so the previous result is returned if `head` starts with the bytes that led to it.
     """
     global _last_prefix
     last = _last_prefix
@@ -151,7 +151,7 @@ def with_height(data: bytes, height: int) -> bytes:
 def is_incomplete(data: bytes) -> bool:
     """Return whether a progressive JPEG has no scans for some of its coefficients, or for some of their bits.
 
-    Decoders estimate these coefficients from the blocks around, so pixels of a window depend on pixels outside of it.
+    Decoders estimate these from the surrounding blocks, so the pixels in a window depend on pixels outside of it.
     `data` must be a JPEG for which `parse_jpeg` returns a header.
     """
     position = _frame_position(data)
@@ -199,7 +199,7 @@ _TURNING_KEYWORDS = (b"Raw profile type", b"XML:com.adobe.xmp", b"exif", b"xmp")
 def parse_png(stream: BinaryIO) -> ImageHeader | None:
     """Parse the header of a PNG, and search its chunks for one that could contain an orientation.
 
-    Return None if Pillow must parse the file: for other formats, a truncated file, an invalid header, or such a chunk.
+    Return None if there is such a chunk, and for other formats, truncated files and invalid headers.
     `stream` must be positioned at its start.
     """
     start = stream.read(33)

@@ -42,7 +42,7 @@ class MaskHeader(NamedTuple):
 def naming_mask(name: str, kind: str = "mask") -> Iterator[None]:
     """Prefix the reason of a RejectedImageError about a mask with "its mask NAME".
 
-    The prefix is needed because the image is rejected, and the reason is reported for it. `kind` replaces "mask".
+    The reason is reported for the image, so it must say which mask it is about. `kind` replaces the word "mask".
     """
     try:
         yield
@@ -98,7 +98,7 @@ class MaskDecoder:
         """
         pixels = self.pixels(source, image)
         if pixels.shape != out.shape:
-            # The sizes differ only with `options.resize`. Without it, the image of such a mask was rejected before.
+            # The sizes differ only with `options.resize`. Without it, images of another size were already rejected.
             size = (self._options.width, self._options.height)
             found, border = Image.fromarray(pixels), PADDING[self._dtype]
             pixels = np.asarray(resized(found, size, self._options.fit, Image.Resampling.NEAREST, border))
@@ -114,8 +114,7 @@ class MaskDecoder:
                 pixels = np.asarray(mask).astype(self._dtype, copy=False)
                 pixels = _turned(pixels, orientation_of(mask))
             if before == 1:
-                # A mask without an orientation of its own is assumed to match the image as stored, unless that gives it
-                # another size than the upright image has.
+                # Turn a mask without an orientation of its own like its image, if it then has the upright image's size.
                 turned = _turned(pixels, image.orientation)
                 pixels = turned if turned.shape == (image.height, image.width) else pixels
         else:
@@ -149,7 +148,7 @@ def upright_of(data: bytes) -> Upright:
 
 def as_stored(pixels: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
     """Turn an upright mask, (h, w), to the way in which an image with this Exif orientation is stored."""
-    return _turned(pixels, {6: 8, 8: 6}.get(orientation, orientation))  # The other turns undo themselves.
+    return _turned(pixels, {6: 8, 8: 6}.get(orientation, orientation))  # Each other turn is its own inverse.
 
 
 def encode_mask(pixels: npt.NDArray[Any], height: int, width: int) -> bytes:

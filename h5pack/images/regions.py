@@ -27,7 +27,7 @@ _CONTEXT_ROWS = 2
 """Rows to decode below a window, because the chroma of a row is interpolated from the rows around it."""
 
 MAX_SHARE = 0.65
-"""Largest share of an image's pixels for which `RegionDecoder` decodes a window faster than `decode_top`.
+"""Largest window, as a share of the image's pixels, that `RegionDecoder` decodes faster than `decode_top`.
 
 The CPU time of decoding and resizing with `RegionDecoder`, relative to `decode_top`, was 0.85 for windows with a share
 of 0.1 to 0.2, 0.96 for 0.3 to 0.5, 1.00 for 0.6 to 0.7, and 1.05 for 0.7 to 0.8. This was measured with 600 windows of
@@ -128,9 +128,9 @@ def region_decoder(decode_path: DecodePath) -> RegionDecoder | None:
 
 @functools.cache
 def _proven_paths() -> frozenset[DecodePath]:
-    """Return the kinds of JPEG whose regions nvImageCodec decodes to exactly Pillow's pixels; none if not installed.
+    """Return the kinds of JPEG whose windows nvImageCodec, if it is installed, decodes exactly as Pillow does.
 
-    Every kind is tested on small images, baseline and progressive. Some regions begin and end within JPEG blocks.
+    Every kind is tested on small images, baseline and progressive. Some windows begin and end within JPEG blocks.
     """
     try:
         with held_stderr():
