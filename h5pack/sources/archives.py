@@ -148,7 +148,7 @@ class ArchiveFile:
         try:
             yield
         except Exception as error:
-            # The errors of parsers that are OSErrors, such as gzip.BadGzipFile, have no number.
+            # OSErrors of parsers, such as gzip.BadGzipFile, have no errno.
             if isinstance(error, H5PackError) or (isinstance(error, OSError) and error.errno):
                 raise
             self.require_unchanged()
@@ -247,8 +247,8 @@ class ArchiveReader(SourceReader):
     stored_sizes: npt.NDArray[np.int64]
     checksums: npt.NDArray[np.uint32]
     storings: npt.NDArray[np.uint8]
-    masks: tuple[ArchiveReader, ...] = ()  # for each field of masks, a reader of its masks, one per image
-    _opened: list[int] = field(default_factory=list, init=False)  # index into `files`, oldest first
+    masks: tuple[ArchiveReader, ...] = ()  # for each field of masks, a reader of one mask per image
+    _opened: list[int] = field(default_factory=list, init=False)  # the open `files` by index, the oldest first
 
     @classmethod
     def of(cls, file: ArchiveFile, members: Members) -> ArchiveReader:
@@ -313,7 +313,7 @@ class ArchiveReader(SourceReader):
         return SurveyedImage(header, fingerprint(mark))
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        # Each fingerprint has the size and time of the file.
+        # One image per file is enough, because its fingerprint includes the file's size and time.
         return indices[np.unique(self.file_ids[indices], return_index=True)[1]]
 
     def _file(self, index: int) -> ArchiveFile:
@@ -385,7 +385,7 @@ def decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
 
 
 def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kind: str) -> Catalog:
-    """Return the catalog of an archive, made as for a folder of these files; `kind` is "pairs" or as in `arranged`."""
+    """Return the catalog of an archive, as of a folder of its members; `kind` is "pairs" or as in `arranged`."""
     _strip_only_folder(members, kind)
     placed = {}
     rejects = []

@@ -137,7 +137,7 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
 def _tables(path: Path, found: Listing) -> list[str]:
     """Return the names of the manifests and of COCO's annotations in a folder.
 
-    Leave out suffixes that very many files have, because these are probably annotations of one image each.
+    Leave out suffixes that very many files have, because each such file probably annotates a single image.
     """
     patterns = tuple(f"*{end}" for end in _TABLE_ENDINGS if 0 < found.ignored[f"{end} files"] <= _MAX_TABLES)
     names = walk(str(path), NameFilter(patterns)).below("") if patterns else ()
@@ -150,7 +150,7 @@ def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
         parameter = f"source_kind={options.kind!r}"
         raise OptionsError(f"{where}: not a path; leave out {parameter}", parameters=(parameter,))
     columns = options.columns
-    # Do not refuse these options, because they apply to the samples of a dataset.
+    # Boxes, keypoints and fields are keys of a dataset's samples, so do not refuse these options.
     others = replace(columns, boxes=(), keypoints=(), box_format=schema.XYXY)
     unused = replace(options, columns=others, datasets=replace(options.datasets, fields=()))
     _refuse_unused(where, "dataset", unused)
@@ -183,7 +183,7 @@ def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
 
 
 def _missing(path: Path) -> SourceError:
-    # `os.path.exists` also returns False if the storage fails. Then raise the OSError.
+    # `os.path.exists` also returns False if the storage fails; `os.stat` then raises the OSError.
     try:
         os.stat(path)
     except PermissionError:
@@ -234,7 +234,7 @@ def _open_archive(path: Path, archive: str, options: SourceOptions, kind: str, s
 
 
 def _archive_format(path: Path) -> str:
-    """Return "tar" or "zip" according to the name of a file, or else its first bytes; "" if it is neither."""
+    """Return "tar" or "zip", judged by the name of a file, or else by its first bytes; "" if it is neither."""
     name = path.name.lower()
     if not path.is_file() or name.endswith((".zip", *TAR_SUFFIXES)):
         return "" if not path.is_file() else "zip" if name.endswith(".zip") else "tar"

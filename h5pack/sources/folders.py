@@ -270,7 +270,7 @@ def _deeper_note(found: Listing, folders: list[str]) -> tuple[Note, ...]:
         return ()
     some = ", ".join(map(repr, [*found.counts(deeper[0])][:2]))
     text = f"classes whose images are in several deeper folders: {len(deeper):,}, such as {deeper[0]!r} ({some})"
-    return (Note(f"{text}; if those are the classes, name them in a table and pack that"),)
+    return (Note(f"{text}; if the deeper folders are the classes, name them in a table and pack that"),)
 
 
 # Usual names of folders of images and of folders of their masks, in lower case and without "_" and "-".
@@ -355,8 +355,8 @@ def splits(found: Listing) -> Catalog:
 def _class_folder(found: Listing, split: str) -> str:
     """Return the folder whose folders are the classes of a split; "" if the split has none.
 
-    That is the split, unless all its images are in one folder that is named like the split, or like a folder of
-    images. Then it is that folder, to which the same applies.
+    Begin with the split itself. As long as all its images are in one subfolder that has the same name, or is named like
+    a folder of images, go on with that subfolder.
     """
     top = split
     while filled := found.filled(top):
@@ -396,7 +396,7 @@ def arranged(found: Listing, kind: str) -> Catalog:
 
 
 def _inside(found: Listing, catalog_of: Callable[[Listing], Catalog]) -> Catalog:
-    """Return the catalog of a listing, or of the only folder that all its folders are in (``images/cat/1.jpg``)."""
+    """Return ``catalog_of(found)``, or apply it to the only folder that contains all others (``images/cat/1.jpg``)."""
     if not (only := only_folder(found)):
         return catalog_of(found)
     catalog = catalog_of(found.inside(only))
@@ -416,8 +416,8 @@ def _inferred(found: Listing) -> Catalog:
 def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
     """Return the paths of an image and of its mask in the same folder, and the ending of the mask's name, or None.
 
-    The ending is a word such as "_mask" after the name of the image, or ".png" if every file is a JPEG image or its
-    mask, a PNG file of the same name. Only the first files of the first folders are compared.
+    The ending is a word such as "_mask" after the name of the image. It is ".png" if the files are JPEG images, and
+    masks that are PNG files of the same names. Only the first files of the first folders are compared.
     """
     for folder in found.order[:_PROBED_FOLDERS]:
         files = found.folders[folder][:_PROBED_LENGTH].split("\0")
@@ -439,7 +439,7 @@ def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
 
 
 def _by_names(found: Listing) -> Catalog:
-    """Return the catalog of a listing, of the kind that its folders suggest. A single folder of images is no class."""
+    """Return the catalog of a listing, of the kind that its folders suggest. A single folder "images" is no class."""
     filled = found.filled()
     if not filled or (len(filled) == 1 and is_named(filled[0], IMAGE_FOLDERS)):
         return flat(found)

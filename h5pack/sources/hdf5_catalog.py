@@ -169,7 +169,7 @@ def _transposed(file: h5py.File, name: str, *, labelled: bool) -> Iterator[Note]
 
 
 def _pixel_notes(reader: HDF5RowReader) -> Iterator[Note]:
-    """Yield notes on channels that are left out, and if a sample of the rows becomes dark."""
+    """Yield notes on channels that are left out, and on rows whose pixels become dark, as a sample of them shows."""
     form, index = reader.form, reader.index
     if form is None or not index.rows:
         return
@@ -217,7 +217,7 @@ def _has_rows(file: h5py.File, name: str, rows: int) -> bool:
 def find_images(file: h5py.File) -> str:
     """Return the path of the images: "images", a pack's "encoded", or the only dataset that looks like images.
 
-    If several look like images, only one of them may have a name with a word for images, such as "x".
+    If several look like images, return the only one with a word such as "x" in its name, or raise SourceError.
     """
     if isinstance(file.get(schema.IMAGES), h5py.Dataset):
         return schema.IMAGES
@@ -240,9 +240,9 @@ def find_images(file: h5py.File) -> str:
 def detect_names(path: str | os.PathLike[str], images: str, labels: str) -> tuple[str, str]:
     """Return the names of the datasets of images and labels to read.
 
-    The default names, "images" and "labels", stand for datasets that are detected if the file has none of these names;
-    images are detected only outside of packs. Other names are returned as they are. Raise PackFormatError if none or
-    several datasets look like images.
+    A default name, "images" or "labels", is replaced by that of a detected dataset if the file has no dataset of this
+    name; images are not detected in packs. Other names are returned unchanged. Raise PackFormatError if none or several
+    datasets look like images.
     """
     with open_file(path) as file:
         if images == schema.IMAGES and images not in file and schema.FORMAT not in file.attrs:
@@ -275,7 +275,7 @@ def is_image_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
 def channel_axes(row_shape: tuple[int, ...]) -> list[str]:
     """Return the members of `CHANNEL_AXES` that fit the shape of a row; [] if it cannot be an image.
 
-    A row (H, 3) is none: its dataset (W, H, 3) is a single image.
+    A row (H, 3) cannot be an image, because its dataset (W, H, 3) is a single image.
     """
     if len(row_shape) == 2:
         return [] if row_shape[1] <= 4 < row_shape[0] else ["none"]
@@ -368,7 +368,7 @@ def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str)
     if stored == schema.IMAGE or (not is_pack and own == shape and form.channels(shape[1:]) > 2):
         return schema.IMAGE if own == shape and dataset.dtype == file[images].dtype else None
     if is_pack:
-        # Masks of a pack have at most 32 bits, so wider integers are an array.
+        # Masks of a pack have at most 32 bits, so wider integers are not a mask.
         fits = own == wanted and np.can_cast(dataset.dtype, np.int32)
     else:
         fits = (*own[:1], *(length for length in own[1:] if length > 1)) == wanted

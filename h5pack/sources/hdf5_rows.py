@@ -177,7 +177,7 @@ class HDF5RowReader(SourceReader):
         return fingerprints
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        # Rows of equal size are never surveyed, and each run computes their fingerprints itself.
+        # One encoded image is enough: its fingerprint includes the files' sizes and times. Arrays are never surveyed.
         return indices[: self.form is None]
 
     def encoded(self, index: int, dataset: str | None = None) -> bytes:

@@ -42,8 +42,8 @@ def find_labels(
 ) -> str | None:
     """Return the path of the dataset beside `images` with a usual name for labels, and not among `fields`, or None.
 
-    Its shape is (rows,) or (rows, K), apart from axes of length 1. With `transposed` it may be (1, rows), which only
-    `convert` reads: so MATLAB stores a column.
+    Its shape is (rows,) or (rows, K), apart from axes of length 1. With `transposed`, it may also be (1, rows), as
+    MATLAB stores a column; only `convert` reads such labels.
     """
     if schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
         # Only "labels" has the labels of a pack. A field may be called "label".
@@ -90,7 +90,7 @@ _OTHER, _NONE = "labels=NAME", "labels=''"
 
 
 def read_labels(path: Path, file: h5py.File, name: str, rows: int) -> tuple[npt.NDArray[Any], tuple[str, ...] | None]:
-    """Return the labels of N images, and their names: int64 (N,), class names or None; or uint8 (N, K), column names.
+    """Return the labels of N images and names: int64 (N,) with class names or None, or uint8 (N, K) with column names.
 
     N is `rows`, unless the dataset has another length.
     """
@@ -125,7 +125,7 @@ def read_labels(path: Path, file: h5py.File, name: str, rows: int) -> tuple[npt.
 
 
 def are_whole(values: npt.NDArray[Any] | h5py.Dataset) -> bool:
-    """Return whether there are no floats among `values` but whole numbers; of a dataset, read only the first rows."""
+    """Return whether `values` are integers, or floats without fractions; of a dataset, check only the first rows."""
     if values.dtype.kind != "f":
         return True
     try:

@@ -41,7 +41,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 SPLIT_COLUMNS = ("split", "partition", "subset", "set")
 csv.field_size_limit(2**24)  # A text or list may have more characters than Python's default limit, 131,072.
 _TRUTH = {"True": "1", "False": "0"}
-_PROBED = 100  # files are looked up in the folders below if none of the first files of a table, this many, exists
+_PROBED = 100  # number of a table's first files to look for; if none exists, files are looked up in the folders below
 _MANY = 10  # with fewer images than this, a large number of classes is not worth a note
 
 
@@ -109,7 +109,7 @@ def _paths(
 
     If none of the first files exists, look for a file below `root` whose path ends with the cell. The cell may lack the
     suffix of the file, and may begin with the name of the folder `root`. Keep a cell without such a file. For masks and
-    further images, give the paths of the images: cells may then be empty, and of several files, an image is not meant.
+    further images, cells may be empty, and if several files match, those in `images`, the main images, are not meant.
     """
     names = table.column(column)
     for row, name in enumerate(names):
@@ -140,7 +140,7 @@ def _paths(
 
 
 def _complete(catalog: Catalog) -> Catalog:
-    """Return the catalog in which images are rejects if the path of a mask, or of a further image, is empty."""
+    """Return the catalog with the images that lack the path of a mask, or of a further image, moved to the rejects."""
     missing = {row: one.name for one in catalog.pixel_fields for row, file in enumerate(one.files) if not file}
     if not missing:
         return catalog
@@ -232,7 +232,7 @@ def _listed_texts(values: list[Any]) -> list[Any]:
 def _many_classes_note(
     columns: Sequence[str], labels: npt.NDArray[Any] | None, names: tuple[str, ...] | None
 ) -> tuple[Note, ...]:
-    """Return a note if there are few images for each label: less than five for integers, two for class names."""
+    """Return a note if labels have, on average, fewer than five images (integers) or two (class names)."""
     if labels is None or labels.ndim > 1 or len(labels) < _MANY:
         return ()
     count = len(np.unique(labels)) if names is None else len(names)
@@ -375,7 +375,7 @@ def read_delimited(path: Path) -> TextTable:
 def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
     """Read a table delimited by spaces, such as those of CelebA, and ignore its first `skip` lines.
 
-    If `header` is None, the line after these names all columns except the first, which contains the file names.
+    If `header` is None, the next line names all columns except the first, which contains the file names.
     """
     try:
         with path.open(encoding="utf-8-sig") as stream:
@@ -435,7 +435,7 @@ def integers(cells: Iterable[str]) -> npt.NDArray[np.int64] | None:
 
 
 def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64 | np.uint64 | np.float64]:
-    """Return a column as int64, or if that is too small as uint64, if all cells are integers, else as float64.
+    """Return a column as int64, or as uint64 for larger integers; as float64 if some cells are not integers.
 
     An empty cell is NaN. Raise SourceError if a cell is not a number, or if integers fit neither int64 nor uint64.
     """
@@ -477,7 +477,7 @@ def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> 
         if values is not None and {*np.unique(values)} <= {-1, 1}:
             values = np.maximum(values, 0)
         if values is None or (len(values) and not (values.min() >= 0 and values.max() <= 255)):
-            # -1 is allowed in some columns, so it is the reason only if there is no other.
+            # -1 is allowed in some columns, so name another cell if one is wrong.
             row = min((cell == "-1", row) for row, cell in enumerate(cells) if not _is_byte(cell))[1]
             raise table.error(
                 row,

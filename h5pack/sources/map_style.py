@@ -50,7 +50,7 @@ IMAGE, LABEL = "image", "label"
 MASKS = ("mask", "masks")
 """The keys that masks have in samples."""
 _TRIED_SAMPLES = 16
-"""Number of samples that are tried: the first that can be read says which keys are masks."""
+"""Maximum number of samples to try to read. The first that can be read shows which keys are masks."""
 _UNENCODABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 """NUL and surrogates that stand for no byte of a file name, which a `NameTable` cannot store."""
 _NOT_UINT8 = (
@@ -113,7 +113,7 @@ class MapStyleReader(SourceReader):
         return SurveyedImage(header, mark, label, unused, fields=fields)
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        # Fingerprints do not depend on pixels, and take as long as reading the samples.
+        # No image is checked: a fingerprint does not depend on pixels, and takes as long as reading the sample.
         return indices[:0]
 
     def take(self, indices: npt.NDArray[np.int64]) -> MapStyleReader:
@@ -161,7 +161,7 @@ class MapStyleReader(SourceReader):
 def map_style_catalog(dataset: MapStyleDataset, fields: ManifestColumns | None = None) -> Catalog:
     """Return the catalog of a map-style dataset, without labels and fields, which are added after the survey.
 
-    Samples are read only until the first that can be read, which says which masks they have.
+    Samples are tried until one can be read, which shows which masks they have.
     """
     fields = fields or ManifestColumns()
     require_field_names(f"the {type(dataset).__name__}", fields.all_fields)
@@ -340,7 +340,7 @@ def _file_names(dataset: Any, count: int) -> list[str] | None:
 
 
 def _relative(names: list[str], root: Any) -> list[str]:
-    """Make paths relative to `root`, or, if a path is not below `root` and all are absolute, to their common folder."""
+    """Make paths relative to `root` if all are below it; else, if all are absolute, to their common folder."""
     if isinstance(root, (str, bytes, os.PathLike)):
         folder = os.path.join(os.fsdecode(root), "")
         if all(name.startswith(folder) for name in names):

@@ -26,7 +26,7 @@ from h5pack.sources.folders import (
 
 
 def pairs(found: Listing, wanted: NameFilter) -> Catalog:
-    """Return a catalog of images with masks. A mask has the name of its image, but a folder of another role.
+    """Return a catalog of images with masks. A mask has the name of its image, but another role: see `_files_by_stem`.
 
     Their suffixes may differ, and so may the parts of names that `_by_image` leaves out. Each role of masks becomes a
     field of the same name, or "masks" if packs reserve that name. `wanted` filters only the images.
@@ -73,13 +73,13 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
         pixel_fields=tuple(PixelField(name, schema.MASK, table) for name, table in zip(fields, masks, strict=True)),
         rejects=tuple(rejects),
         ignored=dict(+ignored),
-        # Roles that are endings, as in "train_masks/a.png" and "a_mask.png", are not folders.
+        # Say so only if roles are folders, not endings as in "train_masks/a.png" and "a_mask.png".
         about=about if f"{images}/" in "".join(names[:1]) else "",
     )
 
 
 def _files_by_stem(found: Listing) -> dict[str, dict[str, list[str]]]:
-    """Return the files of each role by their stems.
+    """Return the files of each role by their stems. A role distinguishes images, masks and other files.
 
     "masks/train/a.png", "train/masks/a.png", "train_masks/a.png" and, if no folder is named like images or masks,
     "train/a_mask.png" have the role "masks" and the stem "train/a". Files in no folder have the role "".
@@ -131,7 +131,7 @@ def _roles(root: str, folders: list[str]) -> tuple[str, list[str]]:
 
 
 def _by_image(masks: dict[str, list[str]], images: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return the files of masks by the stem of their image, given the files of each by their own stem.
+    """Return the files of masks by the stem of their image; `masks` and `images` are files by their own stem.
 
     If no mask has the stem of an image, compare stems without what all masks, or all images, have in common: folders at
     the beginning, as in "trimaps/a.png", and an ending from "_" or "-" on, as in "a_mask.png".

@@ -90,7 +90,7 @@ def shards_kind(path: Path, wanted: NameFilter) -> str:
                 relative = f"{folder}/{entry.name}" if folder else entry.name
                 if is_folder(entry):
                     if is_visible(entry.name) and entry.is_symlink():
-                        # There may be images below it, but the link may also lead back.
+                        # Do not follow the link, which may lead back. There may be images behind it.
                         return ""
                     folders += [relative] * is_visible(entry.name)
                 elif _kind_of([entry.name]):

@@ -91,7 +91,7 @@ class TableReader(SourceReader):
         return SurveyedImage(header, fingerprint(name.encode() + b"".join(b"\0%d" % part for part in parts)))
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        # Each fingerprint has the size and time of the file.
+        # One image per file is enough, because its fingerprint includes the file's size and time.
         return indices[np.unique(self.file_ids[indices], return_index=True)[1]]
 
     def _load(self, number: int, row_group: int) -> Any:
@@ -283,7 +283,7 @@ def _require_columns(file: ArchiveFile, table: _Table, schema: Any, image: str) 
         )
         raise SourceError.at(file.path, problem, "path_column")
     if table.schema.names != schema.names:
-        raise SourceError.at(file.path, "has other columns than the first file; pack them separately")
+        raise SourceError.at(file.path, "has other columns than the first file; pack the files separately")
     size = table.largest_group_bytes(image)
     if size > available_memory() // 2:
         problem = (

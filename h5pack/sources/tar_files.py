@@ -54,7 +54,7 @@ class _Headers:
 def open_tar(path: Path, scratch: Path) -> tuple[ArchiveFile, Members]:
     """Open a tar file and return its index. If it is compressed, decompress it into an unnamed file in `scratch`.
 
-    If it holds only tar files, as those of ImageNet do, these are taken for folders.
+    If it holds only tar files, as ImageNet's does, each of these is treated as a folder.
     """
     file = ArchiveFile(str(path))
     start = file.read(6, 0)

@@ -60,8 +60,8 @@ def require_field(source: str, catalog: Catalog, field: str, names: Collection[s
     if field not in names:
         found = f"only {listed([repr(name) for name in names])}" if names else "none"
         raise OptionsError(
-            f"{source}: val_groups={field!r} needs a field of this name, but there is {found}; make one of a column "
-            "with field_columns or text_columns, of a dataset in an HDF5 file or a key of the samples with fields",
+            f"{source}: val_groups={field!r} needs a field of this name, but there is {found}; make one from a column "
+            "with field_columns or text_columns, or from an HDF5 dataset or a key of samples with fields",
             path=None if catalog.kind == "dataset" else source,
             parameters=(f"val_groups={field!r}", "field_columns", "text_columns", "fields"),
         )
@@ -78,7 +78,7 @@ def group_ids(values: FieldValues) -> npt.NDArray[np.int64]:
         return np.array([numbers[row] for row in rows], np.int64)
     flat = values.reshape(len(values), -1)
     if flat.shape[1] != 1:
-        # Compare rows as bytes, because NumPy takes a row with NaN for different from itself.
+        # Compare rows as bytes, because to NumPy, a row with NaN differs from itself.
         flat = np.ascontiguousarray(flat).view(np.dtype((np.void, flat.shape[1] * flat.itemsize)))
     return np.unique(flat[:, 0], return_inverse=True)[1].astype(np.int64)
 
@@ -88,9 +88,9 @@ def divide(
 ) -> Catalog:
     """Return the catalog with a split for validation, inserted after the split that it is taken from.
 
-    `usable` are the indices of the images to choose from, int64 (n,). The new split gets the fraction `val` of those in
-    the divided split. With `group_field`, images with equal values in this field stay in one split. Raise OptionsError
-    if one split would have no images, and as `training_split` and `require_field` do.
+    `usable` are the indices of the images to choose from, int64 (n,). The new split gets the fraction `val` of the
+    usable images in the divided split. With `group_field`, images with equal values in this field stay in one split.
+    Raise OptionsError if one split would have no images, and as `training_split` and `require_field` do.
     """
     training = training_split(source, catalog, val)
     images = usable[catalog.split_ids[usable] == training]

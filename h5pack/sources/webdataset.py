@@ -88,7 +88,7 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
     if catalog.labels is None:
         text = "there are no labels in .cls or .json members"
         if len(shards.names) > 1:
-            text += "; if each file is a class, put them into one with 'tar -cf classes.tar -C FOLDER .'"
+            text += "; if each file is a class, put all files into one with 'tar -cf classes.tar -C FOLDER .'"
         catalog = replace(catalog, notes=(*catalog.notes, Note(text)))
     others = [f".{ending}" for ending in sorted(samples.others)]
     notes = unused_note("members", others, "a .txt member can be packed with text_columns", "text_columns")
