@@ -275,7 +275,7 @@ class Conversion:
     def _earlier_results(
         self, pack: UnfinishedPack, *, check: bool, rows: npt.NDArray[np.int64] | None = None
     ) -> RowResults:
-        """Return the journaled results; with `check`, without rows (of `rows`, if given) whose bytes are damaged."""
+        """Return the journaled results. With `check`, discard those of rows (`rows`; None: all) with damaged bytes."""
         results = RowResults(pack.plan.rows, pack.plan.options.channels, len(pack.all_offsets) - 1)
         for record in pack.journal.records():
             results.add(record)
@@ -287,7 +287,7 @@ class Conversion:
     def _wrong_rows(
         self, pack: UnfinishedPack, rows: npt.NDArray[np.int64], checksums: Sequence[npt.NDArray[np.uint32]]
     ) -> list[int]:
-        """Return, ascending, the `rows` whose bytes in any dataset differ from the `checksums` of that dataset."""
+        """Return those of `rows`, ascending, whose bytes differ from the `checksums` of at least one dataset."""
         wrong: set[int] = set()
         tasks = itertools.chain.from_iterable(
             check_tasks(str(pack.output.partial), offsets, rows, expected, _CHECK_BYTES)

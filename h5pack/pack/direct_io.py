@@ -2,7 +2,7 @@
 
 A buffered write copies every byte into the page cache, which takes CPU time that decoding needs: 3.7 CPU seconds per GB
 measured on one virtual machine, where a direct write (O_DIRECT) took 0.02. Buffered writes also evict other files from
-the cache in favour of an output that may be far larger than memory. Direct writes must start and end on 4,096-byte
+the cache in favor of an output that may be far larger than memory. Direct writes must start and end on 4,096-byte
 boundaries in the file and in memory, so the first and last partial page of contiguous rows are written with buffered
 writes. Only such a page can contain rows of two workers. With direct I/O, a background thread writes while the next
 images are decoded.
@@ -67,7 +67,7 @@ class RowFile:
 
     def __init__(self, path: str, io: str) -> None:
         # Open for writing only. Otherwise, an NFS client could fetch a page before it changes a part of the page, and
-        # later send the whole page, which would overwrite neighbouring rows that another machine has written meanwhile.
+        # later send the whole page, which would overwrite neighboring rows that another machine has written meanwhile.
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self.direct: int | None = None
         if writes_directly(path, io):

@@ -134,8 +134,8 @@ def _copy_seconds(plan: KeptPlan, num_workers: int) -> float:
 def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     """Yield one list of catalog indices per task, in random order.
 
-    If the source has groups, such as chunks, reading one image of a group takes as long as reading all of them. So a
-    task has whole groups then, but at most 256 images of each.
+    If the source has groups, such as chunks, reading one image of a group takes as long as reading all of them. Then a
+    task consists of whole groups, but has at most 256 images of each.
     """
     origins = plan.row_order.origins
     groups = plan.catalog.reader.groups(origins)
@@ -166,7 +166,7 @@ def _decoder(pixels: PixelOptions, fields: tuple[PixelRows, ...], thread: int) -
 def _time_sample(task: _SampleTask) -> tuple[bool, float, float]:
     """Decode images as a conversion does; return whether this is the worker's first task, and two times per image.
 
-    These are, in seconds, this thread's CPU time and its time of waiting for the disk, for other threads or for a CPU.
+    The times, in seconds, are the thread's CPU time, and how long it waited for the disk, other threads or a CPU.
     """
     reader: SourceReader = shared()
     misses = _decoder.cache_info().misses

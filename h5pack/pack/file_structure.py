@@ -110,7 +110,7 @@ class FileStructure:
         return tuple(self.chunk_rows * math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in self.datasets)
 
     def row_offsets(self, addresses: Addresses, edges: npt.NDArray[np.int64] | None) -> tuple[RowOffsets, ...]:
-        """Return the byte offsets of the rows of each dataset; `edges` are those of encoded rows, else None."""
+        """Return the byte offsets of the rows of each dataset; `edges` are the boundaries of encoded rows, or None."""
         if edges is None:
             return tuple(
                 RowOffsets(some, self.chunk_rows, size // self.chunk_rows)

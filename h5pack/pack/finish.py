@@ -55,7 +55,7 @@ def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 
 def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
-    """Move planned rows to their final positions, in ascending order; `origins` is that of `close_holes`."""
+    """Move planned rows to their final positions, in ascending order; `origins` comes from `close_holes`."""
     # Encoded rows never move, because images that cannot be packed are known before the first row is written.
     descriptor = pack.lock.descriptor
     for row_offsets, (target, origin, count) in itertools.product(pack.all_offsets, moved_runs(origins)):
@@ -258,7 +258,7 @@ def _is_sound_dataset(file: h5py.File, expected: Expected, addresses: npt.NDArra
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether the ``OUT.partial`` at `path` is complete; then a compressed or virtual file is only renamed."""
+    """Return whether the ``OUT.partial`` at `path` is complete. If so, a compressed or virtual file is only renamed."""
     try:
         with h5py.File(path, "r", locking=False) as file:
             return int(file.attrs[schema.COMPLETE]) == 1

@@ -285,7 +285,7 @@ class Journal:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether rows are missing. False without a plan, because removing a journal begins with its plan."""
+        """Whether rows are missing. False without a plan, because a journal that is removed loses its plan first."""
         return self.plan() is not None and self.written() is None
 
     def save_written(self, record: RowRecord) -> None:

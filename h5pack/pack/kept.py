@@ -89,7 +89,7 @@ class KeptPlan(ConvertPlan):
         return replace(plan, chunks=plan_data_chunks(size), needs_encoding=self.needs_encoding & mine)
 
     def shard_edges(self) -> list[int]:
-        """Return the first row of each shard, and the number of rows, as estimated from the sizes of encoded images.
+        """Return the first row of each shard, and the number of rows. The sizes of images to encode are estimates.
 
         A shard has at least one image, even if that exceeds `shard_bytes`.
         """
@@ -131,7 +131,7 @@ class KeptPlan(ConvertPlan):
         return [None if self.places is None else self.places.file(index) for index in indices.tolist()]
 
     def with_encoded(self, places: EncodedPlaces, reasons: dict[int, str]) -> KeptPlan:
-        """Return the plan with the sizes of encoded images, without those in `reasons`, by catalog index."""
+        """Return the plan with the sizes of encoded images; images in `reasons`, by catalog index, become rejects."""
         packed = ~np.isin(self.row_order.origins, np.array([*reasons], np.int64))
         rejects = (*self.rejects, *(self.catalog.reject(index, reason) for index, reason in sorted(reasons.items())))
         if not packed.any():

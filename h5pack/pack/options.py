@@ -112,7 +112,7 @@ class ConvertOptions:
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any]) -> ConvertOptions:
-        """Create options from keywords, parsing text; raise TypeError for one that `h5pack.convert` lacks."""
+        """Create options from keywords, and parse values given as text; raise TypeError for an unknown keyword."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in keywords:
             if name not in names:
@@ -207,7 +207,7 @@ class ConvertOptions:
 
     @property
     def in_array_job(self) -> bool:
-        """Whether this run writes a part of an array job or finishes it; it continues earlier work without `resume`."""
+        """Whether this run writes a part of an array job or finishes it. If so, it needs no `resume` to continue."""
         return self.finish or self.part is not None
 
     @property
@@ -249,17 +249,14 @@ class ConvertOptions:
         )
 
     def content(self) -> dict[str, Any]:
-        """Return the options that affect the file's contents; the pack stores them, and resuming compares them.
-
-        Options that were added after version 0.1 are included only if they differ from their defaults.
-        """
+        """Return the options that affect the file's contents; the pack stores them, and resuming compares them."""
         values = dataclasses.asdict(self)
         for name in ("root", "strict", "num_workers", "start_method", "io", "overwrite", "resume", "part", "finish"):
             del values[name]
         # Store `source_kind` as "source", as packs and journals of version 0.1 do.
         values = {"source": values.pop("source_kind"), **values}
         values["compression"] = NONE if self.filter is None else self.filter.name
-        # Leave out later options at their defaults, so that the text stored in packs without them stays the same.
+        # Leave out later options at their defaults, so that packs made without them store the same text as before.
         for name in _LATER:
             if values[name] == getattr(ConvertOptions, name):
                 del values[name]

@@ -189,8 +189,8 @@ class Output:
                     self.final.with_name(name).unlink(missing_ok=True)
         if not keep_survey:
             self.survey.unlink(missing_ok=True)
-        # Killed coordinators and parts may have left private files and folders. With `keep_survey`, a conversion is
-        # beginning, and this process still needs its own probe file (see `h5pack.cluster.dask_client`).
+        # Killed processes may have left private files and folders. With `keep_survey`, a conversion is beginning, and
+        # this process still needs its own probe file (see `h5pack.cluster.dask_client`).
         kinds: tuple[str, ...] = () if keep_survey else ("owner", "probe", "parts")
         kinds += ("new", "structure", "journal", "parts") if self.parts.exists() else ()
         private = tuple(f"{self.partial.name}.{kind}-" for kind in kinds)
@@ -245,7 +245,7 @@ class OwnerFile:
             except FileExistsError:
                 _require_stale(output, own)
                 before = _owner_of(self.path)
-                # This stays true if an even earlier owner was on another machine.
+                # It is also true if the replaced owner had itself replaced one on another machine.
                 self.took_over = before.get("host") != socket.gethostname() or bool(before.get("took_over"))
                 self._write(own)
                 os.replace(own, self.path)

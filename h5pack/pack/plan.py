@@ -50,7 +50,7 @@ class RowOrder:
 
 
 def order_rows(indices: Rows, split_ids: npt.NDArray[np.int32], num_splits: int, seed: int | None) -> RowOrder:
-    """Return the images `indices` (ascending) by split; each is shuffled, or in source order if `seed` is None."""
+    """Return the images `indices` (ascending) by split. Each split is shuffled, or in source order without `seed`."""
     members = [indices] if num_splits == 1 else [indices[split_ids == split] for split in range(num_splits)]
     if seed is not None:
         members = [_taken(some, shuffled_split(len(some), seed, split)) for split, some in enumerate(members)]
@@ -150,7 +150,7 @@ class ConvertPlan:
         return self.height * self.width
 
     def stored_rows(self, rows: int) -> int:
-        """Return the length of axis 0 of the images dataset (bytes, if encoded) if it holds the first `rows` rows."""
+        """Return the length of axis 0 of the images dataset with the first `rows` rows; encoded rows count in bytes."""
         return rows if self.offsets is None else int(self.offsets[rows])
 
     @property
@@ -176,7 +176,7 @@ class ConvertPlan:
         return ()
 
     def between(self, start: int, stop: int) -> ConvertPlan:
-        """Return the plan of a shard of some rows, with this plan's chunk size and splits; these may be empty."""
+        """Return the plan of a shard of some rows, with the chunk size and the splits of this plan, even empty ones."""
         starts = np.clip(self.row_order.split_starts, start, stop) - start
         return replace(
             self,
@@ -342,7 +342,7 @@ class ConvertPlan:
         return f"{chunks.count:,} of {counted(chunks.rows, 'row')}, {format_bytes(chunks.bytes)} each"
 
     def to_text(self, note_text: Callable[[Note], str] = attrgetter("text")) -> str:
-        """Return the plan as a few lines of text. `note_text` returns the text of a note."""
+        """Return the plan as lines of text. `note_text` returns the text of a note."""
         options = self.options
         splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in self.split_rows().items())
         if options.val is not None:

@@ -44,7 +44,7 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
 
 
 class RowCounts(Protocol):
-    """The planned number of rows of a file, and the length of its images dataset if it has fewer rows."""
+    """The planned number of rows of a file, and the length of its images dataset if fewer rows are stored."""
 
     @property
     def rows(self) -> int: ...

@@ -92,7 +92,7 @@ def pack_statistics(
 
 
 def statistics_of(total: npt.NDArray[np.uint64], pixels: int, rows: int, step: int, split: str) -> dict[str, Any]:
-    """Return `PackTables.statistics`: the mean and std, and which rows, every `step`-th of a split, they describe."""
+    """Return `PackTables.statistics`: mean and std, and what they describe: `rows` rows, every `step`-th of `split`."""
     mean, std = mean_and_std(total, pixels)
     return {"mean": mean, "std": std, "rows": rows, "step": step, "split": split}
 

@@ -54,7 +54,7 @@ class Survey:
     jpeg_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     mask_dtypes: list[str] = field(default_factory=list)  # for each field of masks: the dtype of its widest mask
     orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # in Exif, 1 to 8
-    fields: list[dict[str, Any] | None] = field(default_factory=list)  # fields of each sample; empty without labels
+    fields: list[dict[str, Any] | None] = field(default_factory=list)  # of each sample; empty without `has_labels`
 
     def add(self, start: int, part: Survey, columns: tuple[str, ...]) -> None:
         """Add a part of the survey, whose first image has the index `start`."""
@@ -125,7 +125,7 @@ def survey(
     """Read the headers of all images of a catalog in the workers of `executor`, which share the catalog's reader.
 
     With the option `keep`, truncated JPEG files are rejected. The `journal` is not used if samples come with labels.
-    Raises SourceError if storage fails or labels differ in shape, WorkerError if only another machine lacks a file.
+    Raises SourceError if storage fails or labels differ in shape, WorkerError if another machine lacks a file.
     """
     count = len(catalog)
     result = Survey.of(count)
