@@ -69,7 +69,7 @@ class Combination:
         return out if self.verb == "append" else None
 
     def stored_rows(self, rows: int) -> int:
-        """Return the length of the images dataset for the first `rows` rows: `rows`, or if encoded, their bytes."""
+        """Return the length of the images dataset with the first `rows` rows; encoded rows count in bytes."""
         return rows if self.offsets is None else int(self.offsets[rows])
 
     @cached_property

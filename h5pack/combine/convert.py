@@ -3,9 +3,9 @@
 The shards are packs of limited size. They have one plan, so images, splits and their order are as in one large pack.
 They are written one after the other into the folder ``OUT.partial.shards``, and each is complete before the next one
 begins. When all shards are complete, the virtual file is written as ``OUT.partial``. Finally the shards are renamed,
-and then the virtual file. A resumed run sees from these files how far the interrupted run had come. If these renames
-have begun, even a run that starts over completes them first: otherwise, the renamed shards would remain without the
-virtual file that lists them.
+and then the virtual file. A resumed run sees from these files how far the interrupted run had come. Once renaming has
+begun, even a run that starts over first completes it: otherwise, the renamed shards would remain without the virtual
+file that lists them.
 
 A shard without any image that can be packed is left out; a file ``SHARD.rejects.json`` then lists its rejects.
 """
@@ -142,7 +142,7 @@ def convert(
         (x, y, visibility). Coordinates are in pixels of the upright image. They are adapted if the image is resized.
     box_format : str
         The numbers of a box in the source: xyxy (left, top, right, bottom), xywh (left, top, width, height) or cxcywh
-        (centre, width, height). Boxes are always stored as xyxy.
+        (center, width, height). Boxes are always stored as xyxy.
     image_columns : str or sequence of str
         The manifest's columns that hold paths of further images for each sample. Each column becomes a field of images,
         which are decoded to the same size as the sample's main image.
@@ -156,12 +156,12 @@ def convert(
         shape.
     value_range : (float, float) or str, optional
         The two pixel values of an HDF5 file that become 0 and 255, as a pair or as text such as "0:1". Default: 0 and 1
-        for floats; integers keep their values.
+        for floats and bools, 0 and 255 for integers; uint16 values are instead replaced by their high bytes.
     size : int, (int, int) or str, optional
         Height and width in pixels of every row: a number for a square, a pair, or "218x178". Default: the images keep
         their size, which must then be the same for all.
     fit : str
-        How an image is resized to `size`: crop (scale to cover, cut around the centre), pad (scale to fit, black
+        How an image is resized to `size`: crop (scale to cover, cut around the center), pad (scale to fit, black
         borders) or stretch.
     resample : str
         Pillow's filter for resizing: nearest, box, bilinear, hamming, bicubic or lanczos.
@@ -322,7 +322,7 @@ class ShardedConversion(Conversion):
         output.require_not_begun(lock, self.options)
         output.remove_leftovers(keep_survey=True)
         lock.renew()
-        # `OutputLock.close` would remove an empty file as unused.
+        # Give the file a size, because `OutputLock.close` would remove an empty one.
         os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
         output.shards.mkdir()
         journal.start({**identity(plan), "overwrite": self.options.overwrite}, plan.fingerprints)

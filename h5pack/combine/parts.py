@@ -189,7 +189,7 @@ def _measured_pixels(part: Part) -> int:
         return int(rows * math.prod(part.index.row_shape) // len(part.statistics["mean"]))
     own = np.flatnonzero(part.catalog.split_ids == (names.index(name) if name in names else -1))[::step]
     sizes = part.index.image_sizes[own].astype(np.int64).prod(axis=1)
-    # Statistics leave out rows that could not be decoded. It is unknown which, so assume that these have the mean size.
+    # Statistics leave out rows that could not be decoded. It is unknown which, so assume rows of the mean size.
     return int(int(sizes.sum()) * rows // max(1, len(own)))
 
 
@@ -227,8 +227,8 @@ def field_forms(catalog: Catalog, dtypes: Iterable[Any]) -> list[tuple[str, tupl
 def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
     """Return the catalogs with equal dtypes of fields, as far as no number changes.
 
-    The dtype of a field is that of the first catalog. But where the rows of a field have no entries, its dtype and the
-    shape of its entries are unknown, and those of another catalog are used.
+    A field gets the dtype that it has in the first catalog in which its rows have entries. In catalogs where they have
+    none, the shape of an entry is unknown, and is taken from that catalog, too.
     """
     fields = [dict(catalog.fields) for catalog in catalogs]
     for name in fields[0]:
@@ -241,7 +241,7 @@ def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
 
 
 def _as_model(values: FieldValues, model: npt.NDArray[Any]) -> FieldValues:
-    """Return the values with the dtype of `model` if no number changes; without entries, also with their shape."""
+    """Return the values with the dtype of `model` if no number changes. If empty, also take the shape of an entry."""
     data = field_data(values)
     with np.errstate(all="ignore"):
         cast = data.astype(model.dtype, copy=False) if len(data) else model[:0]
@@ -304,7 +304,7 @@ def merge_classes(found: Iterable[tuple[Path | str, tuple[str, ...]]]) -> tuple[
     Returns all class names, and for each pack the new number of each of its classes, followed by -1.
     """
     # Several classes of one pack may have the same name, such as "crane" in ImageNet. The n-th of them has the key
-    # (name, n). Some may differ only in case, such as letters.
+    # (name, n). Classes of one pack, such as letters, may also differ only in case.
     numbers: dict[tuple[str, int], int] = {}
     origins: dict[str, tuple[str, Path | str]] = {}
     maps = []

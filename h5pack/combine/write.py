@@ -96,7 +96,7 @@ class _UnfinishedFile(Unfinished):
         journal = Journal(output.journal)
         before, now = journal.plan() if resume else None, self._identity()
         self.resumes = before is not None
-        # As in `convert`, a resumed run may replace the output if it or the interrupted run was to overwrite it.
+        # As in `convert`, overwrite=True of either the interrupted or the resumed run allows replacing the output.
         self.overwrite = bool(before and before.pop("overwrite", False)) or overwrite
         if before is None:
             output.require_not_begun(lock, ConvertOptions(overwrite=overwrite, resume=resume))
