@@ -113,7 +113,7 @@ def open_client(address: str) -> Iterator[Any]:
     except Exception as error:  # A broken package may raise other errors than ImportError.
         problem = f"a Dask cluster needs distributed, whose import fails ({error}); run pip install distributed"
         raise WorkerError(problem) from error
-    # h5pack raises an error if a connection is lost, so silence Dask's loggers: each, as some have their own level.
+    # Silence Dask, because h5pack raises an error if a connection is lost. Some of Dask's loggers have their own level.
     for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "distributed"]:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     with contextlib.ExitStack() as stack:
