@@ -1,4 +1,4 @@
-"""Folders of images as sources: listing of files, and catalogs of flat, class, split and paired folders.
+"""Folders of images as sources: listing of files, and catalogs of flat, class and split folders.
 
 A `Listing` comes from a folder (`walk`) or from the names of an archive's members (`list_names`). Both become catalogs
 by the same rules.

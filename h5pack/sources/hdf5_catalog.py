@@ -103,7 +103,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     if datasets.labels is None:
         labels = find_labels(file, images, rows, fields=asked, transposed=True)
     fields = tuple(name for name in asked if name != labels)
-    twice = (Note(f"{labels!r} is packed as labels, and not as a field, too"),) if labels in asked else ()
+    twice = (Note(f"{labels!r} is packed as labels, not as a field"),) if labels in asked else ()
     if not asked and schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
         fields = tuple(own_fields(file))
     form = None if pack.indexes[images].is_encoded else _form(path, require_dataset(file, images), datasets)
@@ -161,7 +161,7 @@ def _transposed(file: h5py.File, name: str, *, labelled: bool) -> Iterator[Note]
     last = images.shape[-1]
     labels = None if labelled or images.ndim > 3 else find_labels(file, name, last, transposed=True)
     if labels is not None:
-        text = f"{labels!r} has {last:,} rows, as the last axis of {name!r}; if that is the axis of images, store"
+        text = f"{labels!r} has {last:,} rows, the length of the last axis of {name!r}; if images are along it, store"
         yield Note(f"{text} np.moveaxis(array, -1, 0)")
     elif _MATLAB_CLASS in images.attrs:
         text = "MATLAB stores axes in reverse order, so images that were saved as (H, W, C, N) have their width before"

@@ -198,7 +198,7 @@ def _parsed(table: TextTable, name: str, parameter: str, parse: Callable[[], Fie
     try:
         return parse()
     except FieldValueError as error:
-        message = f"column {name!r} {error}; correct it, or leave it out of {parameter}"
+        message = f"column {name!r} {error}; correct the value, or leave the column out of {parameter}"
         raise table.error(error.row, message, parameter, *error.parameters) from None
 
 

@@ -103,7 +103,7 @@ def divide(
         labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None
         chosen = choose_val(None if labels is None else labels[images], len(images), val, seed)
         parameter = f"val={val!r}"
-        problem = f"{parameter} of {counted(len(images), 'image')} is {int(chosen.sum())}, but each split needs one"
+        problem = f"{parameter} of {counted(len(images), 'image')} is {int(chosen.sum())}, but no split may be empty"
     if chosen.all() or not chosen.any():
         other = "fraction" if group_field is None else "field"
         raise OptionsError(f"{source}: {problem}; give another {other}", parameters=(parameter,))
