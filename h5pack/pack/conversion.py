@@ -275,7 +275,7 @@ class Conversion:
     def _earlier_results(
         self, pack: UnfinishedPack, *, check: bool, rows: npt.NDArray[np.int64] | None = None
     ) -> RowResults:
-        """Return the journaled results. With `check`, discard those of rows (`rows`; None: all) with damaged bytes."""
+        """Return the journaled results. With `check`, read `rows` (None: all), and discard results of damaged ones."""
         results = RowResults(pack.plan.rows, pack.plan.options.channels, len(pack.all_offsets) - 1)
         for record in pack.journal.records():
             results.add(record)

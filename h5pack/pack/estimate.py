@@ -33,7 +33,7 @@ _MAX_SAMPLE = 4_096
 _SAMPLE_PART = 8
 _TASK_BYTES = 512 * 1024  # far above gzip's window of 32 KiB, so that compression is as fast as with whole chunks
 _MAX_TASK_IMAGES = 256
-_TIMED_IMAGES = 8  # with `keep`
+_TIMED_IMAGES = 8  # how many images are timed with `keep`
 # Times of writing and journaling rows, writing the tables, and the final flush; measured with rows of 3 and 116 KB.
 _WRITE_SECONDS_PER_ROW, _WRITE_SECONDS_PER_BYTE = 5e-6, 3e-10
 _TABLE_SECONDS_PER_ROW, _FLUSH_SECONDS = 5e-6, 0.1

@@ -65,7 +65,7 @@ _ROWS = "rows"
 
 @dataclass
 class RowRecord:
-    """The results of writing some rows."""
+    """The results of writing some rows. Planned rows are row numbers before the gaps of rejected images are closed."""
 
     rows: npt.NDArray[np.int64]  # (n,): the planned rows, ascending
     packed: npt.NDArray[np.bool_]  # (n,): False if the image was rejected

@@ -207,7 +207,7 @@ class ConvertOptions:
 
     @property
     def in_array_job(self) -> bool:
-        """Whether this run writes a part of an array job or finishes it. If so, it needs no `resume` to continue."""
+        """Whether this run writes a part of an array job or finishes the job; both continue without `resume`."""
         return self.finish or self.part is not None
 
     @property

@@ -38,7 +38,7 @@ Rows = npt.NDArray[np.int64]
 class RowOrder:
     """The order of a pack's rows; each split is one contiguous range of rows."""
 
-    origins: Rows  # (N,): each row's catalog index (from `order_rows`) or planned row (from `close_holes`)
+    origins: Rows  # (N,): each row's catalog index (from `order_rows`) or its row in the plan (from `close_holes`)
     split_starts: Rows  # (S + 1,): split s has the rows ``split_starts[s]`` to ``split_starts[s + 1] - 1``
 
     @classmethod
@@ -155,7 +155,7 @@ class ConvertPlan:
 
     @property
     def offsets(self) -> Rows | None:
-        """Byte offset of each encoded row from the first, and the last row's end, (N + 1,); None if rows are pixels."""
+        """Byte offsets of encoded rows relative to the first, and the last row's end, (N + 1,); None for pixels."""
         return None
 
     def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
@@ -388,7 +388,7 @@ class NoRowsError(NoImagesError):
 
     def __init__(self, plan: ConvertPlan, rejects: Sequence[Reject]) -> None:
         advice, parameters = "check the images", ("value_range",) if plan.catalog.kind == "hdf5" else ()
-        advice += ", or give value_range if they are arrays with other values" if parameters else ""
+        advice += ", or give value_range if the values of its arrays have another range" if parameters else ""
         problem = f"none of its images can be packed ({rejects[0].shown}: {rejects[0].reason}); {advice}"
         super().__init__(f"{plan.source}: {problem}", path=plan.source, parameters=parameters)
         self.rejects = tuple(rejects)
