@@ -69,7 +69,7 @@ def append(
     are copied. Classes keep their numbers, and new classes get the next numbers.
 
     If the pack is a virtual file, the new images are written to a further pack beside it, such as ``NAME-00003.h5``,
-    with the lowest number that the virtual file does not use yet. The new virtual file also refers to this pack.
+    with the lowest number that the virtual file does not use yet. The new virtual file also refers to that pack.
 
     The new files get the permissions of the pack, and its owner and group if the system permits that.
 

@@ -120,8 +120,9 @@ def convert(
     limit : int, optional
         Pack at most this many images, evenly spaced in source order.
     root : path, optional
-        Folder to which the paths in a manifest, or the image paths of COCO, are relative. Default: the folder that
-        contains the manifest; for COCO, the folder in which the first image is found.
+        Folder to which the paths in a manifest are relative; default: the folder that contains the manifest. For COCO,
+        the folder that contains the images, directly or in one of the usual subfolders; default: the source, or if it
+        is a file, its folder or the folder above.
     path_column, split_column : str, optional
         The manifest's columns of image paths and of split names. Default: detected from the column names.
     label_columns : str or sequence of str
@@ -206,9 +207,9 @@ def convert(
     strict : bool
         Raise at the first image that cannot be packed, instead of listing it in ``OUT.rejects.csv``.
     shard_bytes : int or str, optional
-        Write several packs of at most this many bytes, a number or text such as "50GiB", and a virtual file over them,
-        which gets the name `out`. The packs get the names ``OUT-00000.h5`` and so on. All but the last are planned to
-        consist of whole chunks.
+        Write several packs of at most this many bytes, a number or text such as "50GiB". The file `out` then has
+        virtual datasets that refer to these packs, whose names are ``OUT-00000.h5`` and so on. All packs but the last
+        are planned to consist of whole chunks (with `keep`, of whole images).
     num_workers : int, optional
         Worker processes; with 1, this process does the work. Default: the number of CPUs this process may use.
     start_method : str, optional

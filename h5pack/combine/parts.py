@@ -1,4 +1,4 @@
-"""The packs that another pack is made of (its parts): whether they fit, their tables and statistics, merged."""
+"""The packs that another pack is made of (its parts): whether they fit together, and their tables, merged."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Part:
 
     @property
     def is_virtual(self) -> bool:
-        """Whether it is a virtual file, or its images can only be read by the HDF5 library for other reasons."""
+        """Whether the pack is a virtual file, or only the HDF5 library can read its images for another reason."""
         return bool(self.files) or self.index.library_reason is not None
 
     def checksums(self, dataset: str) -> npt.NDArray[np.uint32]:

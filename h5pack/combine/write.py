@@ -1,4 +1,4 @@
-"""Writes the pack of a combination: copies its rows, or writes a virtual file that refers to the parts.
+"""Writes the pack that a `Combination` plans: copies the rows of other packs, or writes a virtual file over them.
 
 The output gets its name once it is complete. Every step of copying can be repeated after a kill: uncompressed rows are
 copied again only if the bytes in the file do not match their checksums; a compressed output is written from the
