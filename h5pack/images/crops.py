@@ -72,8 +72,8 @@ class CenterCrop(_Crop):
     size : int or (int, int)
         Height and width of the window, in pixels. An int gives a square.
     resize : int, optional
-        Length of the image's shorter side after resizing (bilinear, antialiased), in pixels, before the window is cut
-        out. Default: the image is not resized.
+        Resize the image first (bilinear, antialiased), so that its shorter side has this many pixels. Default: the
+        image is not resized.
 
     Raises
     ------

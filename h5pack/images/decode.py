@@ -405,7 +405,7 @@ def rejecting() -> Iterator[None]:
         # The size of images is limited, so the cause is not this image: the machine is short of memory.
         raise
     except Exception as error:
-        # Any other exception means a damaged image, because malformed bytes can make decoders raise any type.
+        # Any other exception means a damaged image, because malformed bytes can make decoders raise any exception.
         raise _rejected(error) from error
 
 
