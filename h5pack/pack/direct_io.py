@@ -194,7 +194,7 @@ def writes_directly(path: str, io: str) -> bool:
 def drop_partial_pages(path: str, io: str, descriptor: int, start: int) -> None:
     """Drop the file's pages in the page cache, from byte `start` on, if rows were written with direct I/O.
 
-    These are the few pages that needed buffered writes; they must have been flushed. If one of them stayed in the
+    These are the pages that still needed buffered writes, and must have been flushed. If one of them stayed in the
     cache, the kernel could not load the 2 MiB around it into one large folio, from which rows can be copied faster (see
     `h5pack.read.mapping`).
     """

@@ -217,7 +217,7 @@ def _has_rows(file: h5py.File, name: str, rows: int) -> bool:
 def find_images(file: h5py.File) -> str:
     """Return the path of the images: "images", a pack's "encoded", or the only dataset that looks like images.
 
-    If several look like images, return the only one with a word such as "x" in its name, or raise SourceError.
+    If several do, return the only one whose name has a word for images, such as "x". Else raise SourceError.
     """
     if isinstance(file.get(schema.IMAGES), h5py.Dataset):
         return schema.IMAGES
