@@ -307,8 +307,8 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
 def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[str]:
     """Return the paths of the datasets, other than images and labels, that can be packed as fields.
 
-    Leave out the datasets of a group with other images, such as those of another split, and names that cannot be part
-    of a list that is separated by commas.
+    Leave out the datasets of a group with other images, such as those of another split. Also leave out names with a
+    comma, or with spaces at an end, because a list of names is separated by commas.
     """
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
     rows, axes, names = len(file[images]), file[images].ndim, dataset_names(file)
@@ -355,8 +355,8 @@ def packing_options(file: h5py.File, name: str, labels: str | None = None) -> di
 def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str) -> str | None:
     """Return the kind of a field of pixels, `schema.MASK` or `schema.IMAGE`; None for other fields.
 
-    Further images in color have the images' shape and dtype. Masks are integers or bools with their height and width,
-    such as (N, H, W) or (N, H, W, 1), or PNG files in a pack of encoded images.
+    Further images in color have the images' shape and dtype. Masks are integers or bools of the images' height and
+    width, such as (N, H, W) or (N, H, W, 1). In a pack of encoded images, masks are PNG files.
     """
     if form is None:
         return schema.MASK if is_mask_group(file, name) else None
