@@ -3,8 +3,8 @@
 An interrupted conversion can be continued where it stopped. What a run finds decides what it does:
 
 - the output, but no ``OUT.partial``: it only compares the output with the source and the options, and removes
-  temporary files. With `overwrite`, it does so only if a journal shows that the interrupted run had already replaced
-  the output, or if there is no journal and this run has `finish`;
+  temporary files. With `overwrite`, it does so only if the journal shows that the interrupted run had already replaced
+  the output, or, without a journal, if this run has `finish`;
 - ``OUT.partial.survey``: it continues the survey;
 - a journal with a plan: it surveys the images again, and requires the same plan and the same images. With `keep`, it
   encodes the images that are not encoded yet. It checks the rows that the journal lists, and writes all others;

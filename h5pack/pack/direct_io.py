@@ -66,8 +66,8 @@ class RowFile:
     """
 
     def __init__(self, path: str, io: str) -> None:
-        # Open for writing only. Otherwise, an NFS client could fetch a page before it changes a part of the page, and
-        # later send the whole page, which would overwrite neighboring rows that another machine has written meanwhile.
+        # Open for writing only. Otherwise, an NFS client could fetch a page, change a part of it, and later send the
+        # whole page. That would overwrite neighboring rows that another machine has written meanwhile.
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self.direct: int | None = None
         if writes_directly(path, io):

@@ -93,8 +93,8 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
     # Leave out each worker's first task, which includes one-time work such as imports.
     timed = [times for is_first, *times in samples if not is_first] or [times for _, *times in samples]
     busy, waiting = np.array(timed).T
-    # Use the mean of the CPU time, which differs between images, but the median of the waiting time, because other
-    # programs may delay a task by far more than it takes.
+    # Use the mean of the CPU time, because images differ. Use the median of the waiting time, because other programs
+    # may delay a task by far more than it takes.
     decoded = float(np.mean(busy) + np.median(waiting))
     written = _WRITE_SECONDS_PER_ROW + _WRITE_SECONDS_PER_BYTE * plan.row_bytes
     in_workers = (decoded + written) / num_workers

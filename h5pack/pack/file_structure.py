@@ -175,8 +175,8 @@ def write_structure(
     """Write a file without pixels, and return the byte offset of each chunk; without `tables`, it is incomplete.
 
     `planned_rows` is the number of rows before images were rejected. If there are fields, each dataset first gets
-    chunks for `planned_rows` rows, and is then shortened to `rows`, so that the chunks of the datasets that follow keep
-    their addresses.
+    chunks for `planned_rows` rows, and is then shortened to `rows`. So the chunks of the next datasets keep their
+    addresses.
     """
     path.unlink(missing_ok=True)
     with create_file(path, structure) as file:

@@ -13,8 +13,8 @@ The folder ``OUT.partial.journal/`` contains
 
 A record means that a row was passed to the kernel, not that it reached the disk: after a power cut, the journal may
 list rows that are not in the file. So a resumed run reads every listed row, and writes those with a wrong checksum
-again. It reads them from the disk, because after a failed fsync the page cache may still hold rows that did not reach
-the disk, although the next fsync succeeds.
+again. It reads them from the disk: after a failed fsync, the page cache may still hold rows that did not reach the
+disk, even if the next fsync succeeds.
 
 Before there is a plan, `SurveyJournal` keeps the results of a long survey in the file ``OUT.partial.survey``.
 
