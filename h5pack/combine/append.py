@@ -68,8 +68,8 @@ def append(
     file system supports it (XFS, Btrfs), the new file shares the disk blocks of the existing rows; otherwise these rows
     are copied. Classes keep their numbers, and new classes get the next numbers.
 
-    If the pack is a virtual file, the new images are written to a further pack beside it, such as ``NAME-00003.h5``,
-    with the lowest number that the virtual file does not use yet. The new virtual file also refers to that pack.
+    If the pack is a virtual file, the new images are written to a further pack beside it, and the new virtual file also
+    refers to that pack. Its name has the lowest number that is not used yet, such as ``NAME-00003.h5``.
 
     The new files get the permissions of the pack, and its owner and group if the system permits that.
 

@@ -437,8 +437,8 @@ def _sources(shape: tuple[int, ...], mappings: list[_VirtualRows], names: dict[s
 def _relative(path: str, folder: Path) -> str:
     """Return the path of a file relative to `folder`.
 
-    Symbolic links to folders are resolved if the path would otherwise lead elsewhere, because the system resolves ".."
-    after a link to the parent of the link's target.
+    After a symbolic link to a folder, the system resolves ".." to the parent of the link's target. So links are
+    resolved if the path would otherwise lead elsewhere.
     """
     found = os.path.relpath(path, folder)
     parent, name = os.path.split(path)
