@@ -30,7 +30,7 @@ from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop, ResizedCrop, check_image_size
 
 FLIP, TOP, LEFT, ERASE, BOX, VERTICAL_FLIP = 0, 1, 2, 3, 4, 44
-"""Indices of the random words for each change (`random_words`, stream 0). From BOX on, each try takes four words."""
+"""Positions in a sample's random words (`random_words`, stream 0). From BOX on, each attempt at a box takes four."""
 COLOR_STREAM = 2
 _GREY = (19595, 38470, 7471)
 """Weights of red, green and blue in grey, in units of 2^-16, as in Pillow and ITU-R BT.601."""
@@ -126,7 +126,7 @@ class Augmentation:
     def __post_init__(self) -> None:
         for name in ("flip", "vertical_flip", "erase"):
             object.__setattr__(self, name, checked_number(name, getattr(self, name)))
-        # Convert these values to tuples of floats, which are hashable: they are part of the key of a table's cache.
+        # Tuples of floats are hashable: these values are part of the key under which a table is cached.
         for name in ("erase_scale", "erase_ratio"):
             given = getattr(self, name)
             values = tuple(checked_number(name, value) for value in given) if isinstance(given, Iterable) else ()
@@ -197,7 +197,7 @@ class Augmentation:
         return (-padding, rows), (-padding, columns)
 
     def window_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of the crop window, in pixels of the image, unless `RandomResizedCrop` draws them."""
+        """Return height and width of the crop window, in pixels of the image; not for a `RandomResizedCrop`."""
         return self.output_size(height, width) if self.resize is None else (height, width)
 
     def changes(self, height: int, width: int) -> Changes:

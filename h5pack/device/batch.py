@@ -231,7 +231,7 @@ def _with_values(batch: Any, values: dict[Any, Any]) -> Any:
         for key, value in values.items():
             changed[key] = value
         return changed
-    # `copy.copy` of any other mapping may fail, or share the memory in which the original holds its values.
+    # Build a new mapping of any other type: `copy.copy` may fail, or share the memory that holds the original's values.
     merged = {**batch, **values}
     with contextlib.suppress(TypeError):
         return type(batch)(merged)

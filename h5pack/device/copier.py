@@ -206,9 +206,9 @@ def apply_transform(transform: ImageTransform, fetched: FetchedBatch, device: to
     """Return the transformed batch. The result does not depend on when the batch was requested.
 
     The transform runs outside of inference mode, because the consumer may be in this mode during prefetching, but no
-    longer when it uses the batch. A transform that may draw from torch's generators (``transform.draws``) shares them
-    with the training step, so while it runs, they are seeded from torch's seed, the epoch, the batch's number and the
-    rank.
+    longer when it uses the batch. If the transform may draw from torch's generators (``transform.draws``), they are
+    seeded during the call, from torch's seed, the epoch, the batch's number and the rank: the training step may have
+    drawn from them, too.
     """
     seeded = _seeded(device, fetched.epoch, fetched.number) if transform.draws else contextlib.nullcontext()
     with outside_inference_mode(), seeded:

@@ -258,7 +258,7 @@ class _FixedEcho(_EchoIterator):
         fetched = self._current or self._begin_batch(self._fetcher.fetch())
         batch = self._show(fetched)
         assert isinstance(self._loader.factor, Fraction)
-        # Not ``==``: the count is larger if an interrupt prevented the last delivery and a state was saved and loaded.
+        # Not ``==``: a state saved after an interrupt here counts all deliveries already, and a resume adds one.
         if self._state.showing >= showings(self._loader.factor, self._state.batch):
             self._end_batch(fetched)
         return batch
@@ -295,8 +295,8 @@ class _AdaptiveEcho(_EchoIterator):
                 self._begin_batch(fetched)
             if self._state.showing < self._max_showings:
                 break
-            # This happens only after a resume: the batch had been delivered `max_showings` times before the state was
-            # saved. Wait for the next batch.
+            # Wait for the next batch. This is reached only after a resume, if the state was saved when the batch had
+            # been delivered `max_showings` times.
         assert self._current is not None
         batch = self._show(self._current)
         self._delivered_at = time.monotonic()
@@ -343,7 +343,7 @@ class _FetchClock:
         # Each thread has its own current CUDA stream. If the wrapped loader is a DeviceFeed, it delivers batches in the
         # prefetch thread, and must make them ready for the stream of the consumer's thread.
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        # Each device has its own current stream. The feed's may differ from the consumer's current device (None).
+        # Each device has its own current stream. The feed's device may differ from the consumer's current one (None).
         devices = [device, None] if device is not None and device.type == "cuda" else [None]
         self._streams = [torch.cuda.current_stream(one) for one in devices] if in_use else []
 
@@ -367,7 +367,8 @@ def _to_fraction(factor: Any, max_factor: int) -> Fraction:
     found = None
     if not isinstance(factor, (str, bool)):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
-            # Not `Rational`: a Fraction of a NumPy integer has NumPy integers, which JSON cannot store.
+            # Convert other rational numbers to float: a Fraction of a NumPy integer has NumPy integers, which JSON
+            # cannot store.
             exact = Fraction(factor if isinstance(factor, (int, Fraction)) else float(factor))
             found = exact.limit_denominator(_MAX_DENOMINATOR) if exact >= 1 else None
     if found is None:

@@ -204,7 +204,7 @@ class LoaderWrapper(Closeable):
         try:
             state: dict[str, Any] = self.loader.state_dict()
         except StateError:
-            # The loader wraps a loader without state. That is an error only if the user asks for the state.
+            # The loader wraps a loader without state, which is an error only if the user asks for the state.
             return None
         return state
 
@@ -298,7 +298,7 @@ def with_samplers(loader: Any) -> list[Any]:
 def rank_of_copies(loader: Any) -> int | None:
     """Return the rank of a loader if its epochs may have several copies of a row, else None.
 
-    A sampler of another library may have them if its attribute `replacement` is true, as in torch's samplers.
+    A sampler of another library is assumed to repeat rows if its attribute `replacement` is true, as in torch.
     """
     for one in (one for layer in layers_of(loader) for one in with_samplers(layer)):
         order = one if isinstance(one, MixtureSampler) else getattr(one, "plan", None)
@@ -310,16 +310,16 @@ def rank_of_copies(loader: Any) -> int | None:
 
 
 def _batch_rows(loader: Any) -> int:
-    """Return how many rows of its sampler a loader puts into each batch; 1 if it does not make batches of rows."""
+    """Return how many of the sampler's rows make a batch; 1 if the loader does not make batches of rows."""
     # A DataLoader with a batch sampler has the batch size None.
     return first_attribute([loader, getattr(loader, "batch_sampler", None)], "batch_size") or 1
 
 
 def _epoch_of(loader: Any, *, counted: bool) -> int | None:
-    """Return the epoch of the loader or sampler that counts epochs itself; None if neither does.
+    """Return the epoch of the loader or of its sampler, whichever counts epochs itself; None if neither does.
 
-    With ``counted=False``, return the epoch of a sampler that does not count, such as torch's DistributedSampler, on
-    which users must call set_epoch.
+    With ``counted=False``, return the epoch of a sampler that does not count epochs, such as torch's
+    DistributedSampler, on which users must call set_epoch.
     """
     for one in with_samplers(loader):
         counts = one is loader or isinstance(one, (BatchOrder, ChunkSampler))

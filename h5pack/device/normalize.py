@@ -72,8 +72,8 @@ class Normalize:
     """A transform of uint8 images to ``(image / 255 - mean) / std`` in one pass, accurate to one rounding step.
 
     Crops, flips and colors are applied in the same pass, in this order; boxes are erased after normalizing. Random
-    changes depend only on the seed and on each sample's `BatchKey`: its row, epoch and view, and which use of the row
-    in the epoch it is.
+    changes depend only on the seed and on each sample's `BatchKey`: its row, epoch and view, and a number that differs
+    between uses of the row in an epoch.
 
     Parameters
     ----------
@@ -275,7 +275,7 @@ class Normalize:
         return self._on_cpu(pixels, constants, draws, changes, self._empty(pixels, size) if out is None else out)
 
     def draw(self, images: torch.Tensor, key: BatchKey | None = None) -> AugmentationDraws | None:
-        """Return the changes that a call with these arguments would draw, to pass them as `draws` or to move masks.
+        """Return the changes that a call with these arguments would draw. Pass them as `draws`, or use them for masks.
 
         Parameters
         ----------
@@ -351,7 +351,7 @@ class Normalize:
             raise OptionsError(f"the images have dtype {images.dtype}; give uint8 images")
         shape = tuple(images.shape)
         if len(shape) != 4:
-            gray = "; of gray images (N, H, W), images[..., None]" if len(shape) == 3 else ""
+            gray = "; for gray images (N, H, W), give images[..., None]" if len(shape) == 3 else ""
             raise OptionsError(f"the images have shape {shape}; give a batch, (N, H, W, C) or (N, C, H, W){gray}")
         counts = {1, 3} if self._any_channels else {len(self.mean)}
         last, first = shape[3] in counts, shape[1] in counts

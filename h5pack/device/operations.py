@@ -20,11 +20,11 @@ from h5pack.errors import OptionsError
 
 _BITS = 16
 _BLOCK_VALUES = 1 << 16
-"""How many values each thread processes at a time. Their temporaries (512 KiB) then stay in the CPU's cache."""
+"""How many values each thread processes at a time, so that their temporaries (512 KiB) stay in the CPU's cache."""
 _ROW_VALUES = 1 << 12
-"""Maximum length of each of the four constants after repetition (64 KiB for all four). They are repeated for several
-lines of an image, so that one operation computes all these lines. The number of lines is the largest divisor of the
-image's height for which this length suffices, or 1."""
+"""Maximum number of values to which each of the four constants is repeated (64 KiB for all four). The constants are
+repeated for several lines of an image, so that one operation computes all these lines. Their number is a divisor of
+the image's height: the largest with which the constants do not exceed this maximum, or 1."""
 
 
 def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws, size: tuple[int, int]) -> torch.Tensor:

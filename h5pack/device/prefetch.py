@@ -4,14 +4,14 @@ The consumer is the code that iterates over the batches, usually the training lo
 from the loader and queues their copies to the device: at most ``prefetch_factor`` batches more than the consumer has
 requested. When the consumer requests a batch, `DevicePrefetcher` queues the transforms of all batches whose copies are
 queued, and delivers the first of them. So the consumer has to wait only if the loader has no batch ready. Transforms
-are called in the consumer's thread, so this thread's modes (no_grad, autocast) and profiler apply to them.
+are called in the consumer's thread, so its modes (no_grad, autocast) and its profiler apply to them.
 
 The host may queue many training steps before the device has done them, but the batches of these steps need memory.
-Therefore the thread fetches batch n only when the device has finished the step of batch n - ``prefetch_factor`` - 2.
+Therefore batch n is fetched only when the device has finished the step of batch n - ``prefetch_factor`` - 2.
 
 If fetching, copying or transforming a batch fails, all earlier batches are delivered before the error is raised.
 
-The thread holds no reference to its consumer. An iterator that the user drops is therefore garbage-collected, and the
+The prefetch thread does not refer to its consumer. So an iterator that the user drops is garbage-collected, and the
 iterator's finalizer stops the thread. Garbage collection may run in any thread while any lock is held, so `stop` must
 not take a lock.
 """
@@ -134,9 +134,9 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
         self._finalizer.detach()
 
     def _launch_one(self) -> bool:
-        """Queue the next batch's transform, or record the end of the batches.
+        """Queue the next batch's transform, or record the end of the batches, and return True.
 
-        If no batch is ready, return False if an earlier batch can be delivered meanwhile, and else wait for one.
+        Return False if no batch is ready, but an earlier one can be delivered. If none can be delivered, wait.
         """
         if self._launched:
             item = self.thread.get(seconds=0.0)

@@ -37,7 +37,7 @@ def max_taps(crop: ResizedCrop, height: int, width: int) -> tuple[int, int]:
 def find_taps(
     draws: AugmentationDraws | None, crop: ResizedCrop, pixels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which rows of the images each row of the results is computed from (its taps); the same for columns.
+    """Return the taps of the results' rows (the image rows from which each is computed), and those of their columns.
 
     Crops and flips are taken into account. Each tensor is int32, (N, 1 + taps, size). Along axis 1, it holds the
     position of the first tap, in pixels of the image, and then the weights of all taps in order, in units of 2^-16. In

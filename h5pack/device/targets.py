@@ -62,7 +62,7 @@ class AxisMap:
 
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Types of masks that few of torch's operations support, and types of the same size that all support."""
+"""Unsigned types, which few of torch's operations support, and the signed types that such masks are viewed as."""
 Axes = tuple[AxisMap, AxisMap]
 """The maps of rows and of columns."""
 

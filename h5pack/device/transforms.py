@@ -112,7 +112,7 @@ class ImageTransform:
     """A wrapper that applies the transform, or the sequence of transforms, of a `DeviceFeed` to a batch.
 
     `seconds` is the total time spent in calls of the transforms. `dataset` is the loader's dataset, None if unknown.
-    `rank` is that of a loader whose epochs may have several copies of a row, else None.
+    `rank` is the loader's rank if its epochs may have several copies of a row, else None.
     Raises OptionsError if a transform is not callable, is a compiled `Normalize` with fields, or needs row numbers that
     the dataset does not provide.
     """
@@ -224,8 +224,8 @@ class ImageTransform:
             found = name if name in elements else next((n for n, (index, _) in elements.items() if index == name), None)
             if found is None:
                 raise OptionsError(
-                    f"fields has the key {name!r}, but no element of the batch has this name, or it is named twice; "
-                    f"the elements are {names}",
+                    f"fields has the key {name!r}, but the batch has no such element, or another key names the same "
+                    f"one; the elements are {names}",
                     parameters=("fields",),
                 )
             index, _ = elements.pop(found)
@@ -258,8 +258,7 @@ class ImageTransform:
             )
         is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2 and not hasattr(batch, "_fields")
         if is_pair and not self._gives_rows:
-            # Integer labels look like row numbers. If they were used as row numbers, all images of a class would be
-            # augmented alike.
+            # The element may be integer labels, with which all images of a class would be augmented alike.
             raise OptionsError(
                 f"the transform {self._name} needs row numbers, but the batch's second element may be labels instead, "
                 f"which look the same; {_ADVICE}, or make the batches dicts with the key 'rows'"

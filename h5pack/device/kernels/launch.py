@@ -44,7 +44,7 @@ def load(device: torch.device) -> None:
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:
-        # If the error comes from an earlier kernel, not from loading, this raises it.
+        # `synchronize` raises the error if an earlier kernel caused it, not the loading.
         torch.cuda.synchronize(device)
         raise UnusableError(str(error)) from error
 

@@ -136,8 +136,8 @@ def plan_lines(lines: int, length: int, values: int, vectors: int, turns: int) -
     """Return the period (the distance between the lines of a thread) and the number of programs for a part.
 
     A line has `length` values. A program computes `vectors` vectors of `values` values at a time. In lines that are a
-    period apart, the same columns are at multiples of 16 bytes. Among the periods with which a program's loop has at
-    most `turns` turns, choose the one with the smallest product of programs and turns, where the preparation of a
+    period apart, the same columns are at multiples of 16 bytes. The period is chosen so that a program's loop has at
+    most `turns` turns, and that the product of programs and turns is smallest. In this product, the preparation of a
     program counts as three more turns.
     """
     least = values // math.gcd(length, values)
