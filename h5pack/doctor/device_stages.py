@@ -53,7 +53,7 @@ _DEFAULT_OUTPUTS = 10
 
 
 def normalizer_for(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype) -> tuple[Transform | None, str]:
-    """Return the transform that makes images floats of `dtype` (None if they are), and its description."""
+    """Return the transform that converts images to `dtype`, and its description; None if they have this dtype."""
     if images.dtype == torch.uint8 and images.dim() == 4:
         if dataset.mean is not None and dataset.std is not None:
             by_statistics = Normalize.from_dataset(dataset, dtype=dtype)
@@ -111,10 +111,10 @@ class DeviceStages:
         return self._measure(lambda: step(images, labels), seconds, count)
 
     def half_batch_ratio(self, step: Step, seconds: float) -> float | None:
-        """Return images/s with half a batch divided by those with all of it, the highest of three; None for 1 image."""
+        """Return images/s with half a batch divided by images/s with the whole batch; None for a single image."""
         if self._count < 2:
             return None
-        # The highest, so that noise does not make half a batch look slow.
+        # Return the highest of three ratios, so that noise does not make half a batch look slow.
         pairs = [(self.step(step, seconds / 6, 0.5).rate, self.step(step, seconds / 6).rate) for _ in range(3)]
         return max(half / whole for half, whole in pairs)
 
@@ -174,7 +174,7 @@ def cache_bytes_of(device: torch.device) -> int:
 
 
 def copies_beyond_cache(images: torch.Tensor, cache_bytes: int) -> list[torch.Tensor]:
-    """Return a batch and at most 15 copies, in total at least twice as large as the device's cache.
+    """Return a batch and copies of it, up to 15, until together they are twice as large as the device's cache.
 
     In training, every batch is new, so it is not in the cache; a single batch that is measured repeatedly would be.
     """

@@ -246,10 +246,9 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return tried
 
     def _is_hopeless(self, needed: float) -> bool:
-        """Return whether `needed` seconds clearly exceed the remaining time.
+        """Return whether `needed` seconds exceed the remaining time by so much that measuring can hardly succeed.
 
-        If they exceed it only a little, measuring may still succeed. A busy machine may become idle, so there they may
-        exceed it more.
+        They may exceed it by more on a busy machine, because it may become idle.
         """
         return needed > (_SLACK_BUSY if load_text(self._load) else _SLACK) * self._left()
 
@@ -298,9 +297,9 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return found
 
     def _try_out_loops(self, hot: Sequence[StageRun]) -> list[StageRun]:
-        """Return the loop with one of PyTorch's threads, and the loop to compare it with unless that is in `hot`.
+        """Return the loop with one PyTorch thread and, unless `hot` contains it, the loop with which to compare it.
 
-        Return an empty list if they cannot be compared, or if there is no time, which `_left_out` records.
+        Return an empty list if they cannot be compared. If the reason is lack of time, set `_left_out`.
         """
         threads, reasons = torch.get_num_threads(), self.target.reasons
         if self.target.on_gpu or threads < 2 or Stage.STEP not in self._runs or Stage.STEP in reasons:
@@ -343,7 +342,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return None
 
     def _guarded(self, stage: Stage, call: Callable[[], Any]) -> bool:
-        """Call `call`; return whether it succeeded. If not, record the error as why `stage` is not measured."""
+        """Call `call`; return whether it succeeded. If not, record the error as the reason not to measure `stage`."""
         try:
             call()
             return True
@@ -377,7 +376,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             self._unknown.append(f"the speed on an idle machine: other processes use this machine ({busy})")
 
     def _enough_seconds(self, min_seconds: float = 0.0) -> float:
-        """Return an estimate of the seconds that suffice for all stages, measured for at least `min_seconds`."""
+        """Return an estimated time budget for all stages, assuming that measuring takes at least `min_seconds`."""
         before = (self._measuring or time.perf_counter()) - self._begun
         runs = [*self._runs.values(), *([] if self._left_out is None else [self._left_out])]
         measuring = max(min_seconds, min_total_seconds(runs))

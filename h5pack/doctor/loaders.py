@@ -120,7 +120,7 @@ class HostLoaders:
         return loader
 
     def prefetch_of(self, loader: Any) -> tuple[int, Callable[[], int]]:
-        """Return how many batches a loader prefetches, and a function that counts its ready images, 0 if unknown."""
+        """Return how many batches a loader prefetches, and a function that counts its ready images (0: unknown)."""
         if self._settings.num_workers is not None:
             return int((loader.prefetch_factor or 0) * loader.num_workers), lambda: 0
         return 2 * loader.plan.max_group_batches + 2, lambda: loader.queue_depth * loader.plan.batch_rows(0)
@@ -134,7 +134,7 @@ class HostLoaders:
             _stop_workers(loader)
 
     def stop_workers(self) -> None:
-        """Stop the workers of all DataLoaders, which start others for their next epoch."""
+        """Stop the workers of all DataLoaders, which start new ones for their next epoch."""
         for loader in self._made:
             _stop_workers(loader)
 

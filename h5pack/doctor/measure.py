@@ -21,7 +21,7 @@ from h5pack.monitor.bottleneck import MIN_REPEATS, NO_TIME, Rates, Stage, StageR
 from h5pack.monitor.monitor import FeedMonitor
 from h5pack.monitor.probes import CpuTime
 
-# Maximum number of repeats of a stage, if the time budget allows.
+# Number of repeats of a stage if the time budget is large enough (see `repeats_within`).
 MAX_REPEATS = 5
 # Minimum number of batches in a repeat of a loader. A single batch would only show how long the start takes.
 _MIN_BATCHES = 2
@@ -189,11 +189,10 @@ def measure_epochs(
 
     - If it is shorter than `seconds`, run as many whole epochs as fit (only one if `once`). All batches count, and so
       does the time to start each iterator, except the first.
-    - If it is longer, stop it when the time is up. Leave out the first `prefetched` batches, which the loader read
-      before they were requested.
-    - If it is longer, but these batches took more than half of the time, or the loader had by then read most of the
-      later batches, or `prefetched` is 0: all batches count. Leave out the time until the first batch, unless the
-      loader is slower than its consumer.
+    - If it is longer, stop it when the time is up. The first `prefetched` batches, which the loader read before they
+      were requested, are left out, unless `prefetched` is 0, or they took more than half of the time, or the loader had
+      by then read most of the later batches. In these cases, all batches count, and the time until the first batch
+      counts only if the loader is slower than its consumer.
 
     `ready_images` returns how many images are ready in the loader. They count as loaded if the consumer mostly waits.
     """
@@ -287,7 +286,7 @@ class ChunkReader:
         return rows
 
     def run(self, seconds: float, num_threads: int, rows: int, begin: float = 0.0, *, once: bool = False) -> Repeat:
-        """Measure reading the first `rows` rows, from the fraction `begin` of them on; if `once`, read no row twice."""
+        """Measure reading the first `rows` rows, starting at the fraction `begin`; if `once`, read no row twice."""
         blocks = list(self._blocks(0, rows))
         deadline, first_block = time.perf_counter() + seconds, int(begin * len(blocks))
 
@@ -395,7 +394,7 @@ class StageRun:
         self.overhead_seconds = max(0.0, took - max(seconds, self.min_seconds))
 
     def _measure(self, seconds: float) -> tuple[float, Repeat]:
-        """Prepare and measure a repeat; return its total duration, with the end of its last epoch, and the repeat."""
+        """Prepare and measure a repeat; return the seconds that this took in total, and the repeat."""
         begun = time.perf_counter()
         if self.prepare is not None:
             self.prepare()

@@ -64,7 +64,7 @@ class DoctorReport:
     failures: tuple[str, ...]  #: errors of the user's transform or model, or of reading, one line each
     enough_seconds: float  #: recommended time budget if this run's was too short to measure all stages
     seconds: float  #: duration of the run
-    machine: dict[str, Any]  #: the result of `machine_facts`
+    machine: dict[str, Any]  #: processor, memory, file system and versions of packages
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Recommendations against a bottleneck: their texts, and the rules that choose them for a verdict and its evidence.
+"""Recommendations against bottlenecks: their texts, and rules that choose them from a verdict and its evidence.
 
 The rules return `Advice` objects. The texts are templates in `Remedy`, and name parameters, not command-line flags.
 """
@@ -133,7 +133,7 @@ class Advice:
     """One recommendation: a template and the numbers and names to insert into it."""
 
     remedy: Remedy
-    moves: bool  # whether the advice relieves the bottleneck; if not, it would not make the training faster now
+    moves: bool  # whether the advice relieves the bottleneck, so that following it makes the training faster now
     values: Mapping[str, Any] = field(default_factory=dict)
     first_epoch: bool = False  # whether the advice concerns only the first epoch
 

@@ -368,7 +368,7 @@ class _StageRules:
         if low <= MAX_STALL < high and high - low > _STALL_NOISE:
             return Verdict(Outcome.NOISY)
         together, producers, demand = self.rates[Stage.EVERYTHING], self._feed_and_copy(), self._demand()
-        # If the step waited in no repeat, it does not matter whether the feed or the loop had noisy speeds.
+        # Noisy speeds of the feed and of the loop do not matter if the step waited in no repeat.
         waited = high > MAX_STALL
         if waited and not together.is_steady:
             return Verdict(Outcome.NOISY, stage=Stage.EVERYTHING)
@@ -408,9 +408,9 @@ class _StageRules:
     def _device_parts(self) -> tuple[Bottleneck, ...]:
         """Return the stage that takes more time, normalizing or the step, or both stages if they are about equal.
 
-        Compare their speeds measured alone and, if known, also their shares of the loop's time. If the two disagree
-        on which stage takes more time, return both. But if the shares are too far from what the speeds suggest (see
-        `normalize_agrees`), return only the step, because nothing shows that normalizing is the limit.
+        Compare their speeds measured alone and, if known, also their shares of the loop's time. If the speeds and the
+        shares name different stages, return both stages. But if the shares are too far from what the speeds suggest
+        (see `normalize_agrees`), return only the step, because nothing shows that normalizing is the limit.
         """
         evidence, alone = self.evidence, {stage: 1 / rates.median for stage, rates in self.device.items()}
         parts = [alone]

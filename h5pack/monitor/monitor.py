@@ -311,8 +311,8 @@ class FeedRecorder:
         is_new = now.batches > self._last.batches or self._interval is None
         last = self._close_interval(now) if is_new else None
         self._final = self._report("epoch", self._first, now)
-        # Call the outputs last: they call the user's `on_report`. If that raises an error, `_final` is set already, so
-        # the next call of `finish` does not report again.
+        # Call the outputs after setting `_final`: if the user's `on_report` raises an error, the next call of `finish`
+        # must not report again.
         if last is not None:
             self._monitor._outputs.interval(last, now.batches)
         self._monitor._outputs.end(self._final)
@@ -346,8 +346,8 @@ class FeedRecorder:
 
     def _report(self, over: str, first: _Counters, last: _Counters) -> FeedReport:
         seconds = max(last.time - first.time, 1e-9)
-        # A wait is counted when its CUDA events have completed, so part of it may belong to an earlier interval. So the
-        # sum may exceed this interval's length: limit it.
+        # A wait is counted when its CUDA events have completed, so part of it may belong to an earlier interval. Limit
+        # the sum, which may therefore exceed this interval's length.
         stall = min(max(0.0, last.stall - first.stall), seconds)
         images = None if last.images is None else last.images - (first.images or 0)
         cpu = last.cpu.since(first.cpu)
