@@ -197,8 +197,8 @@ class Measurement:
         - The lowest ratio must also be above 1.25 or above the spread, which is the highest ratio divided by the
           lowest: on a busy machine, a few ratios may all be above 1 by chance.
 
-        If the lowest ratio is above both 1.25 and the spread, `MIN_REPEATS` ratios are enough. One repeat of each case
-        is enough if their speeds are as far apart as `HOPELESS` says.
+        If the lowest ratio is above both 1.25 and the spread, `MIN_REPEATS` ratios are enough. No ratios are needed if
+        the other's fastest repeat is below `HOPELESS` times this one's slowest.
         """
         if not self.speeds or not other.speeds:
             return False
@@ -269,7 +269,7 @@ class CaseRepeats:
 
 
 def ceiling_threads(case: BenchCase, cpus: int) -> int:
-    """Return the threads for a case's ceiling; if rows are copied, the caller of an H5Loader copies some, too."""
+    """Return how many threads measure a case's ceiling: hot rows are copied also by the caller of an H5Loader."""
     return min(case.num_threads + 1, cpus) if case.cache == "hot" else case.num_threads
 
 

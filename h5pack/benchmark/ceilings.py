@@ -103,7 +103,7 @@ class MemoryCopy:
 
 
 class Ceilings:
-    """Ceilings: a copy of random rows in memory, if there is enough of it, and a sequential read of a plain file."""
+    """Measures ceilings: copying random rows if there is enough memory, and reading an uncompressed file in order."""
 
     def __init__(self, variants: Sequence[FileVariant], rows: int, row_bytes: int, batch_size: int, cpus: int) -> None:
         self._cpus = cpus

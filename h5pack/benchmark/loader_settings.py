@@ -39,7 +39,7 @@ class Workload:
     split: str | None = None  # Split that a training reads; None: all rows.
     any_size: bool = False  # Whether the images are generated, and stand for datasets of any size.
     fields: tuple[str, ...] = ()  # Names of an input file's further datasets that are read with the images.
-    decodes_input: bool = False  # Whether the input file has faults and must be decoded: it is kept only if faster.
+    decodes_input: bool = False  # Whether the input file has faults and must be decoded: keep it only if it is faster.
     first_epoch: tuple[float, ...] = ()  # Images/s of first epochs, if only first epochs decode chunks; else empty.
 
     @property
@@ -64,7 +64,7 @@ class Workload:
 def pick_settings(
     picked: Measurement, run_off: Sequence[Measurement], workload: Workload
 ) -> tuple[Measurement, list[str]]:
-    """Return the measurement whose settings are recommended: the usual one unless another is faster; and reasons."""
+    """Return the measurement with the recommended settings (the usual ones unless others are faster), and reasons."""
     case = picked.case
     alike = [one for one in run_off if replace(one.case, window=case.window, num_threads=case.num_threads) == case]
     usual = next((one for one in alike if one.case == case and len(one.speeds) >= MIN_REPEATS), picked)
@@ -82,7 +82,7 @@ def pick_settings(
 def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, list[str]]:
     """Return the recommended number of workers for a DataLoader, and the reasons; no reasons if nothing was measured.
 
-    It is one per CPU, unless another number is faster. If one per CPU was not asked for, it is the fastest number.
+    Recommend one per CPU unless another number is faster, or the fastest number if one per CPU was not asked for.
     """
     case = replace(picked.case, num_threads=1)
     tried = {

@@ -230,7 +230,7 @@ def _quantile(epochs: int) -> float:
 
 
 def _enough(orders: tuple[OrderMixing, ...], chunks: int, allowed: float, epochs: int) -> int | None:
-    """Return the smallest window that passes, from the largest down to the first that fails; all chunks pass."""
+    """Test windows from the largest to the first that fails; return the last that passes. All chunks always pass."""
     enough = None
     for order in sorted((order for order in orders if order.window), key=lambda order: -(order.window or 0)):
         if order.window != chunks and order.bound(_quantile(epochs)) > allowed * (1 + 1e-9):

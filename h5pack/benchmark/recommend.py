@@ -69,13 +69,13 @@ class Recommendation:
     ties: tuple[str, ...]  # Labels of this variant and of those without a clear difference to it; all if not compared.
     compared: bool = True  # Whether variants were compared; False if the sample is too small, or they hardly matter.
     hardly_matters: bool = False  # Whether all images are read so fast that no other variant can save much.
-    memory_images: int = 0  # How many images fit into half of the available memory; more are judged by cold reads.
+    memory_images: int = 0  # How many images fit into half of the memory; larger datasets are judged by cold reads.
     reasons: tuple[str, ...]  # Sentences that explain the recommendation.
     command: str  # Command line that converts to the variant; empty if `convert` is False.
     code: str  # Python code that reads the file with these settings.
     is_default: bool = False  # Whether `h5pack.convert` makes the variant's chunks by default.
     busy: bool = False  # Whether repeats differed too much to compare variants, as on a busy machine.
-    best_in_median: bool = False  # Whether no variant is so much faster in the median that it would be worth it.
+    best_in_median: bool = False  # Whether no other variant is, in the median, fast enough to be worth it.
     unsure: bool = False  # Whether more turns may show that another variant is worth it; False if `busy`.
     gain: float | None = None  # Speedup over reading the input file with h5py, one index per call, if measured.
 
@@ -272,7 +272,7 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
 
 
 def _is_busy(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> bool:
-    """Return whether the variant of least effort is picked, but speeds vary too much to tell if others are faster."""
+    """Return whether the pick has the least effort, but speeds vary too much to say whether others are faster."""
     others = [one.ratios(picked) for one in found if one is not picked and not picked.is_faster(one)]
     spread = statistics.median([ratios[-1] / ratios[0] for ratios in others if ratios] or [1.0])
     usual = min(_effort(one.variant, workload) for one in found)
@@ -281,7 +281,7 @@ def _is_busy(picked: _Compared, found: Sequence[_Compared], workload: Workload) 
 
 
 def _is_best(picked: _Compared, found: Sequence[_Compared]) -> bool:
-    """Return whether it is certain, by sign tests, that no other variant is so much faster that it is worth it."""
+    """Return whether sign tests make it certain that no other variant is fast enough to be worth it (see `_worth`)."""
     others = [one for one in found if one is not picked and not picked.is_faster(one)]
     return all(_is_below(one.ratios(picked, all_turns=True), _worth(picked)) for one in others)
 

@@ -34,7 +34,7 @@ from h5pack.system.text import counted, format_bytes, listed, printable
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
 _NOISY_RATIO, _SLOW_RATIO = 1.5, 1.25
-_LONG_SECONDS = 300  # A longer time budget to advise: of more repeats, more outliers are left out.
+_LONG_SECONDS = 300  # A longer time budget to recommend: the more repeats, the more outliers can be left out.
 _Line = tuple[Measurement, list[str]]
 """A measurement, and further cells of its line in a table."""
 
@@ -370,7 +370,7 @@ def _tables(report: BenchReport) -> list[list[str]]:
 
 
 def _run_off(report: BenchReport) -> list[_Line]:
-    """Return the lines of the run-off's table; a ratio is that to the recommended settings in the same turns."""
+    """Return the lines of the run-off's table, with ratios to the recommended settings measured in the same turns."""
     sweep, chosen = {one.case: one for one in report.measurements}, report.recommendation
     repeats = {one.case: CaseRepeats.of(sweep.get(one.case), one) for one in report.run_off}
     lines: list[_Line] = []

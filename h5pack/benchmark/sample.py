@@ -57,7 +57,7 @@ _FILES = 2_000  # Generated files; a larger set repeats them, because writing a 
 _FALLBACK_SIZE = (224, 224)
 _PROBE_IMAGES, _PROBE_BYTES, _PROBE_SECONDS = (64, 512), 64 * 1024 * 1024, 0.1
 _PACKING_SHARE = 0.2
-"""Fraction of the remaining time for packing the sample. After twice as much, no more variants of it are made."""
+"""Fraction of the remaining time for packing the sample. After twice this time, no more variants of it are made."""
 _PREFIX, _LOCK = ".h5pack-bench-", "lock"
 _LESS_SPACE = "give another scratch=FOLDER, fewer rows or fewer chunk sizes"
 
@@ -109,7 +109,7 @@ class BenchInput:
 
     kind: str  # "folder", "file" or "generated".
     source: str  # Path to convert.
-    num_images: int  # Number of images in the source, which may be only a part of the dataset (`dataset_images`).
+    num_images: int  # Number of images in the source, which may be only a part of the dataset (see `dataset_images`).
     options: dict[str, Any]  # Keywords for converting the images with `convert`.
     split: str | None = None  # The split that a training reads; None if there is none.
     variant: FileVariant | None = None  # The input file as it is; None if the input is not an HDF5 file.
@@ -180,7 +180,7 @@ def _hdf5_input(path: str, options: dict[str, Any], scratch: Path) -> BenchInput
         stored = describe_dataset(require_dataset(file, dataset.names[0]), options.get("labels"))
         options = {"images": images, **packing_options(file, dataset.names[0], options.get("labels")), **options}
         labels = options.get("labels", schema.LABELS) or None
-        # `convert` takes names of classes, and MATLAB's columns, as labels, but they cannot be read in batches.
+        # `convert` also takes labels that are texts, or of shape (1, N) as in MATLAB; batches cannot have such labels.
         item = None if labels is None else find_item(file, labels)
         if is_text(item) or getattr(item, "shape", None) == (1, len(dataset)):
             labels = None
@@ -252,7 +252,7 @@ def dataset_images(source: BenchInput, settings: BenchSettings) -> int | None:
 
 
 def usual_sizes(default_chunk_rows: int, row_bytes: int) -> set[int]:
-    """Return the chunk sizes in rows to compare: the default size, and usual sizes that differ by more than 10 %."""
+    """Return the chunk sizes to compare, in rows: the default, and usual sizes that differ from it by over 10 %."""
     sizes = {_chunk_rows(size, row_bytes) for size in DEFAULT_CHUNK_BYTES}
     return {default_chunk_rows, *(rows for rows in sizes if abs(rows - default_chunk_rows) > 0.1 * default_chunk_rows)}
 
@@ -286,8 +286,8 @@ def make_sample(
     base, sizes = scratch / "base.h5", partial(_sizes_for, wanted, default_chunk_rows)
     row_limit = partial(_sample_rows, source, settings, scratch, row_bytes, num_files)
     packed_by, rows = begin + _PACKING_SHARE * seconds, 0
-    # At first, `speed` is that of a few images, where starting may take most of the time, so it is too low. Pack again
-    # while there is time for at least twice as many rows.
+    # At first, `speed` is too low, because it is that of a few images, for which starting may take most of the time.
+    # Pack again while there is time for at least twice as many rows.
     while (more := row_limit(int(speed * (packed_by - clock())))) >= 2 * rows:
         rows = more
         report = packer.convert(base, limit=rows, chunk_rows=sizes(rows)[0], overwrite=True)
@@ -397,7 +397,7 @@ def _make_variants(
 
 
 def _sizes_for(wanted: Sequence[int], default_chunk_rows: int, rows: int) -> list[int]:
-    """Return the smallest chunk size, and all others of which `rows` rows fill at least two chunks.
+    """Return the chunk sizes of which `rows` rows fill at least two chunks, and in any case the smallest size.
 
     Those closest to the default are first, because the last ones are left out if time is short.
     """

@@ -141,7 +141,7 @@ def open_reader(case: BenchCase, variant: FileVariant, seed: int, shared: Shared
 
 
 class LoaderReader(CaseReader):
-    """Reader of batches by an H5Loader. Rows that it has prefetched count as read, held rows as they are delivered."""
+    """A reader of batches by an H5Loader. Rows count when they are prefetched, or delivered if memory holds them."""
 
     max_epoch = 4.0
 
@@ -191,7 +191,7 @@ class LoaderReader(CaseReader):
 
 
 class LibraryReader(CaseReader):
-    """Reader by h5py of single rows, or of batches: in sequential order as slices, else row by row.
+    """A reader that uses h5py. It reads single rows, or batches: in sequential order as slices, else row by row.
 
     Encoded images are read row by row, and decoded by Pillow. `dataset` is used only for the order of a window shuffle.
     """
@@ -245,7 +245,7 @@ class LibraryReader(CaseReader):
 
 
 class WorkerReader(CaseReader):
-    """Reader of batches by a DataLoader with an H5Dataset, `ChunkBatchSampler` and ``collate_fn=dataset.collate``."""
+    """A reader of batches by a DataLoader with an H5Dataset, a `ChunkBatchSampler` and its dataset's `collate`."""
 
     max_epoch = math.inf  # Finish each epoch: busy workers would disturb the next measurement.
     counts_bytes = False
