@@ -192,10 +192,10 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 
 class _SignalHandler:
-    """Raises KeyboardInterrupt on SIGINT, and `_Terminated` on SIGTERM, but ignores a signal soon after another one.
+    """Raises KeyboardInterrupt on SIGINT, and `_Terminated` on SIGTERM. Ignores a signal that soon follows another.
 
-    A second exception would interrupt the cleanup after the first: once, a lock of `concurrent.futures` stayed held, so
-    `h5pack join` never ended. Programs that forward signals often send two, to the process and to its group.
+    A second exception would interrupt the cleanup after the first one: `h5pack join` has hung because a lock of
+    `concurrent.futures` was never released. Programs that forward signals often send two, to the process and its group.
     """
 
     def __init__(self) -> None:

@@ -105,8 +105,8 @@ class NoImagesError(SourceError):
 class SizesDifferError(SourceError):
     """Images that must have the same size differ in size.
 
-    These are the images of a source if ``size`` is not given, images to append and those of the pack, or the encoded
-    images of one batch.
+    The same size is required of the images of a source if ``size`` is not given, of images to append and those of the
+    pack, and of the encoded images of one batch.
     """
 
 
@@ -178,6 +178,6 @@ class StateError(H5PackError, ValueError):
 class LoaderError(H5PackError, RuntimeError):
     """A loader cannot return a batch.
 
-    For example, its iterator is used in a forked child, was closed, or has failed before. Or a thread cannot start, or
-    a worker process cannot pass a batch to the main process through shared memory.
+    For example, its iterator is used in a forked child, was closed, or has failed before. Other reasons are a thread
+    that cannot start, and a worker process that cannot pass a batch to the main process through shared memory.
     """

@@ -28,7 +28,7 @@ _TYPES: dict[str, Any] = {
 _PARAMETERS = {
     "--source": "source_kind", "--workers": "num_workers", "--threads": "num_threads", "--cache": "caches",
 }  # fmt: skip
-"""The parameters of options that have other names."""
+"""Options whose parameters have other names, and these names."""
 WORKERS = {"--workers N": "worker processes (default: one per available CPU)"}
 PROCESSES = {**WORKERS, "--start-method METHOD": "how to start processes: fork, forkserver or spawn"}
 

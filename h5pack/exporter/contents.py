@@ -11,8 +11,8 @@ Each image file gets the stored name of its row, made safe and distinct, in the 
 - If there are masks or further images, all images are in the folder ``images``. Beside it, each field of masks or
   further images has a folder with the field's name. In it, a file has the same path as the row's image has in
   ``images``, except for the suffix.
-- If an earlier row's file or a folder already has the name of a row's image, mask or further image, the row's name gets
-  ``~2``, ``~3``, ... before its suffix.
+- If a folder or a file of an earlier row has the name of one of a row's files, all of the row's files get ``~2``,
+  ``~3``, ... before their suffixes.
 
 The manifest is a CSV table with the split, labels and fields of each row, in stored order. Lists, such as boxes, are
 written as JSON into one cell. ``h5pack convert DIR/manifest.csv``, with the options that `Manifest.command` returns,

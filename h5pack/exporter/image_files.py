@@ -66,7 +66,7 @@ class SourceRows:
 def open_rows(
     path: str | os.PathLike[str], datasets: HDF5Datasets, splits: str | Sequence[str] = (), limit: int | None = None
 ) -> SourceRows:
-    """Select the rows of `splits` (default: all) in an HDF5 file; if there are more, `limit` evenly spaced ones."""
+    """Select the rows of `splits` (default: all) in an HDF5 file, or `limit` evenly spaced ones if there are more."""
     splits = texts("splits", splits)
     require_local(path)
     catalog = hdf5_catalog(Path(os.fsdecode(path)), datasets, NameFilter())
@@ -238,7 +238,7 @@ def _export_field(work: ExportWork, number: int, index: int, path: str, results:
     if pixels.ndim == 2:
         orientation = 1
         if work.reader.form is None and (encoded := work.reader.encoded(index)).startswith(SIGNATURES[work.format]):
-            # The image is copied with its Exif orientation, and a conversion turns both.
+            # The image file keeps its Exif orientation. Give the mask the same, because `convert` applies it to both.
             orientation = upright_of(encoded).orientation
         pixels = gray_mask(as_stored(pixels, orientation))[:, :, None]
         data = None if orientation == 1 else encode_png(pixels, orientation)

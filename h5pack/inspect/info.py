@@ -76,7 +76,7 @@ class DatasetReport:
     files: int = 0  #: number of files that a virtual dataset refers to
     #: size of all decoded chunks if the dataset has faults, but `H5Loader` keeps its decoded chunks in memory; else 0
     kept_bytes: int = 0
-    #: `fix` with a field as labels, if no dataset is named like labels, and only this field has one integer per row
+    #: if no dataset is named like labels: `fix` with a field as labels, the only one with a single integer per row
     label_fix: tuple[str, ...] | None = None
 
     @property
