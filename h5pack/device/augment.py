@@ -33,9 +33,9 @@ FLIP, TOP, LEFT, ERASE, BOX, VERTICAL_FLIP = 0, 1, 2, 3, 4, 44
 """Positions in a sample's random words (`random_words`, stream 0). From BOX on, each attempt at a box takes four."""
 COLOR_STREAM = 2
 _GREY = (19595, 38470, 7471)
-"""Weights of red, green and blue in grey, in units of 2^-16, as in Pillow and ITU-R BT.601."""
+"""Weights of red, green and blue in gray, in units of 2^-16, as in Pillow and ITU-R BT.601."""
 _QUARTER_TURN = (11225, 21145, -32370, -21774, 2601, 19173, 82681, -68855, -13826)
-"""The 3 x 3 matrix that removes a color's grey and rotates the rest by a quarter turn, from axis I to axis Q.
+"""The 3 x 3 matrix that removes a color's gray and rotates the rest by a quarter turn, from axis I to axis Q.
 
 It is inverse(T) R T, where R maps (Y, I, Q) to (0, -Q, I), and T maps a color to YIQ (FCC NTSC 1953, as in Python's
 colorsys: I = 0.74 (red - Y) - 0.27 (blue - Y), Q = 0.48 (red - Y) + 0.41 (blue - Y)). The entries are in units of
@@ -51,11 +51,11 @@ class ColorJitter:
     factors b, c and s (brightness, contrast and saturation) are drawn uniformly from 1 - x to 1 + x, where x is the
     parameter, and the angle h from -hue to hue. A pixel p = (red, green, blue) becomes::
 
-        grey   = 0.299 red + 0.587 green + 0.114 blue
-        p      = grey + s * ((p - grey) rotated by h in the plane of I and Q of the YIQ color space)
+        gray   = 0.299 red + 0.587 green + 0.114 blue
+        p      = gray + s * ((p - gray) rotated by h in the plane of I and Q of the YIQ color space)
         result = b * (c * p + (1 - c) * level)
 
-    `level` is 255 times the grey of the option `mean` of `Normalize`, or 127.5 if `mean` is not given.
+    `level` is 255 times the gray of the option `mean` of `Normalize`, or 127.5 if `mean` is not given.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class ColorJitter:
     Notes
     -----
     torchvision applies the four changes in random order, and clamps and rounds after each. Its `level` is the mean
-    grey of each image. It rotates the hue in HSV, which is not linear.
+    gray of each image. It rotates the hue in HSV, which is not linear.
     """
 
     brightness: float = 0.0
@@ -121,7 +121,7 @@ class Augmentation:
     erase_ratio: tuple[float, float] = (0.3, 3.3)  # Range of the box's height / width, drawn log-uniformly.
     vertical_flip: float = 0.0  # Probability of a vertical flip.
     color: ColorJitter | None = None
-    level: float = 127.5  # The grey level that a change of contrast leaves unchanged.
+    level: float = 127.5  # The gray level that a change of contrast leaves unchanged.
 
     def __post_init__(self) -> None:
         for name in ("flip", "vertical_flip", "erase"):
@@ -197,7 +197,7 @@ class Augmentation:
         return (-padding, rows), (-padding, columns)
 
     def window_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of the crop window, in pixels of the image; not for a `RandomResizedCrop`."""
+        """Return the crop window's height and width, in pixels of the image. RandomResizedCrop has no fixed window."""
         return self.output_size(height, width) if self.resize is None else (height, width)
 
     def changes(self, height: int, width: int) -> Changes:
@@ -328,7 +328,7 @@ def _boxes(words: torch.Tensor, augmentation: Augmentation, height: int, width: 
 def color_table(device: torch.device) -> torch.Tensor:
     """Return 4096 cosines and 4096 sines of a full turn, and two 3 x 3 matrices: int64, (8210,), in units of 2^-16.
 
-    The first matrix maps colors to grey. The second maps the color with the YIQ components (Y, I, Q) to the color with
+    The first matrix maps colors to gray. The second maps the color with the YIQ components (Y, I, Q) to the color with
     the components (0, -Q, I).
     """
 

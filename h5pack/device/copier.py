@@ -114,7 +114,7 @@ class DeviceCopier:
         self.enter = operations.enter
         self._keeps_images = keep_images and transform is not None and transform.replaces_images
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
-        # The transform may use tensors that the consumer's stream has not finished yet.
+        # Wait for the consumer's stream, because the transform may use tensors that this stream has not finished.
         operations.transform_stream.wait_stream(operations.current_stream())
         self.join_streams()
 
@@ -122,7 +122,7 @@ class DeviceCopier:
         """Queue the copies of a batch's tensors. Tensors in pageable memory are first copied to pinned memory."""
         operations, stream = self._operations, self._operations.copy_stream
         if any(self._is_here(tensor) for tensor in tensors_of(fetched.batch)):
-            # The loader made tensors on the device, and the device may not have finished them.
+            # Wait for tensors that the loader made on the device, because the device may not have finished them.
             stream.wait_event(operations.event(operations.current_stream()))
         images = images_of(fetched.batch, self._transform.image_key) if self._keeps_images and self._transform else None
         with operations.on(stream), profiler_range("copy"):

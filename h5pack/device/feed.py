@@ -194,7 +194,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         if not torch.cuda.is_available():
             return torch.device("cpu")
-        # LOCAL_RANK may be too large: if a launcher shows each process only one device, the device has index 0.
+        # LOCAL_RANK may be too large: some launchers show each process only its own device, which has index 0.
         rank = int(os.environ.get("LOCAL_RANK", "-1") or -1)
         return torch.device("cuda", rank if 0 <= rank < torch.cuda.device_count() else torch.cuda.current_device())
     try:

@@ -236,8 +236,8 @@ class Normalize:
         draws : AugmentationDraws, optional
             What `draw` returned, to be applied instead of new draws.
         out : Tensor, optional
-            Memory for the result, such as the input of a CUDA graph: of the result's shape, dtype, memory format and
-            device.
+            Memory for the result, such as the input of a CUDA graph. It must have the result's shape, dtype, memory
+            format and device.
 
         Returns
         -------
@@ -411,7 +411,7 @@ class Normalize:
         return cached_table((self._scale, channels), device, make)
 
     def _empty(self, pixels: torch.Tensor, output_size: tuple[int, int]) -> torch.Tensor:
-        """Return an uninitialised result of shape (N, C, *output_size) in the memory format `self.layout`."""
+        """Return an uninitialized result of shape (N, C, *output_size) in the memory format `self.layout`."""
         planar = self.layout == "contiguous"
         (count, *_, channels), (height, width) = pixels.shape, output_size
         shape = (count, channels, height, width) if planar else (count, height, width, channels)

@@ -39,7 +39,7 @@ def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws, size: tuple[in
 
 
 def _sources(length: int, flip: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Return from which row (or column) of the image each row of the window comes: int64, (N, length)."""
+    """Return the row (or column) of the image that each row of the window comes from: int64, (N, length)."""
     positions = torch.arange(length, device=flip.device).expand(len(flip), length)
     return torch.where(flip[:, None] != 0, length - 1 - positions, positions) + first[:, None]
 

@@ -40,7 +40,7 @@ class ProfilerRanges:
             self._record = record_function(name)
             self._record.__enter__()  # type: ignore[no-untyped-call]
         if self._nvtx:
-            # range_push and range_pop would have to nest properly with the training step's own ranges.
+            # Do not use range_push and range_pop, which would have to nest properly with the training step's ranges.
             self._handle = torch.cuda.nvtx.range_start(name)
 
     def end(self) -> None:

@@ -1,7 +1,7 @@
 """Masks, boxes and keypoints, moved by the same random draws as the images to which they belong.
 
 Coordinates are in pixels, from the upper left corner of the image: x to the right, y down. The first pixel's area is
-from 0 to 1, and its centre is at 0.5; add 0.5 to keypoints that are given as indices of pixels. All functions work on
+from 0 to 1, and its center is at 0.5; add 0.5 to keypoints that are given as indices of pixels. All functions work on
 whole batches, on any device. Erasing (`erase` of `Normalize`) does not change targets.
 """
 
@@ -40,10 +40,10 @@ class AxisMap:
     def source(self) -> torch.Tensor:
         """Return the pixel of the image that is nearest to each pixel of the output: int64, (N, size).
 
-        This is the pixel under the output pixel's centre, as in torch's ``interpolate(mode="nearest-exact")``. Outside
+        This is the pixel under the output pixel's center, as in torch's ``interpolate(mode="nearest-exact")``. Outside
         of the image, it is negative or at least `input`.
         """
-        # The centres of the output's pixels in the resized window, times 2: integers are exact on every device.
+        # The centers of the output's pixels in the resized window, times 2: integers are exact on every device.
         first, last = 2 * self.offset + 1, 2 * (self.offset + self.size) - 1
         centres = torch.arange(first, last + 1, 2, device=self.begin.device)
         centres = torch.where(self.flip[:, None], centres.flip(0), centres)

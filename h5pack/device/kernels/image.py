@@ -31,7 +31,7 @@ def _load_constants(constants, CHANNELS: tl.constexpr, FINE: tl.constexpr):  # t
 def _interleaved(column, spot, CHANNELS: tl.constexpr, VALUES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the pixel and the channel of each value of a vector, and the channel of its first value, in `column`.
 
-    That takes one division for the vector, because the compiler knows each `spot` (the index of a value in the vector).
+    This takes one division per vector, because the compiler knows each `spot` (the index of a value in the vector).
     """
     pixel = (column + CHANNELS * VALUES) // CHANNELS - VALUES
     first = column - pixel * CHANNELS
