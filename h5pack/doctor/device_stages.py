@@ -34,7 +34,7 @@ from h5pack.system.text import error_line
 Transform = Callable[[torch.Tensor], torch.Tensor]
 Loss = Callable[[Any, Any], torch.Tensor]
 Step = Callable[[torch.Tensor, "torch.Tensor | None"], Any]
-# Maximum number of calls between synchronisations with a GPU. After each synchronisation, the queue is empty, and the
+# Maximum number of calls between synchronizations with a GPU. After each synchronization, the queue is empty, and the
 # GPU is idle for about 20 us, which is as long as a short call takes.
 _MAX_QUEUED_CALLS = 256
 # Maximum number of queued copies to the GPU. Each holds device memory until the GPU has finished the copy.
@@ -53,7 +53,7 @@ _DEFAULT_OUTPUTS = 10
 
 
 def normalizer_for(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype) -> tuple[Transform | None, str]:
-    """Return the transform that converts images to `dtype`, and its description; None if they have this dtype."""
+    """Return the transform that converts images to `dtype` (None if they have it already), and its description."""
     if images.dtype == torch.uint8 and images.dim() == 4:
         if dataset.mean is not None and dataset.std is not None:
             by_statistics = Normalize.from_dataset(dataset, dtype=dtype)
@@ -141,7 +141,7 @@ class DeviceStages:
                     step(self.images, self.labels)
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
-        # PyTorch gives these warnings no category of their own, so they are recognised by their text.
+        # PyTorch gives these warnings no category of their own, so they are recognized by their text.
         found = [warning for warning in caught if "called a synchroniz" in str(warning.message)]
         where = f"{os.path.basename(found[0].filename)}:{found[0].lineno}" if found else None
         return len(found) / _SYNCHRONISED_STEPS, where

@@ -293,7 +293,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             if target.on_gpu:
                 found["synchronisations"], found["synchronised_at"] = target.stages.synchronisations(step)
         if not target.on_gpu:
-            self._unknown.append("host synchronisation, unpinned memory and idle GPUs: the step runs on the CPU")
+            self._unknown.append("host synchronization, unpinned memory and idle GPUs: the step runs on the CPU")
         return found
 
     def _try_out_loops(self, hot: Sequence[StageRun]) -> list[StageRun]:

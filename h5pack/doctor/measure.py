@@ -121,7 +121,7 @@ class Meter:
             torch.cuda.synchronize(self._cuda)
 
     def waits(self) -> npt.NDArray[np.float64]:
-        """Return three durations in seconds, each of all iterations together, float64 (3,).
+        """Return three durations in seconds, summed over all iterations, float64 (3,).
 
         They are how long the step has waited for its batches, how long its thread has normalized (0 on a GPU), and how
         long the loader's consumer has waited.
@@ -189,10 +189,11 @@ def measure_epochs(
 
     - If it is shorter than `seconds`, run as many whole epochs as fit (only one if `once`). All batches count, and so
       does the time to start each iterator, except the first.
-    - If it is longer, stop it when the time is up. The first `prefetched` batches, which the loader read before they
-      were requested, are left out, unless `prefetched` is 0, or they took more than half of the time, or the loader had
-      by then read most of the later batches. In these cases, all batches count, and the time until the first batch
-      counts only if the loader is slower than its consumer.
+    - If it is longer, stop it when the time is up. The first `prefetched` batches do not count, because the loader read
+      them before they were requested.
+    - But all batches count if `prefetched` is 0, if these first batches took more than half of the time, or if the
+      loader had by then read most of the later ones. The time until the first batch counts only if the loader is slower
+      than its consumer.
 
     `ready_images` returns how many images are ready in the loader. They count as loaded if the consumer mostly waits.
     """

@@ -138,7 +138,7 @@ class Target:
             self.loaders.transform = None
 
     def record_failure(self, stage: Stage, error: Exception, what: str, reason: str | None = None) -> None:
-        """Record a stage's error in `failures`, after the words `what`, and `reason` or else the error in `reasons`."""
+        """Record why a stage failed: `what` and the error in `failures`, `reason` (default: the error) in `reasons`."""
         line = error_line(error)
         self.failures[stage] = line if isinstance(error, H5PackError) else f"{what} ({line})"
         self.reasons[stage] = reason or line

@@ -101,7 +101,7 @@ class Remedy(Enum):
         "Load batches in the workers of a DataLoader, or pack the images ('h5pack convert') and use H5Loader."
     )
     AVOID_SYNCHRONISATION = (
-        "Host synchronisation inside the step: the process waits for the GPU {times:.1f} times per step{where}. Usual "
+        "Host synchronization inside the step: the process waits for the GPU {times:.1f} times per step{where}. Usual "
         "causes are .item(), .cpu() and printing a tensor. Read losses only every few steps."
     )
     FEWER_STEP_THREADS = (

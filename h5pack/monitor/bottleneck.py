@@ -180,8 +180,8 @@ class Evidence:
     pinned: bool | None = None  # whether the loader's batches are in pinned memory
     fits_cache: bool = True  # whether the page cache can hold all stored bytes
     has_transform: bool = False  # whether a transform runs on the host
-    # The fraction of its time in which a thread ran on a CPU instead of waiting: a thread that reads rows from the page
-    # cache, and a thread that calls the transform.
+    # The fraction of time in which a thread ran on a CPU instead of waiting: when reading rows from the page cache, and
+    # when calling the transform.
     read_busy_fraction: float | None = None
     transform_busy_fraction: float | None = None
     # The fraction of the loop's time in which the step's thread normalized; None on a GPU, where normalizing overlaps
@@ -272,7 +272,7 @@ class Verdict:
     # NOT_MEASURED: the stage that was not measured. TOO_LITTLE: the stage with too few repeats. NOISY: the stage that
     # is slower alone than the loop; EVERYTHING if the loop's speeds differ too much; None if the waits differ too much.
     stage: Stage | None = None
-    gain: float = 1.0  # how many times as fast the training would be at most if the step did not wait
+    gain: float = 1.0  # upper bound: how many times as fast the training would be if the step did not wait
     slowdown: float = 1.0  # FED on a CPU: the speed of normalizing and the step alone, divided by the loop's speed
     first_epoch: Rates | None = None  # the disk's speed, if the disk slows down only the first epoch
 
@@ -314,8 +314,8 @@ def _feed_cause(evidence: Evidence, *, waits: bool) -> Bottleneck:
     return Bottleneck.DECODING if decodes else Bottleneck.LOADER
 
 
-# The step counts as waiting if it waits for more than this fraction of the loop's time, which is also the default of
-# `FeedMonitor`'s `warn_stall`.
+# The step counts as waiting if it waits for more than this fraction of the loop's time. `FeedMonitor`'s `warn_stall`
+# has the same default.
 MAX_STALL = 0.1
 # If the step waits for more than MAX_STALL of the time in some repeats but not in others, and the lowest and highest
 # fraction differ by more than this, there is no verdict.
