@@ -241,7 +241,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class CaseRepeats:
-    """The repeats of one case in the sweep, and in the run-off, which is more reliable (see `Sweep.measure`)."""
+    """The repeats of one case in the sweep and in the run-off (see `bench.py`), which is more reliable."""
 
     stated: Measurement  # The repeats of the run-off if there are at least `MIN_TURNS`, else all repeats.
     every: Measurement  # All repeats.
@@ -269,7 +269,7 @@ class CaseRepeats:
 
 
 def ceiling_threads(case: BenchCase, cpus: int) -> int:
-    """Return how many threads measure a case's ceiling: hot rows are copied also by the caller of an H5Loader."""
+    """Return the number of threads for a case's ceiling: one more if hot, for the caller of an H5Loader copies, too."""
     return min(case.num_threads + 1, cpus) if case.cache == "hot" else case.num_threads
 
 
@@ -369,7 +369,7 @@ def _level(case: BenchCase) -> int:
 
 
 class SweepTable:
-    """The sweep's measurements, updated by the run-off, as a table by variant, order, engine and page-cache state.
+    """The measurements, updated by the run-off, as a table by variant, order, engine and page-cache state.
 
     Cases may also differ in batch size, window, threads or workers. For each order, engine and page-cache state, the
     table holds only the cases with the usual settings: those that were measured first. All other cases are in `others`.

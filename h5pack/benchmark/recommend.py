@@ -89,7 +89,7 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Findings:
-    """The measurements of the sweep and of the run-off, and what is needed to judge them."""
+    """The measurements of the sweep and of the run-off (see `bench.py`), and what is needed to judge them."""
 
     variants: Sequence[FileVariant]
     measurements: Sequence[Measurement]

@@ -53,7 +53,7 @@ class BenchReport:
     machine: dict[str, Any]
     variants: list[FileVariant] = field(default_factory=list)
     ceilings: list[Ceiling] = field(default_factory=list)
-    measurements: list[Measurement] = field(default_factory=list)  #: Results of the sweep.
+    measurements: list[Measurement] = field(default_factory=list)  #: Results of the cases, without the run-off.
     #: Results of the run-off: the fastest variants again, then other windows and numbers of threads and workers.
     run_off: list[Measurement] = field(default_factory=list)
     faults: tuple[str, ...] = ()  #: Properties of the input file that slow down reading.
@@ -113,7 +113,7 @@ class BenchReport:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The parameters of `bench` and `to_text` that the text may advise to give, such as ``seconds=60``."""
+        """The parameters of `bench` and `to_text` that the text may recommend, such as ``seconds=60``."""
         chosen = self.recommendation
         if chosen is not None:
             given = self._more_rows, *self._longer * chosen.busy, "labels=NAME" * bool(chosen.label_note)
@@ -139,7 +139,7 @@ class BenchReport:
         large = f", for sets of {self._fewest_images:,} images or more" if self._fewest_images > 1 else ""
         size = f" ({format_bytes(found)}{large})" if (found := sizes.get(chosen.variant)) is not None else ""
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
-        what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is for H5Loader"
+        what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file, and read it with H5Loader"
         again = "measure again when nothing else uses the machine"
         again += f", or add {' '.join(self._longer)} to the options" if self._longer else ""
         if chosen.busy and not chosen.best_in_median:
@@ -169,7 +169,7 @@ class BenchReport:
 
     @property
     def _longer(self) -> tuple[str, ...]:
-        """The parameters to advise for a more certain answer: more time, and only the cases that decide."""
+        """The parameters to recommend for a more certain answer: more time, and only the cases that decide."""
         chosen, is_short = self.recommendation, 2 * self.budget_seconds <= _LONG_SECONDS
         more = f"seconds={_LONG_SECONDS if is_short else 4 * self.budget_seconds:g}"
         seconds = (more,) if is_short or (chosen is not None and chosen.busy) else ()
@@ -179,7 +179,7 @@ class BenchReport:
 
     @property
     def _more_rows(self) -> str:
-        """The parameter `rows` to advise if the sample is too small, and there are more images; else empty."""
+        """The parameter `rows` to recommend if the sample is too small, and there are more images; else empty."""
         chosen = self.recommendation
         if chosen is None or chosen.compared or chosen.hardly_matters:
             return ""
@@ -193,7 +193,7 @@ class BenchReport:
         count = "N" if self.num_images == self.source_images else str(self.num_images)
         given: tuple[str, ...] = (f"num_images={count}",)
         if self._fewest_images > 1 and not self._more_rows and count == "N":
-            return "Smaller sets get smaller chunks by default, which suit them; num_images=N judges sets of N.", given
+            return "Smaller sets get smaller chunks by default, which suit them; for N images, add num_images=N.", given
         if chosen is not None and chosen.unsure and longer:
             return f"For a more certain comparison, add {' '.join(longer)} to the options.", longer
         if chosen is None or chosen.compared or self._more_rows or self.kind == "generated" or len(shape) not in (2, 3):

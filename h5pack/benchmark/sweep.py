@@ -56,7 +56,7 @@ class ReadTiming:
 class CaseReader:
     """A reader of one case. `epoch` returns an iterator that yields (number of rows, pixels) for each read."""
 
-    max_epoch = 1.0  # `run` stops within an epoch after this many times the requested seconds.
+    max_epoch = 1.0  # After this many times the requested seconds, `run` stops even in the middle of an epoch.
     counts_bytes = True  # Whether this process reads the file, so that its reads can be counted.
 
     def __init__(self, close_file: Callable[[], None], epoch: Callable[[], Epoch]) -> None:
@@ -99,7 +99,7 @@ class CaseReader:
 
 
 class SharedDatasets:
-    """Datasets shared by readers, to index a file's chunks once; `sampled` is the fraction of images in the sample."""
+    """Datasets that readers share, so that a file is indexed once. `sampled`: the fraction of images in the sample."""
 
     def __init__(self, sampled: float = 1.0) -> None:
         self._sampled = sampled
@@ -141,7 +141,7 @@ def open_reader(case: BenchCase, variant: FileVariant, seed: int, shared: Shared
 
 
 class LoaderReader(CaseReader):
-    """A reader of batches by an H5Loader. Rows count when they are prefetched, or delivered if memory holds them."""
+    """A reader of batches by an H5Loader. Rows count when they are prefetched; rows held in memory, when delivered."""
 
     max_epoch = 4.0
 
@@ -245,7 +245,7 @@ class LibraryReader(CaseReader):
 
 
 class WorkerReader(CaseReader):
-    """A reader of batches by a DataLoader with an H5Dataset, a `ChunkBatchSampler` and its dataset's `collate`."""
+    """A reader of batches by a DataLoader with an H5Dataset, its `collate` and a `ChunkBatchSampler`."""
 
     max_epoch = math.inf  # Finish each epoch: busy workers would disturb the next measurement.
     counts_bytes = False
