@@ -191,7 +191,7 @@ def _class_folders(catalog: Catalog, rules: NameRules) -> tuple[dict[int, str], 
     folders = _folder_names(names, rules, UNLABELLED)
     labelled = labels != schema.NO_LABEL
     exact = bool(labelled.all()) and folders == [*names]
-    # A split in which no row has a label gets no class folders, like an unlabelled split in a source.
+    # A split in which no row has a label gets no class folders, like a split without labels in a source.
     splits = set(range(len(catalog.split_names))) if has_splits(catalog) else set()
     bare_splits = splits - set(catalog.split_ids[labelled].tolist())
     return {**dict(enumerate(folders)), schema.NO_LABEL: UNLABELLED}, bare_splits, exact

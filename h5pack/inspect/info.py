@@ -290,7 +290,7 @@ def describe_dataset(dataset: h5py.Dataset, labels: str | None = None, name: str
     """Describe how a dataset is stored, and what makes reading single rows of it slow.
 
     `labels` is the dataset of labels in the command that fixes the faults: None to detect it, "" if there are none.
-    `name` is the path in the report, which for a dataset in another file is that of the link.
+    `name` is the path in the report: for a dataset in another file, the path of the link to it.
     """
     layout = _LAYOUTS[dataset.id.get_create_plist().get_layout()]
     filters = tuple(_FILTER_NAMES.get(item.number) or f"{item.name} ({item.number})" for item in filters_of(dataset))

@@ -87,7 +87,7 @@ class VerifyReport:
 
 @dataclass
 class _Rows:
-    """Rows to check: all rows of a large dataset, or the rows of one task, which begin at row `start`.
+    """Rows to check: all rows of a large dataset (see `_Structure`), or those of one task, beginning at row `start`.
 
     `offsets` is None if the rows must be read through the HDF5 library, because they are compressed, virtual, or were
     repacked by another program. In this case, `chunk_rows` and `chunk_bytes` are the size of a chunk (in a virtual
