@@ -169,9 +169,10 @@ class DamagedRowsError(H5PackError, ValueError):
 
 
 class StateError(H5PackError, ValueError):
-    """A saved state cannot be loaded, because it is damaged or belongs to another order of rows.
+    """A saved state is damaged or belongs to another order of rows, or a loader keeps no state.
 
-    For example, the seed, batch size, shuffle window or number of ranks differ.
+    For example, the seed, the shuffle window or the batch size of all ranks together differ. Another number of ranks is
+    an error only if the state cannot be converted to it.
     """
 
 
