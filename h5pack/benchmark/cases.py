@@ -269,7 +269,7 @@ class CaseRepeats:
 
 
 def ceiling_threads(case: BenchCase, cpus: int) -> int:
-    """Return the number of threads for a case's ceiling: one more if hot, for the caller of an H5Loader copies, too."""
+    """Return how many threads measure a case's ceiling; hot rows are copied in one more thread, the loader's caller."""
     return min(case.num_threads + 1, cpus) if case.cache == "hot" else case.num_threads
 
 

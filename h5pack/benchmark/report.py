@@ -389,7 +389,7 @@ def _legend(report: BenchReport) -> list[str]:
     if chosen is not None and chosen.compared and len(chosen.ties) > 1:
         marks.append("= no clear difference to the recommended one")
     if any(variant.compression != "none" for variant in report.variants):
-        marks.append("chunk: uncompressed size, and after x the ratio of stored to uncompressed bytes of all images")
+        marks.append("chunk: uncompressed size x (stored bytes / uncompressed bytes, of all images)")
     readers = {
         "direct": "H5Loader, without the HDF5 library; single: H5Dataset",
         "tuned": "H5Loader through the HDF5 library, with a chunk cache for reading in any order; single: h5py",

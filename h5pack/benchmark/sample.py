@@ -87,7 +87,7 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
         with reporting_disk_errors(path, _LESS_SPACE):
             yield path
     except H5PackError as error:
-        # Errors of `convert` advise parameters that bench does not have.
+        # Replace errors of `convert` that recommend parameters which bench does not have.
         is_full = isinstance(error, NoSpaceError)
         is_inside = error.path is not None and Path(error.path).is_relative_to(path)
         if not is_inside or not (is_full or "resume=True" in error.parameters):
