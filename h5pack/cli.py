@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null for closed standard streams; otherwise, the next file to be opened would receive their output."""
+    """Open /dev/null for closed standard streams, so that the next file to be opened does not get their output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -146,7 +146,7 @@ def _open_standard_streams() -> None:
 
 
 def _discard_output() -> None:
-    """Redirect standard output to /dev/null; otherwise, Python would fail again when it flushes it at exit."""
+    """Redirect standard output to /dev/null, so that Python does not fail again when it flushes it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,7 +1,7 @@
 """The arithmetic of `Normalize` by torch operations: windows and flips, colors, scaling, erased boxes.
 
-On a CPU, the functions whose names end in "_on_cpu" are faster than the functions for any device. Both, and the Triton
-kernels, give the same bits.
+On a CPU, the functions whose names end in "_on_cpu" are faster than the functions for any device. All of them, and the
+Triton kernels, give the same bits.
 """
 
 from __future__ import annotations

@@ -216,9 +216,9 @@ def measure_epochs(
                 batches += 1
                 if not longest and batches >= _MIN_BATCHES and time.perf_counter() >= deadline:
                     end = _Mark.end(images, meter, ready_images())
-                    # Leave out the prefetched batches, unless the rest of the measurement is short, or most images of
-                    # the rest were ready before it began. The latter happens if other processes use all CPUs, so that
-                    # the loader's threads hardly run.
+                    # Leave out the prefetched batches. But keep them if the rest of the measurement is short, or if
+                    # most of its images were ready before it began. That happens if other processes use all CPUs, so
+                    # that the loader's threads hardly run.
                     rest, roomy = settled.until(end), 2 * (end.time - settled.time) >= end.time - start.time
                     if batches > prefetched > 0 and roomy and 2 * rest.images >= images - settled.images:
                         return rest
@@ -266,7 +266,7 @@ def measure_calls(
 
 
 class ChunkReader:
-    """A reader of a dataset's images. Each thread reads blocks of at most `block_rows` rows of one chunk group."""
+    """A reader of images. Threads read blocks: at most `block_rows` rows of chunks that are read together."""
 
     def __init__(self, dataset: H5Dataset) -> None:
         self._dataset = dataset

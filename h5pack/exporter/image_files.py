@@ -100,7 +100,7 @@ class ExportForm(PixelForm):
     """A conversion of rows to the pixels of PNG files, which keeps the alpha channel and 16-bit gray values."""
 
     def pixels(self, row: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return a row's pixels, uint8 or uint16 (h, w, 1 to 4); raise RejectedImageError if one is out of range."""
+        """Return a row's pixels, uint8 or uint16 (h, w, 1 to 4). Values out of range raise a RejectedImageError."""
         image = row if self.keeps_16_bits(row.dtype, row.shape) else self._bytes(row)
         if self.channel_axis == "none":
             return image[:, :, None]
@@ -169,7 +169,7 @@ class ExportResults:
 def export_tasks(
     reader: HDF5RowReader, paths: NameTable, masks: Sequence[NameTable], num_workers: int
 ) -> Iterator[ExportTask]:
-    """Divide all rows into tasks, in stored order. Rows of one chunk group stay in one task."""
+    """Divide all rows into tasks, in stored order. Rows whose chunks are read together stay in one task."""
     count = len(paths)
     everything = np.arange(count, dtype=np.int64)
     max_rows = max(1, -(-count // (num_workers * _TASKS_PER_WORKER)))

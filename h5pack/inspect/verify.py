@@ -91,7 +91,7 @@ class _Rows:
 
     `offsets` is None if the rows must be read through the HDF5 library, because they are compressed, virtual, or were
     repacked by another program. In this case, `chunk_rows` and `chunk_bytes` are the size of a chunk (in a virtual
-    dataset, of a chunk group). Otherwise they are 0.
+    dataset, of the chunks that are read together). Otherwise they are 0.
     """
 
     name: str  # path of the dataset, or of a group of encoded images or masks

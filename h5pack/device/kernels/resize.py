@@ -6,7 +6,7 @@ one image from these taps, and then colors, normalizes and erases it like `h5pac
 channels_last result, a row is a line of pixels with all their channels; in a contiguous result, it is a line of one
 channel's plane.
 
-All results equal those of the torch operations, because both compute the levels (0 to 255) with integers.
+All results equal those of the torch operations, which compute the levels (0 to 255) with integers, too.
 """
 
 from __future__ import annotations
