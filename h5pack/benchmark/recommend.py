@@ -261,7 +261,6 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
         default = least_effort([one for one in found if not one.variant.is_input] or found)
         return default if default.is_faster(usual, MIN_REPEATS) else usual
     if _effort(usual.variant, workload)[1] > _NEAR:
-        # No variant is near the default: leave out those that are likely slower than another, and take the nearest.
         return least_effort([one for one in found if not any(other.is_likely_faster(one) for other in found)] or found)
     faster = [one for one in found if one.is_faster(usual)]
     if usual.variant.is_input:

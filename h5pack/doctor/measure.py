@@ -127,7 +127,6 @@ class Meter:
         long the loader's consumer has waited.
         """
         if self._step is None or self._loader is None:
-            # Without monitors, the consumer counts as waiting all the time.
             return np.array([0.0, 0.0, time.perf_counter()])
         # Read the loader's wait first. The step's wait includes it, and can only grow between the two readings.
         loader, step = self._loader.report().wait_seconds, self._step.report()
