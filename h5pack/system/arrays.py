@@ -48,10 +48,10 @@ def consecutive_runs(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def limited_runs(
     edges: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], max_length: int
 ) -> Iterator[tuple[int, int]]:
-    """Divide runs of ranges further, into runs that span at most `max_length`, or consist of a single range.
+    """Divide each of the given runs of ranges into runs that span at most `max_length`, or are a single longer range.
 
-    Range i goes from ``starts[i]`` to ``stops[i] - 1``; both ascend within each run. `edges` are the edges of the given
-    runs (see `run_edges`). For each new run, yield (first, last): the run consists of the ranges `first` to `last` - 1.
+    Range i goes from ``starts[i]`` to ``stops[i] - 1``. `edges` are the edges of the given runs (see `run_edges`), in
+    which starts and stops ascend. For each new run, yield (first, last): it consists of ranges `first` to `last` - 1.
     """
     for low, high in itertools.pairwise(edges.tolist()):
         while low < high:
@@ -61,9 +61,9 @@ def limited_runs(
 
 
 def limited_stops(lengths: npt.NDArray[np.int64], max_length: int) -> list[int]:
-    """Divide consecutive items into runs whose `lengths`, (n,), add up to at most `max_length`, or of a single item.
+    """Divide n items into runs whose `lengths`, (n,), add up to at most `max_length`; a longer item is a run by itself.
 
-    Return the end of each run: the number of the item after its last one.
+    Return the end of each run: the index of the item after its last one.
     """
     stops = np.cumsum(lengths)
     return [last for _, last in limited_runs(np.array([0, len(lengths)]), stops - lengths, stops, max_length)]
@@ -116,8 +116,8 @@ def hash_sequence(count: int, key: int) -> npt.NDArray[np.uint64]:
 def shuffled(count: int, key: int) -> npt.NDArray[np.int64]:
     """Return a permutation of 0..count-1, int64 (count,), that depends only on the 64-bit seed `key`.
 
-    NumPy may change the results of ``Generator.permutation`` between releases. Therefore each number is stored in the
-    low bits of a uint64 with 64 - log2(count) hashed bits above it, and these values are sorted.
+    Each number is stored in the low bits of a uint64, with hashed bits above it, and these values are sorted. NumPy's
+    ``Generator.permutation`` is not used, because its results may change between releases.
     """
     bits = np.uint64(max(count - 1, 0).bit_length())
     keys = hash_sequence(count, key)

@@ -64,10 +64,10 @@ _KEEP_SIZE = 1
 def reserve(path: Path, start: int, count: int) -> None:
     """Allocate disk space for `count` bytes of a file from byte `start` on, if the system can; keep the file's size.
 
-    Raises OSError if there is no space, or if the limit on the size of files is lower.
+    Raises OSError if there is no space, or if the limit on the size of files would be exceeded.
     """
     if count and _fallocate is not None:
-        # fallocate compares the limit only with the file's size, which it does not change here. So check it first.
+        # With _KEEP_SIZE, fallocate ignores the limit on the size of files, so check the limit here.
         if 0 <= resource.getrlimit(resource.RLIMIT_FSIZE)[0] < start + count:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
         with path.open("r+b") as file:
@@ -154,8 +154,8 @@ def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator
     """Turn an OSError of a full or failed disk into an H5PackError.
 
     A full disk or an exhausted quota becomes a NoSpaceError about `path` that ends with `advice`; `parameters` are the
-    parameters named there. A file that is too large becomes a NoSpaceError, too. Failed storage, a file that another
-    program has removed, and a name that the file system does not allow become H5PackErrors about that file.
+    parameters that `advice` names. A file that is too large becomes a NoSpaceError, too. Failed storage, a file that
+    another program has removed, and a name that the file system does not allow become H5PackErrors about that file.
     """
     try:
         yield
@@ -197,7 +197,7 @@ def sync_path(path: Path) -> None:
 def drop_pages(descriptor: int) -> None:
     """Flush an open file, then drop its pages from the page cache, so that it is read from the disk again.
 
-    After a failed flush, Linux treats pages that did not reach the disk as written, so they may differ from the disk.
+    The pages may differ from the disk: after a failed flush, Linux treats pages that it could not write as written.
     """
     os.fsync(descriptor)
     if hasattr(os, "posix_fadvise"):
@@ -234,7 +234,7 @@ def file_system_type(path: str | int | os.PathLike[str]) -> str | None:
 
 
 def link_file(file: Path, name: Path) -> None:
-    """Give a file a further name; raise FileExistsError if the name exists, SourceError if there are no hard links."""
+    """Make a hard link `name` to a file; raise FileExistsError if it exists, SourceError if there are no hard links."""
     try:
         os.link(file, name)
     except FileExistsError:
@@ -409,8 +409,8 @@ def make_hot(path: Path) -> None:
                 pass
 
 
-# Of two threads that redirect standard error at the same time, the second would restore the first one's redirection,
-# and the process would never again have its standard error; nor would a child that is forked meanwhile.
+# Only one thread at a time may redirect standard error, and no thread may fork meanwhile. A second thread would later
+# restore the first one's redirection instead of standard error, and a forked child would keep the redirection.
 _stderr_lock = threading.RLock()
 os.register_at_fork(
     before=_stderr_lock.acquire, after_in_parent=_stderr_lock.release, after_in_child=_stderr_lock.release
@@ -421,7 +421,7 @@ os.register_at_fork(
 def held_stderr() -> Iterator[list[bytes]]:
     """Hold back what is written to the process's standard error; yield a list that gets the lines at the end.
 
-    Only one thread at a time does so. Others wait, and so does a fork.
+    Meanwhile, other threads that call this wait, and so do threads that fork.
     """
     lines: list[bytes] = []
     with _stderr_lock:

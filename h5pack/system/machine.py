@@ -151,7 +151,7 @@ def _meminfo_available() -> int:
 def _memory_left(folder: Path, limit: str, usage: str, droppable: str) -> list[int]:
     """Return the number of bytes left below a control group's limit, as a list; [] if there is no limit.
 
-    `limit` and `usage` name the files of the group in `folder`. `droppable` names a value in its file memory.stat.
+    `limit` and `usage` are names of files in the group's `folder`, and `droppable` is a key in memory.stat there.
     """
     try:
         maximum = (folder / limit).read_text().strip()

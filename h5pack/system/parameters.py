@@ -1,4 +1,4 @@
-"""Checks of parameters that several public functions have, and the files that outputs are written to."""
+"""Checks of parameters that several public functions have; the file that an output path stands for."""
 
 from __future__ import annotations
 

@@ -119,8 +119,8 @@ def open_executor(
     """Open an executor of worker processes, or of this process if `num_workers` is 1.
 
     If `start_method` is None, `choose_start_method` decides. Inside tasks, `shared()` returns `shared_object`. Forked
-    workers inherit this object; other workers each receive a pickled copy, and import the main script only if the copy
-    may need a class that the script defines. So tasks must be functions of other modules.
+    workers inherit this object; other workers each receive a pickled copy. Tasks must not be functions of the main
+    script, because workers import the script only if the copy may need a class that it defines.
 
     Raises WorkerError if the object cannot be used in a worker, or if workers cannot start. The error recommends
     ``num_workers=1``, unless `isolated` says that the caller needs a separate process.
@@ -249,7 +249,7 @@ class _ForkServerProcess(_WithoutMain, multiprocessing.context.ForkServerProcess
 
 
 def _may_need_main(value: Any) -> bool:
-    """Return whether unpickling `value` may need the main script, which may define the classes of objects in it."""
+    """Return whether unpickling `value` may need the main script, because the script may define a class in `value`."""
     for item in _reachable(value):
         named = item if isinstance(item, (type, types.FunctionType)) else type(item)
         # `_reachable` does not find the elements of an array of objects.
@@ -262,7 +262,7 @@ def _may_need_main(value: Any) -> bool:
 
 def _reachable(value: Any) -> Iterator[Any]:
     """Yield `value` and all objects that it refers to, directly or not, except for texts and numbers."""
-    # Skip these streams, because loggers refer to them.
+    # Skip the standard streams: loggers refer to them, and workers may share them.
     seen = {id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)}
     rest = [value]
     while rest:
@@ -270,7 +270,7 @@ def _reachable(value: Any) -> Iterator[Any]:
         if type(item) in _ATOMS or id(item) in seen:
             continue
         yield item
-        if not gc.is_tracked(item):  # The collector does not know what it refers to, if anything.
+        if not gc.is_tracked(item):  # The garbage collector knows no references of this object.
             continue
         seen.add(id(item))
         if isinstance(item, types.FunctionType):

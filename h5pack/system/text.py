@@ -13,7 +13,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def labels_text(shape: Sequence[int] | None, dtype: object, classes: Sequence[str] | None) -> str:
-    """Describe labels of shape (N,) or (N, columns), such as "10 classes"; their shape is None if there are none."""
+    """Describe labels, such as "10 classes"; `shape` is (N,) or (N, columns), or None if there are no labels."""
     if shape is None:
         return "none"
     if len(shape) == 2:
