@@ -253,8 +253,8 @@ class DecodedDataset:
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
         """Move the rows ``first[i]`` to ``last[i]`` of all i from the cache to `array`; return whether all are there.
 
-        `first` and `last` are int64 (n,). If some are not, cache their chunks by `ChunkDecoder.rows_in_chunk` with
-        ``keep=True``, and try again.
+        `first` and `last` are int64 (n,). If some rows are not there, cache their chunks by calling
+        `ChunkDecoder.rows_in_chunk` with ``keep=True``, and try again.
         """
         chunks = all_between(self.index.chunks_of(first), self.index.chunks_of(last))
         return all(self._move(chunk) for chunk in chunks[~self._moved[chunks]].tolist())

@@ -24,7 +24,7 @@ from h5pack.system.arrays import consecutive_runs
 from h5pack.system.properties import cached_property
 
 _MAX_GROUP_ROWS = 4_096
-"""Maximum number of rows in a chunk group of a contiguous dataset, so that a shuffle window of groups stays small."""
+"""Maximum number of rows that are read together from a contiguous dataset, so that shuffle windows stay small."""
 _LISTS_CHUNKS = hasattr(h5py.h5d.DatasetID, "chunk_iter")
 _COUNTS_USER_BLOCK = (1, 14, 4)
 """First HDF5 version whose chunk offsets count from the start of the file. In earlier versions they count from the end
@@ -44,17 +44,17 @@ class ChunkIndex:
     dtype: np.dtype[Any]  # in stored byte order
     shape: tuple[int, ...]
     chunk_rows: int  # number of rows in a chunk; a contiguous dataset counts as one chunk
-    group_rows: int  # number of rows in a chunk group: one chunk, or up to 4 MiB of a contiguous dataset
+    group_rows: int  # rows in a chunk group, which is read together: a chunk, or up to 4 MiB of a contiguous dataset
     addresses: npt.NDArray[np.int64]
     fill: bytes = b""  # one row of fill values in stored byte order; empty if every chunk has allocated storage
     library_reason: str | None = None  # why all rows are read through the HDF5 library; None if they are not
     is_encoded: bool = False  # whether rows are encoded images
-    codec: Codec | None = None  # None unless chunks are filtered or hold parts of rows, and h5pack can decode them
+    codec: Codec | None = None  # decoder of chunks that are filtered or hold parts of rows; None if there is none
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     filter_masks: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     stored_checksums: npt.NDArray[np.uint32] | None = None  # (chunks,): CRC-32 of each chunk's stored bytes, if known
     chunk_shape: tuple[int, ...] | None = None  # shape of chunks if they hold only parts of rows, else None
-    external_files: frozenset[SourceFile] = frozenset()  # other files with rows; HDF5 would not notice their changes
+    external_files: frozenset[SourceFile] = frozenset()  # other files that hold rows, to be checked for changes
 
     @property
     def rows(self) -> int:
@@ -223,8 +223,8 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
             stored = table.sizes.copy()
             stored_checksums = _stored_checksums(file, name, table)
             if codec.steps:
-                # With H5Pset_chunk_opts, an edge chunk whose mask is 0 may be unfiltered. If its size is that of a
-                # decoded chunk, it is unknown whether it was filtered, so HDF5 must read it.
+                # Writers may leave edge chunks unfiltered although their mask is 0 (H5Pset_chunk_opts). If the size of
+                # an edge chunk is that of a decoded chunk, it is unknown whether it was filtered, so HDF5 must read it.
                 at_edge = _reaches_past_edge(dataset).reshape(stored.shape)
                 table.sizes[at_edge & (stored == codec.size) & (table.filter_masks == 0)] = -1
         _require_inside(dataset, name, table.addresses, stored)
@@ -248,7 +248,7 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
 
 
 def index_checksums(file: h5py.File, name: str, rows: int) -> dict[str, ChunkIndex]:
-    """Return {path: index} of the dataset with the checksums of dataset `name`; {} unless it has `rows` checksums."""
+    """Return {path: index} of the dataset that holds the row checksums of `name`; {} unless their number is `rows`."""
     path = schema.checksums_path(name)
     found = find_item(file, path)
     fits = isinstance(found, h5py.Dataset) and found.shape == (rows,) and found.dtype.kind == "u"

@@ -81,7 +81,7 @@ class Codec:
             if step.number in _DECODERS:
                 data = _DECODERS[step.number](np.asarray(data), step.parameters, self.size)
             else:
-                # Filter 0 was the first to encode the chunk, so only its decoded size is known: that of the chunk.
+                # The decoded size is known only for filter 0, the first to encode the chunk: it is the chunk's size.
                 data = decode_plugin(step.number, step.parameters, _to_malloc(data), None if position else self.size)
         decoded: Bytes = np.asarray(data)
         if len(decoded) != self.size:
@@ -293,7 +293,7 @@ def _require_header(number: int, parameters: tuple[int, ...], encoded: MallocBuf
 
 @functools.cache
 def _plugin_function(number: int) -> ctypes._FuncPointer | None:
-    """Return the C function of a filter plugin; None if hdf5plugin is missing, broken or without it."""
+    """Return the C function of a filter plugin; None if hdf5plugin is missing or broken, or does not contain it."""
     try:
         # Importing hdf5plugin also loads the symbols of HDF5, which the plugins need.
         module = importlib.import_module("hdf5plugin")

@@ -41,7 +41,7 @@ class FileDescription:
     """The contents of an HDF5 file, as needed to read it as a dataset of images.
 
     `indexes` maps each dataset's path in the file to its chunk index: first the images, then labels and fields, then
-    the data of ragged fields. Each is followed by the dataset of its checksums, if there is one.
+    the data of ragged fields, whose rows differ in length. Each is followed by its dataset of checksums, if any.
     """
 
     path: str  # absolute
@@ -55,7 +55,7 @@ class FileDescription:
     splits: dict[str, RowNumbers]  # the rows of each split
     mean: npt.NDArray[np.float64] | None  # (C,): mean of pixels scaled to 0..1, per channel; None if not stored
     std: npt.NDArray[np.float64] | None  # standard deviation, like `mean`
-    # The fields whose rows differ in length, by path. `indexes` has the index of their data.
+    # The ragged fields by path. `indexes` has the index of their data.
     ragged: dict[str, RaggedIndex] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)  # attribute "kind" of the fields that have it, by path
     statistics_rows: int = 0  # number of rows that `mean` and `std` were computed from

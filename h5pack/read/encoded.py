@@ -175,8 +175,7 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
     """Return the index of a dataset of encoded images, with the shape of decoded pixels, (N, H, W, 3).
 
     H and W are the size of row 0. If `sized` is false, row 0 is not decoded, and H and W are 0, which suffices for
-    reading the bytes.
-    Raises PackFormatError if row 0 cannot be decoded.
+    reading the bytes. Raises PackFormatError if row 0 cannot be decoded.
     """
     rows = len(dataset)
     height = width = 0

@@ -76,7 +76,7 @@ def _open_failure(name: str, error: Exception) -> str:
 def reporting_damage(
     path: str | os.PathLike[str], kind: type[PackFormatError | SourceError] = PackFormatError
 ) -> Iterator[None]:
-    """Raise a `kind` of error if a file's metadata is damaged, for which h5py may raise any exception type."""
+    """Turn any exception that h5py raises for damaged metadata of a file into an error of type `kind`."""
     try:
         yield
     except H5PackError:
@@ -182,7 +182,7 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
 
 
 def read_offsets(file: h5py.File, name: str, data: h5py.Dataset, unit: str) -> npt.NDArray[np.int64]:
-    """Return the offsets of rows in `data`, int64 (N + 1,); raise PackFormatError if they do not fit `data`."""
+    """Read `name`, the offsets of rows in `data`, int64 (N + 1,); raise PackFormatError if they do not fit `data`."""
     table = require_dataset(file, name)
     if table.ndim != 1 or not len(table) or table.dtype.kind not in "iu":
         problem = f"is {table.dtype} {table.shape}, but offsets are int64 (rows + 1,); {VERIFY_ADVICE}"

@@ -149,7 +149,7 @@ class FileMapping:
         Return False if loading fails, or if preadv suits better, for one of these reasons:
 
         - The rows of all files do not fit into half of the available memory.
-        - The extents fill less than half of these blocks, and the files have more than `_SMALL_BYTES` bytes of rows.
+        - The extents fill less than half of their blocks, and the files have more than `_SMALL_BYTES` bytes of rows.
         - The kernel, or the file system of a file, is not known to load whole blocks well.
         """
         blocks, size = self._blocks_of(starts, stops), int((self._stops - self._begins).sum())
@@ -165,7 +165,7 @@ class FileMapping:
     def _check(self, wanted: npt.NDArray[np.int64], max_absent: float) -> bool:
         """Load the blocks `wanted` into the page table; return False on an error.
 
-        Also return False if more than `max_absent` of the pages in some run of blocks are not in the page cache.
+        Also return False if a larger share than `max_absent` of the pages of one call of `_load` is not cached.
         """
         process, checked = self._checked
         if process != os.getpid():
@@ -223,8 +223,8 @@ class FileMapping:
     def _load(self, number: int, start: int, stop: int, *, loaded: bool, max_absent: float) -> bool:
         """Load ``bytes[start:stop]``, of file `number`, into the page table; return False on an error.
 
-        Also return False if more than `max_absent` of the pages are not in the page cache. If the bytes were `loaded`
-        before and are all still in the page cache, only check this, which is seven times as fast as loading them again.
+        Also return False if a larger share than `max_absent` of the pages is not in the page cache. Bytes that were
+        `loaded` before and are all still in the page cache are not loaded again: checking them is seven times as fast.
         """
         share = self._cached_share(number, start, stop)
         if share < 1 - max_absent:

@@ -27,8 +27,8 @@ MAX_GAP_BYTES = 4_096
 reading the gap is cheaper than another system call."""
 
 MAX_EXTENT_BYTES = 4 * 1024 * 1024
-"""Size in bytes of aligned blocks of a file. One read covers only extents that begin in the same block, so that the
-staging buffer stays small."""
+"""Size in bytes of aligned blocks of a file. One read covers only extents that begin in the same block, so that its
+buffer, which also holds the gaps, stays small."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class RowExtents:
 
     edges: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]  # byte offset of each extent; negative if its rows have no allocated storage
-    # For each extent, the number of its rows whose chunk is not the chunk of the preceding requested row. The
-    # very first requested row counts, too.
+    # For each extent, the number of its rows that are in another chunk than the row requested before them. The very
+    # first requested row counts, too.
     chunk_visits: npt.NDArray[np.int64]
     source_ids: npt.NDArray[np.int64] | None = None  # for each extent, the index of its source; None if not virtual
 

@@ -148,7 +148,7 @@ def _joined_offsets(
 
 
 def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]:
-    """Return mean and standard deviation over all files, weighted by `statistics_rows`; both None if one has none."""
+    """Return mean and standard deviation of all files, weighted by `statistics_rows`; both None if a file has none."""
     known = [(one.statistics_rows, one.mean, one.std) for one in packs if one.mean is not None and one.std is not None]
     if len(known) < len(packs):
         return None, None
