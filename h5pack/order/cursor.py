@@ -133,7 +133,7 @@ class EpochCursor:
 
     @contextlib.contextmanager
     def canceled_on_error(self) -> Iterator[None]:
-        """After an error in the context, make the next iteration start where the one that has just begun did."""
+        """If the ``with`` block fails, make the next iteration start where the one that has just begun started."""
         try:
             yield
         except BaseException:
@@ -144,9 +144,9 @@ class EpochCursor:
     def state(self, count: int | None = None) -> dict[str, Any]:
         """Return the state after `count` batches or rows of the running iteration.
 
-        If `count` is None, return the state after everything that was received so far or, if that is all of an
-        exhausted epoch, at the start of the next epoch. If no iteration is running, return the state at the start of
-        the next iteration.
+        If `count` is None, return the state after everything received so far, or at the start of the next epoch if the
+        epoch is exhausted and everything was received. If no iteration is running, return the state at the start of the
+        next iteration.
         """
         if count is not None:
             count = whole_number(f"{self.unit}_consumed", count, 0)

@@ -152,7 +152,7 @@ class OrderPlan:
 
     @cached_property
     def rank_rows(self) -> int:
-        """Rows of this rank per epoch. The rows of a smaller last batch count even if `drop_last` leaves it out."""
+        """Rows of this rank per epoch, including those of a smaller last batch that `drop_last` leaves out."""
         return self.stream_rows * (self.streams // self.num_replicas)
 
     @cached_property
@@ -176,7 +176,7 @@ class OrderPlan:
 
     @cached_property
     def group_chunks(self) -> int:
-        """Number of chunks per chunk group. Without a window shuffle, a group has about a stream's rows of a batch."""
+        """Number of chunks per chunk group. Without a window shuffle, these chunks have about `stream_share` rows."""
         return self.window if self.shuffle == "window" else max(1, self.stream_share // max(1, self.rows.max_rows(1)))
 
     @property
