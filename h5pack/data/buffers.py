@@ -12,7 +12,7 @@ as long as copying into it (measured: 14 ms and 3 ms for 30 MB). So each worker 
 memory files). The first byte of a segment's header page says whether the main process still uses the segment. The main
 process maps a segment for each batch, and clears that byte when the batch's last tensor is freed. A worker reuses a
 segment only if neither process uses it: the worker has no array in the segment, and the segment was not sent or its
-byte is clear. If the main process forks, the child shares the segments of the batches that exist then. When such a
+byte is clear. If the main process forks, the child shares the segments of the batches that exist already. When such a
 batch is freed, the main process sets the byte to `_FORKED` instead: the worker forgets the segment, and the system
 frees it when no process maps it any more. If a user's collate function changes the batch that `H5Dataset.collate`
 returned, the batch is sent as ordinary tensors, which torch copies.

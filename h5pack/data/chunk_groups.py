@@ -272,7 +272,7 @@ class GroupReader:
     def blocks(self, planned: PlannedGroup, batch_rows: int, max_rows: int) -> list[Block]:
         """Divide a cached group into blocks of up to `max_rows` rows: parts of a span, or whole batches.
 
-        A whole batch has `batch_rows` rows; if this is 0, each block has rows of one batch only.
+        A whole batch has `batch_rows` rows. If `batch_rows` is 0, each block has rows of one batch only.
         """
         assert planned.runs is not None
         for name in self._cached:

@@ -37,9 +37,8 @@ class ConcatPack(BatchSource):
     Raises
     ------
     OptionsError
-        If `datasets` is empty, one is not an H5Dataset, two of them have different fields, or a label, or
-        a class number in a field, stands for different classes. One may have more classes than another, as after
-        `h5pack.append`.
+        If `datasets` is empty or contains other objects, or if two datasets have different fields, or different names
+        for the same class number or label column. One may have more classes than another, as after `h5pack.append`.
     """
 
     def __init__(self, datasets: Sequence[H5Dataset]) -> None:
@@ -183,8 +182,8 @@ def _check_same_fields(one: H5Dataset, other: H5Dataset) -> None:
 
 
 def _check_same_classes(datasets: Sequence[H5Dataset]) -> None:
-    """Raise an OptionsError if two datasets have different names for a class, or an attribute, of the same number."""
-    # A `target_transform` may give the classes of one dataset the numbers of another.
+    """Raise an OptionsError if two datasets have different names for the same class number or label column."""
+    # Skip datasets with a `target_transform`, because it may change the class numbers.
     named = {one: one.classes or one.columns or () for one in datasets if one.target_transform is None}
     advice = "join them with 'h5pack join', or open them with a target_transform or labels=None"
     _require_same_names(named, "", advice, "target_transform", "labels=None")

@@ -312,7 +312,7 @@ class H5Dataset(BatchSource):
         return made
 
     def with_decode(self, decode: DecodeCrop | None, exact: bool) -> H5Dataset:
-        """Return a dataset of the same open files that decodes images by `decode`; return this dataset if it is None.
+        """Return a dataset of the same open files that decodes images by `decode`; if that is None, this dataset.
 
         Raises
         ------

@@ -93,7 +93,7 @@ class Steps(NamedTuple):
     def move_mask(self, mask: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         """Write the crop of an image's mask, (h, w), into `out`. Each pixel is a copy of the mask's nearest pixel.
 
-        The nearest pixel is the one under the centre of the pixel of the crop, as in torch's
+        The nearest pixel is the one under the center of the crop's pixel, as in torch's
         ``interpolate(mode="nearest-exact")``. Padding has the same value as in packs: 255, or -1 in int32.
         """
         found = []

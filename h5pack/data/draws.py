@@ -49,11 +49,11 @@ class BatchKey:
 
 
 def first_use(batch: int, rank: int, rank_rows: int) -> int:
-    """Return the number of the use of the first of `rank_rows` rows of a rank's batch.
+    """Return the use number of the first row of a rank's batch, which has `rank_rows` rows.
 
-    The rows of an epoch have consecutive numbers within a batch of all ranks. If an epoch has several copies of a row,
-    these numbers are the `repeats` of its key, so that copies have random numbers of their own, which do not depend on
-    how many ranks share the batch.
+    Use numbers are consecutive within a batch of all ranks, and no two rows of an epoch have the same. If an epoch has
+    several copies of a row, their use numbers are the `repeats` of their keys. So each copy has random numbers of its
+    own, which do not depend on how many ranks share the batch.
     """
     return (batch << _MAX_BATCH_BITS) + rank * rank_rows
 

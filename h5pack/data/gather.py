@@ -46,7 +46,7 @@ class HeldRows:
 def list_sizes(dataset: H5Dataset, rows: range, max_bytes: int) -> dict[str, int]:
     """Choose, smallest first, fields with rows of different lengths that fit into `max_bytes` together.
 
-    Return the size of each in bytes, by name: its values in `rows`, and the offsets of all its rows.
+    Return the size in bytes of each chosen field, by name: its values in `rows`, and the offsets of all its rows.
     """
     sizes = {
         name: int(index.offsets[rows.stop] - index.offsets[rows.start]) * index.data.row_bytes + index.offsets.nbytes

@@ -52,7 +52,7 @@ class BatchIterator(Closeable, Iterator[Any]):
         self._loader_name = loader
         self._broken = ""
         self._ended = False
-        # Reentrant, because a signal handler may call ``next`` inside ``next``. `close` does not take it.
+        # Reentrant, because a signal handler may call ``next`` inside ``next``. `close` does not take this lock.
         self._lock, self._process = threading.RLock(), os.getpid()
 
     def __next__(self) -> Any:
@@ -73,7 +73,7 @@ class BatchIterator(Closeable, Iterator[Any]):
                 self._finish()
                 raise
             except BaseException:
-                # Any error, such as a KeyboardInterrupt, may leave an inconsistent state, so it cannot continue.
+                # Any error, such as a KeyboardInterrupt, may leave this iterator in an inconsistent state.
                 self._broken = "failed"
                 self._release()
                 raise

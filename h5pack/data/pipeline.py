@@ -22,7 +22,7 @@ The rows of a *cached* group, which are all in memory (in the page cache or in d
 block. A block is a part of a large batch, or several small batches. So there are three kinds of groups:
 
 - Rows that are read or decoded: all batches are opened when the group is issued; reading threads run its tasks.
-- Cached rows, with several streams or lanes: likewise, and each task copies a block.
+- Cached rows, with several streams or lanes (see `h5pack.order.window`): the same, but each task copies a block.
 - Cached rows, with a single stream and lane (`_is_batchwise`): the batches of a block are opened when a thread takes
   the block. While the consumer waits, it copies blocks, too (`can_help`).
 

@@ -89,9 +89,9 @@ def _received(loader: weakref.ref[Any], iteration: IterationState) -> int | None
 
 
 def _require_undivided(num_replicas: int) -> None:
-    """Raise an OptionsError if Accelerate divides among the ranks what a sampler has divided among `num_replicas`.
+    """Raise an OptionsError if Accelerate would divide the rows of one rank, which a sampler yields, among all ranks.
 
-    Each epoch would then lack rows, without any other sign.
+    Each epoch would then lack rows, without any warning. `num_replicas` is the sampler's number of ranks.
     """
     for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), _MAX_FRAMES if num_replicas > 1 else 0):
         accelerate = frame.f_globals.get("__name__") == _DIVIDING_MODULE
@@ -161,7 +161,7 @@ class ChunkSampler(Resumable, Sampler[int]):
         If the rows do not divide evenly among the ranks or streams: True leaves out the few extra rows, False repeats a
         few rows, as in torch's DistributedSampler.
     rank, num_replicas : int, optional
-        Give both or neither. None: the values of torch.distributed if it is initialised, else a single rank.
+        Give both or neither. None: the values of torch.distributed if it is initialized, else a single rank.
     streams : int, optional
         Number of equal parts into which the order is divided; each rank gets the same number of them. For every number
         of ranks that divides `streams`, each training step has the same rows if the global batch (batch size x ranks)
@@ -252,9 +252,9 @@ class ChunkSampler(Resumable, Sampler[int]):
 class _RankSampler(ChunkSampler, DistributedSampler[int]):  # type: ignore[override]
     """A `ChunkSampler` of one of several ranks.
 
-    By the base class, Lightning, Fabric and Ignite know that it yields only the rows of its rank. They divide those of
-    any other sampler among the ranks, also those of a sampler that was created before the ranks were connected.
-    Instances of classes that users derive from ChunkSampler keep their class.
+    From its base class, Lightning, Fabric and Ignite know that it yields only the rows of its rank. They divide the
+    rows of any other sampler among the ranks, even of a sampler that was created before torch.distributed was
+    initialized. Instances of classes that users derive from ChunkSampler keep their class.
     """
 
 

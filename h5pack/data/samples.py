@@ -117,7 +117,7 @@ def batch_type(fields: tuple[str, ...]) -> Any:
 
 
 def new_batch(fields: tuple[str, ...], values: Sequence[Any], shared: Sequence[Any] | None = None) -> Any:
-    """Return a batch of tensors and lists. `shared` may be the `SharedBatch` with the tensors; None: `values`."""
+    """Return a batch of tensors and lists. If a `SharedBatch` has the tensors, it must be `shared` or `values`."""
     batch = batch_type(fields)(*values)
     shared = values if shared is None else shared
     if isinstance(shared, SharedBatch):
@@ -203,8 +203,8 @@ class BatchSource(Closeable, Dataset[Any]):
 
         In a worker process the batch is in shared memory that is reused once the main process has released it, so
         sending a batch neither copies it nor allocates new memory. A DataLoader without a ``collate_fn`` collates in
-        the same way. With `transform` or `target_transform`, or for samples that are not from this dataset, this is the
-        same as ``default_collate``.
+        the same way. With `transform` or `target_transform`, or for samples that are not from this dataset, the method
+        just calls ``default_collate``.
 
         Returns
         -------
@@ -279,8 +279,8 @@ class SampleBatch(Sequence[Any]):
     """A sequence of samples that are read together on first access or by `collate`.
 
     `rows`, int64 (n,), are passed to ``source.read_batch``: row numbers in a file, or indices of a `ConcatPack`. If the
-    images differ in size, so that one tensor cannot hold them, the source reads them one by one instead. Random crops
-    are drawn from `key`.
+    images differ in size, so that one tensor cannot hold them, each sample gets a tensor of its own instead. Random
+    crops are drawn from `key`.
     """
 
     def __init__(self, rows: npt.NDArray[np.int64], source: BatchSource, key: DrawKey) -> None:

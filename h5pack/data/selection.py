@@ -114,9 +114,9 @@ def _class_weights(dataset: H5Dataset, rows: RowSet, text: str) -> npt.NDArray[n
 def _select_rows(
     dataset: Any, indices: Sequence[int] | npt.NDArray[np.int64] | None
 ) -> tuple[H5Dataset, RowSet, npt.NDArray[np.int64] | None]:
-    """Return the `H5Dataset`, the chosen rows in file order, and each row's position in `indices` (None: in `dataset`).
+    """Return the `H5Dataset`, the chosen rows in file order, and each row's position in `indices`.
 
-    The positions are None if `dataset` is an `H5Dataset` of consecutive rows, and `indices` is None.
+    If `indices` is None, return positions in `dataset`, or None if it is an `H5Dataset` of consecutive rows.
     """
     base, subsets = dataset, []
     while isinstance(base, Subset):
@@ -194,7 +194,7 @@ def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
         warnings.warn(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised yet: every process "
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialized yet: every process "
             "will read all rows; call init_process_group first, or give rank and num_replicas",
             stacklevel=4,  # the caller of the constructor that calls `plan_order`
         )
@@ -202,11 +202,11 @@ def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]
 
 
 def warn_of_later_ranks() -> None:
-    """Warn if torch.distributed was initialised after a loader took its rank from it, so that all ranks are equal."""
+    """Warn if torch.distributed was initialized only after a loader was created, which therefore reads all rows."""
     connected = torch.distributed.is_available() and torch.distributed.is_initialized()
     if connected and torch.distributed.get_world_size() > 1:
         warnings.warn(
-            "torch.distributed was initialised after the loader was created: every process reads all rows; create the "
+            "torch.distributed was initialized after the loader was created: every process reads all rows; create the "
             "loader later (in Lightning, in a method such as train_dataloader), or give rank and num_replicas",
             stacklevel=3,  # the caller of the loader's `__iter__`
         )
