@@ -138,7 +138,7 @@ def copy_permissions(status: os.stat_result, target: int | Path, *, writable: bo
         mode &= ~0o070 | (mode & 0o007) << 3
     with contextlib.suppress(OSError):
         os.chmod(target, mode)
-    # Last, because only root may change the mode of another user's file.
+    # Change the owner last, because only root may change the mode of another user's file.
     with contextlib.suppress(OSError):
         os.chown(target, status.st_uid, -1)
 
@@ -234,7 +234,7 @@ def file_system_type(path: str | int | os.PathLike[str]) -> str | None:
 
 
 def link_file(file: Path, name: Path) -> None:
-    """Make a hard link `name` to a file; raise FileExistsError if it exists, SourceError if there are no hard links."""
+    """Make a hard link `name` to a file; raise FileExistsError if `name` exists, SourceError if this is impossible."""
     try:
         os.link(file, name)
     except FileExistsError:
@@ -421,14 +421,14 @@ os.register_at_fork(
 def held_stderr() -> Iterator[list[bytes]]:
     """Hold back what is written to the process's standard error; yield a list that gets the lines at the end.
 
-    Meanwhile, other threads that call this wait, and so do threads that fork.
+    Meanwhile, other threads that call this function wait, and so do threads that fork.
     """
     lines: list[bytes] = []
     with _stderr_lock:
         try:
             original, messages = os.dup(2), os.memfd_create("messages")
         except (OSError, AttributeError):
-            # A daemon may have closed its standard error, and not every system has memfd_create.
+            # Hold nothing back: a daemon may have closed its standard error, and some systems have no memfd_create.
             yield lines
             return
         os.dup2(messages, 2)

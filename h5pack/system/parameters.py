@@ -46,7 +46,7 @@ def require_local(path: str | os.PathLike[str]) -> None:
 def output_file(path: str | os.PathLike[str]) -> str:
     """Return the path of the file to write: `path`, or its target if it is a symbolic link.
 
-    Unfinished files and the table of rejects are beside that file.
+    The unfinished file and the table of rejected images are in the same folder as that file.
     """
     return os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
 
