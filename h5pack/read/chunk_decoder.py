@@ -141,7 +141,7 @@ class ChunkDecoder:
     def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
         """Return the decoded chunk that contains `rows`, int64 (n,), or these rows alone if that is cheaper.
 
-        All rows must be in the same chunk, and the dataset must have a codec. If `keep` is true, a decoded chunk is
+        All rows must be in the same chunk, and the dataset must have a codec. If `keep` is true, the decoded chunk is
         cached.
         """
         assert index.codec is not None

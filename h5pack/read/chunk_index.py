@@ -157,7 +157,7 @@ class ChunkIndex:
         yield None, self, rows
 
     def ranges(self, start: int, stop: int) -> RowRanges:
-        """Split rows `start` to `stop` - 1 by source and, if they have storage, by chunk group."""
+        """Split rows `start` to `stop` - 1 by source, and rows with allocated storage also by chunk group."""
         # Rows without allocated storage are never read, so they can form a single range.
         step = self.rows if self.is_empty else self.group_rows
         firsts = np.append(start, np.arange((start // step + 1) * step, stop, step))
@@ -186,7 +186,7 @@ class SourceDataset:
 
 @dataclass(frozen=True)
 class RowRanges:
-    """Consecutive rows, split by source and, if they have storage, by chunk group. All arrays have shape (ranges,)."""
+    """Consecutive rows, split as `ChunkIndex.ranges` does. All arrays have the shape (ranges,)."""
 
     firsts: npt.NDArray[np.int64]  # first row of each range
     source_ids: npt.NDArray[np.int64]  # index of each range's source

@@ -232,7 +232,7 @@ class EncodedIndex(ChunkIndex):
 
     @cached_property
     def base(self) -> int | None:
-        """Byte offset of `data` in its own file; None if other files store the bytes, or chunks are not adjacent."""
+        """Byte offset of `data` in its own file; None if other files store it, or if its chunks are not adjacent."""
         if isinstance(self.data, VirtualIndex):
             return None
         starts = self.data.addresses

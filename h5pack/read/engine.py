@@ -63,8 +63,8 @@ class ReadStats:
 
 
 SCATTER_BYTES = 512
-"""Minimum size in bytes of rows that are read straight into their buffers. In measurements, this was slower than
-copying the rows from a staging buffer at 256 bytes, as fast at 784 bytes, and faster for larger rows."""
+"""Minimum size in bytes of rows that are read straight into their buffers. In measurements, such reads were slower than
+copying from a staging buffer for rows of 256 bytes, as fast at 784 bytes, and faster for larger rows."""
 
 _MIN_CACHED_ROWS, _MAX_CACHED_ROW_BYTES = 16, 64 * 1024
 """`Engine.read_batch` copies rows from memory if there are at least this many, of at most this size in bytes each. With
@@ -212,7 +212,7 @@ class Engine:
         return out  # type: ignore[no-any-return]
 
     def read_batch(self, name: str, rows: npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
-        """Return rows like `read`, but if there are several small rows and all are in memory, copy them from there.
+        """Return rows like `read`, but copy them from memory if all are there, and there are several small ones.
 
         Rows in the page cache are copied from a mapping. Rows of filtered chunks are copied from the decoded chunks, if
         all decoded chunks of the file stay in memory.
@@ -283,9 +283,9 @@ class Engine:
         return direct and index.row_bytes >= SCATTER_BYTES
 
     def keeps_byte_order(self, index: ChunkIndex) -> bool:
-        """Return whether rows are scattered or copied from decoded chunks, which keeps the stored byte order.
+        """Return whether rows are scattered or copied from decoded chunks, both of which keep the stored byte order.
 
-        A caller of `execute` or `rows_in_chunk` must then swap the bytes if that order is not the native one.
+        A caller of `execute` or `rows_in_chunk` must then swap the bytes if the stored order is not the native one.
         """
         return self.can_scatter(index) or self.can_decode(index)
 
@@ -297,7 +297,7 @@ class Engine:
         return num_threads * largest + (self.chunks.cache.capacity if keep else 0)
 
     def decoded_bytes(self) -> int:
-        """Return the size in bytes of all chunks after decoding; 0 if none needs decoding, or the cache is smaller."""
+        """Return the size in bytes of all chunks after decoding; 0 if none needs decoding, or they exceed the cache."""
         return self._decoded_bytes if self._decoded_bytes <= self.chunks.cache.capacity else 0
 
     @cached_property
@@ -432,7 +432,7 @@ class Engine:
             stats.reads += calls
 
     def check(self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any] | list[bytes]) -> None:
-        """Raise DamagedRowsError if `values`, read from `rows`, do not match the file's checksums, if it has any.
+        """Compare `values`, read from `rows`, with the file's checksums, if any; raise DamagedRowsError if they differ.
 
         Checksums of encoded rows are those of their bytes. If `values` are decoded images, the bytes are read again.
         """

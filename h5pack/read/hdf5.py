@@ -118,7 +118,7 @@ def read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: npt.NDArr
     """
     row_shape = dataset.shape[1:]
     if dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER:
-        # With this setting, HDF5 does not write the fill value to `out` for chunks without allocated storage.
+        # With this setting, HDF5 does not write the fill value for chunks without allocated storage, so do it here.
         out[...] = dataset.fillvalue
     space = dataset.id.get_space()
     origin = (0,) * len(row_shape)
@@ -199,7 +199,7 @@ def read_offsets(file: h5py.File, name: str, data: h5py.Dataset, unit: str) -> n
 def datasets_text(file: h5py.File) -> str:
     """Return a list of datasets for a message, such as "'X' uint8 (9, 8, 8, 3)", by descending number of axes."""
     names = dataset_names(file)
-    # Opening all of very many datasets, only to sort them, would take minutes.
+    # Sort only the first names, because opening all of very many datasets would take minutes.
     texts: list[str] = []
     for name in sorted(names[:_MAX_SORTED], key=lambda name: -file[name].ndim)[:_MAX_NAMED]:
         try:
@@ -284,7 +284,7 @@ def reopen_tuned(dataset: h5py.Dataset, cache: CachePlan | None = None) -> h5py.
     if dataset.chunks is None:
         return dataset
     if cache is None:
-        # A row of variable length is stored as a reference of 16 bytes, but NumPy's itemsize is the size of a pointer.
+        # Ask HDF5 for the size, because it stores a row of variable length as 16 bytes, and NumPy's itemsize is 8.
         item_bytes = dataset.id.get_type().get_size()
         cache = plan_cache(dataset.shape, dataset.chunks, item_bytes, filtered=is_filtered(dataset))
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)

@@ -163,9 +163,9 @@ class FileMapping:
         return all_between(starts // _BLOCK, (np.minimum(stops, self._ends[-1]) - 1) // _BLOCK)
 
     def _check(self, wanted: npt.NDArray[np.int64], max_absent: float) -> bool:
-        """Load the blocks `wanted` into the page table; return False on an error.
+        """Load the blocks `wanted` into the page table, several consecutive ones at a time; return False on an error.
 
-        Also return False if a larger share than `max_absent` of the pages of one call of `_load` is not cached.
+        Also return False if a larger share than `max_absent` of such blocks' pages is not in the page cache.
         """
         process, checked = self._checked
         if process != os.getpid():
@@ -329,7 +329,7 @@ class MappedDataset:
     def _extents(
         self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the starts and stops, int64 (m,), of the extents of the mapping's `bytes` that contain the rows."""
+        """Return starts and stops, int64 (m,), of the extents of the mapping's `bytes` with the runs (see `ready`)."""
         index = self.index
         if self.array is not None and self._files is None:
             return self.offsets(first), self.offsets(last) + index.row_bytes

@@ -153,9 +153,9 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def find_field(file: h5py.File, name: str) -> str:
-    """Return the path of the field `name` of a pack. If there is no such field, `name` is a path, and is returned.
+    """Return the path of the field `name` of a pack, or `name` itself if it is not a field's name but a path.
 
-    Raises PackFormatError if a pack has neither the field nor the path.
+    Raises PackFormatError if a pack has neither such a field nor such a path.
     """
     name = name.strip("/")
     own = schema.field_path(name)

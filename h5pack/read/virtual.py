@@ -116,7 +116,7 @@ def files_of(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int 
 
 
 def other_files(file: h5py.File, dataset: h5py.Dataset) -> frozenset[SourceFile]:
-    """Return all files of a dataset except `file`, in which it was found, possibly through a link to another file."""
+    """Return all files of a dataset except `file`, which contains the dataset, or a link to it."""
     return files_of(dataset) - {_identify(file)}
 
 
