@@ -133,7 +133,7 @@ class EpochCursor:
 
     @contextlib.contextmanager
     def canceled_on_error(self) -> Iterator[None]:
-        """If the ``with`` block fails, make the next iteration start where the one that has just begun started."""
+        """If the ``with`` block fails, make the next iteration begin where the current one began."""
         try:
             yield
         except BaseException:

@@ -22,8 +22,8 @@ class EpochRows(Protocol):
     count: int  # number of rows; a row that is drawn several times counts each time
     chunk_count: int  # chunks that contain at least one row of the epoch
     chunk_rows: int  # rows per chunk of the file
-    # Pairs (chunk, number of missing rows, possibly 0). If several pairs have the same chunk, their numbers add up. All
-    # other chunks have `chunk_rows` rows. None: chunks may have any length; `chunk_lengths` returns the lengths.
+    # Pairs (chunk, by how many rows it is shorter than `chunk_rows`, possibly 0). The numbers of pairs with the same
+    # chunk add up. Other chunks have `chunk_rows` rows. None: chunks may have any length (see `chunk_lengths`).
     short_chunks: list[tuple[int, int]] | None = None
 
     def chunk_lengths(self) -> Rows:
@@ -76,7 +76,7 @@ class RowSet(RowSampler, EpochRows):
         return self
 
     def chunk_starts(self, chunks: Rows) -> Rows:
-        """Return the positions at which `chunks` start, int64 (n,). The number `chunk_count` stands for the end."""
+        """Return the positions at which `chunks` start, int64 (n,). Chunk number `chunk_count` stands for the end."""
         raise NotImplementedError
 
     def chunk_lengths(self) -> Rows:

@@ -112,7 +112,7 @@ class OrderPlan:
     def __post_init__(self) -> None:
         for name in ("batch_size", "window", "num_replicas", "streams", "lanes", "seed", "rank"):
             minimum = {"seed": 0, "rank": None}.get(name, 1)
-            # Convert numpy integers, too, because a saved state must contain Python ints only.
+            # Convert NumPy integers, too, because a saved state must contain Python ints only.
             object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
         if self.shuffle not in SHUFFLES:
             raise unfit("shuffle", self.shuffle, "give 'window', 'full', 'chunk' or False")
@@ -216,7 +216,7 @@ class OrderPlan:
             yield from heapq.merge(*streams, key=lambda group: group.first)
 
     def _in_batches(self, sequence: _ChunkSequence, lane: int, place: int, first: int) -> Iterator[ChunkGroup]:
-        """Yield the chunk groups of one stream from batch `first` on: this rank's stream number `place` in a lane."""
+        """Yield the chunk groups of this rank's stream number `place` in a lane, from batch `first` on."""
         share = self.stream_share
         stream = (self.rank * self.step_streams + place) * self.lanes + lane
         start = max(0, -(-(first - lane) // self.lanes)) * share
@@ -268,7 +268,7 @@ class _ChunkSequence:
         return derive_key(ORDER_VERSION, self.plan.seed, self.epoch, *parts)
 
     def _starts(self, numbers: Rows) -> Rows:
-        """Return where on the line the chunks with these numbers start, in rows."""
+        """Return the offsets on the line, int64 (n,), at which the chunks with these numbers start."""
         rounds, inside = np.divmod(numbers, self.rows.chunk_count)
         if self._edges is not None:
             found: Rows = rounds * self.rows.count + self._edges[inside]
@@ -279,7 +279,7 @@ class _ChunkSequence:
         return starts
 
     def _find(self, offset: int) -> int:
-        """Return the number, along the line, of the chunk that contains an offset."""
+        """Return the number of the chunk that contains an offset on the line."""
         rounds, inside = divmod(offset, self.rows.count)
         if self._edges is not None:
             number = int(np.searchsorted(self._edges, inside, "right")) - 1
