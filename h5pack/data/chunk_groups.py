@@ -176,7 +176,7 @@ class GroupReader:
     def _find(self, field: BatchField) -> CachedRows | DecodedRows | None:
         """Return what a field's rows can be copied from: decoded chunks that stay in memory, or the page cache.
 
-        None if there is no such source, or if the stored bytes cannot be copied to batches as they are.
+        Return None if neither has them, or if the stored bytes cannot be copied to batches as they are.
         """
         if field.name == ROWS or field.name in self._held:
             return None

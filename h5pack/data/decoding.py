@@ -39,8 +39,8 @@ Rows = npt.NDArray[np.int64]
 class DrawKey:
     """The key that, together with a sample's row number, determines the sample's random crop.
 
-    `repeat` distinguishes the copies of a row in an epoch: an int or, with an element per sample, an int64 tensor (n,),
-    see `h5pack.data.draws.first_use`. It is 0 if each row comes only once.
+    `repeat` distinguishes the copies of a row in an epoch (see `h5pack.data.draws.first_use`). It is an int, or an
+    int64 tensor (n,) with an element per sample; it is 0 if each row comes only once.
     """
 
     seed: int

@@ -44,7 +44,7 @@ class HeldRows:
 
 
 def list_sizes(dataset: H5Dataset, rows: range, max_bytes: int) -> dict[str, int]:
-    """Choose, smallest first, fields with rows of different lengths that fit into `max_bytes` together.
+    """Choose fields whose rows differ in length, smallest first, as long as they fit into `max_bytes` together.
 
     Return the size in bytes of each chosen field, by name: its values in `rows`, and the offsets of all its rows.
     """
@@ -61,7 +61,7 @@ def list_sizes(dataset: H5Dataset, rows: range, max_bytes: int) -> dict[str, int
 
 @dataclass(frozen=True)
 class RowLocations:
-    """Locations of rows, to pass to `gather`: `positions`, int64 (n,), and the numbers of the files with the rows."""
+    """Locations of rows, to pass to `gather`: `positions`, int64 (n,), and the numbers of the files that have them."""
 
     positions: npt.NDArray[np.int64]
     files: list[int]

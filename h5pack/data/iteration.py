@@ -57,7 +57,7 @@ class BatchIterator(Closeable, Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._process != os.getpid():
-            # If another thread of the parent held the lock during the fork, no thread of this child would release it.
+            # If another thread of the parent held the lock during the fork, no thread of this child will release it.
             self._lock, self._process = threading.RLock(), os.getpid()
         with self._lock:
             if self._broken:

@@ -253,7 +253,7 @@ class H5Loader(Closeable, Resumable):
         wanted = 2 * minimum if prefetch_factor is None else whole_number("prefetch_factor", prefetch_factor, 1)
         batch_bytes = self._new_pool(0).bytes
         decoding = self._base.engine.decoding_bytes(self.num_threads, keep=self.plan.reads_again)
-        # One batch more than the minimum, because the consumer holds one while the next are read.
+        # Add one batch to the minimum, because the consumer holds one while the next are read.
         needed = (minimum + 1) * batch_bytes + decoding
         if budget < needed:
             has_window = self.plan.shuffle == "window"
@@ -290,11 +290,11 @@ class H5Loader(Closeable, Resumable):
     def _plan_blocks(self, batch_bytes: int, wanted: int | None) -> None:
         """Decide how many cached rows one task copies, and how many batches are filled in advance.
 
-        Small batches are filled several at a time, because a task's Python code takes longer than copying one of them.
-        The threads share a large batch: few buffers are then in use, which are likely to stay in the CPU's cache. With
-        batches of 38 MB and two threads, blocks of 16 MiB in 2 buffers reached 0.96 of the speed of a memory copy, in 4
-        buffers 0.87, and blocks of 4 MiB in 2 buffers 0.74. Small batches share blocks of 5 MiB: larger blocks would
-        delay the first batch, and smaller blocks would need more checks that files are unchanged.
+        One task fills several small batches, because its Python code takes longer than copying one of them. They have
+        up to 5 MiB together: more would delay the first batch, and less would need more checks that files are
+        unchanged. A large batch is divided among the threads, so that few buffers are in use, which are likely to stay
+        in the CPU's cache. With batches of 38 MB and two threads, tasks of 16 MiB in 2 buffers reached 0.96 of the
+        speed of a memory copy, in 4 buffers 0.87, and tasks of 4 MiB in 2 buffers 0.74.
         """
         workers = self.num_threads + 1
         size = max(1, batch_bytes)

@@ -83,7 +83,7 @@ def _received(loader: weakref.ref[Any], iteration: IterationState) -> int | None
     index_sampler = getattr(found, "_index_sampler", None)
     rows = 1 if isinstance(index_sampler, BatchOrder) else getattr(index_sampler, "batch_size", 1)
     received = min(int(batches) * rows, iteration.count)
-    # With `drop_last`, the loop never receives the rows of a last smaller batch.
+    # With `drop_last`, the loop never receives the rows of a smaller last batch.
     dropped = getattr(index_sampler, "drop_last", False) and iteration.count - received < rows
     return iteration.count if iteration.exhausted and dropped else received
 
@@ -352,10 +352,10 @@ class ChunkBatchSampler(BatchOrder):
 def draw_key(
     plan: OrderPlan, epoch: int, batches: Any, slots: npt.NDArray[np.int64], rank_rows: int | None = None
 ) -> DrawKey:
-    """Return the key of the random crops of rows at these slots, int64 (n,), of batches of `rank_rows` rows.
+    """Return the key of the random crops of the rows in `slots`, int64 (n,), of batches.
 
-    `batches` is a batch number, or one for each row. If `rank_rows` is None, batches have as many rows as in the plan.
-    Rows and batches only matter if an epoch may have several copies of a row, whose random crops must differ.
+    `batches` is the number of their batch, or a sequence with one for each row. A batch has `rank_rows` rows; None: as
+    many as in the plan. Slots and batches matter only if an epoch may have several copies of a row, whose crops differ.
     """
     if not plan.repeats_rows:
         return DrawKey(plan.seed, epoch)
@@ -365,7 +365,7 @@ def draw_key(
 
 
 def _require_keys(dataset: Any, base: H5Dataset) -> None:
-    """Raise an OptionsError if indices cannot carry the keys of random crops to the dataset."""
+    """Raise an OptionsError if crops are random, but the keys in the indices (`DrawnIndex`) cannot reach `dataset`."""
     if base.is_random and isinstance(dataset, ConcatPack):
         raise OptionsError(
             "this sampler does not draw random crops of a ConcatPack; give the ConcatPack to H5Loader, or give the "

@@ -65,7 +65,7 @@ def _check_weights(weights: npt.ArrayLike, count: int) -> npt.NDArray[np.float64
     """Return the weights as float64, (count,), or raise an OptionsError."""
     error = partial(OptionsError, parameters=("weights",))
     if isinstance(weights, torch.Tensor):
-        # NumPy has no bfloat16.
+        # Convert to float64, because NumPy has no bfloat16.
         weights = weights.detach().double() if weights.is_floating_point() else weights.detach()
     try:
         given = np.asarray(weights)
@@ -128,7 +128,7 @@ def _select_rows(
         advice = "give an H5Dataset or a ConcatPack, or a torch Subset of one"
         if isinstance(base, Sampler):
             advice += (
-                ". Lightning makes a batch sampler again from a sampler; give it use_distributed_sampler=False or, to "
+                ". If Lightning creates the batch sampler again, give its Trainer use_distributed_sampler=False or, to "
                 "predict, an H5Loader, or a DataLoader with batch_size= instead of batch_sampler="
             )
         raise OptionsError(
@@ -161,7 +161,7 @@ def _pack_digest(dataset: H5Dataset) -> int | None:
     index = dataset.engine.indexes.get(name)
     if index is None:
         return None
-    # Another engine, so that the dataset's statistics do not count these rows.
+    # Use another engine, so that the dataset's statistics do not count these rows.
     with closing(Engine(dataset.path, dataset.engine.storage.identity, {name: index}, warn=False)) as engine:
         return crc32(engine.read(name, np.arange(min(_DIGEST_ROWS, index.rows))).astype("<u4"))
 
