@@ -51,7 +51,7 @@ class BatchKey:
 def first_use(batch: int, rank: int, rank_rows: int) -> int:
     """Return the use number of the first row of a rank's batch, which has `rank_rows` rows.
 
-    Use numbers are consecutive within a batch of all ranks, and no two rows of an epoch have the same. If an epoch has
+    Use numbers are consecutive within a batch of all ranks, and differ between all rows of an epoch. If an epoch has
     several copies of a row, their use numbers are the `repeats` of their keys. So each copy has random numbers of its
     own, which do not depend on how many ranks share the batch.
     """

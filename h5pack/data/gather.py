@@ -90,7 +90,7 @@ class CachedRows:
         return self.mapped.load(first, last)
 
     def locate(self, rows: npt.NDArray[np.int64]) -> RowLocations:
-        """Return the locations of rows, int64 (n,). This is fastest for many, mostly ascending rows at once."""
+        """Return the locations of rows, int64 (n,). It is fastest to locate many, mostly ascending rows at once."""
         if self.mapped.array is not None:
             return RowLocations(self.mapped.positions(rows), self.mapped.files(rows))
         return RowLocations(self.mapped.offsets(rows) // self._unit, self.mapped.files(rows))

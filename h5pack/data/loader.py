@@ -157,7 +157,7 @@ class H5Loader(Closeable, Resumable):
     target_transform : callable, optional
         Called with the labels of each batch, in the same way as `transform`.
     decode, exact
-        For encoded images, as for `H5Dataset`. If `decode` is given, both replace the dataset's. Otherwise the datasets
+        For encoded images, as for `H5Dataset`. If `decode` is given, both replace the dataset's; if not, the datasets
         of a `ConcatPack` must not differ in them. Random crops depend on (seed, epoch, row), with `weights` or repeated
         indices also on the batch, but not on threads, ranks or resumes.
     num_workers : None

@@ -227,7 +227,7 @@ class ChunkSampler(Resumable, Sampler[int]):
             # Take one row from each stream in turn, so that a step has the same rows for every number of ranks.
             found = indices.reshape(streams, -1).T.reshape(-1).tolist()
             if self._base.is_random:
-                # The rows of a turn have the same key. `skip` may be in the middle of a turn.
+                # Make the keys of one turn at a time. `skip` may be in the middle of a turn.
                 for begin in range(skip - skip % streams, len(found), streams):
                     turn, slots = (first * self.plan.batch_size + begin) // streams, np.arange(streams)
                     key = draw_key(self.plan, iteration.epoch, turn, slots, rank_rows=streams)
