@@ -40,7 +40,7 @@ class DrawKey:
     """The key that, together with a sample's row number, determines the sample's random crop.
 
     `repeat` distinguishes the copies of a row in an epoch (see `h5pack.data.draws.first_use`). It is an int, or an
-    int64 tensor (n,) with an element per sample; it is 0 if each row comes only once.
+    int64 tensor (n,) with an element per sample; 0 suffices if each row comes only once.
     """
 
     seed: int

@@ -48,7 +48,7 @@ class JpegEncoder(Decoder):
             image = image.resize((width, height), self._resample)
         # Copy an opened file, because to save it, Pillow would need the working directory, which may not exist.
         image = image.copy() if isinstance(image, ImageFile.ImageFile) else image
-        # Drop the source's comment, because Pillow would write it only if Pillow, not simplejpeg, decoded the source.
+        # Drop the source's comment. It would be written if Pillow decoded the source, but not if simplejpeg did.
         image.info = {}
         stream = io.BytesIO()
         try:

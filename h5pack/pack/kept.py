@@ -27,7 +27,7 @@ from h5pack.system.arrays import limited_stops
 from h5pack.system.text import format_bytes
 
 _MIN_CHUNKS = 256
-# Typical of photos with quality 90; only used for estimates.
+# Typical of masks, and of photos with quality 90; only used for estimates.
 _BYTES_PER_PIXEL, _BYTES_PER_MASK_PIXEL, _HEADER_BYTES = 0.25, 0.03, 700
 
 

@@ -90,7 +90,7 @@ class Output:
         self.parts = self._beside(".partial.parts")  # a folder; see `h5pack.cluster.parts`
         self.shards = self._beside(".partial.shards")  # a folder; see `h5pack.combine.convert`
         self.owner = self._beside(".partial.owner")  # see `OwnerFile`
-        # A sparse file with the pack's HDF5 metadata, which is then copied into `partial`.
+        # The HDF5 metadata in a sparse file, which is copied into `partial` or, for a virtual file, replaces it.
         self.structure = self._beside(f".partial.structure{private}")
         # The compressed copy of `partial`. It replaces `partial` when the copy is complete.
         self.compressed = self._beside(".partial.compressed")

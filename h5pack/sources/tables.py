@@ -95,7 +95,7 @@ class TableReader(SourceReader):
         return indices[np.unique(self.file_ids[indices], return_index=True)[1]]
 
     def _load(self, number: int, row_group: int) -> Any:
-        """Return the values of the images in a row group, a ``pyarrow.ChunkedArray``."""
+        """Return the image column of a row group, as a ``pyarrow.ChunkedArray``."""
         file = self.files[number]
         try:
             if self._table is None or self._table[0] != number:
