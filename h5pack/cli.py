@@ -88,7 +88,7 @@ class _Terminated(KeyboardInterrupt):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line with arguments, by default ``sys.argv[1:]``, and return the exit status.
+    """Run the command line with arguments, by default ``sys.argv[1:]``; return the exit status, or exit with it.
 
     The status is 0 for success, 1 for an error or damage, 2 for invalid arguments, 130 after SIGINT, 143 after SIGTERM.
     """

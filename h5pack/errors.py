@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class H5PackError(Exception):
-    """Base class of all exceptions that h5pack raises on purpose.
+    """Base class of h5pack's errors. Wrong indices and unknown keywords raise an IndexError or TypeError instead.
 
     Parameters
     ----------

@@ -157,7 +157,7 @@ class LoaderReader(CaseReader):
         self.decodes_once = self._loader.decodes_once
 
     def share(self, memory: list[H5Loader]) -> None:
-        """Reuse an earlier reader's batch memory, because the first write to new memory is slower than reading."""
+        """Share batch memory with earlier readers, because first writes to new memory take longer than reading rows."""
         if not any(self._loader.use_memory_of(keeper) for keeper in memory):
             memory.append(self._new_loader())
             self._loader.use_memory_of(memory[-1])

@@ -380,7 +380,7 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
 
 
 class _VirtualRows(NamedTuple):
-    """Consecutive rows of a virtual dataset (bytes, if images are encoded), and where they are stored."""
+    """Consecutive rows (single bytes of encoded images) of a virtual dataset, and where they are stored."""
 
     first: int  # first row in the virtual dataset
     length: int

@@ -238,7 +238,7 @@ class _EchoIterator(BatchIterator):
         return batch
 
     def _end_batch(self, fetched: FetchedBatch) -> None:
-        # Keep these updates together: after an interrupt, the loader's state and this state must be at the same batch.
+        # Keep these updates together: after an interrupt, `_cursor` and `_state` must be at the same batch.
         self._cursor.advance(fetched)
         self._state.batch, self._state.showing = self._state.batch + 1, 0
         self._current = None

@@ -190,7 +190,7 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
                 "another dataset, or repair that row"
             )
             raise dataset_error(file.filename, name, problem, (0,)) from error
-    # Chunks hold only references to the images' bytes, so choose chunk groups as in a contiguous dataset.
+    # Chunks of variable-length rows hold only references, so choose chunk groups as in a contiguous dataset.
     return ChunkIndex(
         name=name,
         dtype=np.dtype(np.uint8),

@@ -75,7 +75,7 @@ class NameFilter:
         return not _matches(relative, self.exclude) and (not self.include or _matches(relative, self.include))
 
     def excludes_below(self, folder: str) -> bool:
-        """Return whether the patterns exclude everything below `folder`."""
+        """Return whether one of the patterns, such as ``folder/*``, clearly excludes everything below `folder`."""
         return any(pattern.endswith("*") and fnmatchcase(f"{folder}/", pattern) for pattern in self.exclude)
 
 

@@ -55,7 +55,7 @@ _UNENCODABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 """NUL and surrogates that stand for no byte of a file name, which a `NameTable` cannot store."""
 _NOT_UINT8 = (
     "images must be uint8 (0 to 255); leave out the transform that changed them (such as ToTensor), or convert floats "
-    "in 0..1 to uint8 after (255 * image).round()"
+    "in 0..1 with (255 * image).round() to uint8"
 )
 
 
