@@ -357,7 +357,7 @@ def make_virtual(plan: Combination, output: Output, lock: OutputLock, folder: Pa
 def _write(plan: Combination, path: Path, folder: Path) -> None:
     mappings = [list(_mappings(plan, number)) for number in range(1 + len(plan.pixel_rows))]
     files = {one.file for found in mappings for one in found}
-    # Store % as %%, because HDF5 would replace %b in a name by a number.
+    # Store % as %%, because HDF5 takes %b for the number of a block.
     names = {file: os.fsencode(_relative(file, folder).replace("%", "%%")) for file in files}
     room = sum(len(names[one.file]) + _MAPPING_BYTES for found in mappings for one in found)
     room += plan.structure.metadata_bytes

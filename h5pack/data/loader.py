@@ -246,7 +246,7 @@ class H5Loader(Closeable, Resumable):
         self._reset()
 
     def _plan_memory(self, memory_bytes: int | None, prefetch_factor: int | None) -> None:
-        """Decide how many batches to prefetch, and which small fields to hold in memory."""
+        """Decide how many batches to prefetch, and which fields and decoded chunks to keep in memory."""
         default = available_memory() // 2 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
         budget = whole_number("memory_bytes", default if memory_bytes is None else memory_bytes, 0)
         minimum = self.plan.max_group_batches + 1

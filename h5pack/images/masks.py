@@ -69,7 +69,7 @@ def _dtype(image: Image.Image) -> str:
 
 
 def mask_numbers(image: Image.Image) -> npt.NDArray[Any]:
-    """Return the numbers of an open mask, uint8 or int32 (h, w); raise RejectedImageError if they are not integers."""
+    """Return an open mask as uint8 or int32 (h, w); raise RejectedImageError unless each pixel is one integer."""
     return np.asarray(image).astype(_dtype(image), copy=False)
 
 

@@ -433,7 +433,7 @@ def interval_evidence(layers: list[Any], report: FeedReport, transform_seconds: 
         library_reason=library_reason,
         full_shuffle=any(map(_is_full, with_samplers(loader))),
         stall_fraction=report.stall_fraction,
-        wait_fraction=report.wait_seconds / max(report.stall_seconds, 1e-9),
+        wait_fraction=min(1.0, report.wait_seconds / max(report.stall_seconds, 1e-9)),
         transform_wait_fraction=None if transform_seconds is None else transform_seconds / wait_seconds,
         cpus_used=None if percent is None else percent / 100,
     )

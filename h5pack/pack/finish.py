@@ -274,7 +274,7 @@ def shards_of(file: Path, out: Path) -> set[Path]:
             images = opened.get(schema.IMAGES, opened.get(schema.ENCODED_DATA))
             if "shard_bytes" not in stored_options(opened) or images is None or not images.is_virtual:
                 return set()
-            # Names are stored with %% instead of %, because HDF5 would replace %b by a number.
+            # Names are stored with %% instead of %, because HDF5 takes %b for the number of a block.
             names = {source.file_name.replace("%%", "%") for source in images.virtual_sources()}
     except (OSError, RuntimeError, KeyError, ValueError):
         # There is no file, or one that HDF5 cannot read.

@@ -50,7 +50,7 @@ class RowCounts(Protocol):
     def rows(self) -> int: ...
 
     def stored_rows(self, rows: int) -> int:
-        """Return the length of axis 0 of the images dataset if it holds the first `rows` rows."""
+        """Return the length of axis 0 of the images dataset with the first `rows` rows."""
 
 
 class Unfinished:

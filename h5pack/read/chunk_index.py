@@ -99,7 +99,7 @@ class ChunkIndex:
 
     @property
     def decoding_bytes(self) -> int:
-        """Memory in bytes that is needed to read and decode one chunk; 0 if no chunk must be decoded."""
+        """Memory in bytes that reading and decoding one chunk needs at most; 0 if h5pack itself decodes no chunk."""
         if self.codec is None:
             return 0
         # Three buffers: the stored chunk, the decoded chunk, and the rows joined from several chunks.

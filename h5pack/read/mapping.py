@@ -323,7 +323,7 @@ class MappedDataset:
         return self.mapping.ready(*self._extents(first, last))
 
     def load(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Like `ready`, but first load the rows from the disk if that is suitable; see `FileMapping.load`."""
+        """Like `ready`, but first load the rows from the disk; False if that is unsuitable (`FileMapping.load`)."""
         return self.mapping.load(*self._extents(first, last))
 
     def _extents(

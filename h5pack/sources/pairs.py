@@ -73,8 +73,8 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
         pixel_fields=tuple(PixelField(name, schema.MASK, table) for name, table in zip(fields, masks, strict=True)),
         rejects=tuple(rejects),
         ignored=dict(+ignored),
-        # Say so only if roles are folders, not endings as in "train_masks/a.png" and "a_mask.png".
-        about=about if f"{images}/" in "".join(names[:1]) else "",
+        # Leave it out if the roles are not names of folders, but endings as in "train_masks/a.png" and "a_mask.png".
+        about=about if any(f"/{images}/" in f"/{name}" for name in names[:1]) else "",
     )
 
 

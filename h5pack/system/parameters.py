@@ -70,7 +70,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     try:
         found = (value,) if isinstance(value, str) else tuple(value)
     except TypeError:
-        # Scalars of NumPy and tensors without axes are Iterable, too, but iterating over them fails.
+        # Arrays and tensors without axes are Iterable, too, but iterating over them fails.
         found = (None,)
     if isinstance(value, dict) or not all(isinstance(text, str) for text in found):
         raise invalid(name, value, " is not text; give a str or a list of str")

@@ -29,7 +29,7 @@ def _load_constants(constants, CHANNELS: tl.constexpr, FINE: tl.constexpr):  # t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _interleaved(column, spot, CHANNELS: tl.constexpr, VALUES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the pixel and the channel of each value of a vector, and the channel of its first value, in `column`.
+    """Return the pixel and channel of each value of a vector that begins at `column`, and its first channel.
 
     This takes one division per vector, because the compiler knows each `spot` (the index of a value in the vector).
     """
