@@ -5,7 +5,7 @@
     H5PackError
     ├── OptionsError (ValueError)            an option's value is invalid
     ├── SourceError (ValueError)             the source is missing, ambiguous or cannot be read
-    │   ├── NoImagesError                    the source has no readable image
+    │   ├── NoImagesError                    no image is selected, or none can be read
     │   └── SizesDifferError                 images differ in size although they must have the same size
     ├── RejectedImageError (ValueError)      one image cannot be packed (raised only with ``strict``)
     ├── OutputExistsError (FileExistsError)  the output, finished or unfinished, already exists
@@ -99,7 +99,7 @@ class SourceError(H5PackError, ValueError):
 
 
 class NoImagesError(SourceError):
-    """The source has no image that can be read."""
+    """No image is selected, or none can be read."""
 
 
 class SizesDifferError(SourceError):

@@ -380,7 +380,7 @@ def _make_variants(
                 late.append(label)
                 continue
             path = base.parent / f"{count}-{compression}.h5".replace(":", "-")
-            # Use one process, because starting workers takes longer than copying the rows.
+            # Use one process: with workers, these few rows take as long.
             convert(base, path, num_workers=1, order="sorted", chunk_rows=count, compression=compression, **kept)
         made.append(_variant(H5Dataset(path), label, compression))
     made.sort(key=lambda one: (settings.compression.index(one.compression), one.chunk_rows or 0))

@@ -156,8 +156,8 @@ def _existing_report(plan: Combination, output: Output) -> CombineReport:
         same = text(file.attrs.get(schema.OPTIONS, b"")) == options_text(plan.options())
         same = same and _has_rows(file, plan.tables)
     if not same:
-        problem = "exists, but has other rows; give another name, or overwrite=True without resume=True to replace it"
-        raise OutputExistsError.at(output.final, problem, "overwrite=True", "resume=True")
+        problem = "exists, but was made of other packs or rows; give another name, or overwrite=True to replace it"
+        raise OutputExistsError.at(output.final, problem, "overwrite=True")
     output.remove_leftovers()
     return CombineReport(str(output.final), plan.rows, output.final.stat().st_size, already_complete=True)
 

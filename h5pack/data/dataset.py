@@ -358,7 +358,7 @@ class H5Dataset(BatchSource):
         Raises
         ------
         DamagedRowsError
-            If rows differ from their checksums and ``check=True``, or if a text is not UTF-8.
+            If rows differ from their checksums and ``check=True``, or if a text is malformed.
         """
         images, found, placement = self.engine.indexes[self.names[0]], list[list[Any]](), None
         is_moved = any(index.kind in schema.POINT_KINDS for index in self.ragged.values())

@@ -29,7 +29,7 @@ _PERIOD = 10_000
 class MixtureSampler(BatchOrder):
     """Batch sampler that mixes several packs in fixed proportions; a DataLoader's ``batch_sampler``.
 
-    Each pack has its own shuffled order. When all rows of a pack have been used, the pack's next epoch begins. So a
+    Each pack has an order of its own. When all rows of a pack have been used, the pack's next epoch begins. So a
     small pack may be repeated several times while a large one is read once.
 
     Parameters

@@ -129,7 +129,7 @@ def _named_tuple(base: type, names: Sequence[str], members: dict[str, Any]) -> A
     # The base class comes first, because its methods replace those of tuple.
     kind = type(base.__name__, (base, collections.namedtuple(base.__name__, names)), members)
     with contextlib.suppress(AttributeError, ValueError):
-        # torchvision's transforms use torch's pytrees, which before torch 2.9 do not see tensors in such a type.
+        # torchvision's transforms use torch's pytrees, which before torch 2.8 do not see tensors in such a type.
         # Private API: torch.utils._pytree has no public counterpart for registering a container.
         pytree.register_pytree_node(kind, lambda value: (list(value), None), lambda parts, _: kind(*parts))
     return kind

@@ -1,7 +1,7 @@
 """The arithmetic of `Normalize` by torch operations: windows and flips, colors, scaling, erased boxes.
 
-On a CPU, the functions whose names end in "_on_cpu" are faster than the functions for any device. All of them, and the
-Triton kernels, give the same bits.
+On a CPU, the functions whose names end in "_on_cpu" are used, which are faster there. All functions, and the Triton
+kernels, give the same bits.
 """
 
 from __future__ import annotations
@@ -98,11 +98,13 @@ def apply_color(pixels: torch.Tensor, color: torch.Tensor) -> torch.Tensor:
 
 
 def apply_color_on_cpu(pixels: torch.Tensor, color: torch.Tensor) -> torch.Tensor:
-    """Do the same as `apply_color`, image by image: temporaries then fit in the CPU's cache. Keep the memory layout."""
+    """Do the same as `apply_color`, but in blocks, whose temporaries fit in the CPU's cache. Keep the memory layout."""
     with unfilled_memory():
         result = torch.empty_like(pixels)
-    for number in range(len(pixels)):
-        result[number] = apply_color(pixels[number : number + 1], color[:, number : number + 1])[0]
+    count = max(1, _BLOCK_VALUES // max(1, pixels.shape[1] * pixels.shape[2]))
+    for first in range(0, len(pixels), count):
+        some = slice(first, first + count)
+        result[some] = apply_color(pixels[some], color[:, some])
     return result
 
 

@@ -409,8 +409,8 @@ def _labels(catalog: Catalog, name: Callable[[str], str], lost: list[str]) -> li
     repeats = Counter(names)
     unreadable = next((word for word in names if repeats[word] > 1 or not _is_word(word)), None)
     if unreadable is not None:
-        # `h5pack convert` rejects a label column that mixes numbers and words, and reads a column of only numbers as
-        # integers, so class names that look like numbers cannot be labels. Nor can names that several classes have.
+        # `h5pack convert` reads a label column of only integers as integers, and rejects others with numbers, so class
+        # names that look like numbers cannot be labels. Nor can names that several classes have.
         lost.append(f"the names of classes (convert cannot read back the name {unreadable!r}, so labels are numbers)")
         return [ManifestColumn(name("label"), labels), ManifestColumn(name("class"), labels, names)]
     used = {names[label] for label in np.unique(labels).tolist() if label != schema.NO_LABEL}

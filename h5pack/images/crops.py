@@ -193,10 +193,8 @@ def check_image_size(crop: ResizedCrop, height: int, width: int) -> None:
     """Raise OptionsError if images of this size cannot be resized with 32-bit arithmetic, or have no pixels."""
     resized = crop.resized_size(height, width) if height and width else (0, 0)
     if not min(resized) or max(height * resized[0], width * resized[1]) > _MAX_PRODUCT:
-        raise OptionsError(
-            f"crop cannot resize images of {height} x {width} to {resized[0]} x {resized[1]} pixels; give another size",
-            parameters=("crop",),
-        )
+        what = f"to {resized[0]} x {resized[1]} pixels; give another crop" if height and width else "pixels"
+        raise OptionsError(f"crop cannot resize images of {height} x {width} {what}", parameters=("crop",))
 
 
 def _checked_range(name: str, value: Any, low: float, high: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The order of a mixture: rows of several packs in fixed proportions, each pack in a shuffled order of its own.
+"""The order of a mixture: rows of several packs in fixed proportions, each pack in an order of its own.
 
 The order of a mixture is endless, and each epoch is a section of it. A *schedule* says which pack each row comes from;
 it repeats after a *period* of rows. Each pack has a plan of its own (`OrderPlan`), whose epochs follow each other.

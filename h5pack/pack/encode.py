@@ -1,4 +1,4 @@
-"""Encoding of images that cannot be stored unchanged, before rows are written; only used with `keep`.
+"""Encoding of masks, and of images that cannot be stored unchanged, before rows are written; only used with `keep`.
 
 The offset of a row depends on the sizes of all earlier rows, so these images must be encoded first. Each worker appends
 encoded images to its own temporary file ``encoded-*.bin`` in the journal's folder, and a record of each task to its
@@ -190,7 +190,7 @@ def _encode(
 def encode_images(
     pack: UnfinishedPack, executor: Executor, num_workers: int, advance: Callable[[int], object]
 ) -> KeptPlan:
-    """Encode those of a plan's images that cannot be stored unchanged; return the plan with the sizes of all files.
+    """Encode a plan's masks, and images that cannot be stored unchanged; return the plan with the sizes of all files.
 
     The parts of an array job all submit the same tasks, even those already done, because their executor returns saved
     results. `advance` is called with the number of images already done, then with that of each finished task.

@@ -129,7 +129,7 @@ def read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: npt.NDArr
         try:
             dataset.id.read(h5py.h5s.create_simple((count, *row_shape)), space, out[first:last])
         except (OSError, RuntimeError, ValueError) as error:
-            # Only the text of HDF5's error says whether a system call failed.
+            # The text of HDF5's error says whether a system call failed.
             kind = ReadError if "file read failed" in str(error) else PackFormatError
             path, name = dataset.file.filename, dataset.name.lstrip("/")
             which = f"row {start}" if count == 1 else f"rows {start}-{start + count - 1}"
@@ -330,8 +330,8 @@ def require_filters(dataset: h5py.Dataset) -> None:
             raise dataset_error(
                 dataset.file.filename,
                 dataset.name.lstrip("/"),
-                f"has chunks that pass through filter {item.number} ({item.name or 'unnamed'}), whose decoder is "
-                "missing; run pip install hdf5plugin",
+                f"has filter {item.number} ({item.name or 'unnamed'}), whose decoder is missing; install a plugin of "
+                "HDF5 that has it, such as hdf5plugin (pip install hdf5plugin)",
             )
 
 

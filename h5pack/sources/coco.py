@@ -191,7 +191,7 @@ def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], s
     known.add(image_id)
     image = images.setdefault(image_id, _Image(name, split, image_id, size))
     if 0 in image.size:
-        # Another file of the split lists the image without its size.
+        # An earlier file of the split may lack the image's size.
         image.size = size
 
 

@@ -24,7 +24,7 @@ from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, N
 
 @dataclass
 class Listing:
-    """The selected files below a root, which is a folder or an archive, and the folders that contain them."""
+    """The selected files and the visible folders below a root, which is a folder or an archive."""
 
     root: str  # path of the folder or archive
     # The sorted names of each folder's selected files, by folder relative to the root ("" is the root). The names are

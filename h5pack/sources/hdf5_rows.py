@@ -177,7 +177,7 @@ class HDF5RowReader(SourceReader):
         return fingerprints
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        # One encoded image is enough: its fingerprint includes the files' sizes and times. Arrays are never surveyed.
+        # Check one encoded image: its fingerprint includes the sizes and times of files. Arrays are never surveyed.
         return indices[: self.form is None]
 
     def encoded(self, index: int, dataset: str | None = None) -> bytes:
@@ -191,7 +191,7 @@ class HDF5RowReader(SourceReader):
         return indices if self.rows is None else self.rows[indices]
 
     def _load(self, index: int) -> npt.NDArray[Any]:
-        """Return the row of an image. If it is the next announced image, prefetch the images announced after it."""
+        """Return the row of an image. If it is the next announced image, prefetch images announced after it."""
         count = max(1, _BATCH_BYTES // max(1, self.index.row_bytes))
         if self.index.group_rows * self.index.row_bytes > self.engine.chunks.cache.capacity and not self.index.raw:
             # The cache cannot keep such a large chunk between two reads, so read all announced rows at once.

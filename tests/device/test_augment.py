@@ -14,6 +14,7 @@ import torch
 
 from h5pack.data.draws import DRAWS, TRIES, BatchKey, random_words
 from h5pack.device.augment import GEOMETRY, Augmentation, AugmentationDraws, ColorJitter, draw_augmentation
+from h5pack.device.operations import apply_color, apply_color_on_cpu
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop
 from h5pack.order.permutation import derive_key
@@ -241,3 +242,16 @@ def test_draws_on_a_gpu_are_the_same() -> None:
     rows = torch.arange(5000) * 991
     expected = stacked(draw_augmentation(BatchKey(rows, 3, 1), 9, ALL, 218, 178))
     assert torch.equal(stacked(draw_augmentation(BatchKey(rows.cuda(), 3, 1), 9, ALL, 218, 178)).cpu(), expected)
+
+
+@pytest.mark.parametrize("planar", [False, True])
+@pytest.mark.parametrize("shape", [(0, 32, 32), (130, 32, 32), (3, 300, 250)])
+def test_colors_change_on_a_cpu_as_on_any_device(shape: tuple[int, int, int], planar: bool) -> None:
+    random = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (*shape, 3), dtype=torch.uint8, generator=random)
+    if planar:
+        pixels = pixels.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+    color = torch.randint(-40_000, 70_000, (12, len(pixels)), dtype=torch.int32, generator=random)
+    found = apply_color_on_cpu(pixels, color)
+    assert torch.equal(found, apply_color(pixels, color))
+    assert found.stride() == pixels.stride()
