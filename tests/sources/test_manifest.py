@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -95,11 +96,7 @@ def test_malformed_files_are_errors_that_name_the_line(tmp_path: Path, content: 
 @pytest.mark.parametrize("name", ["t.csv", "t.jsonl"])
 def test_storage_errors_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     path = written(tmp_path / name, "path\na.jpg\n")
-
-    def fail(self: Path, *args: object, **keywords: object) -> None:
-        raise OSError(errno.EIO, "Input/output error", str(self))
-
-    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(Path, "open", Mock(side_effect=OSError(errno.EIO, "Input/output error", str(path))))
     with pytest.raises(SourceError) as caught:
         open_source(path, SourceOptions(kind="manifest"))
     assert caught.value.path == str(path)
@@ -127,27 +124,29 @@ def test_what_is_not_an_integer_of_64_bits(cell: str) -> None:
     np.testing.assert_array_equal(integers(map(str, ends)), np.array(ends, np.int64), strict=True)
 
 
-def test_numbers_are_int64_where_all_are_integers_else_float64() -> None:
-    for cells, dtype in [(("3", "-4"), np.int64), (("3", "0.5", "1e-3", "nan"), np.float64), ((), np.int64)]:
-        result = numbers(table(*cells), "x")
-        assert result.dtype == dtype
-        assert np.array_equal(result, [float(cell) for cell in cells], equal_nan=True)
-
-
 @pytest.mark.parametrize(
     ("cells", "dtype"),
     [
-        ((2**63 - 1, -(2**63)), np.int64),
-        ((2**64 - 1, 0, 2**63 + 1), np.uint64),
+        (["3", "-4"], np.int64), (["3", "0.5", "1e-3", "nan"], np.float64), ([], np.int64),
+        ([2**63 - 1, -(2**63)], np.int64), ([2**64 - 1, 0, 2**63 + 1], np.uint64),
+        # Empty cells are NaN.
+        (["1", "", "3"], np.float64), (["1.0", "", "3.0"], np.float64),
     ],
-)
-def test_integers_of_64_bits_are_exact(cells: tuple[int, ...], dtype: type[np.integer[Any]]) -> None:
-    np.testing.assert_array_equal(numbers(table(*map(str, cells)), "x"), np.array(cells, dtype), strict=True)
+)  # fmt: skip
+def test_numbers_are_exact_integers_or_float64(cells: list[Any], dtype: Any) -> None:
+    expected = np.array([cell or "nan" for cell in map(str, cells)]).astype(dtype)
+    np.testing.assert_array_equal(numbers(table(*map(str, cells)), "x"), expected, strict=True)
 
 
-@pytest.mark.parametrize(("cells", "line"), [((1, 2**64), 3), ((2**63, -1), 2), ((2**63, -(2**63) - 1), 3)])
-def test_integers_that_fit_no_dtype_are_an_error(cells: tuple[int, ...], line: int) -> None:
-    with pytest.raises(SourceError, match=rf"line {line}: .*'x'.*{cells[line - 2]}"):
+@pytest.mark.parametrize(
+    ("cells", "line"),
+    [
+        ([1, 2**64], 3), ([2**63, -1], 2), ([2**63, -(2**63) - 1], 3),
+        *(([1, 2.5, cell, "worse"], 4) for cell in ("-", "cat", "1_0.5", "1,5")),
+    ],
+)  # fmt: skip
+def test_a_cell_that_is_not_a_number_or_fits_no_dtype_is_named(cells: list[Any], line: int) -> None:
+    with pytest.raises(SourceError, match=rf"line {line}: .*'x'.*{cells[line - 2]!r}"):
         numbers(table(*map(str, cells)), "x")
 
 
@@ -157,17 +156,6 @@ def test_integers_that_fit_no_dtype_are_an_error(cells: tuple[int, ...], line: i
 def test_a_note_tells_classes_that_join_others(tmp_path: Path, cells: str, notes: int) -> None:
     catalog = read(tmp_path / "m.tsv", "path\tlabel", *(f"{cell}.jpg\t{cell}" for cell in cells.split()))
     assert [note.parameters for note in catalog.notes] == [("label_columns",)] * notes
-
-
-def test_empty_cells_of_numbers_are_nan() -> None:
-    for cells in (["1", "", "3"], ["1.0", "", "3.0"]):
-        np.testing.assert_array_equal(numbers(table(*cells), "x"), np.array([1, np.nan, 3]), strict=True)
-
-
-@pytest.mark.parametrize("cell", ["-", "cat", "1_0.5", "1,5"])
-def test_a_cell_that_is_not_a_number_is_named(cell: str) -> None:
-    with pytest.raises(SourceError, match=rf"line 4: .*'{cell}'"):
-        numbers(table("1", "2.5", cell, "worse"), "x")
 
 
 def test_label_tables_hold_small_integers() -> None:
@@ -181,16 +169,10 @@ def test_label_tables_hold_small_integers() -> None:
 @pytest.mark.parametrize(
     ("cells", "line"),
     [
-        (["0", "256"], 3),
-        (["-1", "2"], 2),
-        (["-2"], 2),
-        (["1", "0.5"], 3),
-        (["1", "0", ""], 4),
-        (["1_0"], 2),
-        (["-1", "x"], 3),
-        (["0", "-1", "1"], 3),
+        (["0", "256"], 3), (["-1", "2"], 2), (["-2"], 2), (["1", "0.5"], 3), (["1", "0", ""], 4), (["1_0"], 2),
+        (["-1", "x"], 3), (["0", "-1", "1"], 3),
     ],
-)
+)  # fmt: skip
 def test_a_cell_outside_a_label_table_is_named(cells: list[str], line: int) -> None:
     with pytest.raises(SourceError, match=rf"line {line}: .*'{cells[line - 2]}'") as caught:
         binary_table(table(*cells), ["x"], "; pack them with text_columns or field_columns")
@@ -208,7 +190,6 @@ def labelled(path: Path, *cells: str) -> Catalog:
 
 
 def labels_of(catalog: Catalog, dtype: type = np.int64) -> list[object]:
-    assert catalog.labels is not None
     assert catalog.labels.dtype == dtype
     return catalog.labels.tolist()
 
@@ -273,14 +254,12 @@ def test_paths_are_relative_to_the_manifest_or_the_root_or_absolute(tmp_path: Pa
 @pytest.mark.parametrize(
     ("cells", "names", "labels"),
     [
-        (["7", "-3", "007", "+2"], None, [7, -3, 7, 2]),
-        (["7", "", "3"], None, [7, -1, 3]),
-        (["", ""], None, [-1, -1]),
-        (["dog", "", "cat", "dog", "Zebra"], ("Zebra", "cat", "dog"), [2, -1, 1, 2, 0]),
+        (["7", "-3", "007", "+2"], None, [7, -3, 7, 2]), (["7", "", "3"], None, [7, -1, 3]),
+        (["", ""], None, [-1, -1]), (["dog", "", "cat", "dog", "Zebra"], ("Zebra", "cat", "dog"), [2, -1, 1, 2, 0]),
         (["1_0", "1_1", "0_1"], ("0_1", "1_0", "1_1"), [1, 2, 0]),
         (["1a", "雪", "a b"], ("1a", "a b", "雪"), [0, 2, 1]),
     ],
-)
+)  # fmt: skip
 def test_labels_are_integers_or_names(
     tmp_path: Path, cells: list[str], names: tuple[str, ...] | None, labels: list[int]
 ) -> None:
@@ -314,9 +293,7 @@ def test_columns_that_are_not_packed_are_named(tmp_path: Path) -> None:
         ("{}", 10, 10, True), ("{}", 10, 3, True), ("{}", 10, 2, False), ("{}", 9, 9, False),
     ],
 )  # fmt: skip
-def test_hardly_fewer_classes_than_images_are_worth_a_note(
-    tmp_path: Path, name: str, images: int, classes: int, noted: bool
-) -> None:
+def test_a_note_on_classes_of_few_images(tmp_path: Path, name: str, images: int, classes: int, noted: bool) -> None:
     lines = [f"{number}.jpg,{name.format(number % classes)}" for number in range(images)]
     notes = read(tmp_path / "m.csv", "path,label", *lines).notes
     assert [note.parameters for note in notes] == [("field_columns", "label_columns")] * noted
@@ -393,12 +370,9 @@ def jsonl(path: Path, *records: object) -> Path:
 @pytest.mark.parametrize("cell", ["\ud83d.jpg", "a\0.jpg"])
 def test_a_text_of_json_that_is_not_a_path_is_an_error(tmp_path: Path, cell: str) -> None:
     for record in ({"path": cell, "mask": "1.png"}, {"path": "1.jpg", "mask": cell}):
+        path = jsonl(tmp_path / "m.jsonl", {"path": "0.jpg", "mask": ""}, record)
         with pytest.raises(SourceError, match="line 2: "):
-            manifest(
-                jsonl(tmp_path / "m.jsonl", {"path": "0.jpg", "mask": ""}, record),
-                ManifestColumns(masks=("mask",)),
-                NameFilter(),
-            )
+            manifest(path, ManifestColumns(masks=("mask",)), NameFilter())
 
 
 def test_undecodable_bytes_of_a_path_are_kept_as_surrogates(tmp_path: Path) -> None:
@@ -457,20 +431,10 @@ def test_cells_of_csv_hold_lists_as_json_and_texts_as_they_are(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "cell"),
     [
-        ("list", [1, [2]]),
-        ("list", "x"),
-        ("list", {"a": 1}),
-        ("n", "x"),
-        ("text", {}),
-        ("text", "a\0b"),
-        ("texts", "no list"),
-        ("box", [1, 2, 3, 4]),
-        ("box", 7),
-        ("point", [[1]]),
-        ("label", ["cat"]),
-        ("split", {}),
+        ("list", [1, [2]]), ("list", "x"), ("list", {"a": 1}), ("n", "x"), ("text", {}), ("text", "a\0b"),
+        ("texts", "no list"), ("box", [1, 2, 3, 4]), ("box", 7), ("point", [[1]]), ("label", ["cat"]), ("split", {}),
     ],
-)
+)  # fmt: skip
 def test_a_value_that_does_not_fit_its_column_names_the_line(tmp_path: Path, name: str, cell: object) -> None:
     first = {"path": "a", "n": 1, "list": [1], "text": "a", "texts": ["b"], "box": [[1, 2, 3, 4]], "point": [[1, 2]]}
     path = jsonl(tmp_path / "m.jsonl", {**first, "label": "x", "split": "all"}, {**first, "path": "b", name: cell})
@@ -488,15 +452,11 @@ def test_boxes_with_a_width_are_asked_for_their_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (b'{"path": "a"}\n[1]\n', " line 2: "),
-        (b'{"path": "a"}\n\n{"path"\n', " line 3: "),
-        (b"[" * 100_000, " line 1: "),
-        (b'{"path": "\xff"}', ""),
-        (b"", ""),
-        (b'{"name": "a"}', ""),
+        (b'{"path": "a"}\n[1]\n', " line 2: "), (b'{"path": "a"}\n\n{"path"\n', " line 3: "),
+        (b"[" * 100_000, " line 1: "), (b'{"path": "\xff"}', ""), (b"", ""), (b'{"name": "a"}', ""),
         (b'{"path": "a"}\n{}\n', " line 2: "),
     ],
-)
+)  # fmt: skip
 def test_lines_that_are_no_json_objects_are_errors(tmp_path: Path, content: bytes, line: str) -> None:
     with pytest.raises(SourceError, match=re.escape(f"m.jsonl{line}")):
         manifest(written(tmp_path / "m.jsonl", content), ManifestColumns(), NameFilter())
@@ -516,7 +476,6 @@ def test_images_are_looked_up_below_the_root_by_the_ends_of_their_paths(tmp_path
     names = ["1.x", "deep/2.PNG", "c/3", f"{tmp_path.name}/c/d/5", "4", "2", "6.jpg", "x/1.x.jpg"]
     path = written(tmp_path / "t.csv", "\n".join(["path,label", *(f"{name},{row}" for row, name in enumerate(names))]))
     catalog = manifest(path, ManifestColumns(), NameFilter())
-    assert catalog.labels is not None
     found = ["a/1.x.jpg", "b/deep/2.PNG", "c/3.jpg", "c/d/5.tif", "4", "b/deep/2.PNG", "6.jpg", "x/1.x.jpg"]
     assert (list(catalog.names), catalog.labels.tolist()) == (found, list(range(8)))
     below = manifest(path, ManifestColumns(root=str(tmp_path / "c")), NameFilter())
