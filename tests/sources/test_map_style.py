@@ -118,15 +118,10 @@ LABELS: list[Any] = [
 @pytest.mark.parametrize(
     "dataset",
     [
-        *([(image, 3)] for image in IMAGES),
-        *([(COLOUR, label)] for label in LABELS),
-        [()],
-        [{}],
-        [{"img": COLOUR}],
-        Failing(),
-        Lines(),
+        *([(image, 3)] for image in IMAGES), *([(COLOUR, label)] for label in LABELS), [()], [{}], [{"img": COLOUR}],
+        Failing(), Lines(),
     ],
-)
+)  # fmt: skip
 def test_other_samples_are_rejected_with_a_reason(dataset: Any) -> None:
     with pytest.raises(RejectedImageError) as caught:
         MapStyleReader(dataset).sample(0)
@@ -250,15 +245,12 @@ def test_subsets_and_concatenations_keep_names_and_classes() -> None:
 @pytest.mark.parametrize(
     ("labels", "classes", "kept"),
     [
-        (np.array([0, -1, 2]), ("x", "y", "z"), ("x", "y", "z")),
-        (np.array([0, 3]), ("x", "y", "z"), None),
-        (np.array([-2, 0]), ("x", "y", "z"), None),
-        (np.zeros((2, 3), np.uint8), ("x", "y", "z"), ("x", "y", "z")),
-        (np.zeros((2, 2), np.uint8), ("x", "y", "z"), ("label_0", "label_1")),
-        (None, ("x", "y", "z"), None),
+        (np.array([0, -1, 2]), ("x", "y", "z"), ("x", "y", "z")), (np.array([0, 3]), ("x", "y", "z"), None),
+        (np.array([-2, 0]), ("x", "y", "z"), None), (np.zeros((2, 3), np.uint8), ("x", "y", "z"), ("x", "y", "z")),
+        (np.zeros((2, 2), np.uint8), ("x", "y", "z"), ("label_0", "label_1")), (None, ("x", "y", "z"), None),
         (np.array([7]), None, None),
     ],
-)
+)  # fmt: skip
 def test_names_of_classes_must_fit_the_labels(labels: Any, classes: Any, kept: tuple[str, ...] | None) -> None:
     catalog = with_labels(map_style_catalog(Folder(NAMES, classes=classes)), labels, [])
     assert catalog.label_names == kept
@@ -287,7 +279,6 @@ def test_packs_keep_names_classes_and_splits_through_wrappers(tmp_path: Path) ->
         packed = h5pack.H5Dataset(out)
         assert packed.classes == ("x", "y")
         assert {name: len(rows) for name, rows in packed.splits.items()} == splits
-        assert packed.filenames is not None
         for row, name in enumerate(packed.filenames):
             split, label, _ = name.split("/")
             assert row in packed.splits[split]
