@@ -135,18 +135,14 @@ def test_without_images_or_attributes_it_is_not_celeba(tmp_path: Path, lacking: 
     ("file", "content", "line"),
     [
         ("list_attr_celeba.txt", "1\nA B\n000001.jpg 1\n", 3),
-        ("list_attr_celeba.txt", "1\nA\n000001.jpg 1\n000002.jpg x\n", 4),
-        ("list_attr_celeba.txt", "", None),
-        ("list_attr_celeba.txt", "0\n\n", None),
-        ("list_eval_partition.txt", "000001.jpg 0\n000002.jpg 3\n", 2),
+        ("list_attr_celeba.txt", "1\nA\n000001.jpg 1\n000002.jpg x\n", 4), ("list_attr_celeba.txt", "", None),
+        ("list_attr_celeba.txt", "0\n\n", None), ("list_eval_partition.txt", "000001.jpg 0\n000002.jpg 3\n", 2),
         ("list_eval_partition.txt", "000001.jpg -1\n", 1),
-        ("list_eval_partition.txt", "000001.jpg 0\n\n000002.jpg a\n", 3),
-        ("identity_CelebA.txt", "000001.jpg\n", 1),
-        ("identity_CelebA.txt", "000001.jpg 1.5\n", 1),
-        ("identity_CelebA.txt", "000001.jpg 1\n000001.jpg 2\n", 1),
+        ("list_eval_partition.txt", "000001.jpg 0\n\n000002.jpg a\n", 3), ("identity_CelebA.txt", "000001.jpg\n", 1),
+        ("identity_CelebA.txt", "000001.jpg 1.5\n", 1), ("identity_CelebA.txt", "000001.jpg 1\n000001.jpg 2\n", 1),
         ("identity_CelebA.csv", "image_id\n000001.jpg\n", None),
     ],
-)
+)  # fmt: skip
 def test_malformed_tables_name_file_and_line(tmp_path: Path, file: str, content: str, line: int | None) -> None:
     spaced(tmp_path)
     (tmp_path / file).with_suffix(".txt").unlink()
