@@ -69,7 +69,6 @@ def test_a_size_that_only_one_file_of_a_split_gives_is_used(tmp_path: Path) -> N
     write(tmp_path / "annotations" / "instances_train2017.json", [image(0)], [box(0, [50, 50, 4, 4])])
     catalog = open_source(tmp_path, SourceOptions())
     assert [row.tolist() for row in catalog.fields["boxes"].values()] == [[]]  # type: ignore[union-attr]
-    assert catalog.annotated_sizes is not None
     assert catalog.annotated_sizes.tolist() == [[30, 40]]
 
 
@@ -115,7 +114,6 @@ def test_categories_without_boxes_are_the_labels_of_images(tmp_path: Path) -> No
     annotations = [{"id": 1, "image_id": 100 + number, "category_id": 7 * number} for number in (1, 1)]
     path = write(tmp_path / "train.json", [image(0), image(1), image(2)], annotations)
     catalog = open_source(path, SourceOptions())
-    assert catalog.labels is not None
     assert (catalog.labels.tolist(), catalog.label_names, list(catalog.fields)) == (
         [-1, 1, -1], ("cat", "dog", "car"), ["image_ids"],
     )  # fmt: skip
