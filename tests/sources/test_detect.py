@@ -34,18 +34,14 @@ def test_a_folder_without_permission_is_named(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("names", "kind"),
     [
-        (["1.jpg"], "flat"),
-        (["1.jpg", "empty/notes.txt"], "flat"),
-        (["cat/1.jpg", "dog/1.jpg"], "classes"),
-        (["cat/deep/1.jpg"], "classes"),
-        (["cat/1.jpg", "train/notes.txt"], "classes"),
-        (["train/cat/1.jpg", "test/cat/1.jpg"], "splits"),
-        (["Train/1.jpg"], "splits"),
+        (["1.jpg"], "flat"), (["1.jpg", "empty/notes.txt"], "flat"), (["cat/1.jpg", "dog/1.jpg"], "classes"),
+        (["cat/deep/1.jpg"], "classes"), (["cat/1.jpg", "train/notes.txt"], "classes"),
+        (["train/cat/1.jpg", "test/cat/1.jpg"], "splits"), (["Train/1.jpg"], "splits"),
         (["train/cat/1.jpg", "docs/readme.txt"], "splits"),
         (["train/cat/1.jpg", ".cache/1.jpg", "__MACOSX/train/1.jpg"], "splits"),
         (["img_align_celeba/1.jpg"], "classes"),
     ],
-)
+)  # fmt: skip
 def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path, names: list[str], kind: str) -> None:
     assert kind_of(touch(tmp_path, *names)) == kind
 
@@ -181,10 +177,8 @@ def test_a_note_names_tables_beside_images_without_labels(tmp_path: Path) -> Non
     (note,) = open_source(tmp_path, SourceOptions()).notes
     assert [name in note.text for name in ("labels.csv", "train/a.json", "b.json")] == [True, True, False]
     assert len(open_source(tar_file(tmp_path.with_suffix(".tar"), tmp_path), SourceOptions()).notes) == 1
-    masks = tar_file(
-        tmp_path.with_suffix(".pairs"), touch(tmp_path / "p", "images/1.jpg", "masks/1.png", "masks/1.json")
-    )
-    assert open_source(masks, SourceOptions("pairs")).notes == ()
+    pairs = touch(tmp_path / "p", "images/1.jpg", "masks/1.png", "masks/1.json")
+    assert open_source(tar_file(tmp_path.with_suffix(".pairs"), pairs), SourceOptions("pairs")).notes == ()
     shutil.rmtree(tmp_path / "p")
     touch(tmp_path, *(f"{number}.json" for number in range(100)))
     assert "a.json" not in open_source(tmp_path, SourceOptions()).notes[0].text
@@ -231,9 +225,7 @@ def test_what_is_not_a_source_is_an_error(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "hdf5", "flat"])
-def test_a_source_on_a_disk_that_fails_is_not_called_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None
-) -> None:
+def test_a_failing_disk_is_no_missing_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None) -> None:
     monkeypatch.setattr(os, "stat", Mock(side_effect=OSError(errno.EIO, "failed", str(tmp_path))))
     with pytest.raises(SourceError, match="failed") as caught:
         open_source(tmp_path, SourceOptions(kind))
