@@ -105,13 +105,8 @@ def test_loops_of_links_end_and_are_counted(tmp_path: Path) -> None:
 
 
 def test_skipped_files_are_counted_by_category(tmp_path: Path) -> None:
-    touch(
-        tmp_path,
-        *("1.jpg", "2.JPEG", "3.Png", "a/4.tiff"),
-        *(".hidden.jpg", "a/.DS_Store", ".jpg"),
-        *("notes.txt", "a/more.TXT", "README", "archive.tar.gz"),
-        *(".git/x.jpg", "a/.thumbs/y.jpg", "__MACOSX/z.jpg"),
-    )
+    touch(tmp_path, "1.jpg", "2.JPEG", "3.Png", "a/4.tiff", ".hidden.jpg", "a/.DS_Store", ".jpg", "notes.txt")
+    touch(tmp_path, "a/more.TXT", "README", "archive.tar.gz", ".git/x.jpg", "a/.thumbs/y.jpg", "__MACOSX/z.jpg")
     result = walk(str(tmp_path), EVERYTHING)
     assert list(result.below("")) == ["1.jpg", "2.JPEG", "3.Png", "a/4.tiff"]
     files = {".txt files": 2, "no suffix files": 1, ".gz files": 1}
@@ -121,17 +116,12 @@ def test_skipped_files_are_counted_by_category(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("include", "exclude", "kept"),
     [
-        ("", "*.PNG", "1.jpg 2.png a/1.jpg a/b/3.jpg"),
-        ("*.jpg", "", "1.jpg a/1.jpg a/b/3.jpg"),
-        ("1.jpg", "", "1.jpg a/1.jpg"),
-        ("a/*", "", "a/1.jpg a/x.dat a/b/3.jpg"),
-        ("*.dat 2.*", "", "2.png a/x.dat"),
-        ("[12].*", "a/*", "1.jpg 2.png"),
-        ("", "a/b/*", "1.jpg 2.png a/1.jpg"),
-        ("", "1.jpg", "2.png a/b/3.jpg"),
+        ("", "*.PNG", "1.jpg 2.png a/1.jpg a/b/3.jpg"), ("*.jpg", "", "1.jpg a/1.jpg a/b/3.jpg"),
+        ("1.jpg", "", "1.jpg a/1.jpg"), ("a/*", "", "a/1.jpg a/x.dat a/b/3.jpg"), ("*.dat 2.*", "", "2.png a/x.dat"),
+        ("[12].*", "a/*", "1.jpg 2.png"), ("", "a/b/*", "1.jpg 2.png a/1.jpg"), ("", "1.jpg", "2.png a/b/3.jpg"),
         ("*.jpg", "*", ""),
     ],
-)
+)  # fmt: skip
 def test_include_and_exclude(tmp_path: Path, include: str, exclude: str, kept: str) -> None:
     touch(tmp_path, "1.jpg", "2.png", "a/1.jpg", "a/b/3.jpg", "a/x.dat")
     result = walk(str(tmp_path), NameFilter(tuple(include.split()), tuple(exclude.split())))
@@ -197,7 +187,6 @@ def test_classes_are_the_top_folders_sorted(tmp_path: Path) -> None:
     assert catalog.label_names == ("B", "a", "a-b", "a0", "b", "c", "link", "雪")
     labels = (0, 1, 1, 2, 3, 4, 6, 7)
     assert rows(catalog) == [(name, "all", label) for name, label in zip(names, labels, strict=True)]
-    assert catalog.labels is not None
     assert (catalog.labels.dtype, catalog.split_ids.dtype) == (np.int64, np.int32)
 
 
@@ -249,10 +238,7 @@ def test_a_split_of_images_alone_has_no_labels(tmp_path: Path) -> None:
 
 def test_a_splits_only_folder_of_images_is_no_class(tmp_path: Path) -> None:
     root = touch(tmp_path, "train/cat/images/1.jpg", "train/dog/images/1.jpg", "val/Images/1.jpg", "val/Images/a/2.jpg")
-    assert [(name, label) for name, split, label in rows(splits(root)) if split == "val"] == [
-        ("val/Images/1.jpg", -1),
-        ("val/Images/a/2.jpg", -1),
-    ]
+    assert [label for _, split, label in rows(splits(root)) if split == "val"] == [-1, -1]
     assert splits(root).label_names == ("cat", "dog")
     without = splits(root, "train/dog/*", "train/cat/*")
     assert (without.labels, without.label_names, len(without)) == (None, None, 2)
