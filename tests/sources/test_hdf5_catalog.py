@@ -79,9 +79,7 @@ def test_a_note_says_that_matlab_exchanged_height_and_width(tmp_path: Path) -> N
         (np.zeros((ROWS, 2, 10, 12), np.uint8), {}, 1),
     ],
 )
-def test_notes_on_rows_that_become_dark_and_on_channels_left_out(
-    tmp_path: Path, images: Any, options: dict[str, Any], notes: int
-) -> None:
+def test_notes_on_dark_rows_and_lost_channels(tmp_path: Path, images: Any, options: dict[str, Any], notes: int) -> None:
     assert len(catalog(write(tmp_path / "f.h5", images=images), **options).notes) == notes
 
 
@@ -155,9 +153,7 @@ def test_datasets_that_are_not_packed_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "parameter"), [({"labels": "y"}, "labels=NAME"), ({"fields": ["y"]}, "fields=[NAME]")]
 )
-def test_the_only_dataset_with_the_end_of_a_given_name_is_suggested(
-    tmp_path: Path, given: dict[str, Any], parameter: str
-) -> None:
+def test_the_only_dataset_that_ends_alike_is_suggested(tmp_path: Path, given: dict[str, Any], parameter: str) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"], file["study/y"] = np.zeros((4, 8, 8, 3), np.uint8), np.arange(4)
     with pytest.raises(PackFormatError) as caught:
