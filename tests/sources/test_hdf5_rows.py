@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -28,20 +29,13 @@ def reader(path: Path, name: str = "x") -> HDF5RowReader:
 @pytest.mark.parametrize(
     ("stored", "value_range"),
     [
-        (SEEN, None),
-        (SEEN.astype(np.float32) / np.float32(255), None),
-        ((SEEN / 255).astype(">f8"), None),
-        (SEEN.astype(np.uint16) * 256 + 255, None),
-        (SEEN.astype(">u2") << 8, None),
-        (SEEN.astype(np.int64), None),
-        (SEEN.astype(np.uint32), None),
-        (SEEN.astype(np.int16), None),
-        (SEEN.astype(np.float32), (0, 255)),
-        (SEEN.astype(np.float64) / 127.5 - 1, (-1, 1)),
-        (SEEN.astype(np.uint16) * 16 + 7, (0, 4095)),
+        (SEEN, None), (SEEN.astype(np.float32) / np.float32(255), None), ((SEEN / 255).astype(">f8"), None),
+        (SEEN.astype(np.uint16) * 256 + 255, None), (SEEN.astype(">u2") << 8, None), (SEEN.astype(np.int64), None),
+        (SEEN.astype(np.uint32), None), (SEEN.astype(np.int16), None), (SEEN.astype(np.float32), (0, 255)),
+        (SEEN.astype(np.float64) / 127.5 - 1, (-1, 1)), (SEEN.astype(np.uint16) * 16 + 7, (0, 4095)),
         (SEEN.astype(np.int16) - 128, (-128, 127)),
     ],
-)
+)  # fmt: skip
 def test_numbers_become_the_pixels_they_stand_for(stored: npt.NDArray[Any], value_range: Any) -> None:
     found = PixelForm("last", value_range).pixels(stored)
     assert found.dtype == np.uint8
@@ -57,8 +51,7 @@ def test_half_precision_and_truth_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype"),
-    [(1.001, "f4"), (-0.001, "f8"), (np.nan, "f4"), (np.inf, "f4"), (256, "i4"), (-1, "i1")],
+    ("value", "dtype"), [(1.001, "f4"), (-0.001, "f8"), (np.nan, "f4"), (np.inf, "f4"), (256, "i4"), (-1, "i1")]
 )
 def test_numbers_outside_the_range_are_refused(value: float, dtype: Any) -> None:
     row = np.zeros((4, 5), dtype)
@@ -104,9 +97,7 @@ def test_rows_of_a_chunk_form_a_group(file: Path) -> None:
     st.sampled_from(["x", "gzip", "cut", "tiny"]),
     st.integers(1, 5_000),
 )
-def test_reading_ahead_gives_the_same_rows(
-    file: Path, coming: list[int], others: list[int], name: str, batch_bytes: int
-) -> None:
+def test_reading_ahead_is_exact(file: Path, coming: list[int], others: list[int], name: str, batch_bytes: int) -> None:
     with h5py.File(file) as opened:
         expected = opened[name][()]
     made = reader(file, name)
@@ -191,18 +182,10 @@ def test_read_errors_reject_the_row_or_stop_the_conversion(
         made.create_dataset("x", data=np.zeros((9, 12, 10, 3), np.uint8), chunks=(9, 12, 10, 3), scaleoffset=0)
     found = reader(tmp_path / "f.h5")
     assert np.array_equal(found.read(2, ""), np.zeros((12, 10, 3)))  # type: ignore[arg-type]
-
-    def failing(*arguments: Any) -> int:
-        raise failure
-
-    monkeypatch.setattr(found.engine.reader, "read", failing)
+    monkeypatch.setattr(found.engine.reader, "read", Mock(side_effect=failure))
     with pytest.raises(error):
         found.read(2, "")
-
-    def unopened(name: str) -> None:
-        raise PackFormatError("too many open files")
-
-    monkeypatch.setattr(found.engine.reader, "open", unopened)
+    monkeypatch.setattr(found.engine.reader, "open", Mock(side_effect=PackFormatError("too many open files")))
     with pytest.raises(SourceError) as caught:
         found.read(2, "")
     assert caught.value.parameters == ("resume=True",)
