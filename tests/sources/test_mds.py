@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -21,13 +22,8 @@ from tests.read.encoded_files import encode
 COLUMNS = {"caption": "str", "image": "jpeg", "label": "int", "score": "float32"}
 FIXED = {"int": 8, "float32": 4}
 SAMPLES = [
-    {
-        "caption": f"text {number} é",
-        "image": encode(pixels(number, (20 + number, 14))),
-        "label": number % 3,
-        "score": number / 4,
-    }
-    for number in range(11)
+    {"caption": f"text {n} é", "image": encode(pixels(n, (20 + n, 14))), "label": n % 3, "score": n / 4}
+    for n in range(11)
 ]
 
 
@@ -56,20 +52,12 @@ def write_mds(
         name = f"shard.{first // per_shard:05d}.mds"
         head = np.array([len(part)], "<u4").tobytes() + offsets.tobytes() + between
         (folder / name).write_bytes(head + b"".join(rows))
-        described.append(
-            {
-                "column_encodings": list(columns.values()),
-                "column_names": list(columns),
-                "column_sizes": [FIXED.get(encoding) for encoding in columns.values()],
-                "compression": None,
-                "format": "mds",
-                "hashes": [],
-                "raw_data": {"basename": name, "bytes": 0, "hashes": {}},
-                "samples": len(part),
-                "version": 2,
-                "zip_data": None,
-            }
-        )
+        described.append({
+            "column_encodings": list(columns.values()), "column_names": list(columns),
+            "column_sizes": [FIXED.get(encoding) for encoding in columns.values()], "compression": None,
+            "format": "mds", "hashes": [], "raw_data": {"basename": name, "bytes": 0, "hashes": {}},
+            "samples": len(part), "version": 2, "zip_data": None,
+        })  # fmt: skip
     (folder / "index.json").write_text(json.dumps({"shards": described, "version": 2}))
     return folder
 
@@ -81,10 +69,8 @@ def test_shards_become_the_same_images_labels_and_fields(tmp_path: Path) -> None
     dataset = h5pack.H5Dataset(tmp_path / "k.h5", fields=["score"])
     assert dataset.splits == {"train": range(7), "val": range(7, 11)}
     assert dataset.engine.read_bytes(dataset.names[0], np.arange(11)) == [sample["image"] for sample in SAMPLES]
-    assert dataset.targets is not None
     assert dataset.targets.tolist() == [sample["label"] for sample in SAMPLES]
     assert [float(sample.score) for sample in dataset[:]] == [sample["score"] for sample in SAMPLES]
-    assert dataset.filenames is not None
     assert (dataset.filenames[6], dataset.filenames[7]) == ("train/shard.00001/00000002", "val/shard.00000/00000000")
 
 
@@ -174,9 +160,7 @@ def test_damaged_shards_are_one_error(tmp_path: Path, damage: Callable[[Path], N
         ({"image": "jpeg"}, {"path_column": "label"}),
     ],
 )
-def test_a_column_of_images_that_is_missing_or_unclear_is_refused(
-    tmp_path: Path, columns: dict[str, str], options: dict[str, Any]
-) -> None:
+def test_unclear_image_columns_are_refused(tmp_path: Path, columns: dict[str, str], options: dict[str, Any]) -> None:
     sample = {name: 1 if encoding == "int" else b"x" for name, encoding in columns.items()}
     write_mds(tmp_path / "m", [sample], columns)
     with pytest.raises(SourceError):
@@ -185,10 +169,7 @@ def test_a_column_of_images_that_is_missing_or_unclear_is_refused(
 
 def test_a_folder_that_cannot_be_listed_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class_folders(tmp_path / "c", {"cat": 2})
-
-    def refuse(folder: object) -> None:
-        raise PermissionError(13, "Permission denied", str(folder))
-
+    refuse = Mock(side_effect=PermissionError(13, "Permission denied", "c"))
     monkeypatch.setattr(Path, "iterdir", refuse)
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(SourceError):
