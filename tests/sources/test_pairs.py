@@ -35,10 +35,7 @@ from tests.sources.test_folders import touch
         ),
         (
             ["images/1.jpg", "images/1-2.jpg", "gt/1-m.png", "gt/1-2-m.png", "edges/1.png", "edges/1-2.png"],
-            {
-                "edges": {"1-2.jpg": "1-2.png", "1.jpg": "1.png"},
-                "gt": {"1-2.jpg": "1-2-m.png", "1.jpg": "1-m.png"},
-            },
+            {"edges": {"1-2.jpg": "1-2.png", "1.jpg": "1.png"}, "gt": {"1-2.jpg": "1-2-m.png", "1.jpg": "1-m.png"}},
         ),
         (["images/1.jpg", "masks/1_mask.png"], {"masks": {"1.jpg": "1_mask.png"}}),
         (["drawings/1.jpg", "masks/1.png"], {"masks": {"1.jpg": "1.png"}}),
@@ -128,16 +125,11 @@ def test_what_is_no_pair_is_counted_or_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ["images/1.jpg"],
-        ["masks/1.jpg"],
-        ["a/1.jpg", "b/1.png"],
-        ["images/1.jpg", "photos/1.jpg", "masks/1.png"],
-        ["images/1.jpg", "x/1.jpg", "y/1.png"],
-        ["images/1.jpg", "masks/2.png"],
-        ["images/1.jpg", "images/2.jpg", "masks/1_mask.png", "masks/1_edge.png"],
-        ["1.jpg"],
+        ["images/1.jpg"], ["masks/1.jpg"], ["a/1.jpg", "b/1.png"], ["images/1.jpg", "photos/1.jpg", "masks/1.png"],
+        ["images/1.jpg", "x/1.jpg", "y/1.png"], ["images/1.jpg", "masks/2.png"],
+        ["images/1.jpg", "images/2.jpg", "masks/1_mask.png", "masks/1_edge.png"], ["1.jpg"],
     ],
-)
+)  # fmt: skip
 def test_folders_that_are_no_pairs_are_an_error(tmp_path: Path, names: list[str]) -> None:
     with pytest.raises(SourceError) as caught:
         open_source(touch(tmp_path, *names), SourceOptions("pairs"))
