@@ -34,10 +34,8 @@ def shard(path: Path, members: Mapping[str, bytes | str | dict[str, object]]) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for name, content in members.items():
-            data = (
-                content if isinstance(content, bytes) else content if isinstance(content, str) else json.dumps(content)
-            )
-            data = data.encode() if isinstance(data, str) else data
+            text = json.dumps(content) if isinstance(content, dict) else content
+            data = text.encode() if isinstance(text, str) else text
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
@@ -97,9 +95,7 @@ def test_include_and_exclude_select_shards_and_samples(tmp_path: Path) -> None:
     ("names", "rejects"),
     [({}, ["../out/2.png", "/3.png"]), ({"exclude": ("*out*",)}, ["/3.png"]), ({"include": ("a/*",)}, [])],
 )
-def test_rejects_are_images_that_the_patterns_select(
-    tmp_path: Path, names: dict[str, object], rejects: list[str]
-) -> None:
+def test_rejects_are_images_that_patterns_select(tmp_path: Path, names: dict[str, object], rejects: list[str]) -> None:
     members = {f"{name}.{ending}": data for name in ("a/1", "../out/2", "/3") for ending, data in _PAIR.items()}
     found = opened(shard(tmp_path / "s.tar", members), **names)
     assert [reject.name for reject in found.rejects] == rejects
@@ -138,14 +134,11 @@ def test_labels_are_numbers_or_words_or_a_key_of_json(tmp_path: Path) -> None:
     assert labels("dog", "cat") == ([1, 0], ("cat", "dog"))
     assert labels({"Label": 3, "w": 1}, {"Label": None}, "json") == ([3, -1], None)
     assert labels({"x": "b"}, {"x": "a"}, "json", labels=("x",)) == ([1, 0], ("a", "b"))
-    assert labels({"a": 1, "b": True}, {"a": 0, "b": False}, "json", labels=("a", "b")) == (
-        [[1, 1], [0, 0]],
-        ("a", "b"),
-    )
+    several = labels({"a": 1, "b": True}, {"a": 0, "b": False}, "json", labels=("a", "b"))
+    assert several == ([[1, 1], [0, 0]], ("a", "b"))
     assert labels({"text": "b"}, {"text": ["a"]}, "json") == (None, None)
     beside = {"1.png": picture(), "1.cls": "1", "1.json": {"cls": "tench", "caption": "a fish"}}
     catalog = opened(shard(tmp_path / "x.tar", beside), columns=ManifestColumns(texts=("caption",)))
-    assert catalog.labels is not None
     assert (catalog.labels.tolist(), catalog.label_names) == ([1], None)
     for first, second in (("1", "cat"), ("1.5", "2"), (b"\xff", "1"), ("1" * 2_000_000, "1")):
         with pytest.raises(SourceError):
@@ -164,16 +157,13 @@ def test_fields_and_splits_come_from_json_and_file_names(tmp_path: Path) -> None
     catalog = opened(tmp_path, columns=ManifestColumns(fields=("weight",)))
     assert (catalog.split_names, catalog.split_ids.tolist()) == (("train", "val"), [0, 0, 1])
     assert catalog.fields["weight"].tolist() == [0.0, 0.5, 0.0]
-    assert catalog.labels is not None
     assert catalog.labels.tolist() == [1, 1, 1]
     with pytest.raises(SourceError):
         opened(tmp_path, columns=ManifestColumns(fields=("nothing",)))
     members = {"0.png": picture(), "0.txt": "a cat\n", "1.jpg": picture(), "1.json": {"box": [[1, 2, 3, 4]], "x": {}}}
     captions = opened(shard(tmp_path / "c.tar", members), columns=ManifestColumns(texts=("txt",), boxes=("box",)))
-    assert [rows_of(captions.fields[name]) for name in ("txt", "box")] == [
-        ("text", ["a cat\n", ""]),
-        ("boxes", [[], [[1, 2, 3, 4]]]),
-    ]
+    assert rows_of(captions.fields["txt"]) == ("text", ["a cat\n", ""])
+    assert rows_of(captions.fields["box"]) == ("boxes", [[], [[1, 2, 3, 4]]])
     for columns, unused in (
         (ManifestColumns(root="x", labels=("a",)), ("root",)),
         (ManifestColumns("x", images=("a",)), ("path_column", "image_columns")),
@@ -186,7 +176,6 @@ def test_fields_and_splits_come_from_json_and_file_names(tmp_path: Path) -> None
 def test_what_is_not_packed_is_noted(tmp_path: Path) -> None:
     members = {"1.png": picture(), "1.cls": "1", "1.txt": "a cat", "1.seg.png": picture(), "2.png": picture()}
     catalog = opened(shard(tmp_path / "x.tar", {**members, "3.cls": "1", ".hidden.png": b"", "../4.png": b""}))
-    assert catalog.labels is not None
     assert catalog.labels.tolist() == [1, -1]
     assert (catalog.ignored, len(catalog.rejects)) == ({"samples without an image": 1, "hidden": 1}, 1)
     assert len(catalog.notes) == 2
