@@ -165,13 +165,11 @@ def test_names_that_collide_where_case_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("classes", "folders"),
     [
-        (("a/b", "a_b"), ["a_b", "a_b~2"]),
-        (("..", "."), ["_..", "_."]),
-        (("", ".git"), ["_", "_.git"]),
+        (("a/b", "a_b"), ["a_b", "a_b~2"]), (("..", "."), ["_..", "_."]), (("", ".git"), ["_", "_.git"]),
         (("x" * 999, "x" * 998), ["x" * 200, "x" * 200 + "~2"]),
         (("\u00e9" * 150, "manifest.csv"), ["\u00e9" * 100, "_manifest.csv"]),
     ],
-)
+)  # fmt: skip
 def test_classes_that_cannot_be_folders(classes: tuple[str, str], folders: list[str]) -> None:
     source = catalog(["1.jpg", "2.jpg"], labels=[0, 1], label_names=classes)
     assert paths(source) == [f"{folders[0]}/1.png", f"{folders[1]}/2.png"]
@@ -235,13 +233,10 @@ def read(plan: Manifest, path: Path) -> Catalog:
 
 
 NUMBERS: list[npt.NDArray[Any]] = [
-    np.array([0.1, np.nan, -np.inf, 5e-324], np.float64),
-    np.array([0.1, 1 / 3, 1e38, -0.0], np.float32),
-    np.array([2**63 - 1, -(2**63), 0, 7]),
-    np.array([1.0, 2.0, 3.0, 4.0]),
-    np.array([True, False, True, True]),
+    np.array([0.1, np.nan, -np.inf, 5e-324], np.float64), np.array([0.1, 1 / 3, 1e38, -0.0], np.float32),
+    np.array([2**63 - 1, -(2**63), 0, 7]), np.array([1.0, 2.0, 3.0, 4.0]), np.array([True, False, True, True]),
     np.array([0, 255, 3, 4], np.uint8),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("values", NUMBERS, ids=lambda values: str(values.dtype))
@@ -307,14 +302,10 @@ def test_rows_without_a_file_have_no_line(tmp_path: Path) -> None:
 def test_another_table_does_not_equal_it(tmp_path: Path) -> None:
     plan = planned(catalog(["a.png", "b.png"], labels=[3, 4]))
     path = tmp_path / "m.csv"
-    for text in (
-        "",
-        "path,split,label\na.png,all,3\nb.png,all,4\n",
-        "path,split,label,row\na.png,all,3,0\nb.png,all,5,1\n",
-        "path,split,label,row\nb.png,all,4,1\na.png,all,3,0\n",
-        "path,split,label,row\na.png,all,3,0\nb.png,all,4,1\nc.png,all,4,2\n",
-        "\x89PNG\xff",
-    ):
+    header, first, second = "path,split,label,row\n", "a.png,all,3,0\n", "b.png,all,4,1\n"
+    others = ["path,split,label\na.png,all,3\nb.png,all,4\n", header + first + "b.png,all,5,1\n"]
+    others += [header + second + first, header + first + second + "c.png,all,4,2\n"]
+    for text in ("", *others, "\x89PNG\xff"):
         path.write_bytes(text.encode("latin-1"))
         assert not plan.equals(path, ())
     assert not plan.equals(tmp_path / "none.csv", ())
@@ -323,7 +314,6 @@ def test_another_table_does_not_equal_it(tmp_path: Path) -> None:
 
 
 def test_names_with_control_characters_are_escaped_in_the_sources(tmp_path: Path) -> None:
-    plan = plan_manifest(
-        rows_of(catalog(["a\r\n\x1b[31m.jpg"]), True, [7]), ExportNames(NameTable.of(["a.png"]), (), 0)
-    )
+    rows = rows_of(catalog(["a\r\n\x1b[31m.jpg"]), True, [7])
+    plan = plan_manifest(rows, ExportNames(NameTable.of(["a.png"]), (), 0))
     assert written(plan, tmp_path / "m.csv")[1] == ["a.png", "all", "7", "a\\r\\n\\x1b[31m.jpg"]
