@@ -256,9 +256,7 @@ def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
             assert (image.format, image.size) == (kind, (report.width, report.height))
 
 
-def test_the_picture_of_another_user_in_a_shared_folder_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_of_another_user_in_a_shared_folder_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "f.h5", STORED["contiguous"])
     (tmp_path / "o.png").touch()
     tmp_path.chmod(0o1777)
@@ -307,10 +305,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert set(split) == {"name", "rows", "classes", "named", "left_out"}
     assert split["classes"][0] == {"name": "label 0", "rows": 12, "shown": [0, 30]}
     for extra, code, message in (
-        (["--value-range", "0:9:1"], 2, "--value-range 0:9:1"),
-        (["--tile", "1"], 2, "--tile"),
-        (["--split", "val"], 2, "'val'"),
-        (["--labels", "z"], 1, "'z'"),
+        *((["--value-range", "0:9:1"], 2, "--value-range 0:9:1"), (["--tile", "1"], 2, "--tile")),
+        *((["--split", "val"], 2, "'val'"), (["--labels", "z"], 1, "'z'")),
     ):
         assert cli.main([*arguments, *extra]) == code
         err = capsys.readouterr().err
