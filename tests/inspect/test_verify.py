@@ -80,9 +80,7 @@ def test_files_that_cannot_be_opened_are_problems_or_errors(copy: Path, tmp_path
     assert caught.value.parameters == ("num_workers",)
 
 
-def test_an_unfinished_pack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unfinished_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     source = flat_folder(tmp_path / "in", 4)
     monkeypatch.setattr("h5pack.pack.finish.publish", lambda *_: None)
     monkeypatch.setattr("h5pack.pack.finish.complete", lambda *_: None)
@@ -182,6 +180,5 @@ def test_damaged_masks_are_named_by_row(tmp_path: Path, compression: str) -> Non
     assert report.filenames == {row: names[row] for row in rows}
     with h5py.File(tmp_path / "o.h5", "r+") as file:
         del file["checksums/fields/masks"]
-    assert [problem.partition(":")[0] for problem in h5pack.verify(tmp_path / "o.h5").problems] == [
-        "checksums/fields/masks"
-    ]
+    (problem,) = h5pack.verify(tmp_path / "o.h5").problems
+    assert problem.startswith("checksums/fields/masks:")
