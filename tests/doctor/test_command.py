@@ -37,11 +37,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 def test_text_a_figure_and_json(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    advice = Advice(
-        Remedy.TRY_MORE_READS,
-        True,
-        {"parameter": "num_threads", "number": 16, "units": "threads", "parallel": 4, "cpus": "16 CPUs"},
-    )
+    figures = {"parameter": "num_threads", "number": 16, "units": "threads", "parallel": 4, "cpus": "16 CPUs"}
+    advice = Advice(Remedy.TRY_MORE_READS, True, figures)
     monkeypatch.setattr("h5pack.doctor.diagnose.advise", lambda verdict, evidence: [advice])
     code, out, err = run(capsys, path, *USUAL, *CHEAP, "--plot", tmp_path / "a.png")
     assert (code, err) == (0, "")
@@ -58,9 +55,7 @@ def test_text_a_figure_and_json(
     assert "num_threads=16" in advice.text
 
 
-def test_each_failure_of_the_user_s_code_is_a_line_and_exit_status_1(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_failure_of_user_code_is_a_line_and_exit_status_1(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("--model", f"{users.__name__}:failing_factory", "--transform", f"{users.__name__}:failing_transform")
     code, out, err = run(capsys, path, *USUAL, *names)
     assert code == 1
@@ -79,9 +74,10 @@ def test_names_are_loaded_before_the_file_is_opened_and_torch_imported(tmp_path:
     assert " ".join(names) in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("file", "arguments", "code", "message"),
-    [
+def test_errors_are_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with h5py.File(path.with_name("unfinished.h5"), "w") as unfinished:
+        unfinished.attrs[schema.FORMAT] = schema.FORMAT_VERSION
+    for file, arguments, code, message in (
         ("missing.h5", CHEAP, 1, "missing.h5"),
         # That command is `h5pack convert`.
         ("unfinished.h5", CHEAP, 1, "again with --resume"),
@@ -93,17 +89,10 @@ def test_names_are_loaded_before_the_file_is_opened_and_torch_imported(tmp_path:
         ("x.h5", (*CHEAP, "--device", "cpu", "--pin"), 2, "--pin"),
         # Refused before anything is measured.
         ("x.h5", (*CHEAP, "--plot", "a.docx"), 2, "a.docx"),
-    ],
-)
-def test_errors_are_one_line(
-    path: Path, capsys: pytest.CaptureFixture[str], file: str, arguments: tuple[str, ...], code: int, message: str
-) -> None:
-    with h5py.File(path.with_name("unfinished.h5"), "w") as unfinished:
-        unfinished.attrs[schema.FORMAT] = schema.FORMAT_VERSION
-    found, out, err = run(capsys, path.with_name(file), *arguments)
-    assert (found, out) == (code, "")
-    assert message in err
-    assert err.count("\n") == 1
+    ):
+        found, out, err = run(capsys, path.with_name(file), *arguments)
+        assert (found, out, err.count("\n")) == (code, "", 1)
+        assert message in err
 
 
 def test_ctrl_c_prints_what_was_measured(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
