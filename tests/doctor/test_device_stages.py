@@ -39,15 +39,12 @@ def uint8(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("images", "scaled", "shape"),
     [
-        (uint8(2, 8, 6, 3), True, (2, 3, 8, 6)),
-        (uint8(2, 3, 8, 6), True, (2, 3, 8, 6)),
-        (uint8(2, 8, 6, 4), True, (2, 4, 8, 6)),
-        (uint8(2, 4, 8, 6), True, (2, 4, 8, 6)),
-        (uint8(2, 9, 8, 6), False, (2, 9, 8, 6)),
-        (uint8(2, 9), False, (2, 9)),
+        (uint8(2, 8, 6, 3), True, (2, 3, 8, 6)), (uint8(2, 3, 8, 6), True, (2, 3, 8, 6)),
+        (uint8(2, 8, 6, 4), True, (2, 4, 8, 6)), (uint8(2, 4, 8, 6), True, (2, 4, 8, 6)),
+        (uint8(2, 9, 8, 6), False, (2, 9, 8, 6)), (uint8(2, 9), False, (2, 9)),
         (torch.rand(2, 3, 4, 5).half(), False, (2, 3, 4, 5)),
     ],
-)
+)  # fmt: skip
 def test_images_of_any_shape_become_floats(
     dataset: h5pack.H5Dataset, images: torch.Tensor, scaled: bool, shape: tuple[int, ...]
 ) -> None:
@@ -151,9 +148,7 @@ def test_synchronisations_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("used", "idle"), [((90.0, 0.0, 3.0), 2), ((90.0, 80.0, 0.0), 1), ((0.0, 50.0, 50.0), 0), ((5.0, None, 0.0), None)]
 )
-def test_idle_gpus_are_counted(
-    monkeypatch: pytest.MonkeyPatch, used: tuple[float | None, ...], idle: int | None
-) -> None:
+def test_counts_of_idle_gpus(monkeypatch: pytest.MonkeyPatch, used: tuple[float | None, ...], idle: int | None) -> None:
     class Probe:
         def __init__(self, device: torch.device) -> None:
             self.found = used[device.index]
