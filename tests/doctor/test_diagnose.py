@@ -10,6 +10,7 @@ from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -307,7 +308,6 @@ def test_the_loop_is_run_with_one_thread(path: Path, monkeypatch: pytest.MonkeyP
         for ratios, found in (
             ([1.1, 1.4, 1.5], 1.4), ([0.9, 1.4, 1.5], None), ([0.5, 0.6, 1.2], 0.6), ([0.5, 0.6, 1.3], None)
         ):  # fmt: skip
-            assert diagnosis._loops is not None
             for run, rates in zip(diagnosis._loops, ([100.0] * 3, [100 * ratio for ratio in ratios]), strict=True):
                 assert len(run.repeats) >= 3
                 run.repeats[:] = [Repeat(100, 100 / rate) for rate in rates]
@@ -319,7 +319,7 @@ def test_the_loop_is_run_with_one_thread(path: Path, monkeypatch: pytest.MonkeyP
             assert any(one.remedy is Remedy.ONE_STEP_THREAD for one in report.advice) == (found == 1.4)
 
 
-@pytest.mark.parametrize("alone", [0.001, 0.05, 0.09])
+@pytest.mark.parametrize("alone", [0.025, 0.05, 0.09])
 def test_the_time_that_is_named_is_enough_for_the_loop_with_one_thread(
     path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, alone: float
 ) -> None:
@@ -334,20 +334,15 @@ def test_the_time_that_is_named_is_enough_for_the_loop_with_one_thread(
     assert report.parameters[0] == f"seconds={report.enough_seconds:g}"
     assert all(report.parameters[0] in text for text in report.unknown if "PyTorch's 2 threads" in text)
     report = diagnose(path, model=model, num_workers=0, seconds=report.enough_seconds)
-    if alone == 0.001:
-        assert report.evidence.one_thread_ratio > 20, "the rest of the loop takes time, too"
-    else:
-        assert report.evidence.one_thread_ratio == pytest.approx(0.05 / alone, rel=0.1)
+    assert report.evidence.one_thread_ratio == pytest.approx(0.05 / alone, rel=0.1)
     assert not any("PyTorch's 2 threads" in text for text in report.unknown)
     assert any(one.remedy is Remedy.ONE_STEP_THREAD for one in report.advice) == (alone < 0.04)
 
 
 @hasty
 def test_workers_that_cannot_start_are_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(self: DataLoader[Any]) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))  # as where /dev/shm cannot be written
-
-    monkeypatch.setattr(DataLoader, "__iter__", failing)
+    # As where /dev/shm cannot be written.
+    monkeypatch.setattr(DataLoader, "__iter__", Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))))
     with pytest.raises(WorkerError):
         diagnose(path, num_workers=1)
 
