@@ -157,9 +157,7 @@ def test_prefetched_batches_are_left_out(clock: FakeClock) -> None:
 
 
 @pytest.mark.parametrize(("prefetched", "ready"), [(12, 160), (5, 150)])
-def test_images_that_were_ready_before_are_not_subtracted_if_nothing_else_counts(
-    clock: FakeClock, prefetched: int, ready: int
-) -> None:
+def test_ready_images_are_not_subtracted_if_nothing_else_counts(clock: FakeClock, prefetched: int, ready: int) -> None:
     found = iter([0, ready, 0])
     # All batches were read at first, and passed on later: in the second half of the time, or in most of it.
     usual = {"prefetched": prefetched, "ready_images": lambda: next(found)}
@@ -179,18 +177,14 @@ class Starved(Meter):
 
 
 @pytest.mark.parametrize(("starving", "images"), [(None, 190), (0.9, 190), (0.2, 150)])
-def test_ready_images_count_only_if_the_loader_is_waited_for(
-    clock: FakeClock, starving: float | None, images: int
-) -> None:
+def test_ready_images_count_if_the_loader_is_waited_for(clock: FakeClock, starving: float | None, images: int) -> None:
     ready, loader = iter([0, 30, 70]), Loader(clock, 1_000, 0.125)
     usual = {"prefetched": 5, "meter": Starved(clock, starving), "ready_images": lambda: next(ready)}
     assert measure_epochs(loader, int, 2.5, **usual).images == images
 
 
 @pytest.mark.parametrize(("starving", "seconds"), [(0.9, 3.0), (0.2, 2.0)])
-def test_the_start_of_a_loader_counts_only_if_it_is_waited_for(
-    clock: FakeClock, starving: float, seconds: float
-) -> None:
+def test_the_start_of_a_loader_counts_if_it_is_waited_for(clock: FakeClock, starving: float, seconds: float) -> None:
     def consume_slowly(batch: int) -> int:
         clock.now += 0.5
         return batch
