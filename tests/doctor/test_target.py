@@ -59,9 +59,7 @@ def evidence(path: Path, **changes: Any) -> Evidence:
         ({"device": "cpu", "pin_memory": True}, ("pin_memory=True",)),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(
-    path: Path, changes: dict[str, Any], parameters: tuple[str, ...]
-) -> None:
+def test_senseless_settings_are_refused(path: Path, changes: dict[str, Any], parameters: tuple[str, ...]) -> None:
     with pytest.raises(OptionsError) as caught:
         Target(settings(path, **changes))
     assert caught.value.parameters == parameters
@@ -105,9 +103,7 @@ def test_the_datasets_of_another_file_are_detected_and_its_faults_named(tmp_path
 
 
 @pytest.mark.parametrize(("split", "rows", "batch_size"), [(None, 1, 1), ("test", 12, 3)])
-def test_a_batch_larger_than_a_quarter_of_the_rows_is_lowered(
-    tmp_path: Path, split: str | None, rows: int, batch_size: int
-) -> None:
+def test_a_batch_of_too_many_rows_is_lowered(tmp_path: Path, split: str | None, rows: int, batch_size: int) -> None:
     path = converted(tmp_path) if split else write(tmp_path / "one.h5", chunks=1, images=values(1))
     target = Target(settings(path, split=split, model=None, batch_size=256))
     target.load_sample()
