@@ -93,7 +93,6 @@ def test_a_folder_is_packed_measured_and_answered(folder: Path, tmp_path: Path, 
         if one.case.engine == "direct" and not one.case.num_workers
     )
     chosen = report.recommendation
-    assert chosen is not None
     assert chosen.chunk_rows in (4, 16)
     assert chosen.compared
     assert len(chosen.of_ceiling) == 3
@@ -107,14 +106,11 @@ def test_a_folder_is_packed_measured_and_answered(folder: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("size", "given", "count"),
     [
-        ((32, 32), {}, 32_768),
-        ((512, 1100), {}, 317),
-        ((32, 32), {"rows": 50}, 50),
-        ((32, 32), {"num_images": 50}, 50),
-        ((32, 32), {"num_images": 10**6}, 32_768),
+        ((32, 32), {}, 32_768), ((512, 1100), {}, 317), ((32, 32), {"rows": 50}, 50),
+        ((32, 32), {"num_images": 50}, 50), ((32, 32), {"num_images": 10**6}, 32_768),
         ((32, 32), {"num_images": 10**6, "rows": 50}, 50),
     ],
-)
+)  # fmt: skip
 def test_so_many_images_are_generated_that_they_can_be_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], given: dict[str, int], count: int
 ) -> None:
@@ -140,16 +136,13 @@ def test_of_few_images_only_the_default_is_measured_and_not_for_long(folder: Pat
     assert report.complete
     assert [(one.label, one.chunk_rows) for one in report.variants] == [("8 rows", 8)]
     assert report.seconds["all"] < 20
-    assert report.recommendation is not None
     assert (report.recommendation.is_default, report.recommendation.busy) == (True, False)
     assert not report.recommendation.compared
     # More seconds would not help.
     assert report.notes == []
 
 
-def test_without_other_cases_the_run_off_gets_the_rest_of_the_time(
-    folder: Path, tmp_path: Path, large_enough: None
-) -> None:
+def test_without_other_cases_the_run_off_gets_the_rest(folder: Path, tmp_path: Path, large_enough: None) -> None:
     settings = {"chunk_rows": (4, 16), "batch_size": 8, "caches": "hot", "contiguous": False, "orders": "window"}
     report = bench(folder, tmp_path, engines="direct", seconds=20.0, **settings)
     assert report.complete
@@ -159,16 +152,13 @@ def test_without_other_cases_the_run_off_gets_the_rest_of_the_time(
     assert all(len(one.of_ceiling) == len(one.speeds) for one in again)
 
 
-def test_the_first_epoch_of_a_compressed_file_is_measured(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compressed_first_epoch_is_measured(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The short repeats of a busy machine do not decide.
     monkeypatch.setattr("h5pack.benchmark.recommend.TIE", 1e-9)
     file = tmp_path / "z.h5"
     h5pack.convert(folder, file, compression="gzip", num_workers=1)
     settings = {"chunk_rows": 4, "batch_size": 8, "caches": "hot", "orders": "window", "engines": "direct"}
     report = bench(file, tmp_path, **settings)
-    assert report.recommendation is not None
     assert (report.recommendation.variant, report.recommendation.convert) == (report.variants[0].label, False)
     assert sum("first epoch" in reason for reason in report.recommendation.reasons) == 1
 
@@ -179,7 +169,6 @@ def test_a_compressed_file_of_another_program_is_converted(tmp_path: Path) -> No
         file.create_dataset("images", data=images, chunks=(1, 32, 32, 3), compression="gzip")
     settings = {"chunk_rows": 8, "batch_size": 8, "caches": "hot", "orders": "window", "engines": "direct"}
     chosen = bench(tmp_path / "lab.h5", tmp_path, **settings).recommendation
-    assert chosen is not None
     assert (chosen.variant, chosen.convert) == ("8 rows", True)
 
 
@@ -193,7 +182,6 @@ def test_an_input_file_is_compared_with_packs_of_it(tmp_path: Path) -> None:
     assert report.faults
     assert report.fix is not None
     chosen = report.recommendation
-    assert chosen is not None
     assert chosen.variant in ("8 rows", "as it is")
     if chosen.convert:
         assert "--layout nchw" in chosen.command
@@ -236,9 +224,7 @@ def test_invalid_keywords_are_refused_before_packing(folder: Path, tmp_path: Pat
     assert os.listdir(tmp_path) == []
 
 
-def test_a_full_scratch_folder_is_an_error_with_advice_for_the_bench(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_scratch_folder_is_one_error(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5pack.pack.output.free_bytes", lambda _: 1000)
     monkeypatch.setattr("h5pack.benchmark.sample.make_folder", Mock(side_effect=OSError(errno.ENOSPC, "full")))
     for source in (folder, None):
@@ -248,23 +234,16 @@ def test_a_full_scratch_folder_is_an_error_with_advice_for_the_bench(
     assert os.listdir(tmp_path) == []
 
 
-def test_bad_input_is_one_line_on_the_command_line(
-    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line_on_the_command(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flat_folder(tmp_path / "few", 3)
     (tmp_path / "empty").mkdir()
     for arguments, code, message in (
-        (f"{tmp_path}/few", 2, "3 images"),
-        (f"{tmp_path}/empty", 1, "empty"),
-        (f"{tmp_path}/nothing", 1, "nothing"),
+        (f"{tmp_path}/few", 2, "3 images"), (f"{tmp_path}/empty", 1, "empty"), (f"{tmp_path}/nothing", 1, "nothing"),
         (f"{folder} --seconds 0.2 --chunk-rows 4 --no-contiguous", 2, "--seconds 0.2"),
-        (f"{folder} --orders random", 2, "--orders random"),
-        (f"{folder} --threads two", 2, "--threads two"),
-        (f"{folder} --plot {tmp_path}/no/b.png", 2, "b.png"),
-        (f"{folder} --mixing", 2, "--scratch"),
-        (f"{folder} --split train", 2, "--mixing"),
-        (f"{folder} --epochs 8", 2, "--mixing"),
-    ):
+        (f"{folder} --orders random", 2, "--orders random"), (f"{folder} --threads two", 2, "--threads two"),
+        (f"{folder} --plot {tmp_path}/no/b.png", 2, "b.png"), (f"{folder} --mixing", 2, "--scratch"),
+        (f"{folder} --split train", 2, "--mixing"), (f"{folder} --epochs 8", 2, "--mixing"),
+    ):  # fmt: skip
         assert main(["bench", *arguments.split(), "--scratch", os.fspath(tmp_path), "--quiet"]) == code
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert message in line
@@ -318,7 +297,6 @@ def test_the_command_is_for_the_judged_dataset(
     settings = {"chunk_rows": 4, "batch_size": 8, "caches": "hot", "orders": "window", "engines": "direct"}
     report = bench(folder, tmp_path, num_images=num_images, **settings)
     assert (report.num_images, report.source_images) == (num_images or 40, 40)
-    assert report.recommendation is not None
     assert report.recommendation.command.split()[2] == (os.fspath(folder) if is_source else "ALL_IMAGES")
 
 
