@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import pytest
@@ -31,24 +32,19 @@ def test_a_file_is_dropped(tmp_path: Path) -> None:
     assert (drop_cache(path) == 0) == (reason is None)
 
 
-def refuse(path: Path) -> int:
-    raise OSError(22, "Invalid argument")
-
-
 @pytest.mark.parametrize(
     ("drop", "is_cached", "reason"),
     [
         (lambda path: 7, True, "7 pages of "),
         # mincore(2) pretends to see pages that are not cached.
         (lambda path: 7, False, None),
-        (refuse, True, "Invalid argument"),
+        (Mock(side_effect=OSError(22, "Invalid argument")), True, "Invalid argument"),
     ],
     ids=["stay", "pretended", "refused"],
 )
 def test_pages_that_stay_have_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop: Callable[[Path], int], is_cached: bool,
-    reason: str | None,
-) -> None:  # fmt: skip
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop: Callable[[Path], int], is_cached: bool, reason: str | None
+) -> None:
     state = PageState(h5pack.H5Dataset(labelled(tmp_path / "x.h5")))
     monkeypatch.setattr("h5pack.read.storage.Storage.is_cached", lambda self, offset: is_cached)
     monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", drop)
@@ -78,9 +74,7 @@ def test_ceilings_have_the_threads_of_the_case(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_a_sequential_read_reads_every_byte_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
-) -> None:
+def test_a_sequential_read_reads_bytes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
     path, read = tmp_path / "x.bin", []
     path.write_bytes(bytes(11_000_001))
     preadv = os.preadv
