@@ -136,9 +136,7 @@ def test_the_batches_are_the_samplers(ordered: H5Dataset, shuffle: str | bool) -
 
 
 @pytest.mark.parametrize(("shuffle", "window"), [("window", 3), ("full", None), (False, None)])
-def test_every_figure_is_that_of_the_samplers_batches(
-    ordered: H5Dataset, shuffle: str | bool, window: int | None
-) -> None:
+def test_figures_are_those_of_the_samplers_batches(ordered: H5Dataset, shuffle: str | bool, window: int | None) -> None:
     epochs, batch = 4, 48
     found = of(mixing_report(ordered, batch, seed=9, epochs=epochs, windows=[3]), shuffle, window)
     sampler = h5pack.ChunkBatchSampler(ordered, batch, shuffle=shuffle, seed=9, window=window or 16, drop_last=True)
@@ -313,9 +311,7 @@ def test_a_window_at_the_limit_passes_one_time_in_twenty(epochs: int) -> None:
         (0.02, 50, "Use shuffle='full', or window=50"),
     ],
 )
-def test_the_advice_depends_on_what_the_epochs_show(
-    ordered: H5Dataset, error: float, enough: int | None, advice: str
-) -> None:
+def test_the_advice_depends_on_the_epochs(ordered: H5Dataset, error: float, enough: int | None, advice: str) -> None:
     report = mixing_report(ordered, 50, window=4, epochs=2, windows=[50])
     limit = report.allowed_distance or 0
     changed = replace(report, epochs=8, orders=made((4, 1.05 * limit, error * limit)), enough_window=enough)
