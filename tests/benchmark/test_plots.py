@@ -165,9 +165,7 @@ def test_files_that_cannot_be_drawn_are_refused(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError, OSError])
-def test_without_matplotlib_the_error_has_the_install_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-) -> None:
+def test_a_missing_matplotlib_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     monkeypatch.setattr(importlib, "import_module", Mock(side_effect=error("matplotlib")))
     with pytest.raises(OptionsError, match="pip install matplotlib"):
         plots.draw_bench(reports.empty(), tmp_path / "a.png")
@@ -176,11 +174,7 @@ def test_without_matplotlib_the_error_has_the_install_line(
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(b"old")
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(OptionsError):
         plots.draw_bench(reports.empty(), path)
     assert path.read_bytes() == b"old"
