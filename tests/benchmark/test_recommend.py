@@ -42,9 +42,7 @@ def chosen_from(variants: Sequence[FileVariant], *found: Measurement, **changes:
     Three turns are made five, the least that are enough, by repeating the first two, which keeps all medians.
     """
     run_off = [_five_turns(one) for one in changes.pop("run_off", ())]
-    chosen = choose(findings(variants, [_five_turns(one) for one in found], run_off, **changes))
-    assert chosen is not None
-    return chosen
+    return choose(findings(variants, [_five_turns(one) for one in found], run_off, **changes))
 
 
 def _five_turns(one: Measurement) -> Measurement:
@@ -131,7 +129,7 @@ def test_only_repeats_of_one_turn_are_compared() -> None:
         ((115, 150, 117, 116, 117), (0, 1, 2, 3, 4), False),
     ],
 )
-def test_fewer_turns_are_enough_if_their_ratios_are_clear_and_alike(
+def test_few_turns_are_enough_if_they_are_alike(
     speeds: tuple[float, ...], turns: tuple[int, ...], faster: bool
 ) -> None:
     one = replace(measured("", *speeds), turns=turns)
@@ -410,11 +408,9 @@ def test_the_default_is_recommended_unless_another_one_is_faster_in_five_turns(s
 
 def test_the_chunk_cache_is_planned_for_all_images() -> None:
     cache = chosen_from(VARIANTS, measured("32 rows", 9, 9, 9)).chunk_cache
-    assert cache is not None
     assert (cache.nbytes, cache.nslots) == (0, 625)
     gzip = replace(variant(32, "gzip"), label="32 rows gzip")
     chosen = chosen_from([gzip], measured("32 rows gzip", 9, 9, 9))
-    assert chosen.chunk_cache is not None
     assert chosen.chunk_cache.nbytes == 16 * 32 * ROW_BYTES
     assert chosen.command.endswith("--chunk-rows 32 --compression gzip")
 
