@@ -60,7 +60,6 @@ def test_a_larger_input_file_is_read_in_whole_chunks(tmp_path: Path, scratch: Pa
     assert (source.kind, source.num_images, len(source.faults)) == ("file", 200, 2)
     assert source.options == {"images": "images", "labels": "labels", "layout": "nchw"}
     assert source.fix is not None
-    assert source.variant is not None
     assert source.variant.overhead == pytest.approx(2 * 63 / 64, rel=0.01)
     sample = sample_of(path, scratch, rows=60, chunk_rows=(8,), contiguous=False)
     found = [(one.label, one.rows, one.is_input) for one in sample.variants]
@@ -97,9 +96,7 @@ def test_the_sample_grows_if_packing_is_faster_than_the_first_images_suggest(
 
 
 @pytest.mark.parametrize("number", [4, 5])
-def test_images_of_several_sizes_get_one(
-    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_several_sizes_become_one(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     # Of 16 images, every other one is converted first.
     monkeypatch.setattr("h5pack.benchmark.sample._PROBE_IMAGES", (8,))
     source = flat_folder(tmp_path / "photos", 16)
@@ -109,9 +106,7 @@ def test_images_of_several_sizes_get_one(
     assert (sample.row_shape, sample.options["size"], len(sample.notes)) == ((224, 224, 3), (224, 224), 1)
 
 
-def test_one_process_packs_if_others_cannot_import_the_program(
-    folder: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_packs_if_others_cannot_start(folder: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def unguarded(*given: Any, **options: Any) -> Any:
@@ -157,12 +152,10 @@ def test_the_fix_and_the_code_suit_the_labels_and_fields(tmp_path: Path) -> None
         found = find_input(tmp_path / "f.h5", tmp_path, BenchSettings(**given))
         # Texts can be packed, but not read.
         assert found.fields == tuple(fields[:-1])
-        assert found.fix is not None
         words = found.fix.split()
         assert words[words.index("--fields") + 1] == ",".join(fields)
         assert ("--labels grade" in found.fix) == bool(given)
     found = find_input(tmp_path / "f.h5", tmp_path, BenchSettings(labels=""))
-    assert found.fix is not None
     assert "--labels '' --fields age,grade,name" in found.fix
 
 
@@ -216,9 +209,7 @@ def test_scratch_needs_a_folder_and_space(folder: Path, scratch: Path, monkeypat
         sample_of(folder, scratch)
 
 
-def test_a_scratch_folder_on_a_disk_that_fails_gets_advice_for_the_bench(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scratch_folder_on_a_failing_disk_gets_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = "fails; run again with resume=True"
     monkeypatch.chdir(tmp_path)
     with pytest.raises(H5PackError) as caught, scratch_folder(".") as scratch:
@@ -230,9 +221,7 @@ def test_a_scratch_folder_on_a_disk_that_fails_gets_advice_for_the_bench(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_lock_is_closed_before_the_scratch_folder_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_is_closed_before_the_scratch_folder_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On NFS and FUSE, a removed file gets another name while it is open, so its folder cannot be removed."""
     opened = []
     rmtree = shutil.rmtree
