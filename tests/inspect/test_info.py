@@ -262,7 +262,7 @@ def test_a_damaged_field_is_named(tmp_path: Path) -> None:
     assert (caught.value.dataset, tuple(caught.value.rows)) == ("fields/x/offsets", (1,))
 
 
-@pytest.mark.parametrize(("chunk_rows", "faults"), [(2, 1), (15, 1), (16, 0), (None, 0)])
+@pytest.mark.parametrize(("chunk_rows", "faults"), [(15, 1), (16, 0), (None, 0)])
 def test_a_pack_with_much_smaller_chunks_than_by_default_has_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_rows: int | None, faults: int
 ) -> None:
