@@ -173,17 +173,15 @@ def test_integers_of_64_bits_are_masks_but_in_a_pack_an_array(tmp_path: Path) ->
     np.testing.assert_array_equal(of_pack.fields["x"], values, strict=True)
 
 
-def test_datasets_beside_other_images_are_no_further_datasets(tmp_path: Path) -> None:
+def test_datasets_beside_other_images_or_with_commas_are_no_further_datasets(tmp_path: Path) -> None:
     values = {"train__x": IMAGES, "train__y": LABELS, "train__age": LABELS, "train__masks__m": IMAGES[..., 0]}
     values |= {"test__x": IMAGES, "test__y": LABELS, "test__meta__id": LABELS, "names": LABELS, "preview": IMAGES}
     with h5py.File(write(tmp_path / "f.h5", **values)) as file:
         assert further_datasets(file, "train/x", "train/y") == ["names", "preview", "train/age", "train/masks/m"]
         assert further_datasets(file, "test/x", "test/y") == ["names", "preview", "test/meta/id"]
-
-
-def test_names_that_a_list_with_commas_cannot_hold_are_no_further_datasets(tmp_path: Path) -> None:
-    path = write(tmp_path / "f.h5", **{"images": IMAGES, "a,b": LABELS, " c": LABELS, "g,h__i": LABELS, "j k": LABELS})
-    with h5py.File(path) as file:
+    # A list of names that are separated by commas cannot hold the others.
+    names = ("a,b", " c", "g,h__i", "j k")
+    with h5py.File(write(tmp_path / "f.h5", images=IMAGES, **dict.fromkeys(names, LABELS))) as file:
         assert further_datasets(file, "images", None) == ["j k"]
 
 
