@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import io
-import pickle
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -287,11 +286,6 @@ def test_packs_keep_names_classes_and_splits_through_wrappers(tmp_path: Path) ->
             # Both packs may have a file of this name.
             sources = [folder / name for folder in folders if (folder / name).exists()]
             assert any(np.array_equal(image, expected(source)) for source in sources)
-
-
-def test_a_reader_can_be_sent_to_workers() -> None:
-    reader = pickle.loads(pickle.dumps(MapStyleReader([(COLOUR, 1)])))
-    assert np.array_equal(reader.read(0, "00000000"), COLOUR)
 
 
 class Described:
