@@ -121,6 +121,8 @@ def test_the_validation_split_never_changes_between_releases() -> None:
     assert np.flatnonzero(choose_val(labels, 10, 0.3, 0)).tolist() == [3, 4, 7]
     assert np.flatnonzero(choose_val(None, 10, 0.3, 0)).tolist() == [2, 4, 7]
     assert np.flatnonzero(choose_groups(np.unique(labels, return_inverse=True)[1], 0.3, 0)).tolist() == [0, 2, 5, 7]
+    # Without images, such as if all images for training were rejected, there is no group.
+    assert choose_groups(np.zeros(0, np.int64), 0.5, 0).tolist() == []
 
 
 class_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=12)
@@ -165,11 +167,6 @@ def test_whole_groups_come_close_to_the_fraction(sizes: list[int], val: float, s
         assert miss <= min(abs(chosen.sum() + sizes[group] - val * len(groups)) for group in left)
     # At most half of the smallest group that is left, or of the only one that is chosen, is too few or too many.
     assert miss <= max(sizes)
-
-
-def test_no_image_has_no_group() -> None:
-    # Such as if all images for training were rejected.
-    assert choose_groups(np.zeros(0, np.int64), 0.5, 0).tolist() == []
 
 
 def test_equal_values_are_one_group() -> None:
