@@ -194,12 +194,9 @@ def test_a_sample_that_fits_into_caches_decides_nothing() -> None:
     assert (chosen.variant, chosen.compared) == ("128 rows", True)
 
 
-def test_without_another_variant_to_compare_the_ones_not_packed_are_missing() -> None:
+def test_without_another_variant_those_not_packed_or_not_asked_for_are_missing() -> None:
     assert lacking(measured("32 rows", 9, 9, 9)) == []
     assert lacking(measured("32 rows", 9, 9, 9), not_packed=["9 rows", "2 rows"]) == ["not packed: 9 rows, 2 rows"]
-
-
-def test_cases_that_were_not_asked_for_are_missing_and_failed_ones_are_not() -> None:
     assert "orders='window'" in lacking(measured("32 rows", 9, 9, 9, order="full"))[0]
     failed = replace(measured("32 rows"), reason="images differ in size")
     assert "orders='window'" not in lacking(failed)[0]
