@@ -78,14 +78,10 @@ def test_semicolons_separate_cells_if_the_first_line_has_no_comma(tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ("a,b\n1,2\n\n1\n", 4),
-        ("a,b\n1,2,3\n", 2),
-        ('a,b\n"1\n1",2\n1,2,3\n', 4),
-        ("", None),
-        (b"\xff\xfea\0,\0b\0", None),
-        ("a,b\n" + "x" * (2**24 + 1) + ",1\n", None),
+        ("a,b\n1,2\n\n1\n", 4), ("a,b\n1,2,3\n", 2), ('a,b\n"1\n1",2\n1,2,3\n', 4), ("", None),
+        (b"\xff\xfea\0,\0b\0", None), ("a,b\n" + "x" * (2**24 + 1) + ",1\n", None),
     ],
-)
+)  # fmt: skip
 def test_malformed_files_are_errors_that_name_the_line(tmp_path: Path, content: str | bytes, line: int | None) -> None:
     with pytest.raises(SourceError) as caught:
         read_delimited(written(tmp_path / "t.csv", content))
@@ -400,12 +396,10 @@ def test_json_lines_have_lists_texts_and_boxes(tmp_path: Path) -> None:
     catalog = manifest(path, COLUMNS, NameFilter())
     assert catalog.fields["n"].tolist() == [1, 2.5, 3]  # type: ignore[union-attr]
     assert {name: rows_of(values) for name, values in catalog.fields.items() if name != "n"} == {
-        "list": ("ragged", [[[1, 2]], [], []]),
-        "text": ("text", [" a\n", "", "雪"]),
-        "texts": ("texts", [["x", ""], [], []]),
-        "box": ("boxes", [[[1, 2, 4, 6]], [], []]),
+        "list": ("ragged", [[[1, 2]], [], []]), "text": ("text", [" a\n", "", "雪"]),
+        "texts": ("texts", [["x", ""], [], []]), "box": ("boxes", [[[1, 2, 4, 6]], [], []]),
         "point": ("keypoints", [[], [[1, 2]], []]),
-    }
+    }  # fmt: skip
     assert (catalog.label_names, labels_of(catalog)) == (("ant", "cat"), [1, 0, -1])
     assert (catalog.split_names, catalog.split_ids.tolist()) == (("train", "val", "all"), [1, 2, 0])
     (note,) = catalog.notes
@@ -420,12 +414,9 @@ def test_cells_of_csv_hold_lists_as_json_and_texts_as_they_are(tmp_path: Path) -
     text = 'path,n,list,text,texts,box,point\na.jpg,1, [1],"x, ""y""\n ","[""a""]","[[1,2,3,4]]",\nb.jpg,2,,,[], ,\n'
     catalog = manifest(written(tmp_path / "m.csv", text), COLUMNS, NameFilter())
     assert {name: rows_of(values) for name, values in catalog.fields.items() if name != "n"} == {
-        "list": ("ragged", [[1], []]),
-        "text": ("text", ['x, "y"\n ', ""]),
-        "texts": ("texts", [["a"], []]),
-        "box": ("boxes", [[[1, 2, 4, 6]], []]),
-        "point": ("keypoints", [[], []]),
-    }
+        "list": ("ragged", [[1], []]), "text": ("text", ['x, "y"\n ', ""]), "texts": ("texts", [["a"], []]),
+        "box": ("boxes", [[[1, 2, 4, 6]], []]), "point": ("keypoints", [[], []]),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
