@@ -92,11 +92,9 @@ def test_rows_of_a_chunk_form_a_group(file: Path) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.lists(st.integers(0, 39), max_size=30),
-    st.lists(st.integers(0, 39), max_size=5),
-    st.sampled_from(["x", "gzip", "cut", "tiny"]),
-    st.integers(1, 5_000),
-)
+    st.lists(st.integers(0, 39), max_size=30), st.lists(st.integers(0, 39), max_size=5),
+    st.sampled_from(["x", "gzip", "cut", "tiny"]), st.integers(1, 5_000),
+)  # fmt: skip
 def test_reading_ahead_is_exact(file: Path, coming: list[int], others: list[int], name: str, batch_bytes: int) -> None:
     with h5py.File(file) as opened:
         expected = opened[name][()]
