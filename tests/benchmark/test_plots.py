@@ -49,13 +49,10 @@ def stars_of(panel: Any) -> list[tuple[float, float]]:
 def test_each_line_has_the_medians_of_its_order_and_engine() -> None:
     report = reports.file_report()
     shown = {
-        "direct: window shuffle": ("window", "direct"),
-        "direct: sequential": ("sequential", "direct"),
-        "direct: full shuffle": ("full", "direct"),
-        "direct: one index a call": ("single", "direct"),
-        "h5py, tuned chunk cache: window": ("window", "tuned"),
-        "plain h5py: single": ("single", "default"),
-    }
+        "direct: window shuffle": ("window", "direct"), "direct: sequential": ("sequential", "direct"),
+        "direct: full shuffle": ("full", "direct"), "direct: one index a call": ("single", "direct"),
+        "h5py, tuned chunk cache: window": ("window", "tuned"), "plain h5py: single": ("single", "default"),
+    }  # fmt: skip
     for panel, cache in zip(panels_of(report), ("hot", "cold"), strict=True):
         assert lines_of(panel) == {label: medians(report, *names, cache) for label, names in shown.items()}
         assert panel.get_ylim()[0] == 0
@@ -90,11 +87,9 @@ def test_failed_cases_are_not_drawn() -> None:
     report = small_report()
     first, second = report.variants
     report.measurements = [
-        reports.measured(first, "window", "direct", "hot", 10.0),
-        reports.failed(second, "window", "direct", "hot"),
-        reports.failed(first, "full", "direct", "hot"),
-        reports.failed(first, "window", "direct", "cold"),
-    ]
+        reports.measured(first, "window", "direct", "hot", 10.0), reports.failed(second, "window", "direct", "hot"),
+        reports.failed(first, "full", "direct", "hot"), reports.failed(first, "window", "direct", "cold"),
+    ]  # fmt: skip
     (panel,) = panels_of(report)
     assert lines_of(panel) == {"direct: window shuffle": [10.0]}
 
