@@ -42,11 +42,6 @@ def test_an_invalid_value_is_refused_with_its_parameter(name: str, value: object
     assert f"{value!r}" in str(caught.value)
 
 
-def test_a_fraction_of_numpy_becomes_one_of_python() -> None:
-    found = ConvertOptions(val=np.float32(0.25))  # type: ignore[arg-type]
-    assert (type(found.val), found.val) == (float, 0.25)
-
-
 @pytest.mark.parametrize(
     ("keywords", "parameters"),
     [
@@ -119,10 +114,8 @@ def test_every_option_either_changes_content_or_does_not() -> None:
         sized |= {"keep": "jpeg"} if name in ("max_side", "quality") else {}
         sized |= {"val": 0.5} if name == "val_groups" else {}
         content = ConvertOptions(**{name: value, **sized}).content()  # type: ignore[arg-type]
-        assert {key for key in content if content[key] != default.get(key)} == {
-            "source" if name == "source_kind" else name,
-            *sized,
-        }
+        changed = {key for key in content if content[key] != default.get(key)}
+        assert changed == {"source" if name == "source_kind" else name, *sized}
         assert json.loads(json.dumps(content)) == content
     least = dict.fromkeys(("limit", "num_workers", "max_pixels", "chunk_rows"), 1)
     assert ConvertOptions(**least, seed=2**63 - 1, size=(1, 1), draft=True).content()["draft"]
@@ -130,13 +123,11 @@ def test_every_option_either_changes_content_or_does_not() -> None:
         assert ConvertOptions(**{name: value}).content() == default  # type: ignore[arg-type]
 
 
-def test_bools_of_numpy_become_those_of_python() -> None:
-    options = ConvertOptions.from_keywords({"compat": np.True_, "overwrite": np.False_})
-    assert (options.compat, options.overwrite) == (True, False)
-    assert json.loads(json.dumps(options.content()))["compat"] is True
-
-
-def test_numbers_of_numpy_become_those_of_python() -> None:
+def test_values_of_numpy_become_those_of_python() -> None:
+    val = ConvertOptions(val=np.float32(0.25)).val  # type: ignore[arg-type]
+    assert (type(val), val) == (float, 0.25)
+    flags = ConvertOptions.from_keywords({"compat": np.True_, "overwrite": np.False_})
+    assert (flags.compat, flags.overwrite, json.loads(json.dumps(flags.content()))["compat"]) == (True, False, True)
     numbers = {"seed": 3, "limit": 5, "chunk_rows": 7, "max_pixels": 99, "shard_bytes": 9, "num_workers": 2}
     options = ConvertOptions.from_keywords(
         {name: np.int64(value) for name, value in numbers.items()} | {"value_range": np.float32([0, 1])}
@@ -157,14 +148,8 @@ def test_parts_that_do_not_exist_are_refused(part: Any) -> None:
 
 
 def test_the_source_gets_its_options() -> None:
-    given = CONTENT | {
-        "chunk_bytes": None,
-        "root": "/data",
-        "keep": None,
-        "max_side": None,
-        "quality": 90,
-        "shard_bytes": None,
-    }
+    unset = dict.fromkeys(("chunk_bytes", "keep", "max_side", "shard_bytes"))
+    given = CONTENT | unset | {"root": "/data", "quality": 90}
     options = ConvertOptions(**given).source_options  # type: ignore[arg-type]
     assert options == SourceOptions(
         "flat",
