@@ -6,6 +6,7 @@ import errno
 import os
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -71,11 +72,7 @@ def test_rows_are_written_while_the_next_is_filled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 def test_a_failing_write_reaches_the_caller(tmp_path: Path, io: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = RowFile(str(new(tmp_path / "f")), io)
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     rows = ContiguousRows(file, 0, 10_000, row_bytes=1)
 
     def write() -> None:
@@ -88,9 +85,7 @@ def test_a_failing_write_reaches_the_caller(tmp_path: Path, io: str, monkeypatch
     file.close()
 
 
-def test_a_device_that_refuses_direct_writes_gets_buffered_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_that_refuse_direct_writes_get_buffered_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = RowFile(str(new(tmp_path / "f")), "direct")
     if file.direct is None:
         pytest.skip("needs a file system with O_DIRECT: TMPDIR=/a/folder/on/ext4")
