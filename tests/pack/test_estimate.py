@@ -15,9 +15,7 @@ from h5pack.pack.estimate import _samples, estimate_seconds
 from tests.makers import flat_folder, hdf5_file, pixels, quick, truncate
 
 
-def test_the_time_of_all_but_first_tasks_is_divided_among_the_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_of_later_tasks_is_divided_among_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = flat_folder(tmp_path / "in", 20)
     for compression, (first, after) in {"none": (2.5, 1.0), "gzip": (2.5, 1.0)}.items():
         with Conversion(source, tmp_path / "o.h5", **quick(compression=compression)) as conversion:
@@ -32,9 +30,7 @@ def test_the_time_of_all_but_first_tasks_is_divided_among_the_workers(
 
 
 @pytest.mark.parametrize(("num_workers", "compression"), [(1, "none"), (2, "gzip")])
-def test_images_are_sampled_in_the_workers_and_nothing_is_written(
-    tmp_path: Path, num_workers: int, compression: str
-) -> None:
+def test_images_are_sampled_in_workers_without_writing(tmp_path: Path, num_workers: int, compression: str) -> None:
     source = flat_folder(tmp_path / "in", 40, (60, 50))
     for number in range(0, 40, 3):
         truncate(source / f"{number:05d}.jpg")
@@ -45,9 +41,7 @@ def test_images_are_sampled_in_the_workers_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_rows_that_are_read_with_their_chunk_are_sampled_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_read_with_their_chunk_are_sampled_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "_TASK_BYTES", 8 * 840)
     images = np.stack([pixels(number) for number in range(23)])
     path = hdf5_file(tmp_path / "in.h5")
