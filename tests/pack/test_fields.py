@@ -38,15 +38,11 @@ def expected(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"order": "sorted"},
-        {"seed": 3, "num_workers": 2, "val": 0.25},
-        {"compression": "gzip", "layout": "nchw"},
-        {"keep": "jpeg"},
-        {"compat": True},
+        {}, {"order": "sorted"}, {"seed": 3, "num_workers": 2, "val": 0.25}, {"compression": "gzip", "layout": "nchw"},
+        {"keep": "jpeg"}, {"compat": True},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_fields_move_with_their_rows(tmp_path: Path, settings: dict[str, Any]) -> None:
     records = annotated_images(tmp_path / "in", 25)
     for number in (3, 11, 12, 24):
