@@ -90,9 +90,7 @@ def test_no_shard_exceeds_the_limit_if_fields_differ_in_length(tmp_path: Path, k
     assert h5pack.verify(tmp_path / "o.h5", num_workers=1).ok
 
 
-def test_no_shard_exceeds_the_limit_if_its_last_chunk_is_almost_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_shard_exceeds_the_limit_with_an_almost_empty_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5pack.pack.kept._MIN_CHUNKS", 4)
     for number in range(130):
         noise = np.random.default_rng(number).integers(0, 256, (100, 100, 3), np.uint8)
@@ -380,15 +378,12 @@ def test_workers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keywords", "named"),
     [
-        ({"shard_bytes": 0}, "shard_bytes"),
-        ({"shard_bytes": "large"}, "shard_bytes"),
-        ({"shard_bytes": "1KiB"}, "shard_bytes"),
-        ({"shard_bytes": "1GiB", "compat": True}, "compat=True"),
-        ({"shard_bytes": "1GiB", "part": (1, 2)}, "part"),
-        ({"shard_bytes": "1GiB", "finish": True}, "finish=True"),
+        ({"shard_bytes": 0}, "shard_bytes"), ({"shard_bytes": "large"}, "shard_bytes"),
+        ({"shard_bytes": "1KiB"}, "shard_bytes"), ({"shard_bytes": "1GiB", "compat": True}, "compat=True"),
+        ({"shard_bytes": "1GiB", "part": (1, 2)}, "part"), ({"shard_bytes": "1GiB", "finish": True}, "finish=True"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_wrong_options(tmp_path: Path, keywords: dict[str, Any], named: str) -> None:
     flat_folder(tmp_path / "s", 3)
     with pytest.raises(OptionsError) as error:
