@@ -71,19 +71,12 @@ def test_wrong_calls(tmp_path: Path) -> None:
     path = pack(tmp_path, "a", 6, ["cat", "dog"])
     h5pack.convert(flat_folder(tmp_path / "flat", 3), tmp_path / "flat.h5", **quick())
     for settings, kind in (
-        ({"splits": "trian"}, OptionsError),
-        ({"classes": ["cat", "cow"]}, OptionsError),
-        ({"rows": [6]}, OptionsError),
-        ({"rows": [-1]}, OptionsError),
-        ({"rows": "1-5"}, OptionsError),
-        ({"rows": "5:"}, OptionsError),
-        ({"rows": "0:-1"}, OptionsError),
-        ({"rows": 1.5}, OptionsError),
-        ({"sample": 0}, OptionsError),
-        ({"sample": 3, "seed": -1}, OptionsError),
-        ({"rows": "2:2"}, NoImagesError),
+        ({"splits": "trian"}, OptionsError), ({"classes": ["cat", "cow"]}, OptionsError),
+        ({"rows": [6]}, OptionsError), ({"rows": [-1]}, OptionsError), ({"rows": "1-5"}, OptionsError),
+        ({"rows": "5:"}, OptionsError), ({"rows": "0:-1"}, OptionsError), ({"rows": 1.5}, OptionsError),
+        ({"sample": 0}, OptionsError), ({"sample": 3, "seed": -1}, OptionsError), ({"rows": "2:2"}, NoImagesError),
         ({"splits": "val", "rows": [0]}, NoImagesError),
-    ):
+    ):  # fmt: skip
         with pytest.raises(kind):
             h5pack.subset(path, tmp_path / "o.h5", **settings)  # type: ignore[arg-type]
     with pytest.raises(OptionsError):
