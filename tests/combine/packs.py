@@ -15,12 +15,9 @@ import h5pack
 from tests.makers import FIELDS, annotated_images, numbers, quick
 
 KINDS: dict[str, dict[str, Any]] = {
-    "pixels": {},
-    "nchw": {"layout": "nchw", "size": (30, 26), "chunk_rows": 4},
-    "gzip": {"compression": "gzip", "chunk_rows": 4},
-    "jpeg": {"keep": "jpeg"},
-    "1.8": {"compat": True},
-}
+    "pixels": {}, "nchw": {"layout": "nchw", "size": (30, 26), "chunk_rows": 4},
+    "gzip": {"compression": "gzip", "chunk_rows": 4}, "jpeg": {"keep": "jpeg"}, "1.8": {"compat": True},
+}  # fmt: skip
 SOURCE = {**FIELDS, "mask_columns": "mask", "label_columns": "label", "split_column": "split"}
 FIELD_NAMES = ["boxes", "points", "caption", "captions", "sizes", "score", "mask"]
 
