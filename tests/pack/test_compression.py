@@ -40,8 +40,8 @@ from h5pack.pack.finish import is_complete
 from h5pack.pack.options import ConvertOptions
 from h5pack.system.processes import run
 from tests.crashing import convert_in_child, convert_until, distinct_steps, kill_while_held, leftovers, lose_pages
-from tests.exporter.folders import flip
 from tests.makers import flat_folder, quick
+from tests.read.files import flip_in_chunk
 
 # The filter and its parameters (the plugin puts its version and the size of an element in front), and h5py's arguments.
 FILTERS: dict[str, tuple[int, tuple[int, ...], Any]] = {
@@ -71,12 +71,6 @@ def options(compression: str, **settings: Any) -> dict[str, Any]:
     return quick(**{"compression": compression, "chunk_rows": CHUNK_ROWS, **settings})
 
 
-def compression_of(name: str) -> Compression:
-    found = parse_compression(name)
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize("name", FILTERS)
 def test_rows_and_tables_are_those_of_the_uncompressed_pack(packs: dict[str, Path], name: str) -> None:
     with h5py.File(packs["none"]) as raw, h5py.File(packs[name]) as file:
@@ -88,7 +82,7 @@ def test_rows_and_tables_are_those_of_the_uncompressed_pack(packs: dict[str, Pat
             ours, theirs = dict(file[item].attrs), dict(raw[item].attrs)
             changed = {key for key in {**ours, **theirs} if not np.array_equal(ours.get(key), theirs.get(key))}
             assert changed == {"images": {"h5pack_rdcc_nbytes"}, "/": {"h5pack_options"}}.get(item, set())
-        assert json.loads(file.attrs["h5pack_options"])["compression"] == compression_of(name).name
+        assert json.loads(file.attrs["h5pack_options"])["compression"] == parse_compression(name).name
         assert "compression" not in json.loads(raw.attrs["h5pack_options"])
     report = h5pack.verify(packs[name])
     assert (report.ok, report.rows) == (True, ROWS)
@@ -99,9 +93,7 @@ def test_rows_and_tables_are_those_of_the_uncompressed_pack(packs: dict[str, Pat
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_chunks_are_what_h5py_itself_would_store_in_the_order_of_the_rows(
-    packs: dict[str, Path], name: str, tmp_path: Path
-) -> None:
+def test_chunks_are_what_h5py_stores_in_order_of_the_rows(packs: dict[str, Path], name: str, tmp_path: Path) -> None:
     number, parameters, asked = FILTERS[name]
     with h5py.File(packs[name]) as file, h5py.File(tmp_path / "h5py.h5", "w") as other:
         images = file["images"]
@@ -180,16 +172,14 @@ def test_the_hdf5_tools_read_gzip(packs: dict[str, Path], tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["gzip", "zstd", "bitshuffle-lz4"])
 def test_damage_is_found_in_the_chunk_that_has_it(packs: dict[str, Path], tmp_path: Path, name: str) -> None:
-    with h5py.File(shutil.copy(packs[name], tmp_path / "o.h5")) as file:
-        chunk = file["images"].id.get_chunk_info(3)
-    flip(tmp_path / "o.h5", chunk.byte_offset + chunk.size // 2)
+    flip_in_chunk(shutil.copy(packs[name], tmp_path / "o.h5"), 3, "images")
     damaged = h5pack.verify(tmp_path / "o.h5").damaged["images"]
     assert set() < set(damaged) <= set(range(21, 28))
 
 
 @pytest.mark.parametrize("name", ["gzip:1", "gzip:9", "zstd", "bitshuffle-lz4"])
 def test_incompressible_data_stays_below_the_bound_and_is_filtered(name: str) -> None:
-    compression = compression_of(name)
+    compression = parse_compression(name)
     require_filter(compression)
     for count in (1, 24, 8191, 70_001, 1_000_003):
         values = np.random.default_rng(count).integers(0, 256, count, np.uint8)
@@ -199,7 +189,7 @@ def test_incompressible_data_stays_below_the_bound_and_is_filtered(name: str) ->
 
 def test_rows_that_changed_on_the_disk_are_not_compressed(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).integers(0, 256, (5, 4, 3, 3), np.uint8)
-    path, compression, data = tmp_path / "o.partial", compression_of("gzip"), bytes(100) + rows.tobytes()
+    path, compression, data = tmp_path / "o.partial", parse_compression("gzip"), bytes(100) + rows.tobytes()
     task = CompressTask(str(path), 20, 100, (8, 4, 3, 3), row_checksums(rows), compression)
     path.write_bytes(data)
     whole = np.concatenate([rows, np.zeros((3, 4, 3, 3), np.uint8)])
@@ -311,9 +301,7 @@ def test_lost_pages_of_the_rows_are_decoded_again(packs: dict[str, Path], source
     assert out.read_bytes() == packs["zstd"].read_bytes()
 
 
-def test_another_conversion_is_kept_out_until_the_end(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_other_conversion_runs_until_the_end(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock goes along when the compressed copy takes the name of the file that was locked."""
     monkeypatch.setattr("h5pack.system.files._LOCK_WAIT_SECONDS", 0.1)
     out = tmp_path / "o.h5"
@@ -386,9 +374,7 @@ def test_a_disk_that_fills_up_while_compressing(small_disk: Path, tmp_path: Path
     assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 
-def test_the_plan_counts_both_copies_and_bounds_what_the_disk_holds(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_bounds_what_both_copies_take(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, replace = [0], os.replace
 
     def measuring(*arguments: Any) -> None:
@@ -409,9 +395,7 @@ def test_the_plan_counts_both_copies_and_bounds_what_the_disk_holds(
 
 # zstd and zstd:3 are two names of one compression.
 @pytest.mark.parametrize(("begun", "same", "other"), [("zstd", "zstd:3", "none"), ("none", "none", "gzip")])
-def test_a_resume_with_another_compression_is_refused(
-    source: Path, tmp_path: Path, begun: str, same: str, other: str
-) -> None:
+def test_another_compression_is_not_resumed(source: Path, tmp_path: Path, begun: str, same: str, other: str) -> None:
     out = tmp_path / "o.h5"
     convert_in_child(source, out, options(begun), kill_at=30)
     with pytest.raises(ResumeError) as caught:
@@ -439,8 +423,8 @@ def test_an_unknown_compression_is_refused(text: str) -> None:
 def test_compressions() -> None:
     assert ConvertOptions().filter is None
     for text, name in {"gzip": "gzip:4", "zstd": "zstd:3", "zstd:22": "zstd:22", "gzip:9": "gzip:9"}.items():
-        found = compression_of(text)
-        assert found == compression_of(name) == ConvertOptions(compression=text).filter
+        found = parse_compression(text)
+        assert found == parse_compression(name) == ConvertOptions(compression=text).filter
         assert (found.name, found.parameters) == (name, (int(name.split(":")[1]),))
 
 
@@ -475,9 +459,7 @@ def test_a_missing_plugin_is_reported(packs: dict[str, Path], source: Path, tmp_
         assert report["ok"] or advice in report["problems"][0]
 
 
-def test_the_command_line(
-    packs: dict[str, Path], source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_line(packs: dict[str, Path], source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "o.h5"
     command = ["convert", str(source), str(out), "--chunk-rows", str(CHUNK_ROWS), "--workers", "2", "--compression"]
     assert cli.main([*command, "gzip:12"]) == 2
