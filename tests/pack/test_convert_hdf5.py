@@ -169,9 +169,7 @@ def test_a_field_of_a_pack_that_is_named_like_labels_stays_a_field(tmp_path: Pat
 
 @pytest.mark.parametrize("options", [{}, {"layout": "nchw"}, {"mode": "gray"}, {"size": 16}])
 @pytest.mark.parametrize(("scale", "given"), [(1, {}), (1 / 255, {}), (np.int16(4), {"value_range": (0, 1020)})])
-def test_a_field_like_the_images_holds_images(
-    tmp_path: Path, scale: Any, given: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_fields_may_hold_images(tmp_path: Path, scale: Any, given: dict[str, Any], options: dict[str, Any]) -> None:
     path = hdf5_file(tmp_path / "f.h5", left=NCHW[:9] * scale, right=NCHW[8::-1] * scale, other=NCHW[:9] // 2)
     keywords = quick(images="left", fields=("right", "other"), order="sorted", **given, **options)
     h5pack.convert(path, tmp_path / "o.h5", **keywords)
