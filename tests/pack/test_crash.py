@@ -119,9 +119,7 @@ def test_killed_while_workers_write(source: Path, order: str, whole: bytes, tmp_
     assert out.read_bytes() == whole
 
 
-def test_the_file_does_not_depend_on_workers_or_ways_of_writing(
-    source: Path, order: str, whole: bytes, tmp_path: Path
-) -> None:
+def test_workers_and_ways_of_writing_give_the_same_file(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
     spawned = {"io": "direct", "num_workers": 3, "start_method": "spawn"}
     for settings in ({"num_workers": 4}, {"io": "direct"}, {"io": "buffered"}, *([spawned] * (order == "sorted"))):
         h5pack.convert(source, tmp_path / "o.h5", **options(order, overwrite=True, **settings))
@@ -181,9 +179,7 @@ def require_resumed_bytes(tmp_path: Path, arguments: list[str], compression: str
     ("number", "call", "compression"),
     [(signal.SIGINT, DECODING, "none"), (signal.SIGTERM, DECODING, "none"), (signal.SIGINT, STORING, "zstd")],
 )
-def test_a_signal_stops_all_processes_and_the_conversion_resumes(
-    tmp_path: Path, number: int, call: str, compression: str
-) -> None:
+def test_after_a_signal_the_conversion_is_resumed(tmp_path: Path, number: int, call: str, compression: str) -> None:
     process, waiting, arguments = held_command(tmp_path, call=call, compression=compression)
     assert (tmp_path / "o.h5.partial.compressed").exists() == (call == STORING)
     # As a terminal does: to the whole group at once.
@@ -260,9 +256,7 @@ def test_a_disk_that_fills_up_later(small_disk: Path, tmp_path: Path, when: str)
 
 
 @pytest.mark.parametrize("way", ["direct", "buffered"])
-def test_a_limit_on_the_size_of_files_is_named_and_can_be_raised(
-    source: Path, order: str, whole: bytes, tmp_path: Path, way: str
-) -> None:
+def test_a_limit_on_file_sizes_can_be_raised(source: Path, order: str, whole: bytes, tmp_path: Path, way: str) -> None:
     out, keywords = tmp_path / "o.h5", options(order, io=way)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) // 2, before[1]))
@@ -279,9 +273,7 @@ def test_a_limit_on_the_size_of_files_is_named_and_can_be_raised(
     assert out.read_bytes() == whole
 
 
-def test_lost_pages_after_the_rows_moved_are_decoded_again(
-    source: Path, order: str, whole: bytes, tmp_path: Path
-) -> None:
+def test_pages_lost_after_rows_moved_are_decoded_again(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
     """A power cut while rows close up: the journal knows more than the disk, and a moved row's origin is gone."""
     out = tmp_path / "o.h5"
     convert_until("h5pack.pack.finish.complete", source, out, options(order))
