@@ -21,6 +21,7 @@ from h5pack.errors import DamagedRowsError, OptionsError, PackFormatError, Resum
 from h5pack.format.checksums import row_checksums
 from h5pack.pack.conversion import Conversion
 from tests.crashing import convert_until, distinct_steps, leftovers, lose_pages, require_resumes
+from tests.exporter.folders import pixels_of
 from tests.makers import expected, hdf5_file, numbers, pair_folders, pixels, quick, save, tar_file, truncate, zip_file
 
 SETTINGS = quick(source_kind="pairs", chunk_rows=8)
@@ -47,22 +48,15 @@ def pack_of(path: Path) -> dict[str, Any]:
         }
 
 
-def expected_mask(path: Path) -> npt.NDArray[Any]:
-    with Image.open(path) as image:
-        return np.asarray(image)
-
-
 @pytest.mark.parametrize("order", ["shuffled", "sorted"])
 @pytest.mark.parametrize("settings", [{}, {"compression": "gzip:1"}, {"compat": True}])
-def test_every_mask_is_in_the_row_of_its_image(
-    source: Path, tmp_path: Path, order: str, settings: dict[str, Any]
-) -> None:
+def test_masks_are_in_the_rows_of_images(source: Path, tmp_path: Path, order: str, settings: dict[str, Any]) -> None:
     out = tmp_path / "o.h5"
     report = h5pack.convert(source, out, **SETTINGS, order=order, **settings)
     assert (report.images, report.rejects) == (47, 13)
     pack = pack_of(out)
     for row, name in enumerate(pack["names"]):
-        mask = expected_mask(source / name.replace("images", "masks").replace("jpg", "png"))
+        mask = pixels_of(source / name.replace("images", "masks").replace("jpg", "png"))
         assert np.array_equal(pack["masks"][row], mask), name
         assert np.array_equal(mask, numbers(int(name[7:10]), (60, 50)))
         with Image.open(source / name) as image:
@@ -319,7 +313,6 @@ def test_kept_files_with_masks(source: Path, tmp_path: Path) -> None:
     assert h5pack.verify(out).ok
     dataset = h5pack.H5Dataset(out, fields=["masks"], with_rows=True, check=True)
     names = dataset.filenames
-    assert names is not None
     for batch in (*h5pack.H5Loader(dataset, 10), *DataLoader(dataset, 10, collate_fn=dataset.collate)):
         assert (batch.masks.dtype, batch.masks.shape[1:]) == (torch.uint8, (60, 50))
         for mask, row in zip(batch.masks, batch.rows.tolist(), strict=True):
@@ -344,7 +337,6 @@ def test_masks_of_kept_files_follow_orientation_and_size(tmp_path: Path, setting
     masks = kept_masks(tmp_path / "o.h5")
     dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"], with_rows=True)
     names = dataset.filenames
-    assert names is not None
     for sample in dataset:
         assert np.array_equal(sample.masks, masks[names[sample.row]])
         assert sample.masks.shape == sample.image.shape[:2]
@@ -353,7 +345,7 @@ def test_masks_of_kept_files_follow_orientation_and_size(tmp_path: Path, setting
         assert differs.float().mean() < (0.07 if settings else 0.01)
         assert max(sample.masks.shape) == settings.get("max_side", 64)
         if settings:
-            mask = expected_mask(root / names[sample.row].replace("images", "masks").replace("jpg", "png"))
+            mask = pixels_of(root / names[sample.row].replace("images", "masks").replace("jpg", "png"))
             turned = ImageOps.exif_transpose(Image.open(root / names[sample.row]))
             upright = mask if turned.size == mask.shape[::-1] and int(names[sample.row][7:-4]) % 8 == 0 else None
             if upright is not None:
@@ -388,13 +380,11 @@ def test_kept_masks_of_16_bits_and_those_that_do_not_fit(tmp_path: Path) -> None
     with h5py.File(tmp_path / "p.h5") as file:
         assert np.array_equal(file["fields/masks"][2], wide)
     h5pack.export(tmp_path / "o.h5", tmp_path / "back", num_workers=1)
-    assert np.array_equal(expected_mask(tmp_path / "back" / "masks" / "002.png"), wide)
+    assert np.array_equal(pixels_of(tmp_path / "back" / "masks" / "002.png"), wide)
     assert (tmp_path / "back" / "images" / "002.jpg").read_bytes() == (source / "images" / "002.jpg").read_bytes()
 
 
-def test_the_plan_counts_kept_masks_once_for_each_file_that_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_counts_kept_masks_once_for_each_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, size, held, truncate = tmp_path / "in", 8 * 512 * 512, [0], os.ftruncate
     for folder, ending in (("images", "jpg"), ("masks", "png")):
         (source / folder).mkdir(parents=True)
@@ -493,32 +483,19 @@ def test_further_images_are_of_the_same_size_and_not_kept(tmp_path: Path) -> Non
     assert caught.value.parameters == ("keep='jpeg'",)
 
 
-class Samples:
-    """A dataset of dicts with masks of many types."""
-
-    def __init__(self, masks: list[Any]) -> None:
-        self.masks = masks
-
-    def __len__(self) -> int:
-        return len(self.masks)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        sample = {"image": pixels(index), "label": index % 3, "note": "x"}
-        return sample if self.masks[index] is None else {**sample, "mask": self.masks[index]}
+def samples(masks: list[Any]) -> list[dict[str, Any]]:
+    """A dataset of dicts with masks of many types; None: without a mask."""
+    made = [{"image": pixels(index), "label": index % 3, "note": "x", "mask": mask} for index, mask in enumerate(masks)]
+    return [{key: value for key, value in one.items() if value is not None} for one in made]
 
 
 def test_masks_of_a_dataset_in_python(tmp_path: Path) -> None:
     mask = numbers(0, (20, 14))
     good = [mask, torch.from_numpy(mask), Image.fromarray(mask), mask[None], mask[:, :, None], mask > 3]
     bad = [
-        None,
-        mask.astype(float),
-        mask[:, :5],
-        np.stack([mask] * 3, axis=2),
-        [[1, 2], [3]],
-        Image.new("RGB", (14, 20)),
-    ]
-    report = h5pack.convert(Samples(good + bad), tmp_path / "o.h5", **quick(order="sorted"))
+        None, mask.astype(float), mask[:, :5], np.stack([mask] * 3, axis=2), [[1, 2], [3]], Image.new("RGB", (14, 20)),
+    ]  # fmt: skip
+    report = h5pack.convert(samples(good + bad), tmp_path / "o.h5", **quick(order="sorted"))
     assert (report.images, report.rejects) == (6, 6)
     with h5py.File(tmp_path / "o.h5") as file:
         assert file["fields/mask"].dtype == np.uint8
@@ -528,7 +505,7 @@ def test_masks_of_a_dataset_in_python(tmp_path: Path) -> None:
     wide = [torch.from_numpy(mask).long() * 1000, torch.from_numpy(mask).long() << 40]
     for workers in (1, 2):
         out = tmp_path / f"{workers}.h5"
-        h5pack.convert(Samples([*wide, mask]), out, **quick(order="sorted", num_workers=workers, size=(10, 7)))
+        h5pack.convert(samples([*wide, mask]), out, **quick(order="sorted", num_workers=workers, size=(10, 7)))
         with h5py.File(out) as file:
             assert (file["fields/mask"].dtype, len(file["fields/mask"])) == (np.int32, 2)
             assert np.array_equal(file["fields/mask"][0], mask[1::2, 1::2].astype(int) * 1000)
