@@ -237,9 +237,7 @@ def test_looking_at_the_plan_writes_nothing(source: Path, tmp_path: Path, capsys
     assert leftovers(tmp_path) == {"o.h5.partial.survey"}
 
 
-def test_without_resume_an_earlier_file_goes_even_if_the_plan_fails(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_file_goes_if_the_plan_fails(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_after(60, source, tmp_path / "o.h5", quick())
     monkeypatch.setattr(journal, "_SURVEY_SECONDS", 3600.0)
     with pytest.raises(H5PackError):
@@ -273,9 +271,7 @@ def test_masks_are_not_read_again(tmp_path: Path, reads: list[str]) -> None:
     assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 
-def test_a_second_conversion_leaves_the_file_of_the_first_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_conversion_leaves_the_first_ones_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5pack.system.files._LOCK_WAIT_SECONDS", 0.1)
     path = tmp_path / "o.h5.partial.survey"
     with SurveyJournal(path, {"one": 1}, resume=False) as first:
