@@ -71,19 +71,13 @@ def test_the_answer_says_what_to_type_and_what_was_not_compared() -> None:
     assert not reports.folder_report().to_text().startswith("interrupted")
 
 
-def unfinished() -> BenchReport:
-    """A report of a bench that measured too little."""
-    report = reports.folder_report()
-    report.recommendation, report.enough_seconds = None, 90
-    report.missing = [f"{one.label}: 1 of 3 repeats" for one in report.variants]
-    return report
-
-
 @pytest.mark.parametrize("full", [False, True])
 def test_the_first_lines_are_the_answer_with_its_figure_and_threads(full: bool) -> None:
     first = reports.folder_report().to_text(full).partition("\n\n")[0]
     assert all(part in first for part in ("36 rows (4 MiB)", "76,210 images/s", "num_threads=2"))
-    report = unfinished()
+    report = reports.folder_report()
+    report.recommendation, report.enough_seconds = None, 90
+    report.missing = [f"{one.label}: 1 of 3 repeats" for one in report.variants]
     first, reasons = report.to_text(full).split("\n\n")[:2]
     assert report.parameters[0] == "seconds=90"
     assert report.parameters[0] in first
