@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -69,7 +70,8 @@ def test_images_become_uint8_pixels_with_a_channel_axis(image: Any, expected: An
         assert np.array_equal(array, expected)
         is_labelled = any(value is one for one in labelled)
         assert (None if label is None else label.item()) == (3 if is_labelled else None)
-    assert np.array_equal(MapStyleReader([(image, 3)]).read(0, "00000000"), expected)
+    sent_to_worker = pickle.loads(pickle.dumps(MapStyleReader([(image, 3)])))
+    assert np.array_equal(sent_to_worker.read(0, "00000000"), expected)
 
 
 def test_what_is_left_out_of_samples_is_named() -> None:
