@@ -274,24 +274,17 @@ def made(*figures: tuple[int, float, float]) -> tuple[mixing.OrderMixing, ...]:
     return (*orders, replace(orders[0], shuffle="full", window=None), replace(orders[0], shuffle=False, window=None))
 
 
-@pytest.mark.parametrize(
-    ("distances", "chunks", "error", "enough"),
-    [
-        ((0.2, 0.1, 0.1), 1_000, 0.001, 2),
-        ((0.1, 0.2, 0.1), 1_000, 0.001, 4),
+def test_windows_are_tested_from_the_largest_to_the_first_that_fails() -> None:
+    for distances, chunks, error, enough in (
+        *(((0.2, 0.1, 0.1), 1_000, 0.001, 2), ((0.1, 0.2, 0.1), 1_000, 0.001, 4)),
         ((0.1, 0.1, 0.2), 1_000, 0.001, None),
         # All chunks are a full shuffle, whatever the figures.
-        ((0.2, 0.1, 0.2), 4, 0.001, 2),
-        ((0.2, 0.2, 0.2), 4, 0.001, 4),
+        *(((0.2, 0.1, 0.2), 4, 0.001, 2), ((0.2, 0.2, 0.2), 4, 0.001, 4)),
         # Close, but the epochs do not show it.
         ((0.1, 0.1, 0.1), 1_000, 0.1, None),
-    ],
-)
-def test_windows_are_tested_from_the_largest_to_the_first_that_fails(
-    distances: tuple[float, ...], chunks: int, error: float, enough: int | None
-) -> None:
-    orders = made(*((window, distance, error) for window, distance in zip((1, 2, 4), distances, strict=True)))
-    assert mixing._enough(orders, chunks, 0.11, 8) == enough
+    ):
+        orders = made(*((window, distance, error) for window, distance in zip((1, 2, 4), distances, strict=True)))
+        assert mixing._enough(orders, chunks, 0.11, 8) == enough
 
 
 @pytest.mark.parametrize("epochs", [2, 3, 8, 11, 40])
@@ -303,19 +296,16 @@ def test_a_window_at_the_limit_passes_one_time_in_twenty(epochs: int) -> None:
     assert passed / times == pytest.approx(0.05, abs=4 * (0.05 * 0.95 / times) ** 0.5)
 
 
-@pytest.mark.parametrize(
-    ("error", "enough", "advice"),
-    [
+def test_the_advice_depends_on_the_epochs(ordered: H5Dataset) -> None:
+    report = mixing_report(ordered, 50, window=4, epochs=2, windows=[50])
+    limit = report.allowed_distance or 0
+    for error, enough, advice in (
         (0.05, None, "Give more epochs: epochs=8"),
         (0.02, None, "Use shuffle='full', or convert in shuffled order: with window=4"),
         (0.02, 50, "Use shuffle='full', or window=50"),
-    ],
-)
-def test_the_advice_depends_on_the_epochs(ordered: H5Dataset, error: float, enough: int | None, advice: str) -> None:
-    report = mixing_report(ordered, 50, window=4, epochs=2, windows=[50])
-    limit = report.allowed_distance or 0
-    changed = replace(report, epochs=8, orders=made((4, 1.05 * limit, error * limit)), enough_window=enough)
-    assert changed.advice.startswith(advice)
+    ):
+        changed = replace(report, epochs=8, orders=made((4, 1.05 * limit, error * limit)), enough_window=enough)
+        assert changed.advice.startswith(advice)
 
 
 @pytest.mark.parametrize(
