@@ -117,24 +117,18 @@ def test_only_repeats_of_one_turn_are_compared() -> None:
     assert one.is_faster(measured("", 29.0))
 
 
-@pytest.mark.parametrize(
-    ("speeds", "turns", "faster"),
-    [
-        ((150, 160, 170), (0, 1, 2), True),  # 1.5 to 1.7: clear, and alike.
-        ((150, 160), (0, 1), False),  # Too few turns.
-        ((150, 200, 250), (0, 1, 2), False),  # 1.5 to 2.5: these vary too much for three turns,
-        ((150, 200, 250, 160, 170), (0, 1, 2, 3, 4), True),  # but not for five.
-        ((115, 116, 117), (0, 1, 2), False),  # 1.15 to 1.17: three such turns may be chance,
-        ((115, 116, 117, 116, 117), (0, 1, 2, 3, 4), True),  # five are not.
-        ((115, 150, 117, 116, 117), (0, 1, 2, 3, 4), False),
-    ],
-)
-def test_few_turns_are_enough_if_they_are_alike(
-    speeds: tuple[float, ...], turns: tuple[int, ...], faster: bool
-) -> None:
-    one = replace(measured("", *speeds), turns=turns)
-    other = replace(measured("", *[100] * len(turns)), turns=turns)
-    assert (one.is_faster(other, MIN_TURNS), other.is_faster(one, MIN_TURNS)) == (faster, False)
+def test_few_turns_are_enough_if_they_are_alike() -> None:
+    for speeds, faster in (
+        ((150, 160, 170), True),  # 1.5 to 1.7: clear, and alike.
+        ((150, 160), False),  # Too few turns.
+        ((150, 200, 250), False),  # 1.5 to 2.5: these vary too much for three turns,
+        ((150, 200, 250, 160, 170), True),  # but not for five.
+        ((115, 116, 117), False),  # 1.15 to 1.17: three such turns may be chance,
+        ((115, 116, 117, 116, 117), True),  # five are not.
+        ((115, 150, 117, 116, 117), False),
+    ):
+        one, other = measured("", *speeds), measured("", *[100] * len(speeds))
+        assert (one.is_faster(other, MIN_TURNS), other.is_faster(one, MIN_TURNS)) == (faster, False)
 
 
 def test_every_variant_called_slower_is_slower_in_the_same_turns() -> None:
