@@ -36,22 +36,17 @@ def uint8(*shape: int) -> torch.Tensor:
     return torch.randint(0, 255, shape, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(
-    ("images", "scaled", "shape"),
-    [
-        (uint8(2, 8, 6, 3), True, (2, 3, 8, 6)), (uint8(2, 3, 8, 6), True, (2, 3, 8, 6)),
-        (uint8(2, 8, 6, 4), True, (2, 4, 8, 6)), (uint8(2, 4, 8, 6), True, (2, 4, 8, 6)),
-        (uint8(2, 9, 8, 6), False, (2, 9, 8, 6)), (uint8(2, 9), False, (2, 9)),
+def test_images_of_any_shape_become_floats(dataset: h5pack.H5Dataset) -> None:
+    for images, scaled, shape in (
+        *((uint8(2, 8, 6, 3), True, (2, 3, 8, 6)), (uint8(2, 3, 8, 6), True, (2, 3, 8, 6))),
+        *((uint8(2, 8, 6, 4), True, (2, 4, 8, 6)), (uint8(2, 4, 8, 6), True, (2, 4, 8, 6))),
+        *((uint8(2, 9, 8, 6), False, (2, 9, 8, 6)), (uint8(2, 9), False, (2, 9))),
         (torch.rand(2, 3, 4, 5).half(), False, (2, 3, 4, 5)),
-    ],
-)  # fmt: skip
-def test_images_of_any_shape_become_floats(
-    dataset: h5pack.H5Dataset, images: torch.Tensor, scaled: bool, shape: tuple[int, ...]
-) -> None:
-    normalize, _ = normalizer_for(dataset, images, torch.float32)
-    assert isinstance(normalize, h5pack.Normalize) == scaled
-    result = normalize(images)
-    assert (result.shape, result.dtype) == (shape, torch.float32)
+    ):
+        normalize, _ = normalizer_for(dataset, images, torch.float32)
+        assert isinstance(normalize, h5pack.Normalize) == scaled
+        result = normalize(images)
+        assert (result.shape, result.dtype) == (shape, torch.float32)
 
 
 def test_a_pack_is_normalized_by_its_statistics(tmp_path: Path) -> None:
