@@ -74,9 +74,9 @@ def test_a_pack_has_no_faults(tmp_path: Path) -> None:
     json.dumps(report.to_json(), allow_nan=False)
 
 
-@pytest.mark.parametrize(
-    ("shape", "settings", "faults"),
-    [
+def test_faults_of_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info_module, "_DEFAULT_CACHE_BYTES", 2**20)
+    for shape, settings, faults in (
         # The chunks of a widespread CelebA recipe split images.
         ((200, 3, 58, 48), {"chunks": (100, 3, 57, 48)}, ["2 parts", "1.97"]),
         ((200, 3, 218, 178), {"chunks": True, "maxshape": (None, 3, 218, 178)}, ["48 parts", "h5py"]),
@@ -86,20 +86,15 @@ def test_a_pack_has_no_faults(tmp_path: Path) -> None:
         ((800, 3, 100, 80), {"chunks": (1, 3, 100, 80)}, ["chunks of 1 row (23.4 KiB) are read more slowly"]),
         ((800, 3, 100, 80), {"chunks": (10, 3, 100, 80)}, []),
         ((99, 3, 90, 80), {}, []),
-    ],
-)
-def test_faults_of_the_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], settings: dict[str, Any], faults: list[str]
-) -> None:
-    monkeypatch.setattr(info_module, "_DEFAULT_CACHE_BYTES", 2**20)
-    report = report_of(foreign(tmp_path / "f.h5", shape, **settings))
-    assert len(report.faults) == len(faults)
-    assert all(part in fault for part, fault in zip(faults, report.faults, strict=True))
-    assert report.overhead == pytest.approx(1.966 if faults[1:] == ["1.97"] else report.overhead, abs=0.001)
-    assert report.layout == ("chunked" if settings else "contiguous")
-    if "compression" in settings:
-        assert report.filters == ("gzip",)
-        assert report.cache.nbytes >= 50 * 3 * 100 * 80
+    ):
+        report = report_of(foreign(tmp_path / "f.h5", shape, **settings))
+        assert len(report.faults) == len(faults)
+        assert all(part in fault for part, fault in zip(faults, report.faults, strict=True))
+        assert report.overhead == pytest.approx(1.966 if faults[1:] == ["1.97"] else report.overhead, abs=0.001)
+        assert report.layout == ("chunked" if settings else "contiguous")
+        if "compression" in settings:
+            assert report.filters == ("gzip",)
+            assert report.cache.nbytes >= 50 * 3 * 100 * 80
 
 
 def require_fixed(report: DatasetReport, rows: npt.NDArray[np.uint8]) -> None:
@@ -138,29 +133,26 @@ def test_the_fix_of_other_numbers_removes_the_faults(tmp_path: Path) -> None:
         assert np.array_equal(after["images"][()], values)
 
 
-@pytest.mark.parametrize(
-    ("settings", "capacity", "fixed"),
-    [
+def test_kept_bytes_say_whether_the_loader_decodes_each_chunk_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for settings, capacity, fixed in (
         ({"chunks": (120, 3, 16, 16), "compression": "gzip"}, 2**22, True),
         ({"chunks": (50, 3, 64, 63)}, 2**24, True),  # joined and rounded up: 150 rows in three chunks
         ({"chunks": (120, 3, 16, 16), "compression": "gzip"}, 2**20, False),
         ({"chunks": (120, 3, 16, 16), "scaleoffset": 8}, 2**22, False),  # h5pack has no codec for it
         ({"chunks": (9, 3, 64, 64)}, 2**24, None),  # no fault
-    ],
-)
-def test_kept_bytes_tell_whether_the_loader_decodes_each_chunk_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], capacity: int, fixed: bool | None
-) -> None:
-    path = foreign(tmp_path / "f.h5", (120, 3, 64, 64), **settings)
-    monkeypatch.setattr(info_module, "DECODED_BYTES", capacity)
-    report = report_of(path)
-    assert (len(report.faults) > 0) == (fixed is not None)
-    dataset = h5pack.H5Dataset(path)
-    dataset.engine.chunks.cache.capacity = capacity
-    if fixed is not None:
-        assert h5pack.H5Loader(dataset, 16).decodes_once == fixed
-    assert report.kept_bytes == (dataset.engine.decoded_bytes() if fixed else 0)
-    assert ("\n  H5Loader: " in report.to_text(str(path))) == bool(fixed)
+    ):
+        path = foreign(tmp_path / "f.h5", (120, 3, 64, 64), **settings)
+        monkeypatch.setattr(info_module, "DECODED_BYTES", capacity)
+        report, dataset = report_of(path), h5pack.H5Dataset(path)
+        assert (len(report.faults) > 0) == (fixed is not None)
+        dataset.engine.chunks.cache.capacity = capacity
+        if fixed is not None:
+            assert h5pack.H5Loader(dataset, 16).decodes_once == fixed
+        assert report.kept_bytes == (dataset.engine.decoded_bytes() if fixed else 0)
+        assert ("\n  H5Loader: " in report.to_text(str(path))) == bool(fixed)
+        dataset.close()
 
 
 def test_masks_beside_kept_images_are_described(tmp_path: Path) -> None:
