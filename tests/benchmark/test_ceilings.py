@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,24 +31,18 @@ def test_a_file_is_dropped(tmp_path: Path) -> None:
     assert (drop_cache(path) == 0) == (reason is None)
 
 
-@pytest.mark.parametrize(
-    ("drop", "is_cached", "reason"),
-    [
+def test_pages_that_stay_have_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = PageState(h5pack.H5Dataset(labelled(tmp_path / "x.h5")))
+    for drop, cached, reason in (
         (lambda path: 7, True, "7 pages of "),
         # mincore(2) pretends to see pages that are not cached.
         (lambda path: 7, False, None),
         (Mock(side_effect=OSError(22, "Invalid argument")), True, "Invalid argument"),
-    ],
-    ids=["stay", "pretended", "refused"],
-)
-def test_pages_that_stay_have_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop: Callable[[Path], int], is_cached: bool, reason: str | None
-) -> None:
-    state = PageState(h5pack.H5Dataset(labelled(tmp_path / "x.h5")))
-    monkeypatch.setattr("h5pack.read.storage.Storage.is_cached", lambda self, offset: is_cached)
-    monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", drop)
-    found = state.drop()
-    assert found is None if reason is None else reason in str(found)
+    ):
+        monkeypatch.setattr("h5pack.read.storage.Storage.is_cached", lambda *_, cached=cached: cached)
+        monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", drop)
+        found = state.drop()
+        assert found is None if reason is None else reason in str(found)
 
 
 def test_too_little_memory_leaves_the_copy_out(monkeypatch: pytest.MonkeyPatch) -> None:
