@@ -122,8 +122,7 @@ def test_a_changed_mask_ends_a_resume(tmp_path: Path) -> None:
         h5pack.convert(source, out, **SETTINGS, resume=True)
 
 
-@pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
-@pytest.mark.parametrize("layout", ["nhwc", "nchw"])
+@pytest.mark.parametrize(("fit", "layout"), [("crop", "nhwc"), ("pad", "nchw"), ("stretch", "nhwc")])
 def test_a_point_in_image_and_mask_stays_together(tmp_path: Path, fit: str, layout: str) -> None:
     """A white square in the image is the class 9 of the mask, whatever the size and the orientation."""
     for number in range(16):
@@ -236,8 +235,10 @@ def test_masks_of_a_pack_are_packed_again(tmp_path: Path, fields: str) -> None:
         assert np.array_equal(mask, before["masks"][before["names"].index(name)][1::2, 1::2])
 
 
-@pytest.mark.parametrize("shape", [(6, 8, 12), (6, 8, 12, 1), (6, 1, 8, 12)])
-@pytest.mark.parametrize("dtype", ["uint8", "bool", "uint16", "int32", "uint32", "int64", "uint64"])
+DTYPES = [(dtype, (6, 8, 12)) for dtype in ("uint8", "bool", "uint16", "int32", "uint32", "int64", "uint64")]
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [*DTYPES, ("uint8", (6, 8, 12, 1)), ("int64", (6, 1, 8, 12))])
 def test_masks_of_any_hdf5_file(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
     masks = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 128, (6, 8, 12)).astype(dtype)
     path = hdf5_file(tmp_path / "a.h5", images=np.zeros((6, 8, 12, 3), np.uint8), seg=masks.reshape(shape))
