@@ -566,8 +566,7 @@ def test_nothing_is_written_without_images(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == {"f.h5", "one.h5"}
 
 
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("wide", "split"), [(False, True), (True, False)])
 def test_masks_are_beside_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: bool, split: bool) -> None:
     """Converted again, by the manifest or as pairs, images and masks are equal."""
     monkeypatch.chdir(tmp_path)
