@@ -377,8 +377,7 @@ def test_files_of_a_killed_coordinator_are_removed_at_the_end(tmp_path: Path) ->
     assert leftovers(tmp_path) == {"in", "o.h5"}
 
 
-@pytest.mark.parametrize("shard_bytes", [None, 1_500_000])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("workers", "shard_bytes"), [(1, None), (2, None), (2, 1_500_000)])
 def test_files_that_workers_keep_open_leave_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, shard_bytes: int | None
 ) -> None:
