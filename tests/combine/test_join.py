@@ -478,9 +478,9 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         class_folders(tmp_path / name, {"cat": count, f"dog-{name}": count})
         for path in sorted((tmp_path / name).rglob("*.jpg")):
             path.rename(path.with_name(f"{name}-{path.name}"))
-    commands = ["convert one one.h5", "convert two two.h5", "join one.h5 two.h5 both.h5"]
+    commands = [f"convert {name} {name}.h5 --workers 1" for name in ("one", "two")] + ["join one.h5 two.h5 both.h5"]
     commands += ["join one.h5 two.h5 v.h5 --virtual", "subset both.h5 cats.h5 --classes cat --sample 3"]
-    for command in (*commands, "append one.h5 two"):
+    for command in (*commands, "append one.h5 two --workers 1"):
         assert cli.main([*command.split(), "--quiet"]) == 0
     lengths = {name: len(h5pack.H5Dataset(f"{name}.h5")) for name in ("one", "both", "v", "cats")}
     assert lengths == {"one": 18, "both": 18, "v": 18, "cats": 3}
