@@ -58,17 +58,15 @@ NAMES = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": 
 
 @pytest.mark.parametrize("order", ["sorted", "shuffled"])
 def test_a_parquet_file_becomes_a_pack(order: str, tmp_path: Path) -> None:
-    write(tmp_path / "x.parquet", table(range(14), NAMES))
-    h5pack.convert(tmp_path / "x.parquet", tmp_path / "o.h5", order=order, chunk_rows=2, **quick())
+    path = write(tmp_path / "x.parquet", table(range(14), NAMES))
+    h5pack.convert(path, tmp_path / "o.h5", order=order, chunk_rows=2, **quick())
     with h5py.File(tmp_path / "o.h5") as file:
         rows = [int(name) for name in file["filenames"][()]]
         np.testing.assert_array_equal(file["images"][()], [pixels(row) for row in rows])
         np.testing.assert_array_equal(file["labels"][()], np.array(rows) % 3)
         assert [name.decode() for name in file["labels"].attrs["classes"]] == ["cat", "dog", "fox"]
     assert (order == "sorted") == (rows == list(range(14)))
-    h5pack.convert(
-        tmp_path / "x.parquet", tmp_path / "two.h5", order=order, chunk_rows=2, num_workers=2, start_method="fork"
-    )
+    h5pack.convert(path, tmp_path / "two.h5", order=order, chunk_rows=2, num_workers=2, start_method="fork")
     assert (tmp_path / "two.h5").read_bytes() == (tmp_path / "o.h5").read_bytes()
 
 
