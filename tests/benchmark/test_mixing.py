@@ -64,9 +64,8 @@ def stored_distance(labels: npt.NDArray[Any], batch: int) -> float:
     """The mean label distance of the full batches in stored order."""
     shares = np.bincount(labels) / len(labels)
     batches = labels[: len(labels) // batch * batch].reshape(-1, batch)
-    return float(
-        np.mean([np.abs(np.bincount(one, minlength=len(shares)) / batch - shares).sum() / 2 for one in batches])
-    )
+    distances = [np.abs(np.bincount(one, minlength=len(shares)) / batch - shares).sum() / 2 for one in batches]
+    return float(np.mean(distances))
 
 
 def test_windows_of_one_class_chunks_have_the_known_distance(ordered: H5Dataset) -> None:
