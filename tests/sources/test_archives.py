@@ -509,10 +509,8 @@ def test_zstd_is_refused_where_python_cannot_read_it(tmp_path: Path) -> None:
 
 def test_many_archives_do_not_exhaust_file_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "_MAX_OPEN_FILES", 2)
-    indexed = [
-        tar_files.open_tar(tar_file(tmp_path / f"{n}.tar", flat_folder(tmp_path / f"{n}", 2)), tmp_path)
-        for n in range(5)
-    ]
+    folders = [flat_folder(tmp_path / f"{number}", 2) for number in range(5)]
+    indexed = [tar_files.open_tar(tar_file(one.with_suffix(".tar"), one), tmp_path) for one in folders]
     for file, _ in indexed:
         file.close()
     reader = archives.ArchiveReader.joined([archives.ArchiveReader.of(*one) for one in indexed])
