@@ -86,9 +86,7 @@ def test_nothing_usable() -> None:
         plan(seen=survey(reasons=dict.fromkeys(range(COUNT), "the image is empty (0 bytes)")))
 
 
-@pytest.mark.parametrize(
-    ("settings", "seed"), [({"seed": 0}, 0), ({"seed": 5}, 5), ({"seed": 5, "order": "sorted"}, None)]
-)
+@pytest.mark.parametrize(("settings", "seed"), [({"seed": 5}, 5), ({"seed": 5, "order": "sorted"}, None)])
 def test_the_order_is_the_options(settings: dict[str, Any], seed: int | None) -> None:
     wanted = order_rows(np.arange(COUNT, dtype=np.int64), catalog().split_ids, 2, seed)
     assert np.array_equal(plan(**settings).row_order.origins, wanted.origins)
