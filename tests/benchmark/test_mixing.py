@@ -89,9 +89,7 @@ def test_a_full_shuffle_has_the_calculated_distance(tmp_path: Path, sizes: list[
     assert full.standard_error < 0.2 * expected
 
 
-@pytest.mark.parametrize(
-    ("rows", "marked", "drawn"), [(9, 0, 4), (9, 9, 4), (9, 5, 9), (10, 5, 4), (10, 5, 1), (1, 1, 1)]
-)
+@pytest.mark.parametrize(("rows", "marked", "drawn"), [(9, 0, 4), (9, 9, 4), (9, 5, 9), (10, 5, 1), (1, 1, 1)])
 def test_the_mean_deviation_at_its_edges(rows: int, marked: int, drawn: int) -> None:
     assert mixing._mean_deviation(rows, marked, drawn) == pytest.approx(deviation(rows, marked, drawn), abs=1e-12)
 
