@@ -274,9 +274,7 @@ def permissions(path: Path) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("settings", [{}, {"compression": "gzip"}, {"shard_bytes": "2MB"}], ids=str)
 @pytest.mark.parametrize("mode", [0o600, 0o440])
-def test_permissions_are_kept(
-    tmp_path: Path, settings: dict[str, Any], mode: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_permissions_are_kept(tmp_path: Path, settings: Any, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder, seen = tmp_path / "o.h5", flat_folder(tmp_path / "in", 3), {}
     truncate(folder / "00001.jpg")
     h5pack.convert(folder, path, **quick(**settings))
