@@ -456,9 +456,7 @@ def test_an_unfinished_export_is_continued_only_on_request(pack: Path, tmp_path:
 
 
 @pytest.mark.parametrize("keywords", [{"limit": 7}, {"labels": ""}, {"format": "jpeg"}, {"splits": "train"}, {}])
-def test_resumes_with_other_options_or_a_changed_file_are_fresh_exports(
-    tmp_path: Path, keywords: dict[str, Any]
-) -> None:
+def test_resumes_with_other_options_or_a_changed_file_are_fresh_exports(tmp_path: Path, keywords: Any) -> None:
     source = split_folders(tmp_path / "in", {"train": {"x": 4, "y": 3}, "val": {"x": 2}})
     h5pack.convert(source, tmp_path / "a.h5", **quick())
     stopped(tmp_path / "a.h5", tmp_path / "out", **one())
