@@ -111,9 +111,7 @@ def require_fixed(report: DatasetReport, rows: npt.NDArray[np.uint8]) -> None:
     ("shape", "chunks"),
     [((200, 3, 58, 48), (100, 3, 57, 48)), ((150, 58, 48, 3), (20, 29, 48, 3)), ((400, 64, 64), (99, 32, 64))],
 )
-def test_the_fix_removes_the_faults(
-    tmp_path: Path, shape: tuple[int, ...], chunks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fix_removes_the_faults(tmp_path: Path, shape: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = foreign(tmp_path / "f.h5", shape, chunks=chunks)
     monkeypatch.chdir(tmp_path)
     with h5py.File(path) as before:
