@@ -126,7 +126,6 @@ def killed_once(pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
     arguments = [HELD, pack, *LONG, "--checkpoint", folder / "c.pt", "--json", folder / "log.json"]
     process = started("-c", DRIVER, *arguments)
-    assert process.stdout is not None
     assert any(line == "held\n" for line in process.stdout)
     process.kill()
     process.communicate()

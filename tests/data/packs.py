@@ -96,7 +96,6 @@ def base_of(dataset: Any) -> H5Dataset:
     """The dataset under any number of subsets."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-    assert isinstance(dataset, H5Dataset)
     return dataset
 
 

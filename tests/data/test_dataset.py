@@ -236,8 +236,7 @@ def test_several_splits_follow_each_other(tmp_path: Path, splits: Any) -> None:
     with h5pack.H5Dataset(path, splits, with_rows=True) as dataset:
         assert (dataset.split, [*dataset.rows]) == (tuple(splits), rows)
         assert isinstance(dataset.rows, range) == (splits != ("b", "a") and splits != ["c", "a"])
-        assert dataset.targets is not None
-        assert dataset.targets.tolist() == rows == [int(name) for name in dataset.filenames or ()]
+        assert dataset.targets.tolist() == rows == [int(name) for name in dataset.filenames]
         assert [dataset[index].row for index in (0, -1, 5)] == [rows[0], rows[-1], rows[5]]
         assert [sample.row for sample in dataset[::4]] == rows[::4]
         both = h5pack.ConcatPack([dataset, dataset])
@@ -524,9 +523,7 @@ def test_masks_of_a_pack_are_read_with_their_images(tmp_path: Path, compression:
     dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"], with_rows=True, check=True)
     assert dataset.names == ("images", "fields/masks")
     assert dataset.field_names == ("images", "masks", "rows")
-    names = dataset.filenames
-    assert names is not None
-    expected = {row: numbers(int(name[7:10]), (20, 14)) for row, name in enumerate(names)}
+    expected = {row: numbers(int(name[7:10]), (20, 14)) for row, name in enumerate(dataset.filenames)}
     assert all(np.array_equal(sample.masks, expected[sample.row]) for sample in dataset)
     with h5pack.H5Loader(dataset, 5, shuffle=True) as loader:
         batches = [*loader, *DataLoader(dataset, 5, collate_fn=dataset.collate, **FORK)]
@@ -554,9 +551,7 @@ def test_labels_of_one_column_are_those_that_convert_makes(tmp_path: Path, stora
     assert isinstance(plain[4].label, int)
     assert [plain[row].label for row in range(30)] == labels[:, 0].tolist()
     for dataset in (plain, packed):
-        targets = dataset.targets
-        assert targets is not None
-        assert (targets.dtype, targets.tolist()) == (torch.int64, labels[:, 0].tolist())
+        assert (dataset.targets.dtype, dataset.targets.tolist()) == (torch.int64, labels[:, 0].tolist())
         batches = list(h5pack.H5Loader(dataset, 30, shuffle=False))
         assert (batches[0].labels.dtype, batches[0].labels.tolist()) == (torch.int64, labels[:, 0].tolist())
         balanced = h5pack.H5Loader(dataset, 30, indices=range(29), weights="balanced", num_samples=30)

@@ -61,7 +61,6 @@ def mapped_images(paths: Path | list[Path]) -> MappedDataset:
         make_hot(path)
     dataset = h5pack.H5Dataset(paths)
     mapped, rows = dataset.engine.mapped("images"), np.arange(len(dataset))
-    assert mapped is not None
     assert mapped.ready(rows, rows)
     return mapped
 
@@ -111,7 +110,6 @@ def test_mapped_rows_of_several_files_are_those_of_the_files(tmp_path: Path, sha
 def test_each_of_several_files_is_checked(tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [packs.write(tmp_path / f"{number}.h5", 10, images=packs.values(50, (577,))) for number in range(3)]
     mapped = mapped_images(paths)
-    assert mapped.array is not None
     cached, out = CachedRows(mapped), np.empty((10, 577), np.uint8)
     whole, others = cached.locate(np.arange(0, 150, 15)), cached.locate(np.arange(10))
     copied: list[bool] = []

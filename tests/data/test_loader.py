@@ -568,7 +568,6 @@ def test_later_epochs_copy_decoded_rows_from_one_array(
     engine = dataset.engine
     assert engine.chunks.cache.bytes <= engine.decoded_bytes()
     copied = engine.decoded("images")
-    assert copied is not None
     assert np.array_equal(copied.array.view(values.dtype).reshape(values.shape), values)
     before = dataset.stats().bytes_read
     packs.require_values(DataLoader(dataset, 16, shuffle=True, collate_fn=dataset.collate), values)
@@ -823,7 +822,6 @@ while True: time.sleep(0.1)
 def test_control_c_ends_the_process(tmp_path: Path, body: str) -> None:
     with started(packs.labelled(tmp_path / "f.h5"), body) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=120)

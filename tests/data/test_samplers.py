@@ -198,7 +198,6 @@ class Watched(Dataset[tuple[int, int]]):
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         info = get_worker_info()
-        assert info is not None
         return ROWS_OF_SPLIT[index], info.id
 
 

@@ -124,21 +124,18 @@ def test_color_matrices_follow_the_formulas() -> None:
     for jitter in (COLORS, ColorJitter(hue=0.5), ColorJitter(1, 1, 1, 0.5, 0)):
         options = Augmentation(color=jitter, level=100.25)
         found = draw_augmentation(BatchKey(rows, 5, 1, 2), 42, options, 8, 8).color
-        assert found is not None
         assert (found.shape, found.dtype) == ((12, 200), torch.int32)
         for row, matrix in zip(rows.tolist(), found.T.numpy() / 65536, strict=True):
             words = [derive_key(42, 5, 2, 2, row, DRAWS + number) for number in range(5)]
             # Products are rounded to 2^-16, and a brightness of up to 2 multiplies the contrast's rounding.
             np.testing.assert_allclose(matrix.reshape(3, 4), slow_matrix(words, jitter, 100.25), atol=20 / 65536)
     plain = draw_augmentation(BatchKey(rows, 0), 0, Augmentation(color=ColorJitter()), 8, 8).color
-    assert plain is not None
     assert torch.equal(plain.T, (torch.eye(3, 4, dtype=torch.int32) << 16).flatten().expand(200, 12))
 
 
 def test_grays_stay_gray_and_jitter_is_spread_evenly() -> None:
     options = Augmentation(color=COLORS)
     color = draw_augmentation(BatchKey(torch.arange(20_000), 0), 0, options, 8, 8).color
-    assert color is not None
     matrix = color.double().T.reshape(-1, 3, 4) / 65536
     sums = matrix[..., :3].sum(2)
     assert (sums - sums.mean(1, keepdim=True)).abs().max() < 1e-4

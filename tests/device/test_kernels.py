@@ -99,7 +99,6 @@ def check_kernels() -> None:
     # Draws of another transform, and memory that is given.
     norm = Normalize.imagenet(backend="triton", layout="contiguous")
     draws = Normalize.imagenet(**AUGMENTATIONS[3]).draw(images, key_of(2))
-    assert draws is not None
     draws.top.add_(50)
     draws.left.sub_(3)
     out = torch.full((2, 3, 13, 11), 7.0)
@@ -128,7 +127,6 @@ def check_draws(device: str = "cpu") -> None:
                 assert torch.equal(other.cpu(), part) if part is not None else other is None, name
         assert found.geometry.is_contiguous(), "the images' kernel needs no copy of these draws"
     none = draw.draw(BatchKey(rows[:0], 0), 0, options, 13, 11).color
-    assert none is not None
     assert none.shape == (12, 0)
 
 

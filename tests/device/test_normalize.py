@@ -233,7 +233,6 @@ def test_center_crops_need_no_key(size: tuple[int, int]) -> None:
     window = torch.from_numpy(padded[:, top : top + size[0], left : left + size[1]].copy())
     assert_near(norm, norm(images), reference(Normalize.imagenet(), window))
     draws = norm.draw(images)
-    assert draws is not None
     assert torch.equal(norm(images, draws=draws), norm(images))
     assert (draws.top[0] - top + above // 2, draws.left[0] - left + before // 2) == (0, 0)
     # With random changes, the window is part of the draws.
@@ -456,7 +455,6 @@ def test_it_is_pickled_and_copied() -> None:
 def test_statistics_of_packs(tmp_path: Path) -> None:
     path = packs.converted(tmp_path)
     dataset = h5pack.H5Dataset(path, "train")
-    assert dataset.mean is not None
     for source in (dataset, Subset(Subset(dataset, range(5)), [1]), Subset(ConcatPack([dataset, dataset]), [1])):
         norm = Normalize.from_dataset(source, dtype=torch.float16)
         assert (norm.mean, norm.std, norm.dtype) == (tuple(dataset.mean), tuple(dataset.std), torch.float16)
@@ -471,7 +469,6 @@ def test_datasets_without_statistics_or_with_different_ones_are_refused(tmp_path
     assert caught.value.path == str(dataset.path)
     one = h5pack.H5Dataset(packs.converted(tmp_path))
     other = copy.copy(one)
-    assert one.mean is not None
     other.mean = one.mean / 2
     for wrong in (None, [1], ConcatPack([one, other])):
         with pytest.raises(OptionsError):

@@ -163,7 +163,6 @@ def test_normalize_crops_resizes_flips_and_erases(crop: ResizedCrop, layout: str
     images, key = batch(12, 31, 26), key_of(12)
     assert norm.keyed
     draws = norm.draw(images, key)
-    assert draws is not None
     result = norm(images, key)
     assert result.is_contiguous(memory_format=LAYOUTS[layout])
     assert result.shape[2:] == norm.output_size(31, 26) == crop.output_size
@@ -188,8 +187,6 @@ def test_a_compiled_normalize_resizes() -> None:
     norm = Normalize.imagenet(crop=crop, flip=0.5, erase=0.5, color=color)
     images, key = batch(4, 31, 26), key_of(4)
     draws = norm.draw(images, key)
-    assert draws is not None
-    assert draws.color is not None
     levels = apply_color(resize(images, *find_taps(draws, crop, images)), draws.color)
     expected = scale_whole(levels, norm._constant_tensor(images.device, 3), norm.dtype)
     expected = expected.masked_fill(erase_mask(draws, *crop.output_size)[..., None], 0.0).permute(0, 3, 1, 2)
@@ -206,7 +203,6 @@ def test_a_centre_crop_needs_no_key() -> None:
     expected = resize_on_cpu(images, None, CenterCrop(224, resize=256), False)
     assert torch.equal(norm(images), Normalize.imagenet()(expected))
     draws = norm.draw(images)
-    assert draws is not None
     assert window_of(draws, 1) == (0, 0, 300, 320)
     assert torch.equal(norm(images, draws=draws), norm(images))
     with pytest.raises(OptionsError):

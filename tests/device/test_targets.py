@@ -125,8 +125,6 @@ def test_boxes_and_keypoints_move_by_exact_coordinates(name: str) -> None:
     quarters = torch.cat([low, high], -1)
     visible = torch.randint(0, 3, (COUNT, 6, 1), generator=random)
     boxes, points = move_boxes(quarters / 4, axes), move_keypoints(torch.cat([low / 4, visible], -1), axes)
-    assert isinstance(boxes, torch.Tensor)
-    assert isinstance(points, torch.Tensor)
     assert (boxes.dtype, points.dtype) == (torch.float32, torch.float32)
     expected_boxes, expected_points = [], []
     for n, (y, x) in enumerate(lines):
@@ -140,14 +138,12 @@ def test_boxes_and_keypoints_move_by_exact_coordinates(name: str) -> None:
     torch.testing.assert_close(points.flatten(0, 1), _tensor(expected_points), rtol=1e-5, atol=1e-5)
     # Boxes of any other container, number of axes and precision are the same boxes.
     double, nested = move_boxes(quarters.double() / 4, axes), quarters.reshape(COUNT, 3, 2, 4) / 4
-    assert isinstance(double, torch.Tensor)
     assert double.dtype == torch.float64
     torch.testing.assert_close(double.float(), boxes)
     assert torch.equal(move_boxes(nested, axes), boxes.reshape(COUNT, 3, 2, 4))  # type: ignore[arg-type]
     assert torch.equal(move_keypoints(low / 4, axes), points[..., :2])
     counts = [n % 4 for n in range(COUNT)]
     ragged = move_boxes([quarters[n, :count] / 4 for n, count in enumerate(counts)], axes)
-    assert isinstance(ragged, list)
     assert [len(one) for one in ragged] == counts
     assert all(torch.equal(one, boxes[n, : len(one)]) for n, one in enumerate(ragged))
     for numbers in (2, 3):
@@ -217,7 +213,6 @@ def test_images_show_squares_where_their_masks_boxes_and_centres_are(name: str) 
     assert masks.shape == shown.shape
     boxes = move_boxes(torch.stack([left, top, left + 9, top + 9], 1)[:, None], axes)
     centres = move_keypoints(torch.stack([left + 4.5, top + 4.5], 1)[:, None], axes)[:, 0]
-    assert isinstance(boxes, torch.Tensor)
     # Half of the brightness is the edge, which resizing may move by a rounding of half a pixel.
     resized = getattr(crop, "resize", None) is not None or isinstance(crop, RandomResizedCrop)
     assert ((shown > 0.5) == masks).float().mean() > (0.99 if resized else 0.9999999)
@@ -240,7 +235,6 @@ def test_boxes_outside_of_the_window_and_padding_remain_without_area() -> None:
     axes, _ = axes_and_lines("random", 4)
     outside = torch.tensor([[-40.0, 2, -30, 6], [2, 90, 6, 99], [-1, -1, -1, -1], [0, 0, 0, 0]]).expand(COUNT, 4, 4)
     moved = move_boxes(outside, axes)
-    assert isinstance(moved, torch.Tensor)
     assert moved.shape == outside.shape
     assert not (moved[..., 2:] > moved[..., :2]).all(-1).any()
     assert moved[..., 0::2].max() <= 5

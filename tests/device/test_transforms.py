@@ -265,8 +265,6 @@ def test_fields_of_a_file_have_the_names_of_its_datasets(tmp_path: Path, feed_of
     for loader, normalize in zip(loaders, (by_name, by_index), strict=True):
         for images, masks, boxes, rows in feed_of(loader, transform=normalize):
             assert torch.equal(masks, images[:, 0].to(torch.uint8))
-            wanted = normalize.draw(torch.from_numpy(batch["images"])[rows], BatchKey(rows, 0))
-            assert wanted is not None
             assert boxes.shape == (len(rows), 1, 4)
             assert boxes.dtype == torch.float32
             assert np.isin(boxes[..., 0].numpy(), np.arange(25)).all()

@@ -137,7 +137,6 @@ def test_decoded_chunks_that_all_stay_in_memory_form_an_array(tmp_path: Path) ->
     engine = engine_of(write(tmp_path / "f.h5", values, "gzip", chunk_rows=10))
     rows = np.random.default_rng(0).permutation(np.repeat(np.arange(45), 2))
     decoded = engine.decoded("x")
-    assert decoded is not None
     assert not decoded.ready(rows, rows)
     assert np.array_equal(engine.read_batch("x", rows), values[rows])
     read = engine.stats.bytes_read

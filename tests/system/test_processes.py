@@ -277,7 +277,6 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path, method: str, b
     script = tmp_path / "parent.py"
     script.write_text(PARENT if busy else PARENT.replace("[0, 2, 0, 3, 4, 6]", "[0, 2, 0, 4, 4, 4]"))
     parent = subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, env=ENVIRONMENT)
-    assert parent.stdout is not None
     try:
         assert parent.stdout.readline() == b"ready\n"
         wait_for(lambda: len(descendants(parent.pid)) >= 3)
@@ -297,7 +296,6 @@ def test_ctrl_c_reaches_the_parent_alone(tmp_path: Path) -> None:
     command = [sys.executable, str(script), "fork"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     parent = subprocess.Popen(command, **pipes, env=ENVIRONMENT, start_new_session=True)
-    assert parent.stdout is not None
     assert parent.stdout.readline() == b"ready\n"
     workers = children_of(parent.pid)
     assert len(workers) == 3
