@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import chunk_size, cluster, compare, compressed, convert, foreign, plots, read, tables
+from benchmarks import chunk_size, cluster, compare, compressed, convert, crops, foreign, plots, read, several, tables
 from benchmarks.common import RESULTS, spread
 from h5pack.benchmark.bench import BenchRun
 from h5pack.benchmark.ceilings import interleaved
@@ -93,6 +93,25 @@ def test_foreign_benchmark(tmp_path: Path) -> None:
         assert cases >= {("before", "H5Loader"), ("after", "H5Loader")}
         assert all(case["images_per_s"]["min"] > 0 for case in found["cases"])
     assert tables.foreign_table(result).count("| H5Loader |") == 4
+
+
+def test_crops_benchmark(tmp_path: Path) -> None:
+    pytest.importorskip("simplejpeg", reason="pip install simplejpeg")
+    result = run_benchmark(tmp_path, crops, "--count 6 --repeats 1")
+    assert result["images"] == 6
+    assert result["checked"]["crops"] == result["checked"]["equal"] == 6
+    for cases in result["threads"].values():
+        assert cases[crops.CEILING]["of_ceiling"]["median"] == 1
+        assert all(case["images_per_s"]["median"] > 0 for case in cases.values())
+
+
+def test_several_benchmark(tmp_path: Path) -> None:
+    result = run_benchmark(tmp_path, several, "--large 16 --small 64 --repeats 1")
+    for sizes in result["sizes"].values():
+        for cases in sizes["loading"].values():
+            assert cases[several.ONE]["of_one"]["median"] == 1
+            assert all(case["images_per_s"]["median"] > 0 for case in cases.values())
+    assert set(result["sizes"]["224"]["copying"]) == {"cp", "join", "append"}
 
 
 def test_compare_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
