@@ -525,15 +525,12 @@ def test_state_between_multiples_of_the_streams_resumes_on_the_same_ranks_only(d
 
 # torchdata's StatefulDataLoader.
 
-STATEFUL = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-
 
 @pytest.fixture
 def stateful() -> Any:
     return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
 
-@STATEFUL
 @pytest.mark.parametrize(
     ("kind", "workers", "size"), [("batches", 0, BATCH), ("rows", 0, 19), ("batches", 2, 19), ("rows", 2, BATCH)]
 )
@@ -566,7 +563,6 @@ def test_stateful_from_every_step(dataset: h5pack.H5Dataset, stateful: Any, kind
         assert [fed.epoch(), fed.epoch()] == [expected[low:high], expected[high : high + length]]
 
 
-@STATEFUL
 @KINDS
 def test_stateful_after_an_epoch_that_was_broken_off(dataset: h5pack.H5Dataset, stateful: Any, kind: str) -> None:
     reference = Fed(kind, dataset)
@@ -581,7 +577,6 @@ def test_stateful_after_an_epoch_that_was_broken_off(dataset: h5pack.H5Dataset, 
         iter(other.loader)
 
 
-@STATEFUL
 @pytest.mark.parametrize(("kind", "workers"), [("batches", 2), ("rows", 0)])
 def test_stateful_with_every_third_state(dataset: h5pack.H5Dataset, stateful: Any, kind: str, workers: int) -> None:
     make = partial(Fed, kind, dataset, workers, loader_class=partial(stateful, snapshot_every_n_steps=3))

@@ -21,7 +21,6 @@ from tests.data.packs import same
 from tests.device.feeds import LOADERS, Keyed, every_feed, h5_loader
 
 Pair = namedtuple("Pair", "images rows")
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 
 class OwnList(list[Any]):

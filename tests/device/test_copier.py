@@ -204,7 +204,6 @@ def test_random_transforms_do_not_depend_on_the_loaders_timing(feed_of: Any) -> 
     assert len({round(batch[0] % 1, 6) for batch in expected}) == 12
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("kind", LOADERS)
 def test_random_transforms_continue_after_a_resume(dataset: h5pack.H5Dataset, kind: str) -> None:
     def feed() -> DeviceFeed:

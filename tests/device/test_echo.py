@@ -200,7 +200,6 @@ def test_an_interrupt_during_the_last_delivery_of_a_batch_can_be_resumed(
     assert seen + [batch[-1].tolist() for batch in rest] == expected
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("kind", ["workers", "stateful"])
 def test_resumed_over_other_loaders(dataset: h5pack.H5Dataset, kind: str) -> None:
     def new() -> EchoLoader:

@@ -17,8 +17,6 @@ from h5pack.errors import LoaderError, OptionsError
 from tests.data.packs import all_same, loader_threads, reference, same, threads_end
 from tests.device.feeds import BATCH, LOADERS, Breaking, Keyed, Numbers, every_feed, h5_loader, needs_gpu, rest_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-
 
 @every_feed
 @pytest.mark.parametrize("kind", LOADERS)

@@ -19,8 +19,6 @@ from h5pack.errors import LoaderError, OptionsError, StateError
 from tests.data.packs import same
 from tests.device.feeds import LOADERS, Keyed, Numbers, PrefetchingFeed, data_loader, every_feed, h5_loader, rest_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-
 
 @every_feed
 @pytest.mark.parametrize("kind", LOADERS)
