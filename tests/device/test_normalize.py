@@ -290,13 +290,6 @@ def test_results_go_into_given_memory(layout: str) -> None:
         assert caught.value.parameters == ("out",)
 
 
-@pytest.mark.parametrize("seed", [-1, 1.5, None])
-def test_a_seed_is_a_whole_number_of_at_least_0(seed: Any) -> None:
-    with pytest.raises(OptionsError) as caught:
-        Normalize.imagenet(flip=True, seed=seed)
-    assert caught.value.parameters == ("seed",)
-
-
 @pytest.mark.parametrize(
     "crop", [3, RandomCrop(9), CenterCrop(9, resize=11), RandomResizedCrop(9), RandomResizedCrop((9, 1))], ids=str
 )
@@ -491,6 +484,8 @@ def test_datasets_without_statistics_or_with_different_ones_are_refused(tmp_path
         ({"std": (1e-5,), "dtype": torch.float16}, ("std",)),
         *(({name: "other"}, (name,)) for name in ("dtype", "layout", "channels", "backend")),
         *(({name: value}, (name,)) for name, value in (("flip", 2), ("erase", -1), ("crop", -4), ("color", 1))),
+        *(({"seed": value}, ("seed",)) for value in (-1, 1.5, None)),
+        *(({"fields": value}, ("fields",)) for value in ("mask", 5, ["masks"], {"masks": "pixels"}, {"masks": 1})),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], parameters: tuple[str, ...]) -> None:

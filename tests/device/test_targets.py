@@ -158,33 +158,6 @@ def _tensor(rows: list[list[Any]]) -> torch.Tensor:
     return torch.tensor([[float(value) for value in row] for row in rows])
 
 
-@every_crop
-def test_a_painted_keypoint_stays_in_its_box_and_on_its_pixel(name: str) -> None:
-    axes, _ = axes_and_lines(name, 3)
-    random = torch.Generator().manual_seed(7)
-    y, x = (torch.randint(0, length, (COUNT,), generator=random) for length in INPUT)
-    painted = torch.zeros(COUNT, *INPUT, dtype=torch.uint8)
-    painted[torch.arange(COUNT), y, x] = 1
-    boxes = move_boxes(torch.stack([x, y, x + 1, y + 1], -1)[:, None], axes)
-    points = move_keypoints(torch.stack([x + 0.5, y + 0.5, torch.ones(COUNT)], -1)[:, None], axes)
-    moved = move_masks(painted, axes)
-    rows, columns = (torch.arange(axis.size) + 0.5 for axis in axes)
-    found = 0
-    for n in range(COUNT):
-        left, top, right, bottom = boxes[n, 0].tolist()
-        px, py, visible = points[n, 0].tolist()
-        if visible:
-            assert left <= px <= right
-            assert top <= py <= bottom
-        # Painted are the pixels with their centre inside of the box, and of those with it on an edge the half.
-        inside = ((rows > top) & (rows < bottom))[:, None] & ((columns > left) & (columns < right))
-        near = ((rows >= top) & (rows <= bottom))[:, None] & ((columns >= left) & (columns <= right))
-        assert (moved[n] >= inside).all(), n
-        assert (moved[n] <= near).all(), n
-        found += int(moved[n].sum())
-    assert found > 0
-
-
 SQUARES = {
     "none": None,
     "padded": 9,
@@ -231,16 +204,6 @@ def test_images_show_squares_where_their_masks_boxes_and_centres_are(name: str) 
     assert inside > 20
 
 
-def test_boxes_outside_of_the_window_and_padding_remain_without_area() -> None:
-    axes, _ = axes_and_lines("random", 4)
-    outside = torch.tensor([[-40.0, 2, -30, 6], [2, 90, 6, 99], [-1, -1, -1, -1], [0, 0, 0, 0]]).expand(COUNT, 4, 4)
-    moved = move_boxes(outside, axes)
-    assert moved.shape == outside.shape
-    assert not (moved[..., 2:] > moved[..., :2]).all(-1).any()
-    assert moved[..., 0::2].max() <= 5
-    assert moved.min() >= 0
-
-
 def test_a_field_of_another_shape_is_refused() -> None:
     axes, _ = axes_and_lines("random", 5)
     wrong: list[tuple[str, Any]] = [
@@ -260,13 +223,6 @@ def test_a_field_of_another_shape_is_refused() -> None:
         with pytest.raises(OptionsError) as caught:
             move_field(kind, field, axes)
         assert caught.value.parameters == ("fields",)
-
-
-@pytest.mark.parametrize("fields", ["mask", 5, {"masks": "pixels"}])
-def test_wrong_kinds_of_fields_are_refused(fields: Any) -> None:
-    with pytest.raises(OptionsError) as caught:
-        Normalize(flip=1.0, fields=fields)
-    assert caught.value.parameters == ("fields",)
 
 
 @pytest.mark.parametrize("count", [3, 50])
