@@ -29,15 +29,26 @@ from tests.read.encoded_files import encode, jpegs, write_encoded, write_kept
 SIZES = (103, 40, 7)
 
 
+def three_packs(folder: Path, dtypes: list[str], **settings: Any) -> ConcatPack:
+    """Packs whose labels, of these dtypes, are 1,000 times the pack's number, plus the row."""
+    datasets = []
+    for number, (size, dtype) in enumerate(zip(SIZES, dtypes, strict=True)):
+        labels = (np.arange(size) + 1_000 * number).astype(dtype)
+        parts = {"images": packs.values(size), "labels": labels, "depth": packs.values(size, (3, 300))}
+        path = packs.write(folder / f"{number}.h5", **parts, chunks=5 + number)
+        datasets.append(h5pack.H5Dataset(path, **settings))
+    return ConcatPack(datasets)
+
+
 @pytest.fixture
 def mixed(tmp_path: Path) -> ConcatPack:
-    """Labels are 1,000 times the pack's number, plus the row."""
-    datasets = []
-    for number, size in enumerate(SIZES):
-        labels = (np.arange(size) + 1_000 * number).astype(["i8", ">i4", "u2"][number])
-        path = packs.write(tmp_path / f"{number}.h5", images=packs.values(size), labels=labels, chunks=5 + number)
-        datasets.append(h5pack.H5Dataset(path, with_rows=True))
-    return ConcatPack(datasets)
+    return three_packs(tmp_path, ["i8", ">i4", "u2"], with_rows=True)
+
+
+@pytest.fixture
+def alike(tmp_path: Path) -> ConcatPack:
+    """Packs with labels of one dtype and a field."""
+    return three_packs(tmp_path, ["i8"] * 3, fields=["depth"])
 
 
 def owners(indices: list[int]) -> list[int]:
@@ -209,14 +220,6 @@ def test_resuming_at_every_batch(mixed: ConcatPack) -> None:
             make(**change).load_state_dict(state)
 
 
-def test_a_dataloader_gives_the_rows_of_the_sampler(mixed: ConcatPack) -> None:
-    sampler, again = (MixtureSampler(mixed, 16, weights=[1, 2, 1], seed=4) for _ in range(2))
-    for indices, (images, labels, rows) in zip(again, DataLoader(mixed, batch_sampler=sampler), strict=True):
-        assert np.array_equal(labels.numpy(), rows.numpy() + 1_000 * np.array(owners(indices)))
-        for image, owner, row in zip(images.numpy(), owners(indices), rows.tolist(), strict=True):
-            assert np.array_equal(image, packs.values(SIZES[owner])[row])
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -255,17 +258,6 @@ def test_a_tiny_pack_beside_a_large_one_has_a_share(tmp_path: Path) -> None:
     drawn = flat(MixtureSampler(ConcatPack(datasets), 100, num_samples=20_000))
     assert len(drawn) == 20_000
     assert sum(index >= 90_000 for index in drawn) >= 2
-
-
-@pytest.fixture
-def alike(tmp_path: Path) -> ConcatPack:
-    """Packs like those of `mixed`, with labels of one dtype and a field."""
-    datasets = []
-    for number, size in enumerate(SIZES):
-        parts = {"images": packs.values(size), "labels": np.arange(size) + 1_000 * number}
-        path = packs.write(tmp_path / f"{number}.h5", **parts, depth=packs.values(size, (3, 300)), chunks=5 + number)
-        datasets.append(h5pack.H5Dataset(path, fields=["depth"]))
-    return ConcatPack(datasets)
 
 
 ORDER: dict[str, Any] = {"weights": [3, 1, 2], "num_samples": 300, "seed": 3, "window": 2}
