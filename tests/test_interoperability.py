@@ -75,30 +75,28 @@ def require(command: str, install: str) -> str:
     return found
 
 
+def found_in(file: Any) -> Found:
+    """What h5py or pyfive finds in a file that it opened."""
+    images, labels = file["images"], file["labels"]
+    pixels = np.ascontiguousarray(images[:])
+    assert pixels.dtype == np.uint8
+    return Found(
+        tuple(images.shape),
+        hashlib.sha256(pixels.tobytes()).hexdigest(),
+        labels[:].tolist(),
+        text_of(labels.attrs["classes"]),
+        text_of(file["filenames"][:]),
+    )
+
+
 def with_h5py(path: Path) -> Found:
     with h5py.File(path) as file:
-        images, labels = file["images"], file["labels"]
-        return Found(
-            images.shape,
-            hashlib.sha256(images[()].tobytes()).hexdigest(),
-            labels[()].tolist(),
-            text_of(labels.attrs["classes"]),
-            text_of(file["filenames"][()]),
-        )
+        return found_in(file)
 
 
 def with_pyfive(path: Path) -> Found:
     with pyfive().File(str(path)) as file:
-        images, labels = file["images"], file["labels"]
-        pixels = np.ascontiguousarray(images[:])
-        assert pixels.dtype == np.uint8
-        return Found(
-            tuple(images.shape),
-            hashlib.sha256(pixels.tobytes()).hexdigest(),
-            labels[:].tolist(),
-            text_of(labels.attrs["classes"]),
-            text_of(file["filenames"][:]),
-        )
+        return found_in(file)
 
 
 def with_h5dump(path: Path) -> Found:
