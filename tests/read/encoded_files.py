@@ -78,7 +78,8 @@ def write_kept(path: Path, rows: Sequence[bytes], chunk: int = 1000, **settings:
         joined = np.frombuffer(b"".join(rows), np.uint8)
         file.create_dataset("encoded/data", data=joined, chunks=(chunk,), maxshape=(None,), **settings)
         file["encoded/offsets"] = np.cumsum([0, *map(len, rows)])
-        file["encoded/size"] = np.array([decoded(row).shape[:2] for row in rows], np.int32).reshape(-1, 2)
+        sizes = {row: decoded(row).shape[:2] for row in set(rows)}
+        file["encoded/size"] = np.array([sizes[row] for row in rows], np.int32).reshape(-1, 2)
         file["checksums/encoded"] = np.array([zlib.crc32(row) for row in rows], np.uint32)
         file["labels"] = np.arange(len(rows))
     return path
