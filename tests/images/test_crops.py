@@ -123,7 +123,6 @@ def largest_distance(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> float
 @pytest.mark.parametrize(
     ("crop", "size"),
     [
-        (RandomResizedCrop(224), (256, 256)),
         (RandomResizedCrop(224), (375, 500)),
         (RandomResizedCrop(224), (20, 100)),
         (RandomResizedCrop(96, scale=(0.3, 0.9), ratio=(0.25, 3)), (80, 60)),
