@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,13 +84,6 @@ def test_samples_and_batches_have_the_same_names_on_every_way(dataset: h5pack.H5
         assert (images is batch.images, labels is batch[1], masks is batch.masks, rows is batch[-1]) == (True,) * 4
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_named_tuples_go_between_processes(dataset: h5pack.H5Dataset, context: str) -> None:
-    batches = list(DataLoader(dataset, 8, num_workers=1, multiprocessing_context=context))
-    assert [batch._fields for batch in batches] == [dataset.field_names] * 3
-    assert all(map(same, batches, DataLoader(dataset, 8)))
-
-
 def test_copies_and_pickles_have_the_same_type_and_attributes(dataset: h5pack.H5Dataset) -> None:
     for value in (dataset[3], new_batch(("images", "rows"), [torch.ones(2), torch.zeros(2)])):
         for copied in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
@@ -107,15 +98,11 @@ def test_the_example_reads_images_with_and_without_labels_and_of_several_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example = Path(__file__).parents[2] / "examples" / "read_pack.py"
-    path = packs.write(tmp_path / "f.h5", 3, images=packs.values(12), labels=np.arange(12) % 3)
-    environment = {**os.environ, "PYTHONPATH": str(example.parents[1])}
-    done = subprocess.run([sys.executable, example, path], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.count(": 12 images in ")) == (0, 2), done.stderr
-    monkeypatch.setattr(sys, "argv", ["", str(packs.write(tmp_path / "u.h5", 3, images=packs.values(12)))])
-    runpy.run_path(str(example))["main"]()
-    assert capsys.readouterr().out.count(": 12 images in ") == 2
     save(flat_folder(tmp_path / "in", 11) / "larger.jpg", size=(30, 30))
     h5pack.convert(tmp_path / "in", tmp_path / "kept.h5", **quick(keep="jpeg"))
-    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "kept.h5")])
-    runpy.run_path(str(example))["main"]()
-    assert capsys.readouterr().out.count(": 12 images in ") == 2
+    images = packs.values(12)
+    labeled = packs.write(tmp_path / "f.h5", 3, images=images, labels=np.arange(12) % 3)
+    for path in (labeled, packs.write(tmp_path / "u.h5", 3, images=images), tmp_path / "kept.h5"):
+        monkeypatch.setattr(sys, "argv", ["", str(path)])
+        runpy.run_path(str(example), run_name="__main__")
+        assert capsys.readouterr().out.count(": 12 images in ") == 2
