@@ -26,6 +26,12 @@ def no_thread_stays() -> Iterator[None]:
 
 
 @pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton compile again whatever is in its cache."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
 def dataset(tmp_path: Path) -> h5pack.H5Dataset:
     """103 rows in chunks of 10; labels are row numbers."""
     return h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"), with_rows=True)

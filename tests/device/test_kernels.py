@@ -277,6 +277,7 @@ COLORS = {**ALL, "COLORS": True}
 
 @needs_triton
 @not_interpreted
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("capability", "dtype", "planes", "changes", "budget"),
     [
@@ -303,18 +304,11 @@ COLORS = {**ALL, "COLORS": True}
     ],
 )
 def test_the_machine_code_of_the_image_kernel_stays_short(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capability: int,
-    dtype: str,
-    planes: int,
-    changes: dict[str, bool],
-    budget: float,
+    capability: int, dtype: str, planes: int, changes: dict[str, bool], budget: float
 ) -> None:
     """Compile for GPUs that are not here: instructions before the loop over lines, and in it for each value."""
     from h5pack.device.kernels import image
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     values = 4 if dtype == "fp32" else 8
     is_unaligned = changes.get("unaligned", False)  # The memory that was given begins at another address.
     changes = {name: value for name, value in changes.items() if name != "unaligned"}
@@ -332,23 +326,17 @@ def test_the_machine_code_of_the_image_kernel_stays_short(
 
 @needs_triton
 @not_interpreted
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("capability", "dtype", "aligned", "load_bytes", "budget"),
     [(75, "fp16", True, 8, 12), (80, "fp32", True, 4, 12), (90, "bf16", False, 1, 12), (100, "bf16", True, 8, 12)],
 )
 def test_the_machine_code_of_the_flat_kernel_stays_short(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capability: int,
-    dtype: str,
-    aligned: bool,
-    load_bytes: int,
-    budget: float,
+    capability: int, dtype: str, aligned: bool, load_bytes: int, budget: float
 ) -> None:
     """As above; of images whose first pixel is at a multiple of 16 bytes, or not."""
     from h5pack.device.kernels import normalize
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     fine = dtype == "fp32"
     constants = {"CHANNELS": 3, "FINE": fine, "VALUES": 512 if fine else 1024}
     pointers = ("result", "constants", "stride", *(("pixels",) if aligned else ()))

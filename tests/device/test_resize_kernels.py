@@ -105,6 +105,7 @@ def test_interpreted_kernels_equal_the_slow_twin(tmp_path: Path) -> None:
 
 @needs_triton
 @not_interpreted
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("capability", "dtype", "planar", "changes", "budget"),
     [
@@ -117,19 +118,10 @@ def test_interpreted_kernels_equal_the_slow_twin(tmp_path: Path) -> None:
         (100, "fp32", True, True, 133),
     ],
 )
-def test_the_machine_code_stays_short(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capability: int,
-    dtype: str,
-    planar: bool,
-    changes: bool,
-    budget: float,
-) -> None:
+def test_the_machine_code_stays_short(capability: int, dtype: str, planar: bool, changes: bool, budget: float) -> None:
     """Instructions for each value of a plane's tile, those of a loop counted once; `changes`: with colors and boxes."""
     from h5pack.device.kernels import resize
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     rows, columns, warps = resize._ROWS, resize._COLUMNS, resize._WARPS
     # One of them is of a centre crop.
     constants = {"RANDOM": capability != 75, "SHARED": capability == 75}
