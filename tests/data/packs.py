@@ -35,6 +35,22 @@ WAYS = ("mapped", "read")
 """How an `H5Loader` gets rows that are stored as they are: from a mapping of the file, or by reading it."""
 
 
+ORDERS: dict[str, dict[str, Any]] = {
+    "window": {},
+    "full": {"shuffle": "full"},
+    "chunk": {"shuffle": "chunk"},
+    "stored": {"shuffle": False},
+    "drop_last": {"drop_last": True},
+    "streams": {"streams": 4},
+    "streams and lanes": {"streams": 12, "lanes": 2},
+    "full, lanes": {"shuffle": "full", "streams": 3, "lanes": 3},
+    "a rank": {"rank": 1, "num_replicas": 2, "streams": 4},
+    "a rank, drop_last": {"rank": 2, "num_replicas": 3, "drop_last": True},
+    "rows": {"indices": [5, 99, 3, 60, 60, 61, 7, -1, 20, 21, 22, 23, 24, 77, 5]},
+}
+"""Options of loaders and samplers that choose an order."""
+
+
 @contextlib.contextmanager
 def rows_by(way: str, *paths: Path) -> Iterator[None]:
     """Let rows be copied from mappings of these files, where that is possible; or let all rows be read."""

@@ -44,21 +44,11 @@ BATCH = 12
 REPOSITORY = Path(__file__).parents[2]
 
 ORDERS: dict[str, dict[str, Any]] = {
-    "window": {},
+    **packs.ORDERS,
     "true": {"shuffle": True},
     "window of 1": {"window": 1},
     "window of all": {"window": 100},
-    "full": {"shuffle": "full"},
-    "chunk": {"shuffle": "chunk"},
-    "stored": {"shuffle": False},
-    "drop_last": {"drop_last": True},
-    "streams": {"streams": 4},
-    "streams and lanes": {"streams": 12, "lanes": 2},
-    "full, lanes": {"shuffle": "full", "streams": 3, "lanes": 3},
     "stored, lanes, drop_last": {"shuffle": False, "streams": 4, "lanes": 2, "drop_last": True},
-    "a rank": {"rank": 1, "num_replicas": 2, "streams": 4},
-    "a rank, drop_last": {"rank": 2, "num_replicas": 3, "drop_last": True},
-    "rows": {"indices": [5, 99, 3, 60, 60, 61, 7, -1, 20, 21, 22, 23, 24, 77, 5]},
     "one row": {"indices": [42]},
     "no rows": {"indices": []},
     "large batches": {"batch_size": 500},
@@ -512,16 +502,6 @@ def test_an_error_in_a_transform(dataset: h5pack.H5Dataset, way: str, where: str
             next(batches)
     assert loader.state_dict()["epoch"] == 0
     assert len(list(loader)) == 9, "the loader goes on with the next epoch"
-
-
-def test_each_iteration_is_the_next_epoch_unless_set_epoch_chose_another(dataset: h5pack.H5Dataset) -> None:
-    expected = expected_of(dataset, 5)
-    loader = loader_of(dataset)
-    require_epochs(loader, expected[:1])
-    loader.set_epoch(2)
-    require_epochs(loader, expected[2:3])
-    assert same(next(iter(loader)), expected[3][0])
-    require_epochs(loader, expected[4:])
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -36,17 +36,8 @@ from tests.order.plans import EPOCHS, MANY, SHUFFLES, Drawn, batches, weigh, wei
 from tests.stacks import watched
 
 ORDERS: dict[str, dict[str, Any]] = {
-    "window": {},
-    "full": {"shuffle": "full"},
-    "chunk": {"shuffle": "chunk"},
-    "stored": {"shuffle": False},
-    "streams": {"streams": 4},
-    "streams and lanes": {"streams": 12, "lanes": 2},
-    "full, lanes": {"shuffle": "full", "streams": 3, "lanes": 3},
-    "drop_last": {"drop_last": True},
-    "a rank": {"rank": 1, "num_replicas": 2, "streams": 4},
-    "a rank, drop_last": {"rank": 2, "num_replicas": 3, "drop_last": True},
-    "rows": {"indices": [5, 99, 3, 60, 60, 61, 7, -1, 20, 21, 22, 23, 24, 77, 5], "weights": [*range(15)]},
+    **packs.ORDERS,
+    "rows": {**packs.ORDERS["rows"], "weights": [*range(15)]},
     "one row": {"weights": [0] * 42 + [1] + [0] * 60},
     "few samples": {"num_samples": 3},
     "many samples": {"num_samples": 411},
