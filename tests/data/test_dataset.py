@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -24,11 +22,11 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 import h5pack
 from h5pack.data.samples import SampleBatch
-from h5pack.errors import DamagedRowsError, OptionsError, PackChangedError, PackFormatError
+from h5pack.errors import DamagedRowsError, OptionsError, PackFormatError
 from tests.data import packs
 from tests.data.packs import all_same, same
 from tests.makers import class_folders, numbers, pair_folders, quick, save
-from tests.read.files import in_child, run_threads
+from tests.read.files import run_threads
 
 FIELDS = ("boxes", "masks", "weight")
 WRONG_TYPES = [("fields", 5), ("fields", [5]), ("images", None), ("images", b"images"), ("labels", 5), ("labels", True)]
@@ -132,14 +130,6 @@ def test_transforms_get_what_torchvision_expects(pack: Path, tmp_path: Path) -> 
         assert torch.equal(image, h5pack.H5Dataset(path)[0].image)
     gray = packs.write(tmp_path / "f.h5", 3, images=packs.values(4, (8, 9)))
     assert h5pack.H5Dataset(gray, transform=lambda image: image.size)[0].image == (9, 8)
-
-
-def test_pickled_and_forked_while_open(pack: Path) -> None:
-    dataset = h5pack.H5Dataset(pack, split="test")
-    expected = dataset[3]
-    assert key(*pickle.loads(pickle.dumps(dataset))[3]) == key(*expected)
-    assert in_child(lambda: key(*dataset[3]) == key(*expected))
-    assert key(*dataset[3]) == key(*expected)
 
 
 def test_tables_of_labels_and_no_labels(tmp_path: Path) -> None:
@@ -472,29 +462,6 @@ def test_stats_count_rows_chunks_and_bytes(rich_file: Path) -> None:
         assert (stats.rows, stats.chunk_misses, stats.chunk_hits) == counts
         assert (stats.bytes_wanted, stats.bytes_read, stats.amplification) == (*[counts[0] * 576] * 2, 1.0)
     assert pickle.loads(pickle.dumps(dataset)).stats().rows == 0, "another process counts for itself"
-
-
-CHANGES: dict[str, Callable[[Path], Any]] = {
-    "renamed": lambda path: os.replace(packs.labelled(path.with_name("g.h5"), 104), path),
-    "rewritten": lambda path: path.write_bytes(path.read_bytes()),
-    "grown": lambda path: os.truncate(path, path.stat().st_size + 4),
-    "removed": Path.unlink,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_file_that_changes_under_a_dataset_is_noticed(
-    tmp_path: Path, change: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = packs.labelled(tmp_path / "f.h5")
-    dataset = h5pack.H5Dataset(path)
-    assert dataset[3][1] == 3
-    monkeypatch.setattr("h5pack.read.storage.CHECK_SECONDS", 0)
-    assert dataset[4][1] == 4
-    time.sleep(0.01)  # A file system's clock has ticks.
-    change(path)
-    with pytest.raises(PackChangedError):
-        dataset[5]
 
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
