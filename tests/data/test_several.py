@@ -75,15 +75,6 @@ def test_a_loader_reads_each_row_once_and_resumes_in_another_file(tmp_path: Path
         assert rest == whole[stop:]
 
 
-def test_ranks_of_streams_have_the_rows_of_one(tmp_path: Path) -> None:
-    dataset = h5pack.H5Dataset(three(tmp_path, size=32), "train", with_rows=True)
-    one = h5pack.H5Loader(dataset, 4, streams=2)
-    two = [h5pack.H5Loader(dataset, 2, streams=2, rank=rank, num_replicas=2) for rank in range(2)]
-    wanted = [sorted(batch.rows.tolist()) for batch in one]
-    parts = [[batch.rows.tolist() for batch in loader] for loader in two]
-    assert [sorted(first + second) for first, second in zip(*parts, strict=True)] == wanted
-
-
 def test_a_loader_and_samplers_take_a_concat_pack(tmp_path: Path) -> None:
     packs = three(tmp_path, size=32)
     parts = [h5pack.H5Dataset(path, "train", with_rows=True) for path in packs]
