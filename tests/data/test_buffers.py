@@ -178,22 +178,6 @@ def test_a_garbage_collection_returns_memory_at_any_moment() -> None:
     assert len({memory.address for memory in distinct}) == 64, "no memory came back twice"
 
 
-def test_threads_never_get_the_same_memory() -> None:
-    pool = pool_of(keep=8)
-    start = threading.Barrier(6)
-
-    def work(mark: int) -> None:
-        start.wait()
-        for turn in range(300):
-            memories = [pool.allocate(9) for _ in range(1 + turn % 3)]
-            for memory in memories:
-                memory.arrays["rows"][...] = mark
-            assert all((memory.arrays["rows"] == mark).all() for memory in memories)
-
-    with ThreadPoolExecutor(6) as threads:
-        list(threads.map(work, range(6)))
-
-
 def test_pinned_memory_is_not_filled_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """``use_deterministic_algorithms`` fills new tensors, which takes 28 ms for 64 MiB."""
     filled: list[bool] = []
