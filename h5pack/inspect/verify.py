@@ -225,8 +225,8 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
     else:
         images = file.get(schema.IMAGES)
         fits = isinstance(images, h5py.Dataset) and images.ndim == 4 and images.dtype == np.uint8
-        if not fits or not (images.chunks or images.is_virtual):
-            raise PackFormatError(f"{path}: no chunked uint8 dataset 'images' with 4 axes; convert again")
+        if not fits:
+            raise PackFormatError(f"{path}: no uint8 dataset 'images' with 4 axes; convert again")
         found = _Structure(images.shape[0])
         _add_large(file, schema.IMAGES, found)
     for name in own_fields(file):
@@ -262,11 +262,11 @@ def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
             f"{name}: {counted(len(absent), 'chunk')} without stored data; the first is chunk {int(absent[0])}"
         )
         return
-    if index.library_reason is not None or is_filtered(dataset):
-        rows.chunk_rows, rows.chunk_bytes = dataset.chunks[0], int(np.prod(dataset.chunks)) * dataset.dtype.itemsize
-        rows.stored_checksums = index.stored_checksums
-    else:
+    if index.raw:
         rows.offsets = RowOffsets(index.addresses, index.chunk_rows, index.row_bytes)
+    else:
+        rows.chunk_rows, rows.chunk_bytes = index.group_rows, index.group_rows * index.row_bytes
+        rows.stored_checksums = index.stored_checksums
     found.large.append(rows)
 
 
@@ -368,7 +368,7 @@ def _decode_counted(task: _Rows) -> tuple[int, list[int]]:
         images = file[task.name]
         require_filters(images)
         # A cache of one chunk suffices, because chunks are read in order.
-        if not images.is_virtual:
+        if images.chunks:
             filtered = is_filtered(images)
             cache = plan_cache(images.shape, images.chunks, images.dtype.itemsize, filtered=filtered, window=1)
             images = reopen_tuned(images, cache)

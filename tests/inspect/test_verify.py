@@ -102,6 +102,19 @@ def test_a_pack_compressed_by_another_tool_is_checked_through_the_library(copy: 
     assert h5pack.verify(tmp_path / "gzip.h5").damaged == {"images": [33]}
 
 
+@pytest.mark.parametrize("chunks", [None, (3, 20, 20, 3), (7, 80, 70, 1)])
+def test_rows_are_checked_in_the_layouts_of_h5repack(copy: Path, chunks: tuple[int, ...] | None) -> None:
+    with h5py.File(copy, "r+") as file:
+        rows, layout = file["images"][()], file["images"].attrs["h5pack_layout"]
+        del file["images"]
+        file.create_dataset("images", data=rows, chunks=chunks).attrs["h5pack_layout"] = layout
+    assert h5pack.verify(copy).ok
+    with h5py.File(copy, "r+") as file:
+        file["images"][23, 40, 30] += 1
+    report = h5pack.verify(copy)
+    assert (report.problems, report.damaged) == ((), {"images": [23]})
+
+
 def test_random_damage_is_found_or_harmless(pack: Path, tmp_path: Path) -> None:
     """Each random flip is found, or changed nothing that a reader sees; nothing crashes this process."""
     whole = pack.read_bytes()
