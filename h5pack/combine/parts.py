@@ -142,8 +142,8 @@ def open_part(path: str | os.PathLike[str]) -> Part:
             raise SourceError.at(path, "is not a pack; make a pack of it with 'h5pack convert'")
         with reporting_damage(path):
             require_complete(file)
-            options, layout = stored_options(file), _layout(file)
-            rejects, statistics = rejects_of(file), _statistics(file)
+            options, layout = stored_options(file), stored_layout(file)
+            rejects, statistics = rejects_of(file), stored_statistics(file)
     catalog = hdf5_catalog(path, HDF5Datasets(), NameFilter())
     part = Part(path, catalog, layout, options, rejects, statistics)
     statistics["pixels"] = _measured_pixels(part)
@@ -164,7 +164,8 @@ def rejects_of(file: h5py.File) -> tuple[Reject, ...]:
     return tuple(Reject(text(name), text(reason)) for name, reason in zip(names, reasons, strict=True))
 
 
-def _layout(file: h5py.File) -> str:
+def stored_layout(file: h5py.File) -> str:
+    """Return the layout of a pack's images; raise ValueError if it is unknown."""
     images = file.get(schema.IMAGES)
     layout = "nhwc" if images is None else text(images.attrs.get(schema.LAYOUT, b"nhwc"))
     if layout not in LAYOUTS:
@@ -172,12 +173,14 @@ def _layout(file: h5py.File) -> str:
     return layout
 
 
-def _statistics(file: h5py.File) -> dict[str, Any]:
+def stored_statistics(file: h5py.File) -> dict[str, Any]:
+    """Return the statistics of a pack; raise KeyError or ValueError if some are missing or impossible."""
     group = file[schema.STATISTICS]
     found: dict[str, Any] = {name: group[name][()] for name in ("mean", "std")}
-    if found["mean"].shape != found["std"].shape or (group.attrs["rows"] and not np.isfinite([*found.values()]).all()):
-        raise ValueError("its mean and std are not finite numbers of each channel")
     numbers = {name: int(group.attrs[name]) for name in ("rows", "step")}
+    sound = found["mean"].shape == found["std"].shape and found["mean"].ndim == 1 and numbers["rows"] >= 0
+    if not sound or (numbers["rows"] and not all(((one >= 0) & (one <= 1)).all() for one in found.values())):
+        raise ValueError("its mean and std are not numbers from 0 to 1 of each channel")
     return {**found, **numbers, "split": text(group.attrs["split"])}
 
 

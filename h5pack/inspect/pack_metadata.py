@@ -34,8 +34,9 @@ def describe_pack(file: h5py.File) -> dict[str, Any]:
     if not described["complete"]:
         return described
     names, rows, described["splits"] = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS), {}
-    for name, part in () if names is None or rows is None else zip(names[()], rows[()].tolist(), strict=True):
-        described["splits"].setdefault(text(name), []).append(part)
+    pairs = () if names is None or rows is None else zip(names[()], rows[()].tolist(), strict=True)
+    for name, (start, stop) in pairs:
+        described["splits"].setdefault(text(name), []).append([start, stop])
     labels = require_dataset(file, schema.LABELS) if schema.LABELS in file else None
     described["labels"] = "none"
     if labels is not None:

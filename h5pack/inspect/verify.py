@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from h5pack.combine.parts import rejects_of, stored_layout, stored_statistics
 from h5pack.errors import H5PackError, PackFormatError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
@@ -23,6 +24,7 @@ from h5pack.format.row_offsets import EncodedOffsets, RowOffsets, check_rows, ch
 from h5pack.pack.options import START_METHODS, check_choice
 from h5pack.read.encoded import EncodedIndex, index_kept, is_mask_group
 from h5pack.read.hdf5 import (
+    attribute_names,
     dataset_error,
     dataset_names,
     is_filtered,
@@ -336,6 +338,8 @@ def _checksums_of(file: h5py.File, name: str) -> npt.NDArray[np.uint32] | None:
     if name not in file:
         return None
     if not is_ragged(file, name):
+        if isinstance(file[name], h5py.Dataset) and file[name].dtype.hasobject:
+            raise dataset_error(file.filename, name, "holds no numbers; restore the file or convert again")
         return row_checksums(file[name][()]) if isinstance(file[name], h5py.Dataset) else None
     index = index_ragged(file, name)
     if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
@@ -354,12 +358,36 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
             length = len(item[schema.FIELD_OFFSETS]) - 1
         if length != rows:
             problems.append(f"{name}: {length:,} rows, but there are {rows:,} images")
-    splits = file.get(schema.SPLIT_ROWS)
+    for name in (schema.LABELS, *own_fields(file)):
+        _check_names(file, name, problems)
+    names, splits = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS)
     if isinstance(splits, h5py.Dataset):
-        edges = splits[()].reshape(-1, 2)
-        joined = [0, *edges[:, 1].tolist()]
-        if edges[:, 0].tolist() != joined[:-1] or joined[-1] != rows:
+        edges = splits[()]
+        if edges.shape != (*getattr(names, "shape", edges.shape[:1]), 2):
+            problems.append(f"splits/rows: shape {edges.shape}, but there must be a start and a stop for each name")
+        elif [0, *edges[:, 1].tolist()] != [*edges[:, 0].tolist(), rows]:
             problems.append(f"splits/rows: the splits do not cover the {rows:,} rows in order")
+    for name, read in (("images", stored_layout), (schema.STATISTICS, stored_statistics), (schema.REJECTS, rejects_of)):
+        try:
+            if not any(problem.startswith(name) for problem in problems):
+                read(file)
+        except (KeyError, TypeError, ValueError) as error:
+            problems.append(f"{name}: {error.args[0]}")
+
+
+def _check_names(file: h5py.File, name: str, problems: list[str]) -> None:
+    """Add a problem if labels, or the numbers of a field, do not fit the names of classes or columns beside them."""
+    item = file.get(name)
+    values = item.get(schema.FIELD_DATA) if isinstance(item, h5py.Group) else item
+    if not isinstance(values, h5py.Dataset) or values.dtype.kind not in "biuf" or not values.size:
+        return
+    columns, classes = (attribute_names(item, kind) for kind in (schema.COLUMNS, schema.CLASSES))
+    if columns is not None and values.shape[1:] != (len(columns),) and classes is None:
+        problems.append(f"{name}: {counted(len(columns), 'column name')}, but rows of shape {values.shape[1:]}")
+    if classes is not None:
+        low, high = (int(edge(values[()])) for edge in (np.min, np.max))
+        if not schema.NO_LABEL <= low <= high < len(classes):
+            problems.append(f"{name}: {counted(len(classes), 'class name')}, but labels from {low} to {high}")
 
 
 def _decode_counted(task: _Rows) -> tuple[int, list[int]]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
+import re
 import shutil
+import zlib
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -113,6 +117,73 @@ def test_rows_are_checked_in_the_layouts_of_h5repack(copy: Path, chunks: tuple[i
         file["images"][23, 40, 30] += 1
     report = h5pack.verify(copy)
     assert (report.problems, report.damaged) == ((), {"images": [23]})
+
+
+def replace(file: h5py.File, name: str, values: Any) -> None:
+    """Replace a dataset, or an attribute with "@" before its name, or remove it if `values` is None."""
+    path, _, attribute = name.partition("@")
+    target, key = (file[path].attrs, attribute) if attribute else (file, path)
+    if key in target:
+        del target[key]
+    if values is not None:
+        target[key] = values
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("splits/name", ["train"]),
+        ("splits/rows", [0, 57, 57, 71]),
+        ("splits/rows", [[0, 57, 1], [57, 71, 1]]),
+        ("statistics/mean", 0.5),
+        ("statistics/std", [1.0, np.nan, 1.0]),
+        ("statistics/mean", [120.0, 110.0, 90.0]),
+        ("statistics@rows", -4),
+        ("statistics@step", None),
+        ("rejects/filenames", ["a.jpg"]),
+        ("images@h5pack_layout", "HWC"),
+    ],
+)
+def test_edited_tables_are_named_and_refused(copy: Path, tmp_path: Path, name: str, values: Any) -> None:
+    with h5py.File(copy, "r+") as file:
+        replace(file, name, values)
+    report = h5pack.verify(copy)
+    group = "splits/rows" if "splits" in name else re.split("[/@]", name)[0]
+    assert ([problem.partition(":")[0] for problem in report.problems], report.damaged) == ([group], {})
+    with pytest.raises(PackFormatError):
+        h5pack.subset(copy, tmp_path / "s.h5", rows="0:2")
+    with contextlib.suppress(PackFormatError):
+        h5pack.info(copy).to_text()
+
+
+@pytest.mark.parametrize(
+    ("classes", "fits"), [(["x", "why"], True), (["x", "y", "z"], True), (["x"], False), ("x,y", False)]
+)
+def test_class_names_must_fit_the_labels(copy: Path, classes: list[str] | str, fits: bool) -> None:
+    with h5py.File(copy, "r+") as file:
+        file["labels"].attrs["classes"] = classes
+    report = h5pack.verify(copy)
+    assert (report.ok, report.damaged) == (fits, {})
+    assert [problem.partition(":")[0] for problem in report.problems] == ["labels"] * (not fits)
+
+
+def test_column_names_must_fit_a_table_of_labels(copy: Path) -> None:
+    with h5py.File(copy, "r+") as file:
+        del file["labels"]
+        file["labels"] = np.zeros((71, 3), np.uint8)
+        file["labels"].attrs["columns"] = ["a", "b"]
+        file["checksums/labels"][:] = zlib.crc32(bytes(3))
+    assert [problem.partition(":")[0] for problem in h5pack.verify(copy).problems] == ["labels"]
+
+
+def test_labels_that_became_strings_are_named(copy: Path) -> None:
+    with h5py.File(copy, "r+") as file:
+        words = [f"class {label}" for label in file["labels"]]
+        del file["labels"]
+        file["labels"] = words
+        file["images"][23] = 0
+    report = h5pack.verify(copy)
+    assert (len(report.problems), report.damaged) == (1, {"images": [23]})
 
 
 def test_random_damage_is_found_or_harmless(pack: Path, tmp_path: Path) -> None:
