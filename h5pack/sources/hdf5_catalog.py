@@ -99,12 +99,16 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     pack = describe_file(path, images, None, sized=False)
     rows = pack.indexes[images].rows
     asked = tuple(find_field(file, name) for name in datasets.fields)
+    own = schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED)
     labels = None if datasets.labels is None else datasets.labels.strip("/") or None
     if datasets.labels is None:
         labels = find_labels(file, images, rows, fields=asked, transposed=True)
+        if own and labels is None and (checksums := schema.checksums_path(schema.LABELS)) in file:
+            problem = f"is missing, but the pack has its checksums; restore the file, or delete {checksums!r} with h5py"
+            raise dataset_source_error(path, schema.LABELS, problem)
     fields = tuple(name for name in asked if name != labels)
     twice = (Note(f"{labels!r} is packed as labels, not as a field"),) if labels in asked else ()
-    if not asked and schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
+    if own and not asked:
         fields = tuple(own_fields(file))
     form = None if pack.indexes[images].is_encoded else _form(path, require_dataset(file, images), datasets)
     if form is None and (datasets.channel_axis or datasets.value_range):
@@ -383,4 +387,7 @@ def _names(file: h5py.File, images: str, rows: int) -> NameTable:
         # A file written by another program may contain empty names, or names with NUL, which a NameTable cannot store.
         names = (text(name).replace("\0", "\\x00") for name in stored[()].tolist())
         return NameTable.of(name or f"{images}/{row:08d}" for row, name in enumerate(names))
+    if own and isinstance(stored, h5py.Dataset) and schema.FORMAT in file.attrs:
+        problem = f"has shape {stored.shape}, but there are {rows:,} images; restore the file, or delete it with h5py"
+        raise dataset_source_error(Path(file.filename), schema.FILENAMES, problem)
     return NameTable.of(f"{images}/{row:08d}" for row in range(rows))

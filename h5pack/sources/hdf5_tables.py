@@ -87,6 +87,7 @@ def is_text(item: Any) -> bool:
 
 
 _OTHER, _NONE = "labels=NAME", "labels=''"
+_CORRECT = "correct its names with h5py, or restore the file"  # advice on a pack whose names were edited
 
 
 def read_labels(path: Path, file: h5py.File, name: str, rows: int) -> tuple[npt.NDArray[Any], tuple[str, ...] | None]:
@@ -113,6 +114,9 @@ def read_labels(path: Path, file: h5py.File, name: str, rows: int) -> tuple[npt.
         raise _label_error(path, name, found, _OTHER, _NONE, as_field)
     if values.ndim == 2:
         columns = attribute_names(dataset, schema.COLUMNS) or ()
+        if columns and len(columns) != values.shape[1] and schema.FORMAT in file.attrs:
+            found = f"has {values.shape[1]} columns, but {len(columns)} names of columns"
+            raise dataset_source_error(path, name, f"{found}; {_CORRECT}")
         if len(columns) != values.shape[1]:
             columns = tuple(f"label_{column}" for column in range(values.shape[1]))
         return _byte_table(path, name, values), columns
@@ -120,6 +124,8 @@ def read_labels(path: Path, file: h5py.File, name: str, rows: int) -> tuple[npt.
     classes = attribute_names(dataset, schema.CLASSES) or _enum_names(dataset)
     if classes is not None and len(labels) and not schema.NO_LABEL <= labels.min() <= labels.max() < len(classes):
         found = f"has {len(classes)} classes, but values from {labels.min()} to {labels.max()}"
+        if schema.FORMAT in file.attrs:
+            raise dataset_source_error(path, name, f"{found}; {_CORRECT}")
         raise _label_error(path, name, found, _OTHER, _NONE)
     return labels, classes
 
