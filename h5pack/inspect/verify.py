@@ -359,7 +359,7 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
         if length != rows:
             problems.append(f"{name}: {length:,} rows, but there are {rows:,} images")
     for name in (schema.LABELS, *own_fields(file)):
-        _check_names(file, name, problems)
+        _check_attributes(file, name, problems)
     names, splits = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS)
     if isinstance(splits, h5py.Dataset):
         edges = splits[()]
@@ -375,9 +375,11 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
             problems.append(f"{name}: {error.args[0]}")
 
 
-def _check_names(file: h5py.File, name: str, problems: list[str]) -> None:
-    """Add a problem if labels, or the numbers of a field, do not fit the names of classes or columns beside them."""
+def _check_attributes(file: h5py.File, name: str, problems: list[str]) -> None:
+    """Add a problem if a field has no kind, or if numbers do not fit the names of classes or columns beside them."""
     item = file.get(name)
+    if name != schema.LABELS and item is not None and schema.KIND not in item.attrs:
+        problems.append(f"{name}: no attribute {schema.KIND!r}, so it is read as numbers that do not move with images")
     values = item.get(schema.FIELD_DATA) if isinstance(item, h5py.Group) else item
     if not isinstance(values, h5py.Dataset) or values.dtype.kind not in "biuf" or not values.size:
         return

@@ -263,3 +263,11 @@ def test_damaged_masks_are_named_by_row(tmp_path: Path, compression: str) -> Non
         del file["checksums/fields/masks"]
     (problem,) = h5pack.verify(tmp_path / "o.h5").problems
     assert problem.startswith("checksums/fields/masks:")
+
+
+def test_a_field_that_lost_its_kind_is_named(tmp_path: Path) -> None:
+    h5pack.convert(pair_folders(tmp_path / "in", 5), tmp_path / "o.h5", **quick(source_kind="pairs"))
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        del file["fields/masks"].attrs["kind"]
+    report = h5pack.verify(tmp_path / "o.h5")
+    assert ([problem.partition(":")[0] for problem in report.problems], report.damaged) == (["fields/masks"], {})
