@@ -203,7 +203,8 @@ def convert(
         Compression of the images' chunks: none, gzip (or gzip:1 to gzip:9), zstd (or zstd:1 to zstd:22) or
         bitshuffle-lz4.
     compat : bool
-        Write a file that readers of HDF5 1.8 (pyfive, jsfive) can open. By default, the file requires HDF5 1.10.
+        Write a file that readers of HDF5 1.8 can open, such as pyfive and jsfive (which does not read splits and
+        statistics). By default, the file requires HDF5 1.10.
     strict : bool
         Raise at the first image that cannot be packed, instead of listing it in ``OUT.rejects.csv``.
     shard_bytes : int or str, optional
