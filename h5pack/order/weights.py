@@ -36,16 +36,15 @@ def balanced_weights(labels: Rows, unlabelled: int | None) -> npt.NDArray[np.flo
     Rows with the label `unlabelled` (None: no label is special) are in no class and get weight 0. Returns None if no
     row is in a class.
     """
-    classes, counts = np.unique(labels, return_counts=True)
-    shares = 1 / counts
+    first = int(labels.min(initial=0))
+    if int(labels.max(initial=0)) - first < max(len(labels), _BLOCK_ROWS):
+        numbers = labels - first if first else labels  # Sorting many labels would take 20 times as long.
+    else:
+        numbers = np.unique(labels, return_inverse=True)[1]
+    weights: npt.NDArray[np.float64] = (1 / np.maximum(np.bincount(numbers), 1))[numbers]
     if unlabelled is not None:
-        shares[classes == unlabelled] = 0
-    if not shares.any():
-        return None
-    weights = np.empty(len(labels))
-    for low in range(0, len(labels), _BLOCK_ROWS):
-        weights[low : low + _BLOCK_ROWS] = shares[np.searchsorted(classes, labels[low : low + _BLOCK_ROWS])]
-    return weights
+        weights[labels == unlabelled] = 0
+    return weights if weights.any() else None
 
 
 class WeightedRows(RowSampler):

@@ -28,7 +28,7 @@ import h5pack
 from h5pack.errors import OptionsError, StateError
 from h5pack.order.permutation import derive_key
 from h5pack.order.row_ranges import EpochRows, RowRange, Rows, RowSet, RowSubset
-from h5pack.order.weights import MAX_SAMPLES, WeightedRows
+from h5pack.order.weights import MAX_SAMPLES, WeightedRows, balanced_weights
 from h5pack.order.window import OrderPlan
 from tests.data import packs
 from tests.data.packs import all_same, reference, threads_end
@@ -356,6 +356,15 @@ def test_balanced_classes(tmp_path: Path, dtype: str) -> None:
             assert name == "shuffled" or max(per_class.values()) - min(per_class.values()) <= 1
             totals += per_class
         assert all(abs(count / 20 - 287.5) < 6 for count in totals.values())
+
+
+@pytest.mark.parametrize("labels", [[3, -1, 3, 7, 3], [-(2**63), 2**63 - 1, 5, 5, -1], [-1, -1], []])
+@pytest.mark.parametrize("unlabelled", [None, -1])
+def test_balanced_weights_are_those_of_counting(labels: list[int], unlabelled: int | None) -> None:
+    counts = Counter(labels)
+    wanted = [0.0 if label == unlabelled else 1 / counts[label] for label in labels]
+    found = balanced_weights(np.array(labels, np.int64), unlabelled)
+    assert (found is None and not any(wanted)) or (found is not None and found.tolist() == wanted)
 
 
 def test_balanced_classes_of_a_subset_are_its_own(tmp_path: Path) -> None:
