@@ -213,7 +213,7 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
             codec = find_codec(filters, math.prod(dataset.chunks) * dataset.dtype.itemsize)
         except UnsupportedFilterError as error:
             reason = str(error)
-    table = ChunkTable(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint32))
+    table = none = ChunkTable(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint32))
     fill, stored_checksums = b"", None
     if reason is None and row_bytes and dataset.shape[0]:
         table = _read_table(file, dataset, name)
@@ -240,8 +240,8 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
         fill=fill,
         library_reason=reason,
         codec=codec,
-        sizes=table.sizes,
-        filter_masks=table.filter_masks,
+        sizes=table.sizes if codec is not None else none.sizes,
+        filter_masks=table.filter_masks if codec is not None else none.filter_masks,
         stored_checksums=stored_checksums,
         chunk_shape=chunk_shape,
     )
