@@ -204,7 +204,9 @@ class Engine:
             if not index.dtype.isnative:
                 out.byteswap(inplace=True)
         elif order is None:
-            self._stage(index, wanted, out)
+            start = int(wanted[0])
+            if int(wanted[-1]) - start >= len(wanted) or not self._read_consecutive(index, start, out):
+                self._stage(index, wanted, out)
         else:
             staged = np.empty_like(out)
             self._stage(index, wanted, staged)
@@ -261,15 +263,19 @@ class Engine:
     def read_range(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows `start` to `stop` - 1 (at least one), like `read`. Unfiltered rows of one chunk take one read."""
         index = self.indexes[name]
-        offset = index.offset_of(start)
-        if offset is None or start // index.chunk_rows != (stop - 1) // index.chunk_rows:
-            return self.read(name, np.arange(start, stop))
         out = np.empty((stop - start, *index.row_shape), index.native_dtype)
+        return out if self._read_consecutive(index, start, out) else self.read(name, np.arange(start, stop), out)
+
+    def _read_consecutive(self, index: ChunkIndex, start: int, out: npt.NDArray[Any]) -> bool:
+        """Read as many rows from `start` on as `out` has; return False if they are not in one unfiltered chunk."""
+        offset, stop = index.offset_of(start), start + len(out)
+        if offset is None or start // index.chunk_rows != (stop - 1) // index.chunk_rows:
+            return False
         calls = self.storage.read_into(out, offset, lambda _: index.describe(np.arange(start, stop), 0))
         if not index.dtype.isnative:
             out.byteswap(inplace=True)
         self._count(index, len(out), 1, out.nbytes, calls)
-        return out
+        return True
 
     @staticmethod
     def can_scatter(index: ChunkIndex) -> bool:
