@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import h5py
@@ -392,7 +393,15 @@ def text(value: Any) -> str:
 def attribute_names(dataset: h5py.Dataset, attribute: str) -> tuple[str, ...] | None:
     """Return the strings in an attribute, or None if the attribute does not exist."""
     value = dataset.attrs.get(attribute)
+    if isinstance(value, np.ndarray) and value.dtype.kind == "S":
+        return _shared_names(value.dtype.itemsize, value.tobytes())
     return None if value is None else tuple(text(item) for item in np.atleast_1d(value))
+
+
+@lru_cache(maxsize=4)
+def _shared_names(width: int, stored: bytes) -> tuple[str, ...]:
+    """Return strings of `width` stored bytes. Thousands of files with the same names of classes share one tuple."""
+    return tuple(map(text, np.frombuffer(stored, f"S{width}").tolist()))
 
 
 def stored_options(file: h5py.File) -> dict[str, Any]:

@@ -62,6 +62,12 @@ def test_a_pack(pack: Path) -> None:
     assert (unlabelled.labels, unlabelled.classes) == (None, None)
 
 
+def test_equal_names_of_classes_are_held_once(pack: Path, copy: Path) -> None:
+    first, second = describe_file(pack), describe_file(copy)
+    assert first.classes
+    assert first.classes is second.classes
+
+
 def test_a_foreign_file(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = describe_file(foreign)
     assert list(found.indexes) == ["images"]
