@@ -21,6 +21,7 @@ from h5pack.data.samples import (
     name_fields,
     out_of_range,
     positions_of,
+    read_small_rows,
     sample_type,
     split_list,
 )
@@ -35,7 +36,7 @@ from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.ragged import read_ragged, texts_of
 from h5pack.read.several import join_descriptions, list_files, read_filenames
 from h5pack.sources.hdf5_tables import log_unused_labels
-from h5pack.system.arrays import joined_ranges
+from h5pack.system.arrays import joined_ranges, moved_rows
 from h5pack.system.parameters import require_callable, unfit
 from h5pack.system.text import splits_text
 
@@ -220,9 +221,9 @@ class H5Dataset(BatchSource):
         """All labels, read from the file: int64 (n,) if integers, else of the stored dtype; None without labels."""
         if self.label_name is None:
             return None
-        labels = self.read_rows(self.label_name, np.asarray(self.rows, np.int64))
-        index = self.engine.indexes[self.label_name]
-        return torch.from_numpy(labels.astype(np.int64) if is_class_label(index) else labels)
+        labels = read_small_rows(self, self.label_name, self.rows)
+        is_class = is_class_label(self.engine.indexes[self.label_name])
+        return torch.from_numpy(labels.astype(np.int64, copy=False) if is_class else labels)
 
     @property
     def filenames(self) -> list[str] | None:
@@ -300,9 +301,8 @@ class H5Dataset(BatchSource):
         """Return one dataset with the samples of this dataset, then of `others`, which must have the same fields."""
         made, datasets = copy.copy(self), (self, *others)
         made._pack = join_descriptions([one._pack for one in datasets])
-        starts = np.cumsum([0, *(one.engine.indexes[one.names[0]].rows for one in datasets)])
-        rows = [np.asarray(one.rows, np.int64) + start for one, start in zip(datasets, starts, strict=False)]
-        made.rows = np.concatenate(rows)
+        starts = np.cumsum([0, *(one.engine.indexes[one.names[0]].rows for one in datasets)]).tolist()
+        made.rows = joined_ranges([moved_rows(one.rows, start) for one, start in zip(datasets, starts, strict=False)])
         made.splits, made.ragged = made._pack.splits, made._pack.ragged
         made.split, made.mean, made.std = None, made._pack.mean, made._pack.std
         made.check, made.is_random = any(one.check for one in datasets), any(one.is_random for one in datasets)

@@ -12,27 +12,21 @@ import torch
 
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.iteration import serial_torch
+from h5pack.data.samples import read_small_rows
 from h5pack.read.chunk_decoder import DecodedDataset
 from h5pack.read.mapping import MappedDataset
-
-_BLOCK_ROWS = 65_536
-"""Number of rows that `HeldRows` reads at once. A bound is needed because planning the read of a small row takes many
-times the memory of the row."""
+from h5pack.system.arrays import RowNumbers
 
 
 class HeldRows:
     """Selected rows (ascending and distinct) of a small field, read into private memory at construction."""
 
-    def __init__(self, dataset: H5Dataset, name: str, rows: range | npt.NDArray[np.int64]) -> None:
-        index = dataset.engine.indexes[name]
+    def __init__(self, dataset: H5Dataset, name: str, rows: RowNumbers) -> None:
         self._start = int(rows[0]) if len(rows) else 0
         consecutive = not len(rows) or int(rows[-1]) - self._start + 1 == len(rows)
         # Row numbers can take more memory than the rows, so do not store them if the rows are consecutive.
         self._rows = None if consecutive else np.asarray(rows)
-        self._values = np.empty((len(rows), *index.row_shape), index.native_dtype)
-        for low in range(0, len(rows), _BLOCK_ROWS):
-            part = rows[low : low + _BLOCK_ROWS]
-            dataset.read_rows(name, np.asarray(part), self._values[low : low + len(part)])
+        self._values = read_small_rows(dataset, name, rows)
 
     def gather(self, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Copy `rows`, int64 (n,), in this order to `out`, (n, ...), which is C-contiguous and may have any dtype."""

@@ -356,7 +356,7 @@ class H5Loader(Closeable, Resumable):
         _require_no_transform(self._base)
         self._base.engine.check_unchanged()
         if self._held is None:
-            numbers = np.asarray(self._list_rows, np.int64)
+            numbers = np.arange(self._list_rows.start, self._list_rows.stop)
             self._held_lists = {name: self._base.read_ragged(name, numbers) for name in self._list_sizes}
             rows = self.plan.rows.unique_rows() if self._held_names else range(0)
             self._held = {name: HeldRows(self._base, name, rows) for name in self._held_names}

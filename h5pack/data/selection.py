@@ -23,6 +23,7 @@ from h5pack.order.row_ranges import RowRange, RowSampler, RowSet, RowSubset
 from h5pack.order.weights import MAX_SAMPLES, WeightedRows, balanced_weights
 from h5pack.order.window import OrderPlan
 from h5pack.read.engine import Engine
+from h5pack.system.arrays import row_array
 from h5pack.system.parameters import whole_number
 
 _BLOCK_ROWS = 1 << 16
@@ -118,12 +119,12 @@ def _select_rows(
 
     If `indices` is None, return positions in `dataset`, or None if it is an `H5Dataset` of consecutive rows.
     """
-    base, subsets = dataset, []
+    base, subsets, digested = dataset, [], False
     while isinstance(base, Subset):
         subsets.append(base)
         base = base.dataset
     if isinstance(base, ConcatPack):
-        base = base.joined()
+        base, digested = base.joined(), True
     if not isinstance(base, H5Dataset):
         advice = "give an H5Dataset or a ConcatPack, or a torch Subset of one"
         if isinstance(base, Sampler):
@@ -136,15 +137,16 @@ def _select_rows(
         )
     given = chosen = None
     if indices is not None:
-        given = chosen = _check_indices(np.asarray(indices), len(dataset), "indices")
+        given = chosen = _check_indices(indices, len(dataset), "indices")
     for subset in subsets:
         below: Any = subset.dataset
-        inner = _check_indices(np.asarray(subset.indices), len(below), "the Subset's indices")
+        inner = _check_indices(subset.indices, len(below), "the Subset's indices")
         chosen = inner if chosen is None else inner[chosen]
     digest = _pack_digest(base)
     if chosen is None:
         if isinstance(base.rows, range):
-            return base, RowRange(base.rows.start, base.rows.stop, base.group_rows, digest), None
+            start, stop = base.rows.start, base.rows.stop
+            return base, RowRange(start, stop, base.group_rows, digest, digested=digested), None
         chosen = np.arange(len(base))
     rows = base.file_rows(chosen)
     order = np.argsort(rows, kind="stable")
@@ -166,8 +168,9 @@ def _pack_digest(dataset: H5Dataset) -> int | None:
         return crc32(engine.read(name, np.arange(min(_DIGEST_ROWS, index.rows))).astype("<u4"))
 
 
-def _check_indices(indices: npt.NDArray[Any], count: int, what: str) -> npt.NDArray[np.int64]:
+def _check_indices(given: Any, count: int, what: str) -> npt.NDArray[np.int64]:
     """Return indices of `count` rows as nonnegative int64, (n,), or raise an OptionsError."""
+    indices = row_array(given) if isinstance(given, range) else np.asarray(given)
     error = partial(OptionsError, parameters=("indices",))
     if indices.ndim != 1 or (len(indices) and indices.dtype.kind not in "iu"):
         found = f"dtype {indices.dtype} and shape {indices.shape}"
@@ -176,9 +179,8 @@ def _check_indices(indices: npt.NDArray[Any], count: int, what: str) -> npt.NDAr
     wrong = np.flatnonzero((indices < -count) | (indices >= count))
     if len(wrong):
         raise error(f"{what} contain {int(indices[wrong[0]])}; give indices of the {count:,} rows")
-    numbers = indices.astype(np.int64)
-    numbers[numbers < 0] += count
-    return numbers
+    numbers = indices.astype(np.int64, copy=False)
+    return np.where(numbers < 0, numbers + count, numbers) if (numbers < 0).any() else numbers
 
 
 def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.system.arrays import equal_runs, range_indices
+from h5pack.system.arrays import RowNumbers, equal_runs, range_indices, row_array
 
 Rows = npt.NDArray[np.int64]
+_BLOCK_ROWS = 1 << 16
 
 
 class EpochRows(Protocol):
@@ -88,11 +89,16 @@ class RowSet(RowSampler, EpochRows):
 
 
 class RowRange(RowSet):
-    """Consecutive rows of the file: a split, or all rows. The object takes the same memory for any number of rows."""
+    """Consecutive rows of the file: a split, or all rows. The object takes the same memory for any number of rows.
 
-    def __init__(self, start: int, stop: int, chunk_rows: int, pack_digest: int | None = None) -> None:
+    With `digested`, the identity is that of a `RowSubset` of these rows, as saved states of a `ConcatPack` have it.
+    """
+
+    def __init__(
+        self, start: int, stop: int, chunk_rows: int, pack_digest: int | None = None, *, digested: bool = False
+    ) -> None:
         super().__init__(stop - start, chunk_rows, pack_digest)
-        self.start, self.stop = start, stop
+        self.start, self.stop, self._digested = start, stop, digested
         self._chunk = start // chunk_rows
         self.chunk_count = (stop - 1) // chunk_rows - self._chunk + 1 if self.count else 0
         # In the first and the last chunk, some rows may belong to other splits or be past the end of the dataset.
@@ -118,6 +124,8 @@ class RowRange(RowSet):
         return range(self.start, self.stop)
 
     def identity(self) -> dict[str, Any]:
+        if self._digested:
+            return {**super().identity(), "rows_digest": _digest(self.unique_rows(), range(self.count))}
         return {"start": self.start, **super().identity()}
 
 
@@ -129,8 +137,10 @@ class RowSubset(RowSet):
 
     def __init__(self, rows: Rows, indices: Rows, chunk_rows: int, pack_digest: int | None = None) -> None:
         super().__init__(len(rows), chunk_rows, pack_digest)
-        order = np.argsort(rows, kind="stable")
-        self._rows, self._indices = rows[order], indices[order]
+        if (rows[1:] < rows[:-1]).any():
+            order = np.argsort(rows, kind="stable")
+            rows, indices = rows[order], indices[order]
+        self._rows, self._indices = rows, indices
         self._edges = equal_runs(self._rows // chunk_rows)
         self.chunk_count = len(self._edges) - 1
         # Because rows may be repeated, a chunk here can have more rows than in the file.
@@ -153,5 +163,13 @@ class RowSubset(RowSet):
         return found
 
     def identity(self) -> dict[str, Any]:
-        digest = zlib.crc32(self._indices.astype("<i8").tobytes(), zlib.crc32(self._rows.astype("<i8").tobytes()))
-        return {**super().identity(), "rows_digest": digest}
+        return {**super().identity(), "rows_digest": _digest(self._rows, self._indices)}
+
+
+def _digest(*columns: RowNumbers) -> int:
+    """Return the CRC-32 of the numbers in all columns, as int64, one column after the other."""
+    digest = 0
+    for numbers in columns:
+        for low in range(0, len(numbers), _BLOCK_ROWS):
+            digest = zlib.crc32(row_array(numbers[low : low + _BLOCK_ROWS]).astype("<i8").data, digest)
+    return digest

@@ -26,6 +26,8 @@ from h5pack.system.machine import optional_module
 from h5pack.system.parameters import require_local
 
 _MATLAB_CELLS = (b"#refs#/", b"#subsystem#/")
+BLOCK_NAMES = 65_536
+"""Number of file names that are read from a file at a time."""
 _MAX_NAMED, _MAX_SORTED = 20, 1_000  # maximum number of datasets that a message lists, and sorts
 VERIFY_ADVICE = "run 'h5pack verify' on it, then restore the file or convert again"
 
@@ -388,6 +390,12 @@ def chunk_table(dataset: h5py.Dataset) -> ChunkTable:
 def text(value: Any) -> str:
     """Decode a string attribute or element, which h5py returns as bytes or as str."""
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+
+
+def stored_names(dataset: h5py.Dataset) -> Iterator[str]:
+    """Yield the strings of a dataset. Some are read at a time, because bytes objects take three times their memory."""
+    for low in range(0, len(dataset), BLOCK_NAMES):
+        yield from map(text, dataset[low : low + BLOCK_NAMES].tolist())
 
 
 def attribute_names(dataset: h5py.Dataset, attribute: str) -> tuple[str, ...] | None:

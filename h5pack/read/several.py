@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +17,11 @@ from h5pack.format import schema
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.description import FileDescription
 from h5pack.read.encoded import EncodedIndex
-from h5pack.read.hdf5 import dataset_error, open_file, text
+from h5pack.read.hdf5 import BLOCK_NAMES, dataset_error, open_file, text
 from h5pack.read.ragged import RaggedIndex
 from h5pack.read.storage import SourceFile
 from h5pack.read.virtual_index import MappedRows, join_rows
-from h5pack.system.arrays import RowNumbers, joined_ranges
+from h5pack.system.arrays import RowNumbers, joined_ranges, moved_rows, row_array
 from h5pack.system.parameters import require_local
 
 
@@ -59,8 +60,7 @@ def join_descriptions(packs: Sequence[FileDescription]) -> FileDescription:
     splits: dict[str, list[RowNumbers]] = {}
     for pack, start in zip(packs, starts, strict=False):
         for name, rows in pack.splits.items():
-            moved = range(rows.start + start, rows.stop + start) if isinstance(rows, range) else rows + start
-            splits.setdefault(name, []).append(moved)
+            splits.setdefault(name, []).append(moved_rows(rows, start))
     mean, std = _pooled(packs)
     return replace(
         first,
@@ -163,18 +163,18 @@ def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] |
 def read_filenames(pack: FileDescription, rows: RowNumbers) -> list[str] | None:
     """Return the stored file name of each row's original; None if one of the files has no file names."""
     found = [""] * len(rows)
-    numbers = np.asarray(rows, np.int64)
-    starts = [start for _, start in pack.files]
-    owners = np.searchsorted(starts, numbers, "right") - 1
-    for owner, (path, start) in enumerate(pack.files):
+    numbers = row_array(rows)
+    order = np.argsort(numbers, kind="stable")
+    numbers = numbers[order]
+    edges = [*np.searchsorted(numbers, [start for _, start in pack.files]).tolist(), len(numbers)]
+    for (path, start), (first, last) in zip(pack.files, itertools.pairwise(edges), strict=True):
         with open_file(path) as file:
             if schema.FILENAMES not in file:
                 return None
-            positions = np.flatnonzero(owners == owner)
-            if len(positions):
-                own = numbers[positions] - start
-                low = int(own.min())
-                names = file[schema.FILENAMES][low : int(own.max()) + 1]
-                for position, row in zip(positions.tolist(), (own - low).tolist(), strict=True):
-                    found[position] = text(names[row])
+            for low in range(first, last, BLOCK_NAMES):
+                part = slice(low, min(low + BLOCK_NAMES, last))
+                own = numbers[part] - start
+                names = file[schema.FILENAMES][int(own[0]) : int(own[-1]) + 1]
+                for position, name in zip(order[part].tolist(), names[own - own[0]].tolist(), strict=True):
+                    found[position] = text(name)
     return found

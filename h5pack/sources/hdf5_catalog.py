@@ -29,6 +29,7 @@ from h5pack.read.hdf5 import (
     open_file,
     reporting_damage,
     require_dataset,
+    stored_names,
     text,
 )
 from h5pack.read.ragged import find_field, index_ragged, is_ragged, own_fields
@@ -385,7 +386,7 @@ def _names(file: h5py.File, images: str, rows: int) -> NameTable:
     own = images in (schema.IMAGES, schema.ENCODED)
     if own and isinstance(stored, h5py.Dataset) and stored.shape == (rows,):
         # A file written by another program may contain empty names, or names with NUL, which a NameTable cannot store.
-        names = (text(name).replace("\0", "\\x00") for name in stored[()].tolist())
+        names = (name.replace("\0", "\\x00") for name in stored_names(stored))
         return NameTable.of(name or f"{images}/{row:08d}" for row, name in enumerate(names))
     if own and isinstance(stored, h5py.Dataset) and schema.FORMAT in file.attrs:
         problem = f"has shape {stored.shape}, but there are {rows:,} images; restore the file, or delete it with h5py"

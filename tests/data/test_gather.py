@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import h5pack
-from h5pack.data import gather
+from h5pack.data import samples
 from h5pack.data.gather import CachedRows, HeldRows
 from h5pack.data.iteration import serial_torch
 from h5pack.errors import DamagedRowsError, PackChangedError
@@ -37,7 +37,7 @@ ROW_SETS: dict[str, npt.NDArray[np.int64]] = {
 def test_held_rows_are_those_of_the_file(
     tmp_path: Path, rows: npt.NDArray[np.int64], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gather, "_BLOCK_ROWS", 7)
+    monkeypatch.setattr(samples, "_BLOCK_ROWS", 7)
     table = packs.values(shape=(3,), dtype=dtype)
     path = packs.write(tmp_path / "f.h5", images=packs.values(), table=table)
     held = HeldRows(h5pack.H5Dataset(path, fields=["table"]), "table", rows)

@@ -14,8 +14,10 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 import h5pack
+from h5pack.combine.parts import open_part
 from h5pack.errors import DamagedRowsError, OptionsError, PackFormatError
 from h5pack.format.checksums import row_checksums
+from h5pack.read import hdf5, several
 from tests.combine.packs import FIELD_NAMES, KINDS, pack
 from tests.makers import flat_folder, hdf5_file, quick
 
@@ -91,6 +93,29 @@ def test_a_loader_and_samplers_take_a_concat_pack(tmp_path: Path) -> None:
     sampler = h5pack.ChunkBatchSampler(concat, 4, seed=1)
     images = [image.numpy().tobytes() for batch in DataLoader(concat, batch_sampler=sampler) for image in batch.images]
     assert sorted(images) == sorted(one.image.numpy().tobytes() for part in parts for one in part)
+
+
+def test_file_names_are_read_in_blocks_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packs = three(tmp_path, size=32)
+    dataset = h5pack.H5Dataset(packs)
+    alone = [name for path in packs for name in h5pack.H5Dataset(path).filenames or ()]
+    dataset.rows = np.random.default_rng(0).permutation(len(dataset))
+    for block in (1, 3, 1_000):
+        monkeypatch.setattr(several, "BLOCK_NAMES", block)
+        monkeypatch.setattr(hdf5, "BLOCK_NAMES", block)
+        assert dataset.filenames == [alone[row] for row in dataset.rows]
+        assert [*open_part(packs[1]).catalog.names] == h5pack.H5Dataset(packs[1]).filenames
+
+
+def test_all_rows_of_several_packs_are_a_range_with_the_states_of_a_subset(tmp_path: Path) -> None:
+    concat = h5pack.ConcatPack([h5pack.H5Dataset(path) for path in three(tmp_path, size=32)])
+    joined = concat.joined()
+    assert joined.rows == range(len(concat))
+    # Saved states of a ConcatPack have the digest of a subset of all rows.
+    state = h5pack.ChunkBatchSampler(Subset(joined, range(len(concat))), 4, seed=3).state_dict()
+    sampler = h5pack.ChunkBatchSampler(concat, 4, seed=3)
+    assert sampler.state_dict() == state
+    assert list(sampler) == list(h5pack.ChunkBatchSampler(joined, 4, seed=3))
 
 
 DAMAGES: dict[str, tuple[str, str, dict[str, Any]]] = {

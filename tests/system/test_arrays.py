@@ -16,16 +16,27 @@ from hypothesis import strategies as st
 from h5pack.system import arrays
 from h5pack.system.arrays import (
     SPLITMIX64_GAMMA,
+    RowNumbers,
     consecutive_runs,
     equal_runs,
     hash_sequence,
     limited_runs,
     limited_stops,
+    moved_rows,
+    row_array,
     shuffled,
     shuffled_split,
     splitmix64,
     splitmix64_array,
 )
+
+
+@pytest.mark.parametrize("rows", [range(4, 9), range(9, 2, -3), range(0), np.array([5, 2, 2])])
+def test_row_numbers_as_an_array_and_moved(rows: RowNumbers) -> None:
+    assert row_array(rows).tolist() == list(rows)
+    assert row_array(rows).dtype == np.int64
+    assert [*moved_rows(rows, 3)] == [row + 3 for row in rows]
+
 
 SMALL = st.lists(st.integers(-2, 4), max_size=30)
 
