@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from h5pack.pack.compression import parse_compression
-from h5pack.system.parameters import invalid, require_local, whole_number
+from h5pack.system.parameters import flags, invalid, real_number, require_local, whole_number
 from h5pack.system.text import counted
 
 ORDERS = ("sequential", "window", "full", "single")
@@ -91,10 +91,12 @@ class BenchSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (hasattr(self.seconds, "__float__") and math.isfinite(self.seconds) and self.seconds > 0):
+        seconds = real_number(self.seconds)
+        if not 0 < seconds < math.inf:
             raise invalid("seconds", self.seconds, ": give a finite number above 0")
         if not isinstance(self.seconds, int):
-            object.__setattr__(self, "seconds", float(self.seconds))
+            object.__setattr__(self, "seconds", seconds)
+        flags(contiguous=self.contiguous)
         for name, allowed in (("orders", ORDERS), ("engines", ENGINES), ("caches", CACHES)):
             values = getattr(self, name)
             if not values or not set(values) <= set(allowed):

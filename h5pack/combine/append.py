@@ -34,7 +34,7 @@ from h5pack.read.hdf5 import encode_text, text
 from h5pack.sources.catalog import Catalog, Reject, one_split
 from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.files import require_replaceable
-from h5pack.system.parameters import invalid, require_local
+from h5pack.system.parameters import flags, invalid, require_local
 from h5pack.system.text import first_names, listed
 
 _OF_ROWS = (
@@ -111,6 +111,7 @@ def append(
     >>> h5pack.append("photos.h5", "new_photos")  # doctest: +SKIP
     """
     require_local(pack)
+    only_new, overwrite, resume = flags(only_new=only_new, overwrite=overwrite, resume=resume)
     if split is not None and (not isinstance(split, str) or not split or "\0" in split):
         raise invalid("split", split, " is not the name of a split")
     # Renaming the new file to a symbolic link would replace the link and leave the pack unchanged.

@@ -14,6 +14,7 @@ from h5pack.combine.write import CombineReport, write_combination, write_virtual
 from h5pack.errors import OptionsError
 from h5pack.pack.options import output_path
 from h5pack.system.files import require_other_files
+from h5pack.system.parameters import flags
 
 
 def join(
@@ -70,6 +71,6 @@ def join(
     merged = merge(parts)
     order = np.argsort(merged.split_ids, kind="stable")
     plan = Combination.of("join", parts, merged, order, added_statistics(parts, merged))
-    if virtual:
+    if flags(virtual=virtual)[0]:
         return write_virtual(plan, target, overwrite=overwrite)
     return write_combination(plan, target, overwrite=overwrite, resume=resume, progress=progress)

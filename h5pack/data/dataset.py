@@ -37,7 +37,7 @@ from h5pack.read.ragged import read_ragged, texts_of
 from h5pack.read.several import join_descriptions, list_files, read_filenames
 from h5pack.sources.hdf5_tables import log_unused_labels
 from h5pack.system.arrays import joined_ranges, moved_rows
-from h5pack.system.parameters import require_callable, unfit
+from h5pack.system.parameters import flags, require_callable, texts, unfit
 from h5pack.system.text import splits_text
 
 
@@ -73,7 +73,7 @@ class H5Dataset(BatchSource):
     labels : str or None
         Path of the dataset of labels in the file; None: no labels. If the file has no dataset at the default path, the
         samples have no labels.
-    fields : sequence of str, optional
+    fields : str or sequence of str, optional
         Names of fields of a pack, or paths of further datasets with one row per image, such as masks. In a sample they
         come after the label. A row is a tensor, a str if it is one text, or a list of str if it is several texts.
     with_rows : bool
@@ -142,7 +142,7 @@ class H5Dataset(BatchSource):
         target_transform: Callable[[Any], Any] | None = None,
         images: str = schema.IMAGES,
         labels: str | None = schema.LABELS,
-        fields: Sequence[str] | None = (),
+        fields: str | Sequence[str] | None = (),
         with_rows: bool = False,
         check: bool = False,
         decode: DecodeCrop | None = None,
@@ -151,6 +151,7 @@ class H5Dataset(BatchSource):
         chosen = _split_names(split)
         require_callable("transform", transform)
         require_callable("target_transform", target_transform)
+        fields = texts("fields", () if fields is None else fields)
         described = [describe_file(one, images, labels, fields) for one in list_files(path)]
         pack = described[0] if len(described) == 1 else join_descriptions(described)
         self.path, self._pack = pack.path, pack
@@ -159,10 +160,9 @@ class H5Dataset(BatchSource):
         require_tensors(pack)
         self.split = split if split is None or isinstance(split, str) else chosen
         self.transform, self.target_transform = transform, target_transform
-        self.classes, self.columns = pack.classes, pack.columns
-        self.splits = pack.splits
+        self.classes, self.columns, self.splits = pack.classes, pack.columns, pack.splits
         self.mean, self.std = pack.mean, pack.std
-        self.with_rows, self.check = with_rows, check
+        self.with_rows, self.check = with_rows, check = flags(with_rows=with_rows, check=check)
         label_paths = () if pack.labels is None else (pack.labels,)
         given = tuple(dict.fromkeys((next(iter(pack.indexes)), *label_paths, *pack.fields)))
         self.ragged = pack.ragged

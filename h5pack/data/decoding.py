@@ -30,6 +30,7 @@ from h5pack.images.masks import PADDING, read_mask
 from h5pack.images.regions import MAX_SHARE, decode_top, region_decoder, scratch
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex, row_decoder
+from h5pack.system.parameters import flags, unfit
 
 Pixels = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]
@@ -133,12 +134,13 @@ class CropDecoder:
         if problem:
             raise OptionsError.at(path, problem, *parameters, dataset=images.name)
         if not isinstance(crop, DecodeCrop):
-            raise OptionsError(
-                f"decode is {crop!r}; give RandomResizedCrop(size), CenterCrop(size, resize=size) or Resize((height, "
-                "width)); for other transforms, such as RandomCrop, see the options of Normalize",
-                parameters=("decode",),
+            raise unfit(
+                "decode",
+                crop,
+                "give RandomResizedCrop(size), CenterCrop(size, resize=size) or Resize((height, width)); for other "
+                "transforms, such as RandomCrop, see the options of Normalize",
             )
-        self.crop, self.exact = crop, exact
+        self.crop, (self.exact,) = crop, flags(exact=exact)
 
     def decode(
         self,

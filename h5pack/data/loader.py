@@ -33,7 +33,7 @@ from h5pack.order.permutation import derive_key
 from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.read.engine import SCATTER_BYTES, ReadStats
 from h5pack.system.machine import available_cpus, available_memory
-from h5pack.system.parameters import parameter_names, require_callable, whole_number
+from h5pack.system.parameters import flags, parameter_names, require_callable, whole_number
 
 
 class LoaderIterator(BatchIterator):
@@ -235,7 +235,7 @@ class H5Loader(Closeable, Resumable):
         self._cpus = available_cpus()
         num_threads = min(_MAX_THREADS, self._cpus) if num_threads is None else num_threads
         self.num_threads = whole_number("num_threads", num_threads, 1, 1_024)
-        self.pin_memory = pin_memory and _can_pin()
+        self.pin_memory = flags(pin_memory=pin_memory)[0] and _can_pin()
         self._transforms = {
             name: (function, "generator" in parameter_names(function))
             for name, function in ((self._base.names[0], transform), (self._base.label_name, target_transform))

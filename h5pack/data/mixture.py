@@ -21,7 +21,7 @@ from h5pack.order.cursor import EpochCursor, IterationState
 from h5pack.order.mixture import BLOCK_ROWS, Mixture, MixturePlan
 from h5pack.order.permutation import derive_key
 from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
-from h5pack.system.parameters import whole_number
+from h5pack.system.parameters import flags, real_number, whole_number
 
 _PERIOD = 10_000
 
@@ -102,7 +102,7 @@ class MixtureSampler(BatchOrder):
             starts=dataset.offsets[:-1],
             global_batch=plan.batch_size * plan.num_replicas,
             num_samples=whole_number("num_samples", len(dataset) if num_samples is None else num_samples, 1),
-            drop_last=bool(drop_last),
+            drop_last=flags(drop_last=drop_last)[0],
         )
         self.dataset, self.drop_last, self.num_samples = dataset, drop_last, self.mixture.num_samples
         super().__init__(EpochCursor(self.mixture.identity(), "batches", self.mixture.num_batches))
@@ -148,8 +148,8 @@ def _weight_counts(weights: Sequence[float], plans: Sequence[OrderPlan]) -> list
     """Return the number of rows of each pack in one period of the schedule, which has at most 10,000 rows."""
     error = partial(OptionsError, parameters=("weights",))
     try:
-        given = [float(weight) for weight in weights]
-    except (TypeError, ValueError) as cause:
+        given = [real_number(weight) for weight in weights]
+    except TypeError as cause:
         raise error(f"weights are not numbers ({cause}); give a number for each pack") from cause
     if len(given) != len(plans):
         raise error(f"weights has {len(given)} numbers for {len(plans)} packs; give one per pack")

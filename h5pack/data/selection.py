@@ -24,7 +24,8 @@ from h5pack.order.weights import MAX_SAMPLES, WeightedRows, balanced_weights
 from h5pack.order.window import OrderPlan
 from h5pack.read.engine import Engine
 from h5pack.system.arrays import row_array
-from h5pack.system.parameters import whole_number
+from h5pack.system.parameters import flags, whole_number
+from h5pack.system.text import error_line
 
 _BLOCK_ROWS = 1 << 16
 _DIGEST_ROWS = 64
@@ -170,8 +171,11 @@ def _pack_digest(dataset: H5Dataset) -> int | None:
 
 def _check_indices(given: Any, count: int, what: str) -> npt.NDArray[np.int64]:
     """Return indices of `count` rows as nonnegative int64, (n,), or raise an OptionsError."""
-    indices = row_array(given) if isinstance(given, range) else np.asarray(given)
     error = partial(OptionsError, parameters=("indices",))
+    try:
+        indices = row_array(given) if isinstance(given, range) else np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as cause:  # Such as a tensor on a GPU.
+        raise error(f"{what} are not an array of whole numbers ({error_line(cause)})") from cause
     if indices.ndim != 1 or (len(indices) and indices.dtype.kind not in "iu"):
         found = f"dtype {indices.dtype} and shape {indices.shape}"
         raise error(f"{what} have {found}; give whole numbers in one dimension")
@@ -234,7 +238,7 @@ def plan_order(
     `drop_last` leaves out only the rows that do not divide evenly among the streams.
     """
     rank, num_replicas = resolve_ranks(*ranks)
-    lanes = whole_number("lanes", lanes, 1)
+    lanes, (drop_last,) = whole_number("lanes", lanes, 1), flags(drop_last=drop_last)
     own_streams = 1 if streams is None else max(1, whole_number("streams", streams, 1) // num_replicas)
     if isinstance(shuffle, (bool, np.bool_)):
         shuffle = "window" if shuffle else False
@@ -244,8 +248,8 @@ def plan_order(
         shuffle=shuffle,
         seed=seed,
         window=window,
-        trim=bool(drop_last),
-        drop_last=bool(drop_last) and not single_rows,
+        trim=drop_last,
+        drop_last=drop_last and not single_rows,
         rank=rank,
         num_replicas=num_replicas,
         streams=num_replicas * lanes if streams is None else streams,

@@ -28,6 +28,7 @@ from h5pack.data.draws import (
 )
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop, ResizedCrop, check_image_size
+from h5pack.system.parameters import real_number, unfit
 
 FLIP, TOP, LEFT, ERASE, BOX, VERTICAL_FLIP = 0, 1, 2, 3, 4, 44
 """Positions in a sample's random words (`random_words`, stream 0). From BOX on, each attempt at a box takes four."""
@@ -93,10 +94,9 @@ class ColorJitter:
 
 def checked_number(name: str, value: Any) -> float:
     """Return the value of an option as a float; raise OptionsError if it is not a number."""
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise OptionsError(f"{name} is {value!r}; give a number", parameters=(name,)) from error
+    if math.isnan(number := real_number(value)):
+        raise unfit(name, value, "give a number")
+    return number
 
 
 class Changes(NamedTuple):
@@ -131,7 +131,7 @@ class Augmentation:
             given = getattr(self, name)
             values = tuple(checked_number(name, value) for value in given) if isinstance(given, Iterable) else ()
             if len(values) != 2:
-                raise OptionsError(f"{name} is {given!r}; give two numbers in ascending order", parameters=(name,))
+                raise unfit(name, given, "give two numbers in ascending order")
             object.__setattr__(self, name, values)
         (low_area, high_area), (low_ratio, high_ratio) = self.erase_scale, self.erase_ratio
         crop: Any = self.crop
@@ -139,7 +139,7 @@ class Augmentation:
             object.__setattr__(self, "crop", index(crop))  # A NumPy integer becomes an int.
         is_crop = isinstance(self.crop, (RandomCrop, CenterCrop, RandomResizedCrop))
         if isinstance(self.crop, (int, float)):
-            is_crop = 0 <= self.crop < 1 << 20 and self.crop == int(self.crop)
+            is_crop = 0 <= real_number(crop) < 1 << 20 and self.crop == int(self.crop)
         is_scale, is_ratio = 0 < low_area <= high_area <= 1, 1 / 1024 <= low_ratio <= high_ratio <= 1024
         for name, is_valid, wanted in (
             ("flip", 0 <= self.flip <= 1, "a probability from 0 to 1"),
@@ -151,7 +151,7 @@ class Augmentation:
             ("erase_ratio", is_ratio, "two ratios in ascending order, from 1/1024 to 1024"),
         ):
             if not is_valid:
-                raise OptionsError(f"{name} is {getattr(self, name)}; give {wanted}", parameters=(name,))
+                raise unfit(name, getattr(self, name), f"give {wanted}")
 
     @property
     def is_random(self) -> bool:

@@ -25,7 +25,7 @@ from h5pack.device.loader_wrapper import (
 )
 from h5pack.device.prefetch import PrefetchThread
 from h5pack.errors import OptionsError, StateError
-from h5pack.system.parameters import unfit, whole_number
+from h5pack.system.parameters import real_number, unfit, whole_number
 
 _AUTO = "auto"
 _MAX_DENOMINATOR = 10_000
@@ -365,7 +365,7 @@ def _moving_average(average: float, seconds: float) -> float:
 
 def _to_fraction(factor: Any, max_factor: int) -> Fraction:
     found = None
-    if not isinstance(factor, (str, bool)):
+    if not math.isnan(real_number(factor)):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             # Convert other rational numbers to float: a Fraction of a NumPy integer has NumPy integers, which JSON
             # cannot store.

@@ -51,11 +51,10 @@ class LoaderWrapper(Closeable):
     """
 
     def __init__(self, loader: Any) -> None:
-        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-            raise OptionsError(
-                f"the loader is a {type(loader).__name__}, which is not iterable; give an H5Loader, a DataLoader or "
-                "another iterable of batches"
-            )
+        # A text, such as the path of a pack, would be a loader of letters.
+        if isinstance(loader, (str, bytes)) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            advice = "give an H5Loader, a DataLoader or another iterable of batches"
+            raise OptionsError(f"the loader is a {type(loader).__name__}; {advice}", parameters=("loader",))
         self.loader = loader
         self._iteration = 0
         self._next_iteration = 0

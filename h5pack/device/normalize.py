@@ -163,11 +163,12 @@ class Normalize:
         self.dtype = dtype
         self.layout = layout
         self.channels = channels
-        across, down = (0.5 if isinstance(p, (bool, np.bool_)) and p else p for p in (flip, vertical_flip))
+        across, down = (0.5 * bool(p) if isinstance(p, (bool, np.bool_)) else p for p in (flip, vertical_flip))
         level = 127.5
         if mean is not None and len(self.mean) == 3:
             level = 255 * sum(weight * value for weight, value in zip(_GREY, self.mean, strict=True))
-        self.augmentation = Augmentation(across, crop or 0, erase, erase_scale, erase_ratio, down, color, level)
+        crop = 0 if crop is None or crop is False else crop
+        self.augmentation = Augmentation(across, crop, erase, erase_scale, erase_ratio, down, color, level)
         self.keyed = self.augmentation.is_random
         self.fields = checked_fields(fields)
         self.seed = whole_number("seed", seed, 0)

@@ -17,6 +17,8 @@ import torch
 from h5pack.data.buffers import unfilled_memory
 from h5pack.device.augment import AugmentationDraws
 from h5pack.errors import OptionsError
+from h5pack.system.parameters import real_number
+from h5pack.system.text import short_repr
 
 _BITS = 16
 _BLOCK_VALUES = 1 << 16
@@ -201,11 +203,12 @@ def checked_statistics(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and std as tuples of equal length (1 if both are None); raise OptionsError if invalid."""
     try:
-        means = None if mean is None else tuple(map(float, mean))
-        deviations = None if std is None else tuple(map(float, std))
-    except (TypeError, ValueError) as error:
+        means = None if mean is None else tuple(map(real_number, mean))
+        deviations = None if std is None else tuple(map(real_number, std))
+    except TypeError as error:
         raise OptionsError(
-            f"mean is {mean!r} and std is {std!r}; give sequences of one number per channel", parameters=("mean", "std")
+            f"mean is {short_repr(mean)} and std is {short_repr(std)}; give sequences of one number per channel",
+            parameters=("mean", "std"),
         ) from error
     if means is None:
         means = (0.0,) * len(deviations or (1.0,))
@@ -220,8 +223,8 @@ def checked_statistics(
     for name, is_valid in in_range.items():
         if not is_valid:
             raise OptionsError(
-                f"mean is {means} and std is {deviations}; give means from 0 to 1 and positive standard deviations, "
-                "for pixels scaled to 0..1 (if they are for pixels in 0..255, divide them by 255)",
+                f"mean is {short_repr(mean)} and std is {short_repr(std)}; give means from 0 to 1 and positive "
+                "standard deviations, for pixels scaled to 0..1 (if they are for pixels in 0..255, divide them by 255)",
                 parameters=(name,),
             )
     return means, deviations

@@ -31,6 +31,7 @@ from h5pack.device.profiling import profiler_range
 from h5pack.device.targets import axes_of, move_field
 from h5pack.errors import OptionsError
 from h5pack.format import schema
+from h5pack.system.parameters import unfit, whole_number
 
 _STREAM = 3
 """The stream of random words for transforms other than `Normalize` (see `random_words`)."""
@@ -99,11 +100,10 @@ def uniform(key: BatchKey, seed: int, count: int) -> torch.Tensor:
     OptionsError
         If `count` is not from 1 to 64.
     """
-    if not 1 <= count <= DRAWS:
-        problem = f"count is {count}; give a number from 1 to {DRAWS}"
-        advice = ", and concatenate the numbers of several seeds" if count > DRAWS else ""
-        raise OptionsError(problem + advice, parameters=("count",))
-    words = random_words(key, seed, count, stream=_STREAM)
+    count = whole_number("count", count, 1)
+    if count > DRAWS:
+        raise unfit("count", count, f"give a number from 1 to {DRAWS}, and concatenate the numbers of several seeds")
+    words = random_words(key, whole_number("seed", seed, None), count, stream=_STREAM)
     # The upper 24 bits are exact in float32.
     return ((words >> 40) & ((1 << 24) - 1)).to(torch.float32) * 2.0**-24
 

@@ -17,7 +17,7 @@ from h5pack.data.samplers import ChunkBatchSampler
 from h5pack.errors import OptionsError
 from h5pack.format import schema
 from h5pack.order.window import DEFAULT_WINDOW
-from h5pack.system.parameters import require_callable, whole_number
+from h5pack.system.parameters import flags, real_number, require_callable, unfit, whole_number
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -51,12 +51,13 @@ class DiagnoseSettings:
                 "num_threads is for H5Loader and num_workers for a DataLoader; give only one of them",
                 parameters=("num_threads", "num_workers"),
             )
+        if self.pin_memory is not None:
+            flags(pin_memory=self.pin_memory)
         if self.dtype not in DTYPES:
             raise OptionsError(f"dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}", parameters=("dtype",))
-        if not 0 < self.seconds < float("inf"):
-            text = f"seconds is {self.seconds!r}; give the total time, finite and above 0"
-            raise OptionsError(text, parameters=("seconds",))
-        object.__setattr__(self, "seconds", float(self.seconds))
+        if not 0 < real_number(self.seconds) < float("inf"):
+            raise unfit("seconds", self.seconds, "give the total time, finite and above 0")
+        object.__setattr__(self, "seconds", real_number(self.seconds))
         for name in ("model", "transform"):
             require_callable(name, getattr(self, name))
 

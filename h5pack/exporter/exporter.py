@@ -42,7 +42,7 @@ from h5pack.system.files import (
     sync_path,
 )
 from h5pack.system.machine import available_cpus
-from h5pack.system.parameters import require_local, texts, whole_number
+from h5pack.system.parameters import flags, require_local, texts, whole_number
 from h5pack.system.processes import open_executor, run
 from h5pack.system.progress import Stages
 from h5pack.system.text import counted, format_bytes
@@ -202,6 +202,7 @@ def export(
     )
     fields = texts("fields", fields)
     bounds = None if value_range is None else parse_range(value_range)
+    overwrite, resume = flags(overwrite=overwrite, resume=resume)
     target = ExportFolder(folder)
     target.check(overwrite, resume)
     source = open_rows(file, HDF5Datasets(images, labels, fields, channel_axis, bounds), splits, limit)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from h5pack.errors import OptionsError
-from h5pack.system.parameters import unfit, whole_number
+from h5pack.system.parameters import real_number, unfit, whole_number
 
 MAX_SIZE = 1 << 14
 """Largest height and width of a crop, in pixels. The resizing arithmetic multiplies two sizes in 32-bit integers."""
@@ -200,7 +200,7 @@ def check_image_size(crop: ResizedCrop, height: int, width: int) -> None:
 def _checked_range(name: str, value: Any, low: float, high: float) -> tuple[float, float]:
     """Return two ascending positive numbers from `low` to `high` as floats; raise OptionsError for anything else."""
     try:
-        first, last = map(float, value)
+        first, last = map(real_number, value)
     except (TypeError, ValueError):
         first = last = math.nan
     if not (low <= first <= last <= high and first > 0):

@@ -162,9 +162,10 @@ def preview(
     datasets = HDF5Datasets(images, labels, (), channel_axis, bounds, own_fields=False)
     tile = whole_number("tile", tile, 16, 4_096)
     max_classes = whole_number("max_classes", max_classes, 1)
-    for name, value, minimum in (("per_class", per_class, 1), ("seed", seed, 0)):
-        if value is not None:
-            whole_number(name, value, minimum)
+    per_class, seed = (
+        None if value is None else whole_number(name, value, minimum)
+        for name, value, minimum in (("per_class", per_class, 1), ("seed", seed, 0))
+    )
     require_local(path)
     if out is not None:
         require_local(out)

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from h5pack.monitor.bottleneck import Encoding, Evidence, judge
 from h5pack.monitor.probes import CpuTime, DeviceWait, GpuProbe, GpuStatus
 from h5pack.monitor.report import FeedReport, ReportOutputs
 from h5pack.system.machine import available_cpus
-from h5pack.system.parameters import unfit
+from h5pack.system.parameters import flags, real_number, unfit
 
 # Names of the monitors that have warned in this process.
 _warned: set[str] = set()
@@ -162,15 +161,15 @@ class FeedMonitor(LoaderWrapper):
         profiler_ranges: bool | None = None,
     ) -> None:
         super().__init__(loader)
-        if not _is_number(interval_seconds) or not interval_seconds > 0:
+        if not real_number(interval_seconds) > 0:
             raise unfit("interval_seconds", interval_seconds, "give a number of seconds above 0")
-        if warn_stall is not None and not (_is_number(warn_stall) and 0 <= warn_stall <= 1):
+        if warn_stall is not None and not 0 <= real_number(warn_stall) <= 1:
             raise unfit("warn_stall", warn_stall, "give a fraction from 0 to 1, or None")
         self._device = None if device is None else resolve_device(device)
         self._name, self._interval_seconds = name, float(interval_seconds)
-        self._warn_stall, self._warn_once = warn_stall, warn_once
+        self._warn_stall, (self._warn_once,) = warn_stall, flags(warn_once=warn_once)
         self._outputs = ReportOutputs(name, on_report, progress, json_lines, tensorboard)
-        self._profiler_ranges = profiler_ranges
+        self._profiler_ranges = None if profiler_ranges is None else flags(profiler_ranges=profiler_ranges)[0]
         self._recorder: FeedRecorder | None = None
         self._probe: GpuProbe | None = None
         self._earlier_batches = 0
@@ -376,10 +375,6 @@ class FeedRecorder:
             freshness=_freshness(first, last),
             interval=self._interval if over == "epoch" else None,
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _device_of(layers: list[Any]) -> torch.device | None:

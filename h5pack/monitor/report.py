@@ -11,6 +11,7 @@ from typing import Any
 
 from h5pack.errors import OptionsError
 from h5pack.monitor.probes import GpuStatus
+from h5pack.system.parameters import flags
 from h5pack.system.progress import progress_bar
 
 _log = logging.getLogger("h5pack")
@@ -92,7 +93,7 @@ class ReportOutputs:
             raise OptionsError(f"name is {name!r}; give a str", parameters=("name",))
         if on_report is not None and not callable(on_report):
             raise OptionsError(f"on_report is a {type(on_report).__name__}; give a callable", parameters=("on_report",))
-        self._name, self._on_report, self._progress = name, on_report, progress
+        self._name, self._on_report, (self._progress,) = name, on_report, flags(progress=progress)
         self._bar: Any = None
         self._first_batch = 0
         self._path: str | None = None

@@ -114,7 +114,7 @@ class OrderPlan:
             minimum = {"seed": 0, "rank": None}.get(name, 1)
             # Convert NumPy integers, too, because a saved state must contain Python ints only.
             object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
-        if self.shuffle not in SHUFFLES:
+        if not isinstance(self.shuffle, (str, bool)) or self.shuffle not in SHUFFLES:
             raise unfit("shuffle", self.shuffle, "give 'window', 'full', 'chunk' or False")
         if not 0 <= self.rank < self.num_replicas:
             raise OptionsError(

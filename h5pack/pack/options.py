@@ -27,7 +27,7 @@ from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.validation import require_field, training_split
 from h5pack.system.files import absolute_path
-from h5pack.system.parameters import invalid, require_local, texts, whole_number
+from h5pack.system.parameters import flags, invalid, require_local, texts, whole_number
 
 LAYOUTS = ("nhwc", "nchw")
 START_METHODS = (None, "fork", "forkserver", "spawn")
@@ -155,10 +155,7 @@ class ConvertOptions:
         ):
             check_choice(name, getattr(self, name), allowed)
         for name in ("draft", "compat", "strict", "overwrite", "resume", "finish"):
-            value = getattr(self, name)
-            if not isinstance(value, (bool, np.bool_)):
-                raise invalid(name, value, " is invalid; it must be True or False")
-            object.__setattr__(self, name, bool(value))
+            object.__setattr__(self, name, *flags(**{name: getattr(self, name)}))
         for name in ("limit", "num_workers", "max_side", "chunk_rows", "chunk_bytes", "shard_bytes"):
             if getattr(self, name) is not None:
                 self._make_int(name, 1)

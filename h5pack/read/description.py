@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -33,7 +33,7 @@ from h5pack.read.virtual import index_rows, other_files
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import RowNumbers, joined_ranges
 from h5pack.system.files import absolute_path
-from h5pack.system.parameters import invalid, require_local
+from h5pack.system.parameters import invalid, require_local, texts
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def describe_file(
     path: str | os.PathLike[str],
     images: str = schema.IMAGES,
     labels: str | None = schema.LABELS,
-    fields: Sequence[str] | None = (),
+    fields: str | Sequence[str] | None = (),
     *,
     sized: bool = True,
 ) -> FileDescription:
@@ -81,13 +81,11 @@ def describe_file(
     the pack is unfinished, and OptionsError if a parameter has a wrong type.
     """
     require_local(path)
-    fields = () if fields is None else fields
+    fields = texts("fields", () if fields is None else fields)
     if not isinstance(images, str):
         raise invalid("images", images, ": give the name of a dataset")
     if not (labels is None or isinstance(labels, str)):
         raise invalid("labels", labels, ": give the name of a dataset, or None")
-    if isinstance(fields, str) or not isinstance(fields, Collection) or not all(isinstance(one, str) for one in fields):
-        raise invalid("fields", fields, ": give a list of names of datasets")
     absolute = absolute_path(path)
     with open_file(absolute) as file:
         # Take the identity of the open descriptor, because the file at the path may already have been replaced.

@@ -10,17 +10,18 @@ import re
 from typing import Any
 
 from h5pack.errors import OptionsError
+from h5pack.system.text import short_repr
 
 
 def invalid(name: str, value: object, problem: str) -> OptionsError:
     """Return an error about a parameter's value; `problem` continues the message after the name and the value."""
-    fragment = f"{name}={value!r}"
+    fragment = f"{name}={short_repr(value)}"
     return OptionsError(f"{fragment}{problem}", parameters=(fragment,))
 
 
 def unfit(name: str, value: object, advice: str) -> OptionsError:
     """Return an error that names a parameter and its value, and advises what to give instead."""
-    return OptionsError(f"{name} is {value!r}; {advice}", parameters=(name,))
+    return OptionsError(f"{name} is {short_repr(value)}; {advice}", parameters=(name,))
 
 
 def require_local(path: str | os.PathLike[str]) -> None:
@@ -57,6 +58,22 @@ def require_callable(name: str, value: Any) -> None:
         raise unfit(name, value, "give a callable")
 
 
+def _is_bool(value: Any) -> bool:
+    """Return whether a value is a bool of Python, NumPy or torch, or an array of bools, without importing these."""
+    return str(getattr(value, "dtype", type(value).__name__)).endswith("bool")
+
+
+def flags(**values: Any) -> tuple[bool, ...]:
+    """Return parameters' values as Python bools; raise OptionsError unless each is a bool of Python, NumPy or torch.
+
+    Otherwise the text "False", such as from a configuration file, would mean True.
+    """
+    for name, value in values.items():
+        if not _is_bool(value) or getattr(value, "ndim", False):
+            raise invalid(name, value, " is invalid; it must be True or False")
+    return tuple(map(bool, values.values()))
+
+
 def parameter_names(function: Any) -> tuple[str, ...]:
     """Return the names of a callable's parameters; () if Python cannot know them."""
     try:
@@ -77,6 +94,16 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     return found
 
 
+def real_number(value: Any) -> float:
+    """Return a real number of Python, NumPy or torch as a float; nan for bools, texts, arrays and anything else."""
+    if _is_bool(value) or isinstance(value, (str, bytes, bytearray)) or getattr(value, "ndim", False):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
 def whole_number(name: str, value: Any, minimum: int | None, maximum: int | None = None) -> int:
     """Return a parameter's value as a Python int; raise OptionsError if it is a bool, no integer, or out of bounds."""
     low, high = -math.inf if minimum is None else minimum, math.inf if maximum is None else maximum
@@ -84,7 +111,7 @@ def whole_number(name: str, value: Any, minimum: int | None, maximum: int | None
         number = operator.index(value)
     except TypeError:
         number = None
-    if isinstance(value, bool) or number is None or not low <= number <= high:
+    if _is_bool(value) or number is None or not low <= number <= high:
         allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         bound = "" if minimum is None else f" {allowed}"
         raise unfit(name, value, f"it must be a whole number{bound}")

@@ -83,7 +83,10 @@ def test_any_nest_of_subsets_is_what_indexing_gives(dataset: h5pack.H5Dataset, d
 
 @pytest.mark.parametrize(
     "wrong",
-    [[0, 40], [0, -41], [10**12], [0.5], [[1, 2]], [True, False], ["a"], 3, np.array([2**64 - 1], np.uint64)],
+    [
+        *([0, 40], [0, -41], [10**12], [0.5], [[1, 2]], [[1], [2, 3]], [True, False], ["a"], 3),
+        *(np.array([2**64 - 1], np.uint64), torch.zeros(2, device="meta")),
+    ],
     ids=repr,
 )
 def test_wrong_indices_are_refused(dataset: h5pack.H5Dataset, wrong: Any) -> None:

@@ -169,11 +169,12 @@ def test_boxes_lie_in_the_image() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("flip", -0.1), ("flip", float("nan")), ("erase", 1.5), ("crop", -1), ("crop", 1.5)),
+        *(("flip", -0.1), ("flip", float("nan")), ("erase", 1.5), ("crop", -1), ("crop", 1.5), ("crop", True)),
         *(("erase_scale", value) for value in ((0.5, 0.2), (0.0, 0.2), (0.1,))),
         ("erase_ratio", (0.0, 1.0)),
         *(("crop", "8"), ("vertical_flip", 2), ("color", 0.5)),
-        *(("flip", "often"), ("erase", None), ("erase_scale", 0.3), ("erase_ratio", (None, 1))),
+        *(("flip", "often"), ("erase", None), ("erase", True)),
+        *(("erase_scale", "01"), ("erase_scale", 0.3), ("erase_ratio", (None, 1))),
     ],
 )
 def test_invalid_options_are_refused(name: str, value: Any) -> None:

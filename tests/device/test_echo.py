@@ -274,8 +274,9 @@ def test_states_of_other_settings_are_refused(dataset: h5pack.H5Dataset) -> None
 
 @pytest.mark.parametrize(
     ("settings", "parameter"),
-    [({"factor": factor}, "factor") for factor in (0.5, float("nan"), float("inf"), "two", True, None)]
-    + [({"factor": 9}, "max_factor=8"), ({"max_factor": 0}, None), ({"loader": 7}, None)],
+    [({"factor": factor}, "factor") for factor in (0.5, float("nan"), float("inf"), "two", "2", True, np.True_, None)]
+    + [({"factor": 9}, "max_factor=8"), ({"max_factor": 0}, None)]
+    + [({"loader": loader}, "loader") for loader in (7, "pack.h5", b"pack.h5")],
 )
 def test_invalid_options_are_refused(settings: dict[str, Any], parameter: str | None) -> None:
     with pytest.raises(OptionsError) as caught:

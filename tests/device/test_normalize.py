@@ -477,7 +477,7 @@ def test_datasets_without_statistics_or_with_different_ones_are_refused(tmp_path
         ({"mean": (0.5, 0.5), "std": (0.2,)}, ("mean", "std")),
         ({"mean": (), "std": ()}, ("mean", "std")),
         ({"mean": 0.5}, ("mean", "std")),
-        ({"mean": ("a",)}, ("mean", "std")),
+        *(({"mean": value}, ("mean",)) for value in (("a",), "01", (True,), (b"1",))),
         ({"mean": (123.7, 116.3, 103.5)}, ("mean",)),
         ({"mean": (float("nan"),)}, ("mean",)),
         *(({"std": (value,)}, ("std",)) for value in (0.0, -1.0, float("nan"))),
@@ -486,6 +486,7 @@ def test_datasets_without_statistics_or_with_different_ones_are_refused(tmp_path
         *(({name: value}, (name,)) for name, value in (("flip", 2), ("erase", -1), ("crop", -4), ("color", 1))),
         *(({"seed": value}, ("seed",)) for value in (-1, 1.5, None)),
         *(({"fields": value}, ("fields",)) for value in ("mask", 5, ["masks"], {"masks": "pixels"}, {"masks": 1})),
+        *(({"crop": value}, ("crop",)) for value in (np.ones(2), (28, 28), True)),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], parameters: tuple[str, ...]) -> None:

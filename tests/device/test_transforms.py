@@ -325,6 +325,11 @@ def test_uniform_draws_belong_to_the_sample() -> None:
         with pytest.raises(OptionsError) as caught:
             uniform(BatchKey(rows, 3), 5, count)
         assert caught.value.parameters == ("count",)
+    for name in ("seed", "count"):
+        for value in (2.0, "2", True, None):
+            with pytest.raises(OptionsError) as caught:
+                uniform(**{"key": BatchKey(rows, 3), "seed": 5, "count": 3, name: value})
+            assert caught.value.parameters == (name,)
 
 
 @every_feed

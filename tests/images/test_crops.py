@@ -39,7 +39,7 @@ def test_a_size_is_a_number_or_a_pair() -> None:
         *((RandomCrop, "padding", value) for value in (-1, 1.5, None)),
         *((CenterCrop, "resize", value) for value in (0, 1.5, (8, 8), 20_000)),
         *((RandomResizedCrop, "scale", value) for value in ((0.0, 1.0), (0.5, 0.2), (0.1, 1.1), (0.1,), 0.5)),
-        *((RandomResizedCrop, "ratio", value) for value in ((0, 1), (2, 1), (1, 1e9), (float("nan"), 1), None)),
+        *((RandomResizedCrop, "ratio", value) for value in ((0, 1), (2, 1), (1, 1e9), (float("nan"), 1), "12", None)),
     ],
 )
 def test_invalid_options_are_refused(kind: Any, name: str, value: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 
 import h5pack
 from h5pack.errors import OptionsError
-from h5pack.system.parameters import texts
+from h5pack.system.parameters import flags, invalid, real_number, texts, unfit, whole_number
 from tests.makers import flat_folder, quick
 
 CALLS: dict[str, Callable[[Path, Path, Any], Any]] = {
@@ -79,6 +82,22 @@ def test_a_path_that_is_empty_or_no_name_of_a_file_is_refused(
         lambda source, pack: h5pack.bench(source, chunk_rows=[None]),
         lambda source, pack: h5pack.bench(source, rows={}),
         lambda source, pack: h5pack.bench(source, orders=[3]),
+        lambda source, pack: h5pack.bench(source, contiguous="no"),
+        lambda source, pack: h5pack.diagnose(pack, seconds=None),
+        lambda source, pack: h5pack.diagnose(pack, seconds=True),
+        lambda source, pack: h5pack.diagnose(pack, pin_memory="no"),
+        lambda source, pack: h5pack.append(pack, source, only_new=1),
+        lambda source, pack: h5pack.join([pack, pack], pack.with_name("o.h5"), virtual="no"),
+        lambda source, pack: h5pack.export(pack, pack.with_name("o"), overwrite="False"),
+        lambda source, pack: h5pack.H5Dataset(pack, with_rows="no"),
+        lambda source, pack: h5pack.H5Dataset(pack, check=None),
+        lambda source, pack: h5pack.H5Dataset(pack, fields=torch.tensor(1)),
+        lambda source, pack: h5pack.H5Loader(h5pack.H5Dataset(pack), 2, drop_last="False"),
+        lambda source, pack: h5pack.H5Loader(h5pack.H5Dataset(pack), 2, pin_memory=np.zeros(2, bool)),
+        lambda source, pack: h5pack.H5Loader(h5pack.H5Dataset(pack), 2, shuffle=np.zeros(2)),
+        lambda source, pack: h5pack.FeedMonitor([], progress="no"),
+        lambda source, pack: h5pack.FeedMonitor([], warn_once="no"),
+        lambda source, pack: h5pack.FeedMonitor([], profiler_ranges="no"),
         lambda source, pack: h5pack.ConcatPack(3),
     ],
 )
@@ -88,6 +107,7 @@ def test_a_parameter_of_another_type_is_refused(
     with pytest.raises(OptionsError) as error:
         call(*source_and_pack)
     assert error.value.parameters
+    assert {path.name for path in source_and_pack[0].parent.iterdir()} == {"s", "p.h5"}
 
 
 def test_paths_may_be_bytes(source_and_pack: tuple[Path, Path], tmp_path: Path) -> None:
@@ -106,3 +126,33 @@ def test_texts_are_one_or_several() -> None:
     for value in (3, None, {}, {"a": 1}, [3], b"a", np.int64(3), torch.tensor(3)):
         with pytest.raises(OptionsError):
             texts("names", value)
+
+
+def test_flags_are_bools_of_any_library() -> None:
+    assert flags(a=True, b=np.False_, c=torch.tensor(True)) == (True, False, True)
+    for value in (None, 0, 1, 1.0, "True", "", [True], np.array([True]), torch.tensor([True]), bool):
+        with pytest.raises(OptionsError) as error:
+            flags(a=True, b=value)
+        assert error.value.parameters[0].startswith("b=")
+
+
+def test_real_numbers_are_floats_but_no_bools_and_no_texts() -> None:
+    for value in (2, 2.0, Fraction(2), Decimal(2), np.int8(2), np.float16(2), np.array(2.0), torch.tensor(2)):
+        assert real_number(value) == 2
+    for value in (None, True, np.True_, torch.tensor(True), "2", b"2", [2], np.array([2]), torch.tensor([2])):
+        assert math.isnan(real_number(value))
+    assert math.isnan(real_number(10**400))
+
+
+def test_no_bool_is_a_whole_number() -> None:
+    assert whole_number("n", torch.tensor(1), 1) == whole_number("n", np.uint8(1), 1) == 1
+    for value in (True, np.True_, torch.tensor(True)):
+        with pytest.raises(OptionsError):
+            whole_number("n", value, 1)
+
+
+@pytest.mark.parametrize("error", [invalid("a", np.zeros((99, 9)), " is wrong"), unfit("a", "x" * 5_000, "give one")])
+def test_long_values_are_cut_in_messages_of_one_line(error: OptionsError) -> None:
+    assert len(str(error)) < 100
+    assert "\n" not in str(error)
+    assert error.parameters[0] in str(error)
