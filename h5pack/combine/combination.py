@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,10 +62,6 @@ class Combination:
     def rows(self) -> int:
         """Number of rows of the output."""
         return len(self.origins)
-
-    def permissions_of(self, out: Path) -> Path | None:
-        """Return the file whose permissions the output gets: the pack that `append` replaces; None for other verbs."""
-        return out if self.verb == "append" else None
 
     def stored_rows(self, rows: int) -> int:
         """Return the length of the images dataset with the first `rows` rows; encoded rows count in bytes."""

@@ -347,7 +347,7 @@ class ShardedConversion(Conversion):
         return self.output.final.with_name(shard.name)
 
     def _write_shard(self, plan: ConvertPlan, path: Path) -> ConvertReport:
-        output = Output(path)
+        output = Output(path, permissions_of=self.output.permissions_of)
         if _rejects_path(path).exists():
             return ConvertReport(str(path), 0, plan.rows, 0, self.num_workers, plan.rows)
         if path.exists() and not output.partial.exists():

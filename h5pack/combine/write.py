@@ -130,7 +130,7 @@ def write_combination(
     plan: Combination, out: Path, *, overwrite: bool, resume: bool, progress: bool, added: int = 0
 ) -> CombineReport:
     """Write the pack. Raises the errors of `h5pack.convert` about the output, and errors of reading the parts."""
-    output, stages = Output(out, permissions_of=plan.permissions_of(out)), Stages(progress)
+    output, stages = Output(out, permissions_of=out if overwrite else None), Stages(progress)
     options = ConvertOptions(overwrite=overwrite, resume=resume)
     output.check(options)
     overwrite, resume = options.overwrite, options.resume  # Python's bools, which the journal holds as JSON
@@ -328,7 +328,7 @@ def _stored_chunk(part: Part, number: int, rows: Rows) -> bytes | None:
 def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int = 0) -> CombineReport:
     """Write the virtual file of a combination. Interrupted calls are not resumed, because writing takes little time."""
     begin, options = time.perf_counter(), ConvertOptions(overwrite=overwrite)
-    output = Output(out, permissions_of=plan.permissions_of(out))
+    output = Output(out, permissions_of=out if overwrite else None)
     output.check(options, resumable=False)
     advice = "make room, then run again"
     with contextlib.closing(OutputLock(output)) as lock, reporting_disk_errors(output.partial, advice):

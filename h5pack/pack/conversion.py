@@ -81,6 +81,7 @@ class Conversion:
         if isinstance(source, (str, os.PathLike)):
             require_local(source)
         self.output = Output(output_path(out), f"-{secrets.token_hex(6)}" if self.options.part else "")
+        self.output.permissions_of = self.output.final if self.options.overwrite else None
         path = source if isinstance(source, (str, os.PathLike)) else ""
         if os.path.isfile(path):
             require_other_files([self.output.final], [path])

@@ -285,7 +285,7 @@ def shards_of(file: Path, out: Path) -> set[Path]:
 
 def publish(output: Output, lock: OutputLock, overwrite: bool, rejects: Sequence[Reject]) -> None:
     """Write or remove ``OUT.rejects.csv``, rename ``OUT.partial`` to the output, and remove the journal."""
-    old = None if output.permissions_of is None else os.stat(output.permissions_of)
+    old = output.old_status()
     lock.share()
     _require_free(output, overwrite)
     if rejects:

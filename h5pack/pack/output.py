@@ -82,7 +82,8 @@ class Output:
     def __init__(self, final: Path, private: str = "", *, permissions_of: Path | None = None) -> None:
         """`private` is a suffix for temporary files of this process alone, if several processes write the output."""
         self.final = Path(output_file(final))
-        self.permissions_of = permissions_of  # a file whose owner, group and mode the output gets; None: as a new file
+        # A file whose owner, group and mode the output gets; None, or if there is no such file: as a new file.
+        self.permissions_of = permissions_of
         self.partial = self._beside(".partial")  # the file under construction
         self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is ready
         self.survey = self._beside(".partial.survey")  # see `h5pack.pack.journal.SurveyJournal`
@@ -95,6 +96,12 @@ class Output:
         # The compressed copy of `partial`. It replaces `partial` when the copy is complete.
         self.compressed = self._beside(".partial.compressed")
         self.rejects = self._beside(".rejects.csv")  # the table of images that were not packed
+
+    def old_status(self) -> os.stat_result | None:
+        """Return the status of the file `permissions_of`; None if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return None if self.permissions_of is None else os.stat(self.permissions_of)
+        return None
 
     def _beside(self, ending: str) -> Path:
         return self.final.with_name(self.final.name + ending)
@@ -329,7 +336,7 @@ class OutputLock:
     """
 
     def __init__(self, output: Output, distributed: bool = False) -> None:
-        self._path, self._new, self._permissions_of = output.partial, output.new, output.permissions_of
+        self._path, self._new, self._old_status = output.partial, output.new, output.old_status
         self._owner: OwnerFile | None = None
         if distributed or output.owner.exists():
             self._owner = OwnerFile(output)
@@ -352,11 +359,11 @@ class OutputLock:
     def create(self, path: Path) -> None:
         """Create an empty file, which is to replace ``OUT.partial``, with the permissions that the output will have."""
         path.unlink(missing_ok=True)
-        known = self._permissions_of
+        known = self._old_status()
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if known is None else 0o600)
         if known is not None:
             # A resumed run must be able to open the file.
-            copy_permissions(os.stat(known), descriptor, writable=True)
+            copy_permissions(known, descriptor, writable=True)
         os.close(descriptor)
 
     def replace(self, path: Path) -> None:

@@ -341,3 +341,15 @@ def test_a_virtual_file_gets_a_further_pack(tmp_path: Path, kind: str) -> None:
     h5pack.append(out, source(tmp_path / "d", "d", 3, ["gnu"]), **quick(**SOURCE))
     assert len(contents(out)) == 32
     assert {"v-00000.h5", "v-00001.h5"} < leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{}, {"compression": "gzip"}, {"shard_bytes": "2MB"}], ids=str)
+def test_a_pack_that_is_overwritten_keeps_its_permissions(tmp_path: Path, settings: dict[str, Any]) -> None:
+    path, folder = tmp_path / "o.h5", flat_folder(tmp_path / "in", 3)
+    h5pack.convert(folder, path, overwrite=True, **quick(**settings))
+    path.chmod(0o600)
+    h5pack.convert(folder, path, overwrite=True, **quick(**settings))
+    assert {permissions(one)[0] for one in tmp_path.glob("o*.h5")} == {0o600}
+    h5pack.convert(folder, tmp_path / "p.h5", **quick())
+    h5pack.subset(tmp_path / "p.h5", path, overwrite=True)
+    assert permissions(path)[0] == 0o600 != permissions(tmp_path / "p.h5")[0]
