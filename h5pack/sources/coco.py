@@ -177,8 +177,8 @@ def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int
 def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], split: int, known: set[int]) -> None:
     """Add an image, unless another file of the split listed it; `known` are the ids of this file's images so far."""
     try:
-        image_id, name = int(entry["id"]), entry["file_name"]
-        size = int(entry.get("height") or 0), int(entry.get("width") or 0)
+        image_id, name = _integer(entry["id"]), entry["file_name"]
+        size = _integer(entry.get("height") or 0), _integer(entry.get("width") or 0)
         if not isinstance(name, str) or not is_path(name):
             raise ValueError(name)
         if not -_MAX_ID <= image_id < _MAX_ID or max(size) > MAX_SIDE:
@@ -197,7 +197,7 @@ def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], s
 
 def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> None:
     """Add an annotation to its image. Leave out a box that has no area in the image; others are clipped later."""
-    image = images.get(int(annotation["image_id"]))
+    image = images.get(_integer(annotation["image_id"]))
     found.unused.update(annotation.keys() - _TAKEN)
     if image is None:
         found.counts["unknown"] += 1
@@ -225,7 +225,7 @@ def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> Non
 
 
 def _category(found: _Annotations, annotation: Any) -> int:
-    label = int(annotation["category_id"])
+    label = _integer(annotation["category_id"])
     if label not in found.categories:
         raise ValueError(f"there is no category {label}")
     return label
@@ -243,6 +243,13 @@ def _image_labels(found: _Annotations) -> tuple[npt.NDArray[np.int64] | None, tu
     numbers = {label: number for number, label in enumerate(ids)}
     labels = [next(map(numbers.__getitem__, image.categories), schema.NO_LABEL) for image in found.images]
     return np.array(labels, np.int64), tuple(found.categories[label] for label in ids)
+
+
+def _integer(value: Any) -> int:
+    """Return a number of JSON, or a text of digits, as an integer; raise ValueError if it is a bool or a fraction."""
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError(f"{value!r} is not a whole number")
+    return int(value)
 
 
 def _text(caption: Any) -> str:

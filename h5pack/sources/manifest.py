@@ -329,8 +329,7 @@ class TextTable:
 
 def read_json_lines(path: Path) -> TextTable:
     """Read a table whose lines are JSON objects, which may have different keys."""
-    records: list[dict[str, Any]] = []
-    lines: list[int] = []
+    records, lines = list[dict[str, Any]](), list[int]()
     try:
         with path.open(encoding="utf-8-sig") as stream:
             for number, line in enumerate(stream, 1):
@@ -342,9 +341,10 @@ def read_json_lines(path: Path) -> TextTable:
     except UnicodeDecodeError as error:
         raise SourceError.at(path, f"is not UTF-8 ({error}); save it in UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise SourceError(
-            f"{path} line {number}: cannot be read as JSON ({error}); each line must be an object", path=path
-        ) from error
+        problem = f"line {number}: cannot be read as JSON ({error}); each line must be an object"
+        raise SourceError(f"{path} {problem}", path=path) from error
+    if not records:
+        raise SourceError.at(path, "the file is empty; each line must be a JSON object")
     header = tuple(dict.fromkeys(key for record in records for key in record))
     return TextTable(
         path, header, lambda name: [record.get(name) for record in records], lambda row: f" line {lines[row]}"
@@ -366,8 +366,8 @@ def read_delimited(path: Path) -> TextTable:
             lines = [(reader.line_num, cells) for cells in reader]
     except (UnicodeDecodeError, csv.Error) as error:
         raise SourceError.at(path, f"is not a table in UTF-8 ({error}); save it as CSV in UTF-8") from error
-    if not lines:
-        raise SourceError.at(path, "the file is empty; its first line must name the columns")
+    if not lines or not "".join(lines[0][1]).strip():
+        raise SourceError.at(path, "its first line is empty; it must name the columns")
     header = tuple(cell.strip() for cell in lines[0][1])
     return _rectangular(path, header, lines[1:])
 

@@ -219,6 +219,9 @@ def test_points_are_turned_as_pixels_are() -> None:
         b'{"images": {}, "annotations": []}',
         b'{"images": [{"id": 1}], "annotations": []}', b'{"images": [3], "annotations": []}',
         b'{"images": [{"id": 1, "file_name": ""}], "annotations": []}',
+        b'{"images": [{"id": 1.9, "file_name": "a"}], "annotations": []}',
+        b'{"images": [{"id": true, "file_name": "a"}], "annotations": []}',
+        b'{"images": [{"id": 1, "file_name": "a", "height": 20.5, "width": 20}], "annotations": []}',
         b'{"images": [{"id": 1, "file_name": "a"}, {"id": 2, "file_name": "\\ud83d"}], "annotations": []}',
         b'{"images": [{"id": 1, "file_name": "a"}, {"id": 1, "file_name": "b"}], "annotations": []}',
         b'{"images": [{"id": 9223372036854775808, "file_name": "a"}], "annotations": []}',
@@ -245,7 +248,9 @@ def test_annotations_without_images_are_an_error(tmp_path: Path) -> None:
     "wrong",
     [
         {"bbox": [1, 2, 3]}, {"bbox": "x"}, {"bbox": None}, {"bbox": [1, 2, float("nan"), 4]}, {"category_id": 5},
-        {"category_id": None}, {"image_id": None}, {"caption": 3}, {"caption": "\0"}, {"caption": "\ud800"},
+        {"category_id": None}, {"category_id": 1.5}, {"category_id": True},
+        {"image_id": None}, {"image_id": 100.9}, {"image_id": True}, {"image_id": float("inf")},
+        {"caption": 3}, {"caption": "\0"}, {"caption": "\ud800"},
     ],
 )  # fmt: skip
 def test_malformed_annotations_are_errors_that_name_them(tmp_path: Path, wrong: dict[str, Any]) -> None:

@@ -508,3 +508,13 @@ def test_a_name_of_several_files_is_an_error_unless_they_are_excluded(tmp_path: 
         assert list(manifest(path, ManifestColumns(), wanted).names) == ["a/1.jpg"]
     (tmp_path / "1").touch()
     assert list(manifest(path, ManifestColumns(), NameFilter()).names) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("m.jsonl", ""), ("m.jsonl", "\n \n"), ("m.csv", ""), ("m.csv", "\npath\na.png\n"), ("m.tsv", " \t\na")],
+)
+def test_a_table_whose_first_line_is_empty_is_an_error(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SourceError, match="empty"):
+        manifest(tmp_path / name, ManifestColumns(), NameFilter())
