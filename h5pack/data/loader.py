@@ -17,14 +17,14 @@ import torch
 
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import ROWS
-from h5pack.data.dataset import H5Dataset, batch_fields
+from h5pack.data.dataset import batch_fields
 from h5pack.data.gather import HeldRows, list_sizes
 from h5pack.data.iteration import BatchIterator, Closeable, IdleThreads
 from h5pack.data.mixture import MixtureSampler
 from h5pack.data.pipeline import EpochGroups, Pipeline
 from h5pack.data.samplers import draw_key, order_text
 from h5pack.data.samples import new_batch
-from h5pack.data.selection import plan_order, select_draws, warn_of_later_ranks
+from h5pack.data.selection import plan_order, require_no_transform, select_draws, warn_of_later_ranks
 from h5pack.errors import OptionsError
 from h5pack.format.fields import RaggedRows
 from h5pack.images.crops import DecodeCrop
@@ -33,7 +33,7 @@ from h5pack.order.permutation import derive_key
 from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.read.engine import SCATTER_BYTES, ReadStats
 from h5pack.system.machine import available_cpus, available_memory
-from h5pack.system.parameters import flags, parameter_names, require_callable, whole_number
+from h5pack.system.parameters import flags, launched_number, parameter_names, require_callable, whole_number
 
 
 class LoaderIterator(BatchIterator):
@@ -228,7 +228,7 @@ class H5Loader(Closeable, Resumable):
         self.batch_sampler = batch_sampler
         # A `MixtureSampler` does not know whether it was given `rank`.
         self._assumes_one_rank = batch_sampler is None and rank is None and self.plan.num_replicas == 1
-        _require_no_transform(self._base)
+        require_no_transform(self.dataset)
         self._base = self._base.with_decode(decode, exact)
         self.batch_size, self.drop_last = self.plan.batch_size, drop_last
         self._with_rows, self._check = self._base.with_rows, self._base.check
@@ -247,7 +247,7 @@ class H5Loader(Closeable, Resumable):
 
     def _plan_memory(self, memory_bytes: int | None, prefetch_factor: int | None) -> None:
         """Decide how many batches to prefetch, and which fields and decoded chunks to keep in memory."""
-        default = available_memory() // 2 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+        default = available_memory() // 2 // max(1, launched_number("LOCAL_WORLD_SIZE", 1))
         budget = whole_number("memory_bytes", default if memory_bytes is None else memory_bytes, 0)
         minimum = self.plan.max_group_batches + 1
         wanted = 2 * minimum if prefetch_factor is None else whole_number("prefetch_factor", prefetch_factor, 1)
@@ -353,7 +353,7 @@ class H5Loader(Closeable, Resumable):
             self._reset()
         if self._assumes_one_rank:
             warn_of_later_ranks()
-        _require_no_transform(self._base)
+        require_no_transform(self.dataset)
         self._base.engine.check_unchanged()
         if self._held is None:
             numbers = np.arange(self._list_rows.start, self._list_rows.stop)
@@ -481,15 +481,6 @@ def _require_mixture(sampler: Any, dataset: Any, order: dict[str, Any]) -> None:
         raise OptionsError(
             "batch_sampler draws from another dataset; give H5Loader the ConcatPack that the sampler was made for",
             parameters=("dataset", "batch_sampler"),
-        )
-
-
-def _require_no_transform(dataset: H5Dataset) -> None:
-    if dataset.transform is not None or dataset.target_transform is not None:
-        raise OptionsError(
-            "H5Loader handles whole batches, so it cannot call the dataset's transform for each sample; give "
-            "H5Loader transform= (and target_transform=) instead, or use a DataLoader",
-            parameters=("transform=", "target_transform="),
         )
 
 

@@ -24,7 +24,7 @@ from h5pack.order.weights import MAX_SAMPLES, WeightedRows, balanced_weights
 from h5pack.order.window import OrderPlan
 from h5pack.read.engine import Engine
 from h5pack.system.arrays import row_array
-from h5pack.system.parameters import flags, whole_number
+from h5pack.system.parameters import flags, launched_number, whole_number
 from h5pack.system.text import error_line
 
 _BLOCK_ROWS = 1 << 16
@@ -155,6 +155,20 @@ def _select_rows(
     return base, RowSubset(rows[order], yielded, base.group_rows, digest), order
 
 
+def require_no_transform(dataset: Any) -> None:
+    """Raise an OptionsError if a dataset of an H5Loader, a part of it, or what a Subset wraps, has a transform."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    # Look at the datasets that the user has, because the loader may read a copy of them.
+    for one in dataset.datasets if isinstance(dataset, ConcatPack) else (dataset,):
+        if one.transform is not None or one.target_transform is not None:
+            raise OptionsError(
+                "H5Loader handles whole batches, so it cannot call the dataset's transform for each sample; give "
+                "H5Loader transform= (and target_transform=) instead, or use a DataLoader",
+                parameters=("transform=", "target_transform="),
+            )
+
+
 def _pack_digest(dataset: H5Dataset) -> int | None:
     """Return the CRC-32 of the checksums of the file's first rows; None if it has no checksums.
 
@@ -198,7 +212,7 @@ def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]
         return whole_number("rank", rank, None), whole_number("num_replicas", num_replicas, 1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+    if launched_number("WORLD_SIZE", 1) > 1:
         warnings.warn(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialized yet: every process "
             "will read all rows; call init_process_group first, or give rank and num_replicas",

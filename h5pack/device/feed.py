@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from h5pack.device.prefetch import DevicePrefetcher
 from h5pack.device.profiling import profiler_range
 from h5pack.device.transforms import ImageTransform
 from h5pack.errors import OptionsError
-from h5pack.system.parameters import invalid, whole_number
+from h5pack.system.parameters import invalid, launched_number, whole_number
 from h5pack.system.text import counted
 
 
@@ -67,7 +66,7 @@ class DeviceFeed(LoaderWrapper):
 
     Notes
     -----
-    `loader`, `device` and `prefetch_factor` are also attributes.
+    `loader`, `device`, `prefetch_factor` and `transform` are also attributes.
 
     A batch is ready for use on the CUDA stream that was current when the batch was requested. To use it on another
     stream, synchronize as for any tensor (``wait_stream``, ``record_stream``).
@@ -91,9 +90,20 @@ class DeviceFeed(LoaderWrapper):
         super().__init__(loader)
         self.device = resolve_device(device)
         self.prefetch_factor = whole_number("prefetch_factor", prefetch_factor, 1)
-        dataset = getattr(loader, "dataset", None)
-        rank = rank_of_copies(loader)
-        self._transform = None if transform is None else ImageTransform(transform, image_key, dataset, rank)
+        self._image_key = image_key
+        self.transform = transform
+
+    @property
+    def transform(self) -> Any:
+        """The transform of the next iteration, which may be set."""
+        return self._given_transform
+
+    @transform.setter
+    def transform(self, transform: Callable[..., Any] | Sequence[Callable[..., Any]] | None) -> None:
+        """Use another transform from the next iteration on; raise OptionsError if it is invalid."""
+        dataset, rank = getattr(self.loader, "dataset", None), rank_of_copies(self.loader)
+        self._transform = None if transform is None else ImageTransform(transform, self._image_key, dataset, rank)
+        self._given_transform = transform
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_cursor": None}
@@ -195,7 +205,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         if not torch.cuda.is_available():
             return torch.device("cpu")
         # LOCAL_RANK may be too large: some launchers show each process only its own device, which has index 0.
-        rank = int(os.environ.get("LOCAL_RANK", "-1") or -1)
+        rank = launched_number("LOCAL_RANK", -1)
         return torch.device("cuda", rank if 0 <= rank < torch.cuda.device_count() else torch.cuda.current_device())
     try:
         found = torch.device(device)

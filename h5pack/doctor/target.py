@@ -37,6 +37,7 @@ from h5pack.monitor.bottleneck import Encoding, Evidence, Stage
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
 from h5pack.system.machine import available_cpus, available_memory
+from h5pack.system.parameters import launched_number
 from h5pack.system.processes import reporting_start_errors
 from h5pack.system.text import error_line, short_repr
 
@@ -343,7 +344,7 @@ class Target:
             gpus=torch.cuda.device_count(),
             idle_gpus=idle_gpus(self.device) if self.on_gpu else None,
             epoch_batches=-(-rows // self.batch_size),
-            world_size=int(os.environ.get("WORLD_SIZE", "1") or 1),
+            world_size=launched_number("WORLD_SIZE", 1),
             **measured,
         )
 

@@ -74,6 +74,16 @@ def flags(**values: Any) -> tuple[bool, ...]:
     return tuple(map(bool, values.values()))
 
 
+def launched_number(variable: str, default: int) -> int:
+    """Return the whole number in an environment variable of launchers such as torchrun; `default` if it is empty."""
+    text = os.environ.get(variable) or default
+    try:
+        return int(text)
+    except ValueError:
+        problem = f"the environment variable {variable} is {text!r}; set it to a whole number, or unset it"
+        raise OptionsError(problem, parameters=(variable,)) from None
+
+
 def parameter_names(function: Any) -> tuple[str, ...]:
     """Return the names of a callable's parameters; () if Python cannot know them."""
     try:
@@ -89,7 +99,8 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     except TypeError:
         # Arrays and tensors without axes are Iterable, too, but iterating over them fails.
         found = (None,)
-    if isinstance(value, dict) or not all(isinstance(text, str) for text in found):
+    # Sets have another order in each process, and classes are numbered in the given order.
+    if isinstance(value, (dict, set, frozenset)) or not all(isinstance(text, str) for text in found):
         raise invalid(name, value, " is not text; give a str or a list of str")
     return found
 

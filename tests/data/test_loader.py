@@ -485,6 +485,17 @@ def broken_at(number: int, error: type[Exception] = ArithmeticError) -> Callable
     return broken
 
 
+@pytest.mark.parametrize("name", ["transform", "target_transform"])
+def test_a_transform_that_a_dataset_gets_later_is_refused(dataset: h5pack.H5Dataset, name: str) -> None:
+    given = h5pack.H5Dataset(dataset.path)
+    loaders = [h5pack.H5Loader(one, 4) for one in (given, h5pack.ConcatPack([given]), Subset(given, [1, 2]))]
+    setattr(given, name, lambda value: value)
+    for loader in loaders:
+        with pytest.raises(OptionsError) as caught:
+            iter(loader)
+        assert f"{name}=" in caught.value.parameters
+
+
 @pytest.mark.parametrize("where", ["transform", "target_transform"])
 @pytest.mark.parametrize("error", [ArithmeticError, StopIteration])
 def test_an_error_in_a_transform(dataset: h5pack.H5Dataset, way: str, where: str, error: type[Exception]) -> None:

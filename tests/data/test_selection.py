@@ -144,6 +144,17 @@ def test_ranks_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> Non
         assert resolve_ranks(None, None) == (0, 1)
 
 
+def test_a_launcher_variable_that_is_no_number_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, dataset: h5pack.H5Dataset
+) -> None:
+    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        with monkeypatch.context() as patched:
+            patched.setenv(variable, "two")
+            with pytest.raises(OptionsError) as caught:
+                h5pack.H5Loader(dataset, 4)
+        assert caught.value.parameters == (variable,)
+
+
 def test_ranks_of_torch_distributed(monkeypatch: pytest.MonkeyPatch, dataset: h5pack.H5Dataset, tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

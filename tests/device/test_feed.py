@@ -37,6 +37,19 @@ def test_batches_pass_unchanged_on_the_cpu() -> None:
     assert not loader_threads()
 
 
+def test_another_transform_is_that_of_the_next_iteration(dataset: h5pack.H5Dataset) -> None:
+    wrapped = DeviceFeed(h5_loader(dataset), "cpu", transform=torch.zeros_like)
+    for transform, value in ((torch.zeros_like, 0), (torch.ones_like, 1)):
+        wrapped.transform = transform
+        assert wrapped.transform is transform
+        assert all((batch[0] == value).all() for batch in wrapped)
+    with pytest.raises(OptionsError):
+        wrapped.transform = "flip"
+    wrapped.transform = None
+    wrapped.set_epoch(0)
+    assert all_same(list(wrapped), list(h5_loader(dataset)))
+
+
 def test_missing_devices_and_invalid_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert DeviceFeed([]).device == torch.device("cpu")
