@@ -158,7 +158,8 @@ def make_settings(**keywords: Any) -> BenchSettings:
     several = {field.name for field in fields(BenchSettings) if isinstance(field.default, tuple)}
     for name in several & keywords.keys():
         values = keywords[name]
-        is_several = isinstance(values, Iterable) and not isinstance(values, str)
+        # Arrays and tensors without axes are Iterable, too, but iterating over them fails.
+        is_several = isinstance(values, Iterable) and not isinstance(values, str) and getattr(values, "ndim", 1)
         keywords[name] = tuple(dict.fromkeys(values)) if is_several else (values,)
     if keywords.get("size") is not None:
         keywords["size"] = parse_size(keywords["size"])

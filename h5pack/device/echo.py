@@ -164,7 +164,7 @@ class EchoLoader(LoaderWrapper):
             loaded = EchoState(*(index(state[name]) for name in ("epoch", "batch", "showing")))
             if min(loaded.batch, loaded.showing) < 0:
                 raise ValueError(f"batch {loaded.batch}, showing {loaded.showing}")
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise StateError(f"not a state of an EchoLoader ({error!r}); give what state_dict() returned") from error
         settings = self._settings()
         for name in {**settings, **saved}:

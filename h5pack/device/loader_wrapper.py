@@ -139,7 +139,7 @@ class LoaderWrapper(Closeable):
         if _epoch_of(self.loader, counted=True) is None:
             try:
                 epoch, state = index(state["epoch"]), state["loader"]
-            except (KeyError, TypeError, ValueError) as error:
+            except (LookupError, TypeError, ValueError) as error:
                 raise StateError(
                     f"not a state of a {type(self.loader).__name__} ({error!r}); give what state_dict() returned"
                 ) from error

@@ -43,7 +43,7 @@ from h5pack.system.files import (
 )
 from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import flags, require_local, texts, whole_number
-from h5pack.system.processes import open_executor, run
+from h5pack.system.processes import MAX_WORKERS, open_executor, run
 from h5pack.system.progress import Stages
 from h5pack.system.text import counted, format_bytes
 
@@ -198,7 +198,11 @@ def export(
     # Pillow and JSON accept only Python's integers.
     quality, limit, num_workers = (
         None if value is None else whole_number(name, value, 1, high)
-        for name, value, high in (("quality", quality, 100), ("limit", limit, None), ("num_workers", num_workers, None))
+        for name, value, high in (
+            ("quality", quality, 100),
+            ("limit", limit, None),
+            ("num_workers", num_workers, MAX_WORKERS),
+        )
     )
     fields = texts("fields", fields)
     bounds = None if value_range is None else parse_range(value_range)

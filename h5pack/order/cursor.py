@@ -174,7 +174,7 @@ class EpochCursor:
         try:
             order, epoch, done = dict(state["order"]), index(state["epoch"]), index(state[self.unit])
             saved_ranks = None if self._num_replicas is None else index(state["world_size"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise StateError(
                 f"the state is invalid ({error!r}): it was not saved by a sampler or loader of this kind, which counts "
                 f"{self.unit}; give what its state_dict() returned"

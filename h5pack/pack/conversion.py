@@ -78,11 +78,12 @@ class Conversion:
             raise OptionsError("client and part cannot be combined; give one of them", parameters=("client", "part"))
         if self.options.filter is not None:
             require_filter(self.options.filter)
-        if isinstance(source, (str, os.PathLike)):
+        if isinstance(source, (str, bytes, os.PathLike)):
+            source = os.fsdecode(source)
             require_local(source)
         self.output = Output(output_path(out), f"-{secrets.token_hex(6)}" if self.options.part else "")
         self.output.permissions_of = self.output.final if self.options.overwrite else None
-        path = source if isinstance(source, (str, os.PathLike)) else ""
+        path = source if isinstance(source, str) else ""
         if os.path.isfile(path):
             require_other_files([self.output.final], [path])
         self._parts = PartsFolder(self.output.parts)

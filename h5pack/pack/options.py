@@ -28,6 +28,7 @@ from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.validation import require_field, training_split
 from h5pack.system.files import absolute_path
 from h5pack.system.parameters import flags, invalid, require_local, texts, whole_number
+from h5pack.system.processes import MAX_WORKERS
 
 LAYOUTS = ("nhwc", "nchw")
 START_METHODS = (None, "fork", "forkserver", "spawn")
@@ -158,7 +159,7 @@ class ConvertOptions:
             object.__setattr__(self, name, *flags(**{name: getattr(self, name)}))
         for name in ("limit", "num_workers", "max_side", "chunk_rows", "chunk_bytes", "shard_bytes"):
             if getattr(self, name) is not None:
-                self._make_int(name, 1)
+                self._make_int(name, 1, MAX_WORKERS if name == "num_workers" else None)
         self._make_int("max_pixels", 1)
         self._make_int("seed", 0, 2**63 - 1)
         self._make_int("quality", 1, 100)

@@ -93,6 +93,8 @@ def metadata_problem(error: Exception) -> str:
     reason = _failed_call(error)
     if reason is not None:
         return f"cannot be read ({reason}); check the disk, then try again"
+    if isinstance(error, UnicodeEncodeError):
+        return f"it has no object {error.object!r}, since names are UTF-8; give another name"
     if isinstance(error, UnicodeDecodeError):
         return f"the name of an object in it is not UTF-8: {error.object!r}; rename it with h5py's Group.move"
     return f"its metadata is damaged ({error}); restore the file, or convert again"
@@ -227,6 +229,8 @@ def find_item(file: h5py.File, name: str) -> Any:
             if (reason := _failed_call(error)) is not None:
                 problem = f"cannot be opened ({reason}); check the disk, then try again"
             raise dataset_error(file.filename, name, problem) from error
+        return None
+    except UnicodeEncodeError:  # There is no name with an unpaired surrogate.
         return None
 
 

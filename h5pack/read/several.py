@@ -77,9 +77,11 @@ def join_descriptions(packs: Sequence[FileDescription]) -> FileDescription:
 def _require_alike(first: FileDescription, other: FileDescription) -> None:
     for what, one, two in zip(_METADATA, _metadata(first), _metadata(other), strict=True):
         if one != two:
+            if what == _METADATA[0]:
+                one, two = ([entry for entry in a if entry not in b] for a, b in ((one, two), (two, one)))
             problem = (
-                f"has {what} {two}, but {first.path} has {one}; files that are read as one must agree "
-                "in this ('h5pack join' can join packs with different classes)"
+                f"has {what} {two}, but {first.path} has {one}; files that are read as one must agree in this ('h5pack "
+                "join' can join packs with different classes, and fields with different dtypes)"
             )
             raise PackFormatError.at(other.path, problem)
 

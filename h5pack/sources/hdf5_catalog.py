@@ -26,6 +26,7 @@ from h5pack.read.encoded import has_kept_images, is_encoded, is_mask_group
 from h5pack.read.hdf5 import (
     dataset_names,
     datasets_text,
+    find_item,
     open_file,
     reporting_damage,
     require_dataset,
@@ -67,6 +68,9 @@ class HDF5Datasets:
     own_fields: bool = True  # if false, only fields of masks and of further images are kept
 
     def __post_init__(self) -> None:
+        for name in ("images", "labels", "channel_axis"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise invalid(name, getattr(self, name), " is not text")
         if self.channel_axis is not None and self.channel_axis not in CHANNEL_AXES:
             raise invalid(
                 "channel_axis", self.channel_axis, f" is invalid; it must be one of {', '.join(CHANNEL_AXES)}"
@@ -255,7 +259,7 @@ def detect_names(path: str | os.PathLike[str], images: str, labels: str) -> tupl
                 images = find_images(file)
             except SourceError as error:
                 raise PackFormatError(str(error), path=error.path, parameters=error.parameters) from error
-        rows = file.get(images)
+        rows = find_item(file, images)
         if labels == schema.LABELS and labels not in file and isinstance(rows, h5py.Dataset) and rows.shape:
             found = find_labels(file, images, len(rows))
             labels = found if found is not None and file[found].dtype.kind in "biuf" else labels

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 _WAIT_SECONDS = 0.5
 _JOIN_SECONDS = 10.0
 _MAX_DEPTH = 6
-_MAX_WORKERS = 2**15  # Linux's default limit on process ids; a ProcessPoolExecutor fails with 2**31 workers
+MAX_WORKERS = 2**15  # Linux's default limit on process ids; a ProcessPoolExecutor fails with 2**31 workers
 _ATOMS = {str, bytes, int, float, complex, bool, type(None)}
 _KNOWN_PACKAGES = {"h5pack", "h5py", "numpy", *sys.stdlib_module_names}
 ONE_WORKER = "num_workers=1"
@@ -125,7 +125,7 @@ def open_executor(
     Raises WorkerError if the object cannot be used in a worker, or if workers cannot start. The error recommends
     ``num_workers=1``, unless `isolated` says that the caller needs a separate process.
     """
-    whole_number("num_workers", num_workers, 1, _MAX_WORKERS)
+    whole_number("num_workers", num_workers, 1, MAX_WORKERS)
     if num_workers == 1:
         with using_shared(shared_object):
             yield SerialExecutor()

@@ -403,7 +403,7 @@ def test_the_fix_keeps_labels_and_fields_and_statistics_find_the_images(tmp_path
     assert fixed[6:10] == ("--labels", "run/stage", "--fields", "names,run/category,run/temperature")
     assert "--labels run/stage\n" in other.to_text()
     assert other.stats["labels"] == {"0": 14, "1": 13, "2": 13}
-    for wrong in ("stage", 3):
+    for wrong in ("stage", "\udcff", 3):
         with pytest.raises(PackFormatError) as caught:
             h5pack.info(path, labels=wrong)  # type: ignore[arg-type]
         assert caught.value.parameters == ("labels=NAME",)

@@ -291,3 +291,10 @@ def test_the_identity_is_that_of_the_file_that_was_described(foreign: Path, monk
     engine = Engine(found.path, found.identity, found.indexes)
     with pytest.raises(h5pack.PackChangedError):
         engine.read("images", [0])
+
+
+def test_a_name_that_is_not_utf8_is_not_taken_for_damage(foreign: Path) -> None:
+    for asked in ({"images": "\udcff"}, {"labels": "\udcff"}, {"fields": ("\udcff",)}):
+        with pytest.raises(PackFormatError) as caught:
+            describe_file(foreign, **asked)
+        assert "damaged" not in str(caught.value)
