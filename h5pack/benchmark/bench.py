@@ -159,7 +159,7 @@ def make_settings(**keywords: Any) -> BenchSettings:
     for name in several & keywords.keys():
         values = keywords[name]
         # Arrays and tensors without axes are Iterable, too, but iterating over them fails.
-        is_several = isinstance(values, Iterable) and not isinstance(values, str) and getattr(values, "ndim", 1)
+        is_several = isinstance(values, Iterable) and not isinstance(values, str) and getattr(values, "ndim", True)
         keywords[name] = tuple(dict.fromkeys(values)) if is_several else (values,)
     if keywords.get("size") is not None:
         keywords["size"] = parse_size(keywords["size"])

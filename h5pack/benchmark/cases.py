@@ -107,8 +107,8 @@ class BenchSettings:
             if found is None:
                 continue
             # Convert NumPy's numbers, because reports are written as JSON.
-            made = [whole_number(name, value, bound) for value in (found if isinstance(found, tuple) else (found,))]
-            object.__setattr__(self, name, tuple(made) if isinstance(found, tuple) else made[0])
+            made = [whole_number(name, value, bound) for value in (found if name in several else (found,))]
+            object.__setattr__(self, name, tuple(made) if name in several else made[0])
         for name in ("batch_size", "window", "compression"):
             if not getattr(self, name):
                 raise invalid(name, "", ": give at least one value")

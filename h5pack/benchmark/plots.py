@@ -15,6 +15,7 @@ from h5pack.benchmark.cases import FileVariant, SweepTable
 from h5pack.benchmark.report import BenchReport, machine_text, speed_text
 from h5pack.errors import OptionsError
 from h5pack.system.files import write_atomically
+from h5pack.system.parameters import require_local
 from h5pack.system.text import counted, format_bytes, printable
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ _DEFAULT = tuple(
 
 def check_plot_file(path: str | os.PathLike[str]) -> str:
     """Return the format of a figure's file, "png", "svg" or "pdf"; raise OptionsError if it cannot be saved there."""
-    target = Path(path)
+    require_local(path)
+    target = Path(os.fsdecode(path))
     if target.suffix.lower() not in FORMATS:
         raise OptionsError.at(target, "figures are saved as .png, .svg or .pdf; choose one of these")
     folder = target.absolute().parent
@@ -85,7 +87,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 150)
         warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         figure.savefig(out, format=kind, dpi=dpi, metadata=metadata)
     try:
-        write_atomically(Path(path), out.getvalue())
+        write_atomically(Path(os.fsdecode(path)), out.getvalue())
     except OSError as error:
         raise OptionsError.at(path, f"cannot be written ({error.strerror or error})") from error
 
