@@ -68,11 +68,13 @@ def printable(text: str) -> str:
 
 def error_line(error: BaseException) -> str:
     """Return an error's type and the line of its message that states the cause; no type for a one-line H5PackError."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     if len(lines) == 1 and isinstance(error, H5PackError):
-        return lines[0]
-    # An error from a DataLoader worker begins with the whole traceback, so the last line states the cause.
-    text = lines[-1] if lines[0].startswith("Caught ") else lines[0]
-    return text if text != lines[0] else f"{type(error).__name__}: {text}"
+        return lines[0].strip()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    if lines[0].startswith("Caught ") and frames:
+        # An error from a DataLoader worker begins with the whole traceback. Its cause follows the last frame.
+        return next((line for line in lines[frames[-1] :] if not line[0].isspace()), lines[-1]).strip()
+    return f"{type(error).__name__}: {lines[0].strip()}"

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
 from h5pack.errors import OptionsError
 from h5pack.system.text import counted, error_line, format_bytes, listed, one_of
 
-WORKER = "Caught TypeError in DataLoader worker process 0.\nOriginal Traceback (most ...):\nTypeError: no"
+
+class _Failing(Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise ValueError("no such thing\n  indented\nmore")
 
 
 def test_counts_and_lists() -> None:
@@ -29,8 +36,13 @@ def test_a_size_has_a_binary_unit_and_three_digits() -> None:
         (ValueError("first\nsecond"), "ValueError: first"),
         (ValueError(), "ValueError"),
         (OptionsError("no such thing"), "no such thing"),
-        (TypeError(WORKER), "TypeError: no"),
     ],
 )
 def test_errors_in_a_line(error: Exception, line: str) -> None:
     assert error_line(error) == line
+
+
+def test_the_cause_of_a_workers_error_follows_its_traceback() -> None:
+    with pytest.raises(ValueError, match="no such thing") as caught:
+        next(iter(DataLoader(_Failing(), num_workers=1)))
+    assert error_line(caught.value) == "ValueError: no such thing"
