@@ -8,7 +8,7 @@ import itertools
 import json
 import pickle
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -180,16 +180,6 @@ def test_steps_are_the_same_for_every_number_of_ranks(dataset: h5pack.H5Dataset,
     assert len(set(itertools.chain(*epochs[0][1]))) == 57
 
 
-@KINDS
-@pytest.mark.parametrize("count", [2, 3, 7])
-def test_ranks_share_the_rows_as_distributed_sampler_does(dataset: h5pack.H5Dataset, kind: str, count: int) -> None:
-    found = [Fed(kind, dataset, rank=rank, num_replicas=count).rows() for rank in range(count)]
-    assert {len(rows) for rows in found} == {len(torch.utils.data.DistributedSampler(dataset, count, 0))}
-    counts = Counter(itertools.chain(*found))
-    assert len(counts) == 57
-    assert set(counts.values()) <= {1, 2}
-
-
 class Watched(Dataset[tuple[int, int]]):
     """Which worker was asked for which row."""
 
@@ -264,18 +254,6 @@ def test_a_state_of_any_batch_resumes(dataset: h5pack.H5Dataset, kind: str, work
         assert again.epoch() == epochs[number][done:]
         assert again.sampler.epoch == number
         assert again.epoch() == epochs[number + 1]
-
-
-@KINDS
-def test_workers_run_ahead_of_what_the_state_counts(dataset: h5pack.H5Dataset, kind: str) -> None:
-    fed = Fed(kind, dataset, 2)
-    iterator = iter(fed.loader)
-    received = [next(iterator), next(iterator)]
-    unit = {"batches": 1, "rows": BATCH}[kind]
-    state = fed.state(received)
-    assert state[kind] == 2 * unit
-    assert fed.sampler.state_dict()[kind] == 2 * unit, "although workers have requested more"
-    assert Fed(kind, dataset).resumed(state).epoch() == list(iterator)
 
 
 @pytest.mark.skipif("in_order" not in inspect.signature(DataLoader).parameters, reason="torch is older than 2.6")
