@@ -1,4 +1,4 @@
-"""Virtual datasets are fed as ordinary ones are: the loader, `collate` and workers give h5py's pixels."""
+"""Virtual datasets are fed as ordinary ones are: the loader gives h5py's pixels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
-from torch.utils.data import DataLoader, default_collate
 
 import h5pack
 from h5pack.errors import PackChangedError
@@ -83,26 +82,6 @@ def test_the_loader_gives_h5pys_pixels(tmp_path: Path, form: str, shuffle: Any, 
     if form == "raw":
         # All but the rows without a mapping.
         assert stats.bytes_read == row_bytes * (len(values) - HOLE)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_samples_equal_h5pys(tmp_path: Path, form: str) -> None:
-    path, values = virtual(tmp_path, form)
-    dataset = h5pack.H5Dataset(path, with_rows=True)
-    order = np.random.default_rng(0).permutation(len(values)).tolist()
-    require_epoch([dataset.collate(dataset.__getitems__(order))], values)
-    require_epoch([default_collate([dataset[row]]) for row in range(len(values))], values)
-
-
-@pytest.mark.parametrize(("form", "start"), [("raw", "forkserver"), ("mixed", "fork")])
-def test_workers_give_h5pys_pixels(tmp_path: Path, form: str, start: str) -> None:
-    path, values = virtual(tmp_path, form)
-    dataset = h5pack.H5Dataset(path, with_rows=True)
-    # Files are open, and a chunk is kept, when the workers come.
-    assert np.array_equal(dataset[40][0].numpy(), values[40])
-    sampler = h5pack.ChunkBatchSampler(dataset, 8, seed=1, window=2)
-    settings = {"num_workers": 2, "multiprocessing_context": start, "collate_fn": dataset.collate}
-    require_epoch(DataLoader(dataset, batch_sampler=sampler, **settings), values)
 
 
 @pytest.mark.parametrize("form", ["raw", "coded"])
