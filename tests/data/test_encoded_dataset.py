@@ -102,7 +102,6 @@ def test_a_row_asked_for_twice_has_memory_of_its_own(even: Path) -> None:
     ("own", "settings"),
     [
         *((own, {"num_workers": 0}) for own in (True, False)),
-        (True, {"num_workers": 1, "multiprocessing_context": "forkserver", "persistent_workers": True}),
         (False, {"num_workers": 2, "multiprocessing_context": "fork"}),
     ],
 )
