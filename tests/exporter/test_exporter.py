@@ -579,7 +579,7 @@ def test_masks_are_beside_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     middle = "val/" if split else ""
     assert {f"images/{middle}005.png", f"masks/{middle}005.png"} < {*files}
     assert (len(files), report.lost) == (24 if split else 12, ())
-    pack_again(report, tmp_path, monkeypatch)
+    assert cli.main([*shlex.split(report.again)[1:], "--workers", "1"]) == 0
     h5pack.convert("out", "pairs.h5", **quick(source_kind="pairs", order="sorted"))
     with h5py.File("a.h5") as file, h5py.File("again.h5") as again, h5py.File("pairs.h5") as pairs:
         for name in ("images", "fields/masks", "splits/rows", "splits/name"):
@@ -608,7 +608,7 @@ def test_masks_of_copied_files_are_turned_as_these_are_stored(tmp_path: Path, mo
     h5pack.convert("in", "a.h5", **quick(source_kind="pairs", keep="jpeg"))
     for format in ("jpeg", "png"):
         report = export("a.h5", format, **one(format=format))
-        pack_again(report, tmp_path, monkeypatch)
+        assert cli.main([*shlex.split(report.again)[1:], "--workers", "1"]) == 0
         old, new = (h5pack.H5Dataset(path, fields=["masks"]) for path in ("a.h5", "again.h5"))
         for sample, name, again in zip(old, new.filenames, new, strict=True):
             assert np.array_equal(sample.masks, again.masks)
