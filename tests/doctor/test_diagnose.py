@@ -319,7 +319,7 @@ def test_the_loop_is_run_with_one_thread(path: Path, monkeypatch: pytest.MonkeyP
             assert any(one.remedy is Remedy.ONE_STEP_THREAD for one in report.advice) == (found == 1.4)
 
 
-@pytest.mark.parametrize("alone", [0.025, 0.05, 0.09])
+@pytest.mark.parametrize("alone", [0.001, 0.05, 0.09])
 def test_the_time_that_is_named_is_enough_for_the_loop_with_one_thread(
     path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, alone: float
 ) -> None:
@@ -334,7 +334,10 @@ def test_the_time_that_is_named_is_enough_for_the_loop_with_one_thread(
     assert report.parameters[0] == f"seconds={report.enough_seconds:g}"
     assert all(report.parameters[0] in text for text in report.unknown if "PyTorch's 2 threads" in text)
     report = diagnose(path, model=model, num_workers=0, seconds=report.enough_seconds)
-    assert report.evidence.one_thread_ratio == pytest.approx(0.05 / alone, rel=0.1)
+    if alone == 0.001:
+        assert report.evidence.one_thread_ratio > 20, "the rest of the loop takes time, too"
+    else:
+        assert report.evidence.one_thread_ratio == pytest.approx(0.05 / alone, rel=0.1)
     assert not any("PyTorch's 2 threads" in text for text in report.unknown)
     assert any(one.remedy is Remedy.ONE_STEP_THREAD for one in report.advice) == (alone < 0.04)
 
