@@ -28,9 +28,9 @@ from h5pack.read.hdf5 import (
     dataset_names,
     external_links,
     filters_of,
-    metadata_problem,
     open_file,
     reopen_tuned,
+    reporting_damage,
     require_dataset,
 )
 from h5pack.sources.hdf5_catalog import channel_axes, find_images, is_image_array, packing_options
@@ -211,26 +211,21 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
         If the file is missing, damaged or not HDF5, or has no dataset `labels`.
     """
     flags(stats=stats)
-    with open_file(path) as file:
+    with open_file(path) as file, reporting_damage(path):
         if labels:
             require_dataset(file, labels, "labels=NAME")
-        try:
-            opening, links = opening_ranges(path), external_links(file)
-            pack = describe_pack(file) if schema.FORMAT in file.attrs else None
-            return FileReport(
-                path=os.fsdecode(path),
-                bytes=os.path.getsize(path),
-                pack=pack,
-                datasets=tuple(describe_dataset(file[name], labels, name) for name in dataset_names(file, links)),
-                opening=opening,
-                opening_fix=_opening_fix(file, opening),
-                links=links,
-                stats=_stats(file, pack or {}, labels) if stats else None,
-            )
-        except PackFormatError:
-            raise
-        except (KeyError, TypeError, ValueError, RuntimeError, OSError) as error:
-            raise PackFormatError.at(path, metadata_problem(error)) from error
+        opening, links = opening_ranges(path), external_links(file)
+        pack = describe_pack(file) if schema.FORMAT in file.attrs else None
+        return FileReport(
+            path=os.fsdecode(path),
+            bytes=os.path.getsize(path),
+            pack=pack,
+            datasets=tuple(describe_dataset(file[name], labels, name) for name in dataset_names(file, links)),
+            opening=opening,
+            opening_fix=_opening_fix(file, opening),
+            links=links,
+            stats=_stats(file, pack or {}, labels) if stats else None,
+        )
 
 
 class _LoggedFile(io.FileIO):

@@ -362,10 +362,10 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
         _check_attributes(file, name, problems)
     names, splits = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS)
     if isinstance(splits, h5py.Dataset):
-        edges = splits[()]
-        if edges.shape != (*getattr(names, "shape", edges.shape[:1]), 2):
-            problems.append(f"splits/rows: shape {edges.shape}, but there must be a start and a stop for each name")
-        elif [0, *edges[:, 1].tolist()] != [*edges[:, 0].tolist(), rows]:
+        count = getattr(names, "shape", None) or (splits.shape or ())[:1]
+        if splits.shape != (*count, 2):
+            problems.append(f"splits/rows: shape {splits.shape}, but there must be a start and a stop for each name")
+        elif [0, *splits[:, 1].tolist()] != [*splits[:, 0].tolist(), rows]:
             problems.append(f"splits/rows: the splits do not cover the {rows:,} rows in order")
     for name, read in (("images", stored_layout), (schema.STATISTICS, stored_statistics), (schema.REJECTS, rejects_of)):
         try:

@@ -242,6 +242,17 @@ def test_damaged_metadata_is_one_error(tmp_path: Path) -> None:
     assert "format 2 (this h5pack is too old" in h5pack.info(tmp_path / "o.h5").to_text()
 
 
+@pytest.mark.parametrize("rows", [h5py.Empty("i8"), "0 to 4", [[0, 4, 1]]], ids=["null", "text", "3 columns"])
+def test_splits_of_another_form_are_one_error(tmp_path: Path, rows: Any) -> None:
+    h5pack.convert(class_folders(tmp_path / "in", {"a": 4}), tmp_path / "o.h5", **quick())
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        del file["splits/rows"]
+        file["splits/rows"] = rows
+    with pytest.raises(PackFormatError):
+        h5pack.info(tmp_path / "o.h5").to_text()
+    assert [problem.partition(":")[0] for problem in h5pack.verify(tmp_path / "o.h5").problems] == ["splits/rows"]
+
+
 def test_a_damaged_field_is_named(tmp_path: Path) -> None:
     class_folders(tmp_path / "in", {"a": 3}, (20, 20))
     h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **quick())
