@@ -279,4 +279,4 @@ def _are_rows(part: RowNumbers, rows: int) -> bool:
 
 def _statistic(file: h5py.File, name: str) -> npt.NDArray[np.float64] | None:
     item = file.get(f"{schema.STATISTICS}/{name}")
-    return None if not isinstance(item, h5py.Dataset) else np.asarray(item[()], np.float64)
+    return None if not isinstance(item, h5py.Dataset) or item.ndim != 1 else np.asarray(item[()], np.float64)

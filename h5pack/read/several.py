@@ -17,7 +17,15 @@ from h5pack.format import schema
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.description import FileDescription
 from h5pack.read.encoded import EncodedIndex
-from h5pack.read.hdf5 import BLOCK_NAMES, dataset_error, open_file, text
+from h5pack.read.hdf5 import (
+    BLOCK_NAMES,
+    VERIFY_ADVICE,
+    dataset_error,
+    find_item,
+    open_file,
+    reporting_damage,
+    text,
+)
 from h5pack.read.ragged import RaggedIndex
 from h5pack.read.storage import SourceFile
 from h5pack.read.virtual_index import MappedRows, join_rows
@@ -168,15 +176,20 @@ def read_filenames(pack: FileDescription, rows: RowNumbers) -> list[str] | None:
     numbers = row_array(rows)
     order = np.argsort(numbers, kind="stable")
     numbers = numbers[order]
-    edges = [*np.searchsorted(numbers, [start for _, start in pack.files]).tolist(), len(numbers)]
-    for (path, start), (first, last) in zip(pack.files, itertools.pairwise(edges), strict=True):
-        with open_file(path) as file:
-            if schema.FILENAMES not in file:
-                return None
-            for low in range(first, last, BLOCK_NAMES):
-                part = slice(low, min(low + BLOCK_NAMES, last))
+    starts = [*(start for _, start in pack.files), next(iter(pack.indexes.values())).rows]
+    edges = np.searchsorted(numbers, starts).tolist()
+    for number, (path, start) in enumerate(pack.files):
+        with open_file(path) as file, reporting_damage(path):
+            stored, count = find_item(file, schema.FILENAMES), starts[number + 1] - start
+            if getattr(stored, "shape", None) != (count,):
+                if stored is None or schema.FORMAT not in file.attrs:
+                    return None
+                problem = f"does not have a name for each of the {count:,} rows; {VERIFY_ADVICE}"
+                raise dataset_error(path, schema.FILENAMES, problem)
+            for low in range(edges[number], edges[number + 1], BLOCK_NAMES):
+                part = slice(low, min(low + BLOCK_NAMES, edges[number + 1]))
                 own = numbers[part] - start
-                names = file[schema.FILENAMES][int(own[0]) : int(own[-1]) + 1]
+                names = stored[int(own[0]) : int(own[-1]) + 1]
                 for position, name in zip(order[part].tolist(), names[own - own[0]].tolist(), strict=True):
                     found[position] = text(name)
     return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -211,6 +213,17 @@ def test_splits_classes_targets_and_filenames(pack: Path, tmp_path: Path) -> Non
     assert len(dataset[0]) == 3, "a closed dataset opens its file again"
     other = h5pack.H5Dataset(packs.write(tmp_path / "f.h5", 3, images=packs.values(9)))
     assert (other.splits, other.class_to_idx, other.targets, other.filenames) == ({}, None, None, None)
+
+
+@pytest.mark.parametrize("names", [["a"], ["a"] * 46, "a"], ids=["fewer", "more", "one text"])
+def test_file_names_must_be_as_many_as_rows(pack: Path, tmp_path: Path, names: Any) -> None:
+    path = shutil.copy(pack, tmp_path / "o.h5")
+    with h5py.File(path, "r+") as file:
+        del file["filenames"]
+        file["filenames"] = names
+    with h5pack.H5Dataset(path, split="train") as dataset, pytest.raises(h5pack.PackFormatError) as caught:
+        _ = dataset.filenames
+    assert caught.value.dataset == "filenames"
 
 
 @pytest.mark.parametrize("splits", [("b", "a"), ("a", "b", "c"), ["c", "a"], ("b",)], ids=repr)
