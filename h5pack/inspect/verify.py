@@ -46,6 +46,7 @@ from h5pack.system.text import counted
 
 _MAX_LISTED = 20
 _TASK_BYTES = 8 * 1024 * 1024
+_BLOCK_ROWS = 65_536
 
 
 @dataclass(frozen=True)
@@ -340,11 +341,19 @@ def _checksums_of(file: h5py.File, name: str) -> npt.NDArray[np.uint32] | None:
     if not is_ragged(file, name):
         if isinstance(file[name], h5py.Dataset) and file[name].dtype.hasobject:
             raise dataset_error(file.filename, name, "holds no numbers; restore the file or convert again")
-        return row_checksums(file[name][()]) if isinstance(file[name], h5py.Dataset) else None
+        return _dataset_checksums(file[name]) if isinstance(file[name], h5py.Dataset) else None
     index = index_ragged(file, name)
     if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
         raise dataset_error(file.filename, name, "has entries that belong to no row; restore the file or convert again")
     return RaggedRows(index.kind, file[index.data.name][()], index.offsets).checksums()
+
+
+def _dataset_checksums(dataset: h5py.Dataset) -> npt.NDArray[np.uint32]:
+    """Return the checksums of the rows of a dataset, reading some rows at a time."""
+    found = np.zeros(len(dataset), np.uint32)
+    for low in range(0, len(dataset), _BLOCK_ROWS):
+        found[low : low + _BLOCK_ROWS] = row_checksums(dataset[low : low + _BLOCK_ROWS])
+    return found
 
 
 def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:

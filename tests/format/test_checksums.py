@@ -58,3 +58,15 @@ def test_rows_that_are_not_contiguous_or_may_not_be_written() -> None:
     rows = np.frombuffer(bytes(range(240)) * 4, np.int32).reshape(6, 5, 8)
     for view in (rows, rows[::2], rows[:, ::-1], rows.transpose(2, 0, 1), rows[:, :, 3]):
         assert row_checksums(view).tolist() == [zlib.crc32(row.tobytes()) for row in view]
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<f4", ">i8", "<c16", "V3"])
+def test_many_small_rows_have_the_checksums_of_few(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = np.random.default_rng(0).bytes(500 * np.dtype(dtype).itemsize)
+    rows = np.frombuffer(data, dtype)
+    wanted = [zlib.crc32(rows[row : row + 1].tobytes()) for row in range(500)]
+    assert row_checksums(rows).tolist() == wanted
+    monkeypatch.setattr(checksums, "_MIN_TABLE_ROWS", 100)
+    monkeypatch.setattr(checksums, "_BLOCK_ROWS", 64)
+    assert row_checksums(rows).tolist() == wanted
+    assert row_checksums(rows[:400].reshape(400, 1)).tolist() == wanted[:400]
