@@ -310,8 +310,12 @@ def merge_classes(found: Iterable[tuple[Path | str, tuple[str, ...]]]) -> tuple[
     # (name, n). Classes of one pack, such as letters, may also differ only in case.
     numbers: dict[tuple[str, int], int] = {}
     origins: dict[str, tuple[str, Path | str]] = {}
-    maps = []
+    maps: list[Rows] = []
+    known_maps: dict[tuple[str, ...], Rows] = {}  # Thousands of packs may have the same thousands of classes.
     for path, names in found:
+        if names in known_maps:
+            maps.append(known_maps[names])
+            continue
         repeats: Counter[str] = Counter()
         keys = []
         for name in names:
@@ -329,7 +333,8 @@ def merge_classes(found: Iterable[tuple[Path | str, tuple[str, ...]]]) -> tuple[
         for key in added:
             numbers[key] = len(numbers)
             origins.setdefault(key[0].casefold(), (key[0], path))
-        maps.append(np.array([*(numbers[key] for key in keys), schema.NO_LABEL], np.int64))
+        known_maps[names] = np.array([*(numbers[key] for key in keys), schema.NO_LABEL], np.int64)
+        maps.append(known_maps[names])
     return tuple(name for name, _ in numbers), maps
 
 

@@ -18,7 +18,7 @@ import pytest
 
 import h5pack
 from h5pack import cli
-from h5pack.combine.parts import open_part
+from h5pack.combine.parts import merge_classes, open_part
 from h5pack.errors import (
     DamagedRowsError,
     H5PackError,
@@ -273,6 +273,13 @@ def test_classes_that_differ_only_in_case_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as error:
         h5pack.join(packs, tmp_path / "o.h5")
     assert all(part in str(error.value) for part in ("'Cat'", "'cat'", str(packs[0]), str(packs[1])))
+
+
+def test_equal_classes_of_many_packs_are_merged_as_those_of_one() -> None:
+    ours, theirs = ("ant", "crane", "crane"), ("crane", "cow")
+    names, maps = merge_classes([("a", ours), ("b", theirs), ("c", (*ours,)), ("d", theirs)])
+    assert names == ("ant", "crane", "crane", "cow")
+    assert [numbers.tolist() for numbers in maps] == [[0, 1, 2, -1], [1, 3, -1]] * 2
 
 
 class Birds:
