@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.format.checksums import crc32
-from h5pack.system.arrays import consecutive_runs, limited_runs, run_edges
+from h5pack.system.arrays import RowNumbers, consecutive_runs, limited_runs, row_array, run_edges
 from h5pack.system.files import read_all
+
+_BLOCK_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,14 @@ class CheckTask:
 
 
 def check_tasks(
-    path: str, offsets: RowOffsets, rows: npt.NDArray[np.int64], checksums: npt.NDArray[np.uint32], max_bytes: int
+    path: str, offsets: RowOffsets, rows: RowNumbers, checksums: npt.NDArray[np.uint32], max_bytes: int
 ) -> Iterator[CheckTask]:
     """Yield tasks that check ascending `rows`; `checksums`, uint32 (N,), has one checksum per row of the dataset."""
-    for start, count in offsets.runs(rows, max_bytes):
-        edges = offsets.edges(start, count)
-        yield CheckTask(path, start, offsets.offset(start), edges, checksums[start : start + count])
+    # Dividing rows into runs takes several times the memory of their numbers, so divide some at a time.
+    for low in range(0, len(rows), _BLOCK_ROWS):
+        for start, count in offsets.runs(row_array(rows[low : low + _BLOCK_ROWS]), max_bytes):
+            edges = offsets.edges(start, count)
+            yield CheckTask(path, start, offsets.offset(start), edges, checksums[start : start + count])
 
 
 def check_rows(task: CheckTask) -> tuple[int, list[int]]:

@@ -192,8 +192,7 @@ def _check_large(path: str, structure: _Structure, executor: Executor, in_flight
 def _checked(path: str, rows: _Rows, executor: Executor, in_flight: int) -> Iterator[tuple[int, list[int]]]:
     """Check a large dataset in several tasks; yield the number of rows and the damaged rows of each task."""
     if rows.offsets is not None:
-        everything = np.arange(len(rows.checksums), dtype=np.int64)
-        tasks = check_tasks(path, rows.offsets, everything, rows.checksums, _TASK_BYTES)
+        tasks = check_tasks(path, rows.offsets, range(len(rows.checksums)), rows.checksums, _TASK_BYTES)
         return run(executor, check_rows, tasks, in_flight, resumable=False)
     chunks = max(1, _TASK_BYTES // rows.chunk_bytes)
     step, stored = rows.chunk_rows * chunks, rows.stored_checksums

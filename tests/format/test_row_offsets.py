@@ -49,6 +49,16 @@ def pack(tmp_path: Path) -> tuple[Path, RowOffsets, np.ndarray]:
     return tmp_path / "rows", offsets, content
 
 
+def test_tasks_are_the_same_rows_however_many_are_divided_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets, checksums = scattered(5), np.arange(57, dtype=np.uint32)
+    for block in (1, 7, 10, 100):
+        monkeypatch.setattr(row_offsets, "_BLOCK_ROWS", block)
+        for rows in (range(57), np.array([0, 3, 4, 5, 40, 56])):
+            tasks = [*check_tasks("file", offsets, rows, checksums, 100)]
+            assert [row for task in tasks for row in task.checksums.tolist()] == [*rows]
+            assert all(task.start == task.checksums[0] for task in tasks)
+
+
 @pytest.mark.parametrize("max_bytes", [1, 13, 10**6])
 def test_intact_rows_pass_and_damaged_rows_are_named(pack: tuple[Path, RowOffsets, np.ndarray], max_bytes: int) -> None:
     path, offsets, content = pack
