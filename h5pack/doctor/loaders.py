@@ -43,9 +43,11 @@ class DiagnoseSettings:
 
     def __post_init__(self) -> None:
         for name, minimum in (("batch_size", 1), ("window", 1), ("num_threads", 1), ("num_workers", 0)):
-            if getattr(self, name) is not None:
+            if name in ("batch_size", "window") or getattr(self, name) is not None:
                 # A NumPy integer becomes an int, which JSON can represent.
                 object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
+        if not isinstance(self.images, str):
+            raise unfit("images", self.images, "give the name of a dataset")
         if self.num_threads is not None and self.num_workers is not None:
             raise OptionsError(
                 "num_threads is for H5Loader and num_workers for a DataLoader; give only one of them",

@@ -14,8 +14,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from h5pack.errors import OptionsError, RejectedImageError
 from h5pack.format import schema
 from h5pack.format.fields import BOX_FORMATS, field_name
@@ -27,7 +25,7 @@ from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.validation import require_field, training_split
 from h5pack.system.files import absolute_path
-from h5pack.system.parameters import flags, invalid, require_local, texts, whole_number
+from h5pack.system.parameters import flags, invalid, real_number, require_local, texts, whole_number
 from h5pack.system.processes import MAX_WORKERS
 
 LAYOUTS = ("nhwc", "nchw")
@@ -164,9 +162,9 @@ class ConvertOptions:
         self._make_int("seed", 0, 2**63 - 1)
         self._make_int("quality", 1, 100)
         if self.val is not None:
-            if not (isinstance(self.val, (float, np.floating)) and 0 < self.val < 1):
+            if not 0 < real_number(self.val) < 1:
                 raise invalid("val", self.val, " is not a fraction; it must be above 0 and below 1, such as 0.1")
-            object.__setattr__(self, "val", float(self.val))
+            object.__setattr__(self, "val", real_number(self.val))
         for name, kind in (("val_groups", "field"), ("path_column", "column"), ("split_column", "column")):
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise invalid(name, getattr(self, name), f" is not the name of a {kind}")

@@ -88,8 +88,8 @@ def _require_alike(first: FileDescription, other: FileDescription) -> None:
             if what == _METADATA[0]:
                 one, two = ([entry for entry in a if entry not in b] for a, b in ((one, two), (two, one)))
             problem = (
-                f"has {what} {two}, but {first.path} has {one}; files that are read as one must agree in this ('h5pack "
-                "join' can join packs with different classes, and fields with different dtypes)"
+                f"differs from {first.path} in {what}: {two} and {one}; files that are read as one must agree in this "
+                "('h5pack join' can join packs with different classes, and fields with different dtypes)"
             )
             raise PackFormatError.at(other.path, problem)
 

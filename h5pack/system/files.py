@@ -172,6 +172,8 @@ def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator
             problem = f"{os.strerror(error.errno)}; check the disk, then {again}"
         elif named and error.errno == errno.ENOENT:
             problem = f"another program removed it, or its file system does not allow this name; {again}"
+        elif named and error.errno == errno.ENAMETOOLONG:
+            problem = "the name is too long; give a shorter one"
         elif named and error.errno in (errno.EINVAL, errno.EILSEQ):  # FAT and exFAT refuse names with a colon.
             problem = "its file system does not allow this name; choose a folder on another file system"
         else:
@@ -275,7 +277,7 @@ def require_replaceable(*paths: Path, writable: bool = True) -> None:
     In a folder with the sticky bit, such as /tmp, only the owner of a file, or of the folder, can rename or delete it.
     """
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):
+        with reporting_disk_errors(path, "choose another folder"), contextlib.suppress(FileNotFoundError):
             folder, status = path.parent.stat(), path.lstat()
             is_sticky = folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid, status.st_uid)
             # Another process may have removed the file in between.

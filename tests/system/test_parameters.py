@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import h5pack
-from h5pack.errors import OptionsError
+from h5pack.errors import H5PackError, OptionsError
 from h5pack.system.parameters import flags, invalid, real_number, texts, unfit, whole_number
 from tests.makers import flat_folder, quick
 
@@ -93,6 +93,8 @@ def test_a_path_that_is_empty_or_no_name_of_a_file_is_refused(
         lambda source, pack: h5pack.bench(source, contiguous="no"),
         lambda source, pack: h5pack.diagnose(pack, seconds=None),
         lambda source, pack: h5pack.diagnose(pack, seconds=True),
+        lambda source, pack: h5pack.diagnose(pack, batch_size=None),
+        lambda source, pack: h5pack.diagnose(pack, images=None),
         lambda source, pack: h5pack.diagnose(pack, pin_memory="no"),
         lambda source, pack: h5pack.append(pack, source, only_new=1),
         lambda source, pack: h5pack.join([pack, pack], pack.with_name("o.h5"), virtual="no"),
@@ -116,6 +118,17 @@ def test_a_parameter_of_another_type_is_refused(
         call(*source_and_pack)
     assert error.value.parameters
     assert {path.name for path in source_and_pack[0].parent.iterdir()} == {"s", "p.h5"}
+
+
+def test_names_that_are_too_long_are_refused(source_and_pack: tuple[Path, Path]) -> None:
+    pack, name = source_and_pack[1], source_and_pack[1].with_name("x" * 300)
+    calls: list[Callable[[], Any]] = [
+        *(lambda: h5pack.export(pack, name), lambda: h5pack.subset(pack, name)),
+        *(lambda: h5pack.join([pack, pack], name), lambda: h5pack.convert(pack, name)),
+    ]
+    for call in calls:
+        with pytest.raises(H5PackError):
+            call()
 
 
 def test_paths_may_be_bytes(source_and_pack: tuple[Path, Path], tmp_path: Path) -> None:
