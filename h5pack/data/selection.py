@@ -156,10 +156,9 @@ def _select_rows(
 
 
 def require_no_transform(dataset: Any) -> None:
-    """Raise an OptionsError if a dataset of an H5Loader, a part of it, or what a Subset wraps, has a transform."""
+    """Raise an OptionsError if a transform was set on a user's dataset, of which an H5Loader may read a copy."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-    # Look at the datasets that the user has, because the loader may read a copy of them.
     for one in dataset.datasets if isinstance(dataset, ConcatPack) else (dataset,):
         if one.transform is not None or one.target_transform is not None:
             raise OptionsError(

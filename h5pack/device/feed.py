@@ -90,8 +90,7 @@ class DeviceFeed(LoaderWrapper):
         super().__init__(loader)
         self.device = resolve_device(device)
         self.prefetch_factor = whole_number("prefetch_factor", prefetch_factor, 1)
-        self._image_key = image_key
-        self.transform = transform
+        self._image_key, self.transform = image_key, transform
 
     @property
     def transform(self) -> Any:

@@ -202,14 +202,12 @@ def checked_statistics(
     mean: Sequence[float] | None, std: Sequence[float] | None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and std as tuples of equal length (1 if both are None); raise OptionsError if invalid."""
+    given = f"mean is {short_repr(mean)} and std is {short_repr(std)}"
     try:
         means = None if mean is None else tuple(map(real_number, mean))
         deviations = None if std is None else tuple(map(real_number, std))
     except TypeError as error:
-        raise OptionsError(
-            f"mean is {short_repr(mean)} and std is {short_repr(std)}; give sequences of one number per channel",
-            parameters=("mean", "std"),
-        ) from error
+        raise OptionsError(f"{given}; give sequences of one number per channel", parameters=("mean", "std")) from error
     if means is None:
         means = (0.0,) * len(deviations or (1.0,))
     if deviations is None:
@@ -223,8 +221,8 @@ def checked_statistics(
     for name, is_valid in in_range.items():
         if not is_valid:
             raise OptionsError(
-                f"mean is {short_repr(mean)} and std is {short_repr(std)}; give means from 0 to 1 and positive "
-                "standard deviations, for pixels scaled to 0..1 (if they are for pixels in 0..255, divide them by 255)",
+                f"{given}; give means from 0 to 1 and positive standard deviations, for pixels scaled to 0..1 (if they "
+                "are for pixels in 0..255, divide them by 255)",
                 parameters=(name,),
             )
     return means, deviations

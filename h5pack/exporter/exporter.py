@@ -196,13 +196,10 @@ def export(
     check_choice("format", format, (None, *SUFFIXES))
     check_choice("start_method", start_method, START_METHODS)
     # Pillow and JSON accept only Python's integers.
+    highest = {"quality": 100, "num_workers": MAX_WORKERS}
     quality, limit, num_workers = (
-        None if value is None else whole_number(name, value, 1, high)
-        for name, value, high in (
-            ("quality", quality, 100),
-            ("limit", limit, None),
-            ("num_workers", num_workers, MAX_WORKERS),
-        )
+        None if value is None else whole_number(name, value, 1, highest.get(name))
+        for name, value in (("quality", quality), ("limit", limit), ("num_workers", num_workers))
     )
     fields = texts("fields", fields)
     bounds = None if value_range is None else parse_range(value_range)

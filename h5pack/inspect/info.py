@@ -35,7 +35,6 @@ from h5pack.read.hdf5 import (
 )
 from h5pack.sources.hdf5_catalog import channel_axes, find_images, is_image_array, packing_options
 from h5pack.sources.hdf5_tables import find_labels
-from h5pack.system.parameters import flags
 from h5pack.system.text import counted, format_bytes
 
 _DEFAULT_CACHE_BYTES = int(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[2])  # 8 MiB; 1 MiB before HDF5 2.0
@@ -210,7 +209,6 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
     PackFormatError
         If the file is missing, damaged or not HDF5, or has no dataset `labels`.
     """
-    flags(stats=stats)
     with open_file(path) as file, reporting_damage(path):
         if labels:
             require_dataset(file, labels, "labels=NAME")

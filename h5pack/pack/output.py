@@ -82,8 +82,7 @@ class Output:
     def __init__(self, final: Path, private: str = "", *, permissions_of: Path | None = None) -> None:
         """`private` is a suffix for temporary files of this process alone, if several processes write the output."""
         self.final = Path(output_file(final))
-        # A file whose owner, group and mode the output gets; None, or if there is no such file: as a new file.
-        self.permissions_of = permissions_of
+        self.permissions_of = permissions_of  # a file whose owner, group and mode the output gets, if it exists
         self.partial = self._beside(".partial")  # the file under construction
         self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is ready
         self.survey = self._beside(".partial.survey")  # see `h5pack.pack.journal.SurveyJournal`
@@ -99,9 +98,8 @@ class Output:
 
     def old_status(self) -> os.stat_result | None:
         """Return the status of the file `permissions_of`; None if there is none."""
-        with contextlib.suppress(FileNotFoundError):
-            return None if self.permissions_of is None else os.stat(self.permissions_of)
-        return None
+        path = self.permissions_of
+        return path.stat() if path is not None and path.exists() else None
 
     def _beside(self, ending: str) -> Path:
         return self.final.with_name(self.final.name + ending)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

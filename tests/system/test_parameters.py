@@ -84,7 +84,6 @@ def test_a_path_that_is_empty_or_no_name_of_a_file_is_refused(
         lambda source, pack: h5pack.bench(source, orders=[3]),
         lambda source, pack: h5pack.bench(source, batch_size=np.array(0)),
         lambda source, pack: h5pack.bench(source, plot=3),
-        lambda source, pack: h5pack.info(pack, stats="no"),
         lambda source, pack: h5pack.export(pack, pack.with_name("o"), images=0),
         lambda source, pack: h5pack.export(pack, pack.with_name("o"), num_workers=10**6),
         lambda source, pack: h5pack.preview(pack, channel_axis=np.zeros(2)),
