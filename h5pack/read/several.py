@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
