@@ -194,7 +194,7 @@ def test_samples_end_with_fields_and_rows(rich_file: Path) -> None:
     for (*sample, box, mask, row), expected in zip(dataset[-3:], (100, 101, 102), strict=True):
         assert (sample, type(row), row) == ([packs.SHAPE[1::-1], expected], int, expected)
         assert same([box, mask], [boxes[row], masks[row]])
-    image, weight = h5pack.H5Dataset(rich_file, labels=None, fields=["weight"])[51]
+    image, weight = h5pack.H5Dataset(rich_file, labels=None, fields="weight")[51]
     assert (image.shape, weight.shape, weight.dtype, float(weight)) == (packs.SHAPE, (), torch.float64, 0.5)
 
 
@@ -259,7 +259,7 @@ def test_several_splits_follow_each_other(tmp_path: Path, splits: Any) -> None:
     ("settings", "error", "parameters"),
     [
         ({"split": "val"}, PackFormatError, ("split='val'",)),
-        ({"fields": "boxes"}, OptionsError, ("fields='boxes'",)),
+        ({"fields": "depth"}, PackFormatError, ("fields=[NAME]",)),
         *(({name: value}, OptionsError, (f"{name}={value!r}",)) for name, value in WRONG_TYPES),
         *(({"fields": ["depth"]}, PackFormatError, ("fields=[NAME]",)), ({"check": True}, OptionsError, ("check",))),
         *(({"split": wrong}, OptionsError, ("split",)) for wrong in ([], ["a", "a"], ["a", 1], 1, b"a")),
