@@ -157,7 +157,7 @@ class ConvertOptions:
             object.__setattr__(self, name, *flags(**{name: getattr(self, name)}))
         for name in ("limit", "num_workers", "max_side", "chunk_rows", "chunk_bytes", "shard_bytes"):
             if getattr(self, name) is not None:
-                self._make_int(name, 1, MAX_WORKERS if name == "num_workers" else None)
+                self._make_int(name, 1, {"num_workers": MAX_WORKERS, "shard_bytes": 2**63 - 1}.get(name))
         self._make_int("max_pixels", 1)
         self._make_int("seed", 0, 2**63 - 1)
         self._make_int("quality", 1, 100)
