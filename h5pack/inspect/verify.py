@@ -386,7 +386,9 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
 def _check_attributes(file: h5py.File, name: str, problems: list[str]) -> None:
     """Add a problem if a field has no kind, or if numbers do not fit the names of classes or columns beside them."""
     item = file.get(name)
-    if name != schema.LABELS and item is not None and schema.KIND not in item.attrs:
+    # A field without checksums was not written by h5pack, and is named as such already.
+    is_own = item is not None and schema.checksums_path(name) in file
+    if name != schema.LABELS and is_own and schema.KIND not in item.attrs:
         problems.append(f"{name}: no attribute {schema.KIND!r}, so it is read as numbers that do not move with images")
     values = item.get(schema.FIELD_DATA) if isinstance(item, h5py.Group) else item
     if not isinstance(values, h5py.Dataset) or values.dtype.kind not in "biuf" or not values.size:
