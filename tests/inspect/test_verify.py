@@ -19,6 +19,7 @@ import pytest
 import h5pack
 from h5pack.cli import main
 from h5pack.errors import OptionsError, PackFormatError, WorkerError
+from h5pack.inspect import verify as module
 from tests.makers import flat_folder, hdf5_file, pair_folders, quick, split_folders
 
 
@@ -33,6 +34,15 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(pack: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(pack, tmp_path / "o.h5"))
+
+
+@pytest.mark.parametrize("block_rows", [1, 9, 71, 100])
+def test_checksums_of_labels_do_not_depend_on_how_many_are_read_at_a_time(
+    pack: Path, monkeypatch: pytest.MonkeyPatch, block_rows: int
+) -> None:
+    monkeypatch.setattr(module, "_BLOCK_ROWS", block_rows)
+    with h5py.File(pack) as file:
+        assert np.array_equal(module._dataset_checksums(file["labels"]), file["checksums/labels"][()])
 
 
 def test_flipped_bytes_are_named_by_row_and_file(copy: Path) -> None:
