@@ -69,7 +69,7 @@ def generated(folder: Path, count: int, classes: int = 4, size: int = 32) -> Pat
 
 
 def network(classes: int) -> nn.Module:
-    """Three convolutions, each with batch normalisation, and a linear layer; 75,000 parameters and a few."""
+    """Three convolutions, each with batch normalization, and a linear layer; 75,000 parameters and a few."""
     layers: list[nn.Module] = []
     for before, after in ((3, 32), (32, 64), (64, 96)):
         layers += [nn.Conv2d(before, after, 3, 2, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
@@ -77,7 +77,7 @@ def network(classes: int) -> nn.Module:
     return nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
 
-def normalised(images: torch.Tensor, dataset: h5pack.H5Dataset) -> torch.Tensor:
+def normalized(images: torch.Tensor, dataset: h5pack.H5Dataset) -> torch.Tensor:
     """Rows as stored, (n, H, W, C), as float32 (n, C, H, W) in channels_last."""
     assert dataset.mean is not None
     assert dataset.std is not None
@@ -93,19 +93,19 @@ def train(pack: Path, shuffle: str, seed: int, training: Training) -> nn.Module:
     )
     torch.manual_seed(seed)
     model = network(len(dataset.classes or ()))
-    optimiser = torch.optim.SGD(model.parameters(), training.rate, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(model.parameters(), training.rate, momentum=0.9, nesterov=True, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimiser, training.rate, total_steps=training.epochs * len(loader) + 1
+        optimizer, training.rate, total_steps=training.epochs * len(loader) + 1
     )
     flips = torch.Generator().manual_seed(seed)
     for _ in range(training.epochs):
         for images, labels in loader:
             which = torch.rand(len(images), generator=flips) < 0.5
             images[which] = images[which].flip(2)
-            loss = nn.functional.cross_entropy(model(normalised(images, dataset)), labels)
-            optimiser.zero_grad()
+            loss = nn.functional.cross_entropy(model(normalized(images, dataset)), labels)
+            optimizer.zero_grad()
             loss.backward()
-            optimiser.step()
+            optimizer.step()
             schedule.step()
     loader.close()
     return model
@@ -118,7 +118,7 @@ def accuracy(model: nn.Module, pack: Path, split: str) -> float:
     right = 0
     with torch.no_grad():
         for images, labels in h5pack.H5Loader(dataset, 250, shuffle=False, num_threads=1):
-            right += int((model(normalised(images, dataset)).argmax(1) == labels).sum())
+            right += int((model(normalized(images, dataset)).argmax(1) == labels).sum())
     return right / len(dataset)
 
 

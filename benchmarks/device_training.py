@@ -75,7 +75,7 @@ def make_pictures(folder: Path, count: int, size: int) -> Path:
     return folder
 
 
-class Utilisation:
+class Utilization:
     """Asks a GPU how busy it is, again and again; what cannot be had is None."""
 
     def __init__(self, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class Utilisation:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
 
-    def __enter__(self) -> Utilisation:
+    def __enter__(self) -> Utilization:
         self._thread.start()
         return self
 
@@ -95,7 +95,7 @@ class Utilisation:
     def _watch(self) -> None:
         while self._probe is not None and not self._over.wait(_PERIOD_SECONDS):
             status = self._probe.sample()
-            self.percents.append(None if status is None else status.utilisation_percent)
+            self.percents.append(None if status is None else status.utilization_percent)
 
     def report(self) -> dict[str, Any]:
         """The series, and its mean."""
@@ -115,11 +115,11 @@ def train(network: nn.Module, batches: Iterator[Any], device: torch.device, step
     network = network.to(device, memory_format=torch.channels_last).train()
     optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum=0.9)
     begin, images_done, cpu = 0.0, 0, CpuTime.now()
-    with Utilisation(device) as utilisation:
+    with Utilization(device) as utilization:
         for step, (images, labels) in zip(range(steps + _WARM_UP), batches, strict=False):
             if step == _WARM_UP:
                 wait_for_device(device)
-                utilisation.percents.clear()
+                utilization.percents.clear()
                 begin, images_done, cpu = time.perf_counter(), 0, CpuTime.now()
             with torch.autocast(device.type, torch.bfloat16):
                 loss = nn.functional.cross_entropy(network(images), labels)
@@ -135,7 +135,7 @@ def train(network: nn.Module, batches: Iterator[Any], device: torch.device, step
         "seconds": round(seconds, 3),
         "images_per_s": round(images_done / seconds, 1),
         "cpu_seconds": None if cpu_seconds is None else round(cpu_seconds, 3),
-        "gpu": utilisation.report(),
+        "gpu": utilization.report(),
     }
 
 

@@ -121,14 +121,14 @@ class Trainer:
     def __init__(self, classes: int, seed: int, rate: float) -> None:
         torch.manual_seed(seed)
         self.model = network(classes)
-        self._optimiser = torch.optim.SGD(self.model.parameters(), rate, momentum=0.9, nesterov=True, weight_decay=5e-4)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), rate, momentum=0.9, nesterov=True, weight_decay=5e-4)
 
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """One step of SGD."""
         loss = nn.functional.cross_entropy(self.model(images), labels)
-        self._optimiser.zero_grad()
+        self._optimizer.zero_grad()
         loss.backward()
-        self._optimiser.step()
+        self._optimizer.step()
 
     def test(self, pack: Path, split: str) -> float:
         """Share of a split that the network names rightly."""

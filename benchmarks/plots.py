@@ -44,10 +44,10 @@ def draw_convert(result: dict[str, Any], path: Path) -> None:
             ("h5pack convert", direct["convert_images_per_s"], _BLUE, direct["ratio_to_last_write"]),
             ("h5pack convert --io buffered", buffered["convert_images_per_s"], _LIGHT, buffered["ratio_to_last_write"]),
         ]
-        for place, (label, speed, colour, ratio) in enumerate(bars):
+        for place, (label, speed, color, ratio) in enumerate(bars):
             height = group * 4 + place
             low, high = speed["median"] - speed["min"], speed["max"] - speed["median"]
-            axes.barh(height, speed["median"], color=colour, xerr=[[low], [high]], capsize=3, ecolor="#3c4043")
+            axes.barh(height, speed["median"], color=color, xerr=[[low], [high]], capsize=3, ecolor="#3c4043")
             text = f"{speed['median']:,.0f}" + (f"  ({ratio['median']:.2f} of the ceiling)" if ratio else "")
             axes.text(speed["max"] + limit / 105, height, text, va="center", fontsize=8)
             labels.append(f"{label}\n({'Pillow' if decoder == 'pillow' else decoder})")
@@ -81,9 +81,9 @@ def draw_read(result: dict[str, Any], path: Path) -> None:
         for place, case in enumerate(cases):
             speed = case["images_per_s"]
             ours = case["case"].startswith(_OURS) and "through h5py" not in case["case"]
-            colour = _GRAY if case["case"] == "memory copy" else _BLUE if ours else _LIGHT
+            color = _GRAY if case["case"] == "memory copy" else _BLUE if ours else _LIGHT
             spread = [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]
-            axes.barh(place, speed["median"], color=colour, xerr=spread, capsize=2, ecolor="#3c4043")
+            axes.barh(place, speed["median"], color=color, xerr=spread, capsize=2, ecolor="#3c4043")
             text = f"{speed['median']:,.0f}  ({case['of_memory_copy']['median']:.2f})"
             axes.text(speed["max"] * 1.15, place, text, va="center", fontsize=7)
         unit = {True: "workers", False: "threads"}
@@ -119,13 +119,13 @@ def draw_peers(result: dict[str, Any], path: Path) -> None:
         bars.append((label, case["hot_images_per_s"], _BLUE if case["ours"] else _LIGHT))
     figure, axes = plt.subplots(figsize=(8.4, 0.6 + 0.3 * len(bars)), layout="constrained")
     most = max(float(speed["max"]) for _, speed, _ in bars)
-    for place, (_, speed, colour) in enumerate(bars):
+    for place, (_, speed, color) in enumerate(bars):
         whiskers = [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]
-        axes.barh(place, speed["median"], color=colour, xerr=whiskers, capsize=2.5, ecolor="#3c4043")
+        axes.barh(place, speed["median"], color=color, xerr=whiskers, capsize=2.5, ecolor="#3c4043")
         axes.text(speed["max"] + most * 0.015, place, f"{speed['median']:,.0f}", va="center", fontsize=8)
     axes.set_yticks(range(len(bars)), [label for label, _, _ in bars], fontsize=8)
-    for tick, (_, _, colour) in zip(axes.get_yticklabels(), bars, strict=True):
-        tick.set_fontweight("bold" if colour == _BLUE else "normal")
+    for tick, (_, _, color) in zip(axes.get_yticklabels(), bars, strict=True):
+        tick.set_fontweight("bold" if color == _BLUE else "normal")
     axes.invert_yaxis()
     axes.set_xlim(0, most * 1.12)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

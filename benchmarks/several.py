@@ -116,13 +116,13 @@ def measure(large: int, small: int, repeats: int, scratch: Path) -> dict[str, An
             bare.mkdir()
             for number, path in enumerate(sorted(images.rglob("*.jpg"))):
                 path.rename(bare / f"new{number:04d}.jpg")
-            unlabelled = one.with_name("unlabelled.h5")
-            h5pack.convert(one, unlabelled, labels="", chunk_rows=h5pack.H5Dataset(one).group_rows)
+            unlabeled = one.with_name("unlabeled.h5")
+            h5pack.convert(one, unlabeled, labels="", chunk_rows=h5pack.H5Dataset(one).group_rows)
             parts = []
             for number, shard in enumerate(shards):
                 parts.append(scratch / f"part-{number}.h5")
                 h5pack.convert(shard, parts[-1], labels="")
-            sizes["copying"] = copying(unlabelled, parts, bare, repeats)
+            sizes["copying"] = copying(unlabeled, parts, bare, repeats)
         found["sizes"][str(side)] = sizes
     return found
 

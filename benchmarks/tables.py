@@ -202,7 +202,7 @@ def foreign_table(result: dict[str, Any]) -> str:
 
 
 def normalize_table(result: dict[str, Any]) -> str:
-    """The figures of normalising on a device as a Markdown table."""
+    """The figures of normalizing on a device as a Markdown table."""
     size, batch = result["settings"]["size"], result["settings"]["batch"]
     lines = [
         f"On {result['device']}, batches of {batch} images of {size}x{size}:",

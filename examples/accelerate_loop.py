@@ -50,11 +50,11 @@ def validate(accelerator: Accelerator, network: torch.nn.Module, pack: str) -> f
     rank, ranks = accelerator.process_index, accelerator.num_processes
     rows = range(len(dataset) * rank // ranks, len(dataset) * (rank + 1) // ranks)
     loader = h5pack.H5Loader(dataset, BATCH, shuffle=False, indices=rows, rank=0, num_replicas=1)
-    normalise = h5pack.Normalize.from_dataset(dataset)
+    normalize = h5pack.Normalize.from_dataset(dataset)
     right = torch.zeros((), device=accelerator.device)
     network.eval()
     with torch.no_grad():
-        for images, labels in h5pack.DeviceFeed(loader, accelerator.device, transform=normalise):
+        for images, labels in h5pack.DeviceFeed(loader, accelerator.device, transform=normalize):
             right += (network(images).argmax(1) == labels).sum()
     network.train()
     return accelerator.reduce(right).item() / len(dataset)
@@ -66,11 +66,11 @@ def main() -> None:
     set_seed(0)
     dataset = h5pack.H5Dataset(pack, "train", with_rows=True)
     loader = h5pack.H5Loader(dataset, BATCH // accelerator.num_processes, streams=STREAMS, drop_last=True)
-    normalise = h5pack.Normalize.from_dataset(dataset, flip=0.5, crop=2)
-    feed = h5pack.DeviceFeed(loader, accelerator.device, transform=normalise)
+    normalize = h5pack.Normalize.from_dataset(dataset, flip=0.5, crop=2)
+    feed = h5pack.DeviceFeed(loader, accelerator.device, transform=normalize)
     network = Network("cnn", 3, len(dataset.classes or ()), small=True, norm="group")
     # The feed needs no `prepare`: it has its rank and its device.
-    model, optimiser = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9))
+    model, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9))
     steps = Steps()
     accelerator.register_for_checkpointing(feed, steps)
     saved = sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
@@ -82,8 +82,8 @@ def main() -> None:
         for images, labels, _ in feed:
             loss = F.cross_entropy(model(images), labels)
             accelerator.backward(loss)
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             steps.count += 1
             if steps.count % STEPS_BETWEEN_SAVES == 0:
                 save(accelerator, folder, steps.count)

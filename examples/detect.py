@@ -59,7 +59,7 @@ def pack(folder: Path) -> Path:
 
 
 def targets_of(boxes: list[torch.Tensor], labels: list[torch.Tensor]) -> torch.Tensor:
-    """Return the class at the centre of each box, on a grid of cells: int64 (N, H, W), 0 for nothing."""
+    """Return the class at the center of each box, on a grid of cells: int64 (N, H, W), 0 for nothing."""
     grid = torch.zeros(len(boxes), SIZE // CELL, SIZE // CELL, dtype=torch.int64, device=boxes[0].device)
     images = torch.arange(len(boxes)).repeat_interleave(torch.tensor([len(one) for one in boxes])).to(grid.device)
     corners = torch.cat(boxes)
@@ -71,7 +71,7 @@ def targets_of(boxes: list[torch.Tensor], labels: list[torch.Tensor]) -> torch.T
 
 
 def train(path: Path, epochs: int = EPOCHS) -> list[float]:
-    """Train a small network to find the centres of boxes and their classes; return the mean loss of each epoch."""
+    """Train a small network to find the centers of boxes and their classes; return the mean loss of each epoch."""
     torch.manual_seed(0)
     dataset = h5pack.H5Dataset(path, labels=None, fields=FIELDS, with_rows=True)
     # The boxes are flipped and cropped by the same random numbers as the images.

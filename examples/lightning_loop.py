@@ -50,8 +50,8 @@ class Classifier(lightning.LightningModule):
         dataset = h5pack.H5Dataset(self.pack, "train", with_rows=True)
         # As in train.py, BATCH is that of all ranks together.
         loader = h5pack.H5Loader(dataset, BATCH // self.trainer.world_size, streams=STREAMS, drop_last=True)
-        normalise = h5pack.Normalize.from_dataset(dataset, flip=0.5, crop=2)
-        feed = TrainFeed(loader, self.trainer.strategy.root_device, transform=normalise)
+        normalize = h5pack.Normalize.from_dataset(dataset, flip=0.5, crop=2)
+        feed = TrainFeed(loader, self.trainer.strategy.root_device, transform=normalize)
         feed.trainer = self.trainer
         return feed
 
@@ -59,8 +59,8 @@ class Classifier(lightning.LightningModule):
         """With several ranks a few rows are counted twice; train.py counts each once."""
         dataset = h5pack.H5Dataset(self.pack, "val")
         loader = h5pack.H5Loader(dataset, BATCH, shuffle=False)
-        normalise = h5pack.Normalize.from_dataset(dataset)
-        return h5pack.DeviceFeed(loader, self.trainer.strategy.root_device, transform=normalise)
+        normalize = h5pack.Normalize.from_dataset(dataset)
+        return h5pack.DeviceFeed(loader, self.trainer.strategy.root_device, transform=normalize)
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
         """The loss of a batch."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 class LossLog:
     """Write a line for each step and each validation.
 
-    Losses stay on the device until several can be fetched at once, because each fetch synchronises with the GPU.
+    Losses stay on the device until several can be fetched at once, because each fetch synchronizes with the GPU.
 
     Parameters
     ----------

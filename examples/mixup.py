@@ -77,10 +77,10 @@ def floats(batch: Any) -> torch.Tensor:
     return batch.images
 
 
-def inside(centre: torch.Tensor, side: torch.Tensor, length: int) -> torch.Tensor:
-    """Return which of `length` pixels are inside of a box, whose centre and side are fractions: bool, (N, length)."""
+def inside(center: torch.Tensor, side: torch.Tensor, length: int) -> torch.Tensor:
+    """Return which of `length` pixels are inside of a box, whose center and side are fractions: bool, (N, length)."""
     pixels = (torch.arange(length, device=side.device) + 0.5) / length
-    return (pixels - centre[:, None]).abs() < side[:, None] / 2
+    return (pixels - center[:, None]).abs() < side[:, None] / 2
 
 
 def beta_quantiles(alpha: float, steps: int = 4096) -> torch.Tensor:

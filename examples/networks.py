@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 def convolution(before: int, after: int, size: int, stride: int, norm: Callable[[int], nn.Module]) -> nn.Sequential:
-    """A convolution, a normalisation and a ReLU."""
+    """A convolution, a normalization and a ReLU."""
     return nn.Sequential(nn.Conv2d(before, after, size, stride, size // 2, bias=False), norm(after), nn.ReLU())
 
 
@@ -52,7 +52,7 @@ class Network(nn.Module):
     dropout : float
         Share of the features that the head drops in training.
     recompute : bool
-        Recompute activations for the gradient: less memory, a third more work. Batch normalisation then counts each
+        Recompute activations for the gradient: less memory, a third more work. Batch normalization then counts each
         batch twice in its running statistics.
     """
 

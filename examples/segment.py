@@ -30,8 +30,8 @@ def draw_discs(folder: Path, count: int = 256) -> None:
     y, x = np.mgrid[:60, :80] + 0.5
     for number in range(count):
         image = random.integers(0, 128, (60, 80, 3), np.uint8)
-        centre, radius = random.uniform((20, 20), (40, 60)), random.uniform(6, 15)
-        disc = (y - centre[0]) ** 2 + (x - centre[1]) ** 2 < radius**2
+        center, radius = random.uniform((20, 20), (40, 60)), random.uniform(6, 15)
+        disc = (y - center[0]) ** 2 + (x - center[1]) ** 2 < radius**2
         image[disc] += random.integers(32, 128, 3, np.uint8)
         Image.fromarray(image).save(folder / "images" / f"{number:04d}.jpg")
         mask = Image.fromarray(disc.astype(np.uint8))

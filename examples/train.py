@@ -54,7 +54,7 @@ def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:
     return device
 
 
-def normalise(rows: Any, options: argparse.Namespace, **augmentation: Any) -> h5pack.Normalize:
+def normalize(rows: Any, options: argparse.Namespace, **augmentation: Any) -> h5pack.Normalize:
     """uint8 to float, with the statistics of the training pack if it has any."""
     base = rows.dataset if isinstance(rows, Subset) else rows
     make = h5pack.Normalize if base.mean is None else lambda **given: h5pack.Normalize.from_dataset(base, **given)
@@ -62,7 +62,7 @@ def normalise(rows: Any, options: argparse.Namespace, **augmentation: Any) -> h5
 
 
 class Training:
-    """What a checkpoint saves and restores, and the step of the optimiser."""
+    """What a checkpoint saves and restores, and the step of the optimizer."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device, rank: int, ranks: int):
         self.options, self.device, self.rank, self.ranks = options, device, rank, ranks
@@ -85,7 +85,7 @@ class Training:
             raise SystemExit(f"{options.pack}: {len(train)} rows to train with, fewer than --batch-size")
         # Echoing before the feed: each repeat of a batch is augmented differently.
         loader = h5pack.EchoLoader(self.loader, options.echo) if options.echo != 1 else self.loader
-        augment = normalise(train, options, flip=options.flip, crop=options.crop)
+        augment = normalize(train, options, flip=options.flip, crop=options.crop)
         watched = rank == 0 and sys.stderr.isatty()
         if device.type == "cuda":
             feed = h5pack.DeviceFeed(loader, device, transform=augment)
@@ -95,7 +95,7 @@ class Training:
             self.monitor = h5pack.FeedMonitor(loader, progress=watched)
             self.batches = h5pack.DeviceFeed(self.monitor, device, transform=augment)
         self.steps = len(self.batches) * options.epochs
-        self.plain = normalise(train, options)  # For validation too, which needs the statistics of training.
+        self.plain = normalize(train, options)  # For validation too, which needs the statistics of training.
         example = self.plain(train[0][0][None])
         torch.manual_seed(options.seed)
         self.network = Network(
@@ -108,10 +108,10 @@ class Training:
             recompute=options.checkpoint_activations,
         ).to(device, memory_format=torch.channels_last)
         self.model = self.wrapped()
-        # Weight decay is for weights, not for biases and normalisations.
+        # Weight decay is for weights, not for biases and normalizations.
         groups = [[p for p in self.network.parameters() if (p.ndim > 1) is large] for large in (True, False)]
         decays = [{"params": groups[0], "weight_decay": options.weight_decay}, {"params": groups[1]}]
-        self.optimiser = torch.optim.SGD(decays, lr=options.lr, momentum=0.9, nesterov=True, weight_decay=0)
+        self.optimizer = torch.optim.SGD(decays, lr=options.lr, momentum=0.9, nesterov=True, weight_decay=0)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp == "fp16")
         torch.manual_seed(options.seed + 1 + rank)
         self.epoch = self.step = 0
@@ -126,7 +126,7 @@ class Training:
             model = DistributedDataParallel(model, device_ids=gpus, find_unused_parameters=unused)
         elif self.options.data_parallel:
             # One process drives all GPUs: each step copies the weights to each and gathers the outputs on the first,
-            # and the global interpreter lock serialises their work. --spawn has none of these costs.
+            # and the global interpreter lock serializes their work. --spawn has none of these costs.
             model = DataParallel(model)
         return torch.compile(model) if self.options.compile else model
 
@@ -138,8 +138,8 @@ class Training:
         return self.options.lr * 0.5 * (1 + math.cos(math.pi * (self.step - up) / max(1, self.steps - up)))
 
     def train(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Take one step of the optimiser; returns the mean loss of this rank's rows."""
-        for group in self.optimiser.param_groups:
+        """Take one step of the optimizer; returns the mean loss of this rank's rows."""
+        for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
         count, total = self.options.accumulate, torch.zeros((), device=self.device)
         parts = list(zip(images.tensor_split(count), labels.tensor_split(count), strict=True))
@@ -152,9 +152,9 @@ class Training:
                     loss = F.cross_entropy(outputs, answers, label_smoothing=self.options.label_smoothing) / count
                 self.scaler.scale(loss).backward()
             total += loss.detach()
-        self.scaler.step(self.optimiser)
+        self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return total
 
@@ -195,7 +195,7 @@ class Training:
             state = {
                 "options": {name: getattr(self.options, name) for name in SAME},
                 "network": self.network.state_dict(),
-                "optimiser": self.optimiser.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
                 "scaler": self.scaler.state_dict(),
                 "random": randoms,
                 "batches": self.batches.state_dict(),
@@ -222,7 +222,7 @@ class Training:
             if saved != getattr(self.options, name):
                 raise SystemExit(f"{path}: saved with --{name.replace('_', '-')} {saved}; resume with the same")
         self.network.load_state_dict(state["network"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.batches.load_state_dict(state["batches"])
         self.epoch, self.step, self.accuracy = state["epoch"], state["step"], state["accuracy"]

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 
 
 def pixels(seed: int, size: tuple[int, int] = (20, 14), channels: int = 3) -> npt.NDArray[np.uint8]:
-    """Smooth colour with some noise, so that JPEG has something to do; uint8 (H, W, C) or (H, W)."""
+    """Smooth color with some noise, so that JPEG has something to do; uint8 (H, W, C) or (H, W)."""
     random = np.random.default_rng(seed)
     height, width = size
     y, x = np.mgrid[:height, :width] / max(size)
@@ -71,7 +71,7 @@ def split_folders(root: Path, counts: dict[str, dict[str, int]], size: tuple[int
 
 
 def color_folders(root: Path, counts: dict[str, int], brightness: int) -> Path:
-    """One folder a split, in each one folders of 3 classes: noise whose class is the colour that is brightest."""
+    """One folder a split, in each one folders of 3 classes: noise whose class is the color that is brightest."""
     for split, count in counts.items():
         for number in range(count):
             noise = np.random.default_rng((split == "val", number)).integers(0, 170, (16, 16, 3))

@@ -54,7 +54,7 @@ class FakeTime:
 def test_a_paced_loader_works_two_batches_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeTime()
     monkeypatch.setattr(echoing, "time", clock)
-    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
+    dataset = h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5"))
     paced = echoing.PacedLoader(h5pack.H5Loader(dataset, 10), 0.05)
     batches = iter(paced)
     waits = []

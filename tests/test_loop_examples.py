@@ -55,10 +55,10 @@ print(json.dumps(logs))
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows to train with are 4 batches and some."""
-    folder = tmp_path_factory.mktemp("colours")
+    folder = tmp_path_factory.mktemp("colors")
     source = color_folders(folder / "in", {"train": STEPS * BATCH + 5, "val": 33}, 80)
-    h5pack.convert(source, folder / "colours.h5", **quick(chunk_rows=8))
-    return folder / "colours.h5"
+    h5pack.convert(source, folder / "colors.h5", **quick(chunk_rows=8))
+    return folder / "colors.h5"
 
 
 def steps_of(name: str, pack: Path, runs: list[tuple[str, int]]) -> tuple[list[list[Any]], str]:

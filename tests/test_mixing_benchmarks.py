@@ -24,7 +24,7 @@ PAGE = plots.ROOT / "docs" / "mixing.md"
 
 
 def size_of(picture: Path) -> tuple[int, int]:
-    """Pixels of a picture that is not one colour."""
+    """Pixels of a picture that is not one color."""
     with Image.open(picture) as image:
         assert len(image.convert("L").getcolors() or ()) > 10
         return image.size

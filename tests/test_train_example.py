@@ -79,10 +79,10 @@ def train() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("colours")
+    folder = tmp_path_factory.mktemp("colors")
     source = color_folders(folder / "in", {"train": TRAIN, "val": VAL}, 40)
-    h5pack.convert(source, folder / "colours.h5", **quick(chunk_rows=8))
-    return folder / "colours.h5"
+    h5pack.convert(source, folder / "colors.h5", **quick(chunk_rows=8))
+    return folder / "colors.h5"
 
 
 def started(*arguments: Any) -> subprocess.Popen[str]:

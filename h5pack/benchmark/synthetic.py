@@ -58,10 +58,10 @@ def dead_leaves(seed: int, label: int, canvas: int = MAX_SIDE) -> npt.NDArray[np
     picture, blank = np.zeros((canvas, canvas, 3), np.float32), np.ones((canvas, canvas), np.bool_)
     # Small radii are common and large ones rare, so that discs of every scale cover the same area.
     radii = 1 / np.sqrt(random.uniform(1 / (canvas / 4) ** 2, 1 / 4**2, _DISCS * (canvas // 256)))
-    centres = random.uniform(0, canvas, (len(radii), 2))
-    colours = np.array([_colour(random, label) for _ in radii], np.float32)
+    centers = random.uniform(0, canvas, (len(radii), 2))
+    colors = np.array([_color(random, label) for _ in radii], np.float32)
     # Each disc covers earlier ones, so start with the last one, and paint only what is still blank.
-    for radius, (y, x), colour in zip(radii[::-1], centres[::-1], colours[::-1], strict=True):
+    for radius, (y, x), color in zip(radii[::-1], centers[::-1], colors[::-1], strict=True):
         top, left = max(0, int(y - radius)), max(0, int(x - radius))
         area = np.s_[top : int(y + radius) + 2, left : int(x + radius) + 2]
         visible = blank[area]
@@ -71,13 +71,13 @@ def dead_leaves(seed: int, label: int, canvas: int = MAX_SIDE) -> npt.NDArray[np
         columns = np.arange(left, left + visible.shape[1], dtype=np.float32)[None] - np.float32(x)
         inside = (rows * rows + columns * columns < radius * radius) & visible
         shade = (1 + 0.3 * (rows + columns) / radius)[..., None]
-        picture[area][inside] = (colour * shade)[inside]
+        picture[area][inside] = (color * shade)[inside]
         visible[inside] = False
     picture += random.normal(0, 0.02, picture.shape).astype(np.float32)
     return (np.clip(picture, 0, 1) * 255).astype(np.uint8)
 
 
-def _colour(random: np.random.Generator, label: int) -> tuple[float, float, float]:
+def _color(random: np.random.Generator, label: int) -> tuple[float, float, float]:
     hue = (label / len(CLASSES) + random.normal(0, 0.06)) % 1
     return colorsys.hsv_to_rgb(hue, float(random.beta(2, 3)), float(random.beta(2.2, 1.8)))
 

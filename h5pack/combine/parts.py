@@ -285,7 +285,7 @@ def merge(parts: Sequence[Part]) -> Catalog:
     label_names, labels = first.label_names, [one.labels for one in catalogs if one.labels is not None]
     if labels and labels[0].ndim == 1 and label_names is not None:
         label_names, maps = merge_classes((part.path, part.catalog.label_names or ()) for part in parts)
-        # The label -1 of an unlabelled image selects the last entry of the map, which is also -1.
+        # The label -1 of an unlabeled image selects the last entry of the map, which is also -1.
         labels = [numbers[values] for numbers, values in zip(maps, labels, strict=True)]
     return Catalog(
         "hdf5",

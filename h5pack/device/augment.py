@@ -33,7 +33,7 @@ from h5pack.system.parameters import real_number, unfit
 FLIP, TOP, LEFT, ERASE, BOX, VERTICAL_FLIP = 0, 1, 2, 3, 4, 44
 """Positions in a sample's random words (`random_words`, stream 0). From BOX on, each attempt at a box takes four."""
 COLOR_STREAM = 2
-_GREY = (19595, 38470, 7471)
+_GRAY = (19595, 38470, 7471)
 """Weights of red, green and blue in gray, in units of 2^-16, as in Pillow and ITU-R BT.601."""
 _QUARTER_TURN = (11225, 21145, -32370, -21774, 2601, 19173, 82681, -68855, -13826)
 """The 3 x 3 matrix that removes a color's gray and rotates the rest by a quarter turn, from axis I to axis Q.
@@ -335,7 +335,7 @@ def color_table(device: torch.device) -> torch.Tensor:
     def make() -> torch.Tensor:
         angles = torch.arange(STEPS, dtype=torch.float64, device="cpu") * (2 * math.pi / STEPS)
         cosines, sines = ((part * 65536).round().to(torch.int64) for part in (angles.cos(), angles.sin()))
-        return torch.cat([cosines, sines, torch.tensor(_GREY * 3 + _QUARTER_TURN, device="cpu")])
+        return torch.cat([cosines, sines, torch.tensor(_GRAY * 3 + _QUARTER_TURN, device="cpu")])
 
     return cached_table(("color",), device, make)
 
@@ -362,11 +362,11 @@ def _color_matrices(words: torch.Tensor, augmentation: Augmentation) -> torch.Te
     assert augmentation.color is not None
     saturation = saturation * ~chance(words[:, 4], augmentation.color.grayscale)
     table = color_table(words.device)
-    grey, turned = table[2 * STEPS :].view(2, 9, 1)
+    gray, turned = table[2 * STEPS :].view(2, 9, 1)
     one = torch.eye(3, dtype=torch.int64, device=words.device).view(9, 1) << 16
     straight = _rounded(saturation * table[hue & (STEPS - 1)])
     sideways = _rounded(saturation * table[STEPS + (hue & (STEPS - 1))])
-    linear = _rounded((grey << 16) + straight * (one - grey) + sideways * turned)
+    linear = _rounded((gray << 16) + straight * (one - gray) + sideways * turned)
     linear = _rounded(_rounded(brightness * contrast) * linear)
     offset = _rounded(brightness * _rounded((65536 - contrast) * round(augmentation.level * 65536)))
     matrix = torch.cat([linear.view(3, 3, -1), offset.expand(3, 1, -1)], 1)

@@ -3,11 +3,11 @@
 The arithmetic of ``(pixel / 255 - mean) / std`` in float32 is accurate to one rounding step.
 
 If it were computed as ``pixel * scale + bias``, pixels near the mean would lose most of their digits. Therefore the
-integer ``centre`` nearest to ``255 * mean`` is subtracted first, which is exact. The factor ``1 / (255 * std)`` is
+integer ``center`` nearest to ``255 * mean`` is subtracted first, which is exact. The factor ``1 / (255 * std)`` is
 split into ``coarse + fine`` with 16 significant bits each, so the product of either part with an 8-bit integer is
 exact in float32::
 
-    steps  = pixel - centre                          exact
+    steps  = pixel - center                          exact
     small  = steps * fine + bias                     one rounding, of a value below 0.51 * coarse
     result = steps * coarse + small                  one rounding
 
@@ -64,7 +64,7 @@ _POOLED = 2
 Allocating new memory would take longer than the arithmetic.
 """
 _MIN_POOLED_BYTES = 1 << 20
-_GREY = (0.299, 0.587, 0.114)
+_GRAY = (0.299, 0.587, 0.114)
 _log = logging.getLogger(__name__)
 
 
@@ -166,7 +166,7 @@ class Normalize:
         across, down = (0.5 * bool(p) if isinstance(p, (bool, np.bool_)) else p for p in (flip, vertical_flip))
         level = 127.5
         if mean is not None and len(self.mean) == 3:
-            level = 255 * sum(weight * value for weight, value in zip(_GREY, self.mean, strict=True))
+            level = 255 * sum(weight * value for weight, value in zip(_GRAY, self.mean, strict=True))
         crop = 0 if crop is None or crop is False else crop
         self.augmentation = Augmentation(across, crop, erase, erase_scale, erase_ratio, down, color, level)
         self.keyed = self.augmentation.is_random
@@ -403,7 +403,7 @@ class Normalize:
         return dataclasses.replace(key, rows=key.rows.to(pixels.device))
 
     def _constant_tensor(self, device: torch.device, channels: int) -> torch.Tensor:
-        """Return centre, coarse, fine and bias as float32, (4, channels). Single numbers are repeated per channel."""
+        """Return center, coarse, fine and bias as float32, (4, channels). Single numbers are repeated per channel."""
 
         def make() -> torch.Tensor:
             values = [row if len(row) > 1 else row * channels for row in self._scale]

@@ -129,16 +129,16 @@ def erase_on_cpu(result: torch.Tensor, draws: AugmentationDraws) -> None:
 
 
 def scale_constants(mean: Sequence[float], std: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-    """Return centre, coarse, fine and bias (see `h5pack.device.normalize`): four tuples with a number per channel.
+    """Return center, coarse, fine and bias (see `h5pack.device.normalize`): four tuples with a number per channel.
 
     float32 holds all of them exactly. `mean` is in 0..1, and `std` is positive.
     """
     means, deviations = np.asarray(mean, np.float64), np.asarray(std, np.float64)
-    centre = np.rint(255 * means)
+    center = np.rint(255 * means)
     scale = 1 / (255 * deviations)
     coarse = _leading_bits(scale)
-    bias = ((centre / 255 - means) / deviations).astype(np.float32)
-    return tuple(tuple(part.tolist()) for part in (centre, coarse, _leading_bits(scale - coarse), bias))
+    bias = ((center / 255 - means) / deviations).astype(np.float32)
+    return tuple(tuple(part.tolist()) for part in (center, coarse, _leading_bits(scale - coarse), bias))
 
 
 def _leading_bits(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -151,10 +151,10 @@ def _leading_bits(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def scale_whole(pixels: torch.Tensor, constants: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the uint8 `pixels`, (N, H, W, C), scaled to `dtype` by operations that ``torch.compile`` can fuse.
 
-    `constants` are centre, coarse, fine and bias, float32, (4, C).
+    `constants` are center, coarse, fine and bias, float32, (4, C).
     """
-    centre, coarse, fine, bias = constants
-    steps = pixels - centre
+    center, coarse, fine, bias = constants
+    steps = pixels - center
     small = torch.addcmul(bias, steps, fine) if dtype == torch.float32 else bias
     return torch.addcmul(small, steps, coarse).to(dtype)
 
@@ -163,14 +163,14 @@ def scale_into(out: torch.Tensor, pixels: torch.Tensor, constants: torch.Tensor,
     """Write scaled pixels into `out`, block by block, so that temporaries stay in the CPU's cache.
 
     `out` (floats) and `pixels` (uint8) are contiguous and have the same shape: (N, H, W, C), or (N, C, H, W) if
-    `planar`. `constants` are centre, coarse, fine and bias, float32, (4, C).
+    `planar`. `constants` are center, coarse, fine and bias, float32, (4, C).
     """
     count, height, width, channels = out.shape if not planar else [out.shape[axis] for axis in (0, 2, 3, 1)]
     planes, row = (channels, width) if planar else (1, width * channels)
     together = _divisor(height, _ROW_VALUES // (planes * row))
     shape = (count, planes, height // together, together * row)
     tiled = constants[:, :, None].expand(4, planes, together * row) if planar else constants.repeat(1, together * width)
-    centre, coarse, fine, bias = (part.reshape(planes, 1, together * row).contiguous() for part in tiled)
+    center, coarse, fine, bias = (part.reshape(planes, 1, together * row).contiguous() for part in tiled)
     out, pixels = out.view(shape), pixels.view(shape)
 
     limit = _BLOCK_VALUES * torch.get_num_threads()
@@ -184,7 +184,7 @@ def scale_into(out: torch.Tensor, pixels: torch.Tensor, constants: torch.Tensor,
             block = (slice(first, first + images), slice(None), slice(top, top + rows))
             target, source = out[block], pixels[block]
             steps, small = (part[: target.shape[0], :, : target.shape[2]] for part in work)
-            torch.sub(source, centre, out=steps)
+            torch.sub(source, center, out=steps)
             if out.dtype == torch.float32:
                 torch.addcmul(bias, steps, fine, out=small)
                 torch.addcmul(small, steps, coarse, out=target)

@@ -57,10 +57,10 @@ def _taps(axis: AxisMap, taps: int) -> torch.Tensor:
     output = torch.arange(axis.size, device=begin.device)
     output = torch.where(axis.flip[:, None], axis.size - 1 - output, output) + axis.offset
     reach = 2 * extent.clamp(min=resized)
-    centre = (2 * output + 1) * extent
-    first = torch.div(centre - reach + resized, 2 * resized, rounding_mode="floor").clamp(min=0)
+    center = (2 * output + 1) * extent
+    first = torch.div(center - reach + resized, 2 * resized, rounding_mode="floor").clamp(min=0)
     pixel = first[:, None] + torch.arange(taps, device=output.device)[:, None]
-    weights = (reach[:, None] - ((2 * pixel + 1) * resized - centre[:, None]).abs()).clamp(min=0)
+    weights = (reach[:, None] - ((2 * pixel + 1) * resized - center[:, None]).abs()).clamp(min=0)
     weights = weights * ((pixel < extent[:, None]) & ((output >= 0) & (output < resized))[:, None])
     total = weights.sum(1, keepdim=True).clamp(min=1)
     weights = torch.div((weights << (WEIGHT_BITS + 1)) + total, 2 * total, rounding_mode="floor")

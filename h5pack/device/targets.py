@@ -45,9 +45,9 @@ class AxisMap:
         """
         # The centers of the output's pixels in the resized window, times 2: integers are exact on every device.
         first, last = 2 * self.offset + 1, 2 * (self.offset + self.size) - 1
-        centres = torch.arange(first, last + 1, 2, device=self.begin.device)
-        centres = torch.where(self.flip[:, None], centres.flip(0), centres)
-        return self.begin[:, None] + centres * self.extent[:, None] // (2 * self.resized)
+        centers = torch.arange(first, last + 1, 2, device=self.begin.device)
+        centers = torch.where(self.flip[:, None], centers.flip(0), centers)
+        return self.begin[:, None] + centers * self.extent[:, None] // (2 * self.resized)
 
     def move(self, values: torch.Tensor) -> torch.Tensor:
         """Convert coordinates, (N, ...), from the image to the output."""

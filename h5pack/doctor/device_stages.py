@@ -45,7 +45,7 @@ _MAX_COPIES = 16
 _PREFETCH_FACTOR = 2
 # Number of batches that a `DeviceFeed` prefetches for a GPU, including those that wait in host memory.
 PREFETCHED_ON_GPU = 2 * _PREFETCH_FACTOR
-_SYNCHRONISED_STEPS = 4
+_SYNCHRONIZED_STEPS = 4
 _IDLE_PERCENT = 10
 _MAX_CHANNELS = 4
 # Number of outputs of the built-in network if the number of classes is unknown.
@@ -129,7 +129,7 @@ class DeviceStages:
         step(self.images, self.labels)
         self._meter.synchronize()
 
-    def synchronisations(self, step: Step) -> tuple[float, str | None]:
+    def synchronizations(self, step: Step) -> tuple[float, str | None]:
         """Return how often a step makes the host wait for the CUDA device, and ``FILE:LINE`` of the first wait."""
         self._meter.synchronize()
         mode = torch.cuda.get_sync_debug_mode()
@@ -137,14 +137,14 @@ class DeviceStages:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                for _ in range(_SYNCHRONISED_STEPS):
+                for _ in range(_SYNCHRONIZED_STEPS):
                     step(self.images, self.labels)
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         # PyTorch gives these warnings no category of their own, so they are recognized by their text.
         found = [warning for warning in caught if "called a synchroniz" in str(warning.message)]
         where = f"{os.path.basename(found[0].filename)}:{found[0].lineno}" if found else None
-        return len(found) / _SYNCHRONISED_STEPS, where
+        return len(found) / _SYNCHRONIZED_STEPS, where
 
     def everything(
         self, loader: Any, step: Step, ready_images: Callable[[], int], prefetched: int
@@ -192,7 +192,7 @@ def idle_gpus(device: torch.device) -> int | None:
     """Return how many GPUs other than `device` are idle; None if there are no others or their use is unknown."""
     others = [torch.device("cuda", number) for number in range(torch.cuda.device_count()) if number != device.index]
     found = [GpuProbe(other).sample() for other in others]
-    used = [None if status is None else status.utilisation_percent for status in found]
+    used = [None if status is None else status.utilization_percent for status in found]
     return None if not used or None in used else sum(percent < _IDLE_PERCENT for percent in used if percent is not None)
 
 

@@ -291,7 +291,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             else:
                 self._unknown.append("whether the batch is too small: there was no time to measure half a batch")
             if target.on_gpu:
-                found["synchronisations"], found["synchronised_at"] = target.stages.synchronisations(step)
+                found["synchronizations"], found["synchronized_at"] = target.stages.synchronizations(step)
         if not target.on_gpu:
             self._unknown.append("host synchronization, unpinned memory and idle GPUs: the step runs on the CPU")
         return found

@@ -49,7 +49,7 @@ from h5pack.system.text import counted
 
 MANIFEST = "manifest.csv"
 """Name of the CSV table written into the folder of an export."""
-UNLABELLED = "_no_label"
+UNLABELED = "_no_label"
 """Class folder of the rows without a label, if classes have names."""
 
 _IMAGES = "images"
@@ -188,13 +188,13 @@ def _class_folders(catalog: Catalog, rules: NameRules) -> tuple[dict[int, str], 
             return {}, set(), False
         width = max((len(str(value)) for value in values), default=1)
         return {value: f"{value:0{width}d}" for value in values}, set(), False
-    folders = _folder_names(names, rules, UNLABELLED)
-    labelled = labels != schema.NO_LABEL
-    exact = bool(labelled.all()) and folders == [*names]
+    folders = _folder_names(names, rules, UNLABELED)
+    labeled = labels != schema.NO_LABEL
+    exact = bool(labeled.all()) and folders == [*names]
     # A split in which no row has a label gets no class folders, like a split without labels in a source.
     splits = set(range(len(catalog.split_names))) if has_splits(catalog) else set()
-    bare_splits = splits - set(catalog.split_ids[labelled].tolist())
-    return {**dict(enumerate(folders)), schema.NO_LABEL: UNLABELLED}, bare_splits, exact
+    bare_splits = splits - set(catalog.split_ids[labeled].tolist())
+    return {**dict(enumerate(folders)), schema.NO_LABEL: UNLABELED}, bare_splits, exact
 
 
 def _folder_names(names: Iterable[str], rules: NameRules, *reserved: str) -> list[str]:
@@ -423,7 +423,7 @@ def _labels(catalog: Catalog, name: Callable[[str], str], lost: list[str]) -> li
 
 
 def _field(
-    field: str, values: FieldValues, unlabelled: bool, name: Callable[[str], str], lost: list[str]
+    field: str, values: FieldValues, unlabeled: bool, name: Callable[[str], str], lost: list[str]
 ) -> Iterator[ManifestColumn]:
     data = field_data(values)
     # `h5pack convert` reads integers as int64, or in a column of numbers as uint64 if they are too large for int64.
@@ -439,7 +439,7 @@ def _field(
         lost += dtypes
         if values.classes is not None:
             lost.append(f"the names of the classes of the field {field!r}")
-        yield _column_of(field, values, unlabelled, name, lost)
+        yield _column_of(field, values, unlabeled, name, lost)
         return
     count = math.prod(values.shape[1:])
     if count > _MAX_FIELD_NUMBERS:
@@ -452,15 +452,15 @@ def _field(
         for number in range(count):
             yield ManifestColumn(name(f"{field}.{number}"), flat[:, number], option=_OPTIONS[schema.ARRAY])
         return
-    yield _column_of(field, values, unlabelled, name, lost)
+    yield _column_of(field, values, unlabeled, name, lost)
 
 
 def _column_of(
-    field: str, values: FieldValues, unlabelled: bool, name: Callable[[str], str], lost: list[str]
+    field: str, values: FieldValues, unlabeled: bool, name: Callable[[str], str], lost: list[str]
 ) -> ManifestColumn:
     """Return the column of a field; append to `lost` if the column cannot have the field's name."""
     # If a table has no labels, `h5pack convert` would take a column in LABEL_COLUMNS for labels, so rename the column.
-    column = name(f"field_{field}" if unlabelled and field.lower() in LABEL_COLUMNS else field)
+    column = name(f"field_{field}" if unlabeled and field.lower() in LABEL_COLUMNS else field)
     if column != field:
         lost.append(f"the name of the field {field!r}, which becomes {column!r}")
     return ManifestColumn(column, values, option=_OPTIONS[field_kind(values)])

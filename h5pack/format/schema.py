@@ -76,7 +76,7 @@ def checksums_path(name: str) -> str:
 
 
 NO_LABEL = -1
-"""The label that is stored for an unlabelled image, in a pack whose other images have labels."""
+"""The label that is stored for an unlabeled image, in a pack whose other images have labels."""
 
 # Chunks of at least this many bytes start on a page boundary. So no two of them share a page, and each can be
 # transferred with O_DIRECT and GPUDirect Storage.

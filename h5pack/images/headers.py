@@ -100,8 +100,8 @@ def parse_jpeg(head: bytes) -> ImageHeader | None:
         return last[1]
     if head[:3] != b"\xff\xd8\xff":
         return None
-    # usual_colour: whether a JFIF or Adobe segment declares that three components are YCbCr.
-    position, usual_colour, frame = 2, False, b""
+    # usual_color: whether a JFIF or Adobe segment declares that three components are YCbCr.
+    position, usual_color, frame = 2, False, b""
     while position + 4 <= len(head):
         if head[position] != 0xFF:
             return None
@@ -115,7 +115,7 @@ def parse_jpeg(head: bytes) -> ImageHeader | None:
             return None
         body = head[position + 4 : end]
         if marker == _SOS:
-            header = _frame(frame, usual_colour)
+            header = _frame(frame, usual_color)
             if header is not None:
                 _last_prefix = head[:end], header
             return header
@@ -128,11 +128,11 @@ def parse_jpeg(head: bytes) -> ImageHeader | None:
         elif marker == _APP0 and body[:4] == b"JFIF":
             if len(body) < _JFIF_BYTES or body[4]:
                 return None
-            usual_colour = True
+            usual_color = True
         elif marker == _APP14 and body[:5] == b"Adobe":
             if len(body) < _ADOBE_BYTES or body[11] != 1:
                 return None
-            usual_colour = True
+            usual_color = True
         elif body.startswith(b"ICC_PROFILE\0") and len(body) < _ICC_BYTES:
             return None
         position = end
@@ -177,7 +177,7 @@ def _frame_position(data: bytes) -> int:
     return position
 
 
-def _frame(body: bytes, usual_colour: bool) -> ImageHeader | None:
+def _frame(body: bytes, usual_color: bool) -> ImageHeader | None:
     if len(body) < 6 or body[0] != 8:
         return None
     height, width, components = (body[1] << 8) + body[2], (body[3] << 8) + body[4], body[5]
@@ -187,7 +187,7 @@ def _frame(body: bytes, usual_colour: bool) -> ImageHeader | None:
     # The sampling factors of a single component have no effect, so any are accepted.
     decode_path = DecodePath.JPEG_GRAY if components == 1 else _JPEG_PATHS.get(factors)
     identifiers = tuple(body[6 + 3 * index] for index in range(components))
-    if decode_path is None or not (usual_colour or identifiers in ((1,), (1, 2, 3))):
+    if decode_path is None or not (usual_color or identifiers in ((1,), (1, 2, 3))):
         return None
     return ImageHeader(height, width, decode_path)
 

@@ -109,7 +109,7 @@ class DatasetReport:
                 once = "decodes" if self.filters else "reads"
                 kept = f"{once} each chunk once and keeps it in memory, {format_bytes(self.kept_bytes)} in all"
                 lines.append(f"  H5Loader: {kept}; each worker of a DataLoader {once} chunks again")
-            without, labelled = "", self.label_fix or self.fix
+            without, labeled = "", self.label_fix or self.fix
             if self.label_fix is not None:
                 name, without = _labels_of(self.label_fix), " without labels"
                 lines.append(f"  fix if {name} has the labels: {shlex.join(self.label_fix)}")
@@ -121,7 +121,7 @@ class DatasetReport:
             if "--fields" in self.fix:
                 lines.append("  split: --val 0.1 for validation; with --val-groups FIELD, equal values stay together")
             measure = ["h5pack", "bench", path, "--images", self.name]
-            measure += ["--labels", _labels_of(labelled)] if "--labels" in labelled and path in labelled else []
+            measure += ["--labels", _labels_of(labeled)] if "--labels" in labeled and path in labeled else []
             lines.append(f"  measure: {shlex.join(measure)}")
         return "\n".join([*lines, *details])
 

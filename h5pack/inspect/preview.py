@@ -235,14 +235,14 @@ def _sample_rows(source: SourceRows, per_class: int | None, max_classes: int, se
             continue
         labels = catalog.labels[catalog.split_ids == number]
         present = np.unique(labels).tolist()
-        unlabelled = [label for label in present if label == schema.NO_LABEL and catalog.label_names is not None]
-        named = [label for label in present if label not in unlabelled]
+        unlabeled = [label for label in present if label == schema.NO_LABEL and catalog.label_names is not None]
+        named = [label for label in present if label not in unlabeled]
         classes = []
-        for label in (*named[:max_classes], *unlabelled):
+        for label in (*named[:max_classes], *unlabeled):
             of_label = rows[labels == label]
             shown = _some(of_label, per_class or ROWS_PER_CLASS, generator)
             names = catalog.label_names
-            label_name = f"label {label}" if names is None else "no label" if label in unlabelled else names[label]
+            label_name = f"label {label}" if names is None else "no label" if label in unlabeled else names[label]
             classes.append(ShownClass(label_name, len(of_label), shown))
         found.append(ShownSplit(name, len(rows), classes, len(named), max(0, len(named) - max_classes)))
     return found

@@ -100,7 +100,7 @@ class Remedy(Enum):
     READ_IN_WORKERS = (
         "Load batches in the workers of a DataLoader, or pack the images ('h5pack convert') and use H5Loader."
     )
-    AVOID_SYNCHRONISATION = (
+    AVOID_SYNCHRONIZATION = (
         "Host synchronization inside the step: the process waits for the GPU {times:.1f} times per step{where}. Usual "
         "causes are .item(), .cpu() and printing a tensor. Read losses only every few steps."
     )
@@ -294,10 +294,10 @@ class _Rules:
 
     def _device(self) -> Iterator[Advice]:
         evidence, step_limits = self.evidence, self.limits(Bottleneck.STEP)
-        if evidence.synchronisations:
-            where = f", first at {evidence.synchronised_at}" if evidence.synchronised_at else ""
+        if evidence.synchronizations:
+            where = f", first at {evidence.synchronized_at}" if evidence.synchronized_at else ""
             moves = step_limits or self.verdict.outcome is Outcome.CONTENTION
-            yield self.make(Remedy.AVOID_SYNCHRONISATION, moves, times=evidence.synchronisations, where=where)
+            yield self.make(Remedy.AVOID_SYNCHRONIZATION, moves, times=evidence.synchronizations, where=where)
         idle = evidence.idle_gpus
         if idle and evidence.world_size == 1:
             yield self.make(Remedy.USE_IDLE_GPUS, step_limits, others=counted(idle, "idle GPU"), gpus=idle + 1)

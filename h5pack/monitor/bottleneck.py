@@ -191,8 +191,8 @@ class Evidence:
     half_batch_ratio: float | None = None
     # The loop's images/s with one of PyTorch's CPU threads, divided by its images/s with all threads.
     one_thread_ratio: float | None = None
-    synchronisations: float | None = None  # how often a step makes the process wait for the CUDA device
-    synchronised_at: str | None = None  # FILE:LINE of the first such wait
+    synchronizations: float | None = None  # how often a step makes the process wait for the CUDA device
+    synchronized_at: str | None = None  # FILE:LINE of the first such wait
 
     @property
     def step_competes(self) -> bool:

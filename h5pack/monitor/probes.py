@@ -129,7 +129,7 @@ class GpuStatus:
     name: str | None = None
     # Percentage of the driver's last sampling period (about 0.2 s to 1 s) during which at least one kernel was running,
     # 0 to 100. At 100 %, kernels may still use only a small part of the GPU.
-    utilisation_percent: float | None = None
+    utilization_percent: float | None = None
     memory_used_bytes: int | None = None  # used by all processes together
     memory_total_bytes: int | None = None
 

@@ -30,10 +30,10 @@ _LINE_BITS = 60
 _BLOCK_ROWS = 1 << 16
 
 
-def balanced_weights(labels: Rows, unlabelled: int | None) -> npt.NDArray[np.float64] | None:
+def balanced_weights(labels: Rows, unlabeled: int | None) -> npt.NDArray[np.float64] | None:
     """Return weights, float64 (n,), with an equal sum for each class of `labels`, int64 (n,).
 
-    Rows with the label `unlabelled` (None: no label is special) are in no class and get weight 0. Returns None if no
+    Rows with the label `unlabeled` (None: no label is special) are in no class and get weight 0. Returns None if no
     row is in a class.
     """
     first = int(labels.min(initial=0))
@@ -42,8 +42,8 @@ def balanced_weights(labels: Rows, unlabelled: int | None) -> npt.NDArray[np.flo
     else:
         numbers = np.unique(labels, return_inverse=True)[1]
     weights: npt.NDArray[np.float64] = (1 / np.maximum(np.bincount(numbers), 1))[numbers]
-    if unlabelled is not None:
-        weights[labels == unlabelled] = 0
+    if unlabeled is not None:
+        weights[labels == unlabeled] = 0
     return weights if weights.any() else None
 
 

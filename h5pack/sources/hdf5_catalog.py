@@ -147,9 +147,9 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         pixel_fields=tuple(PixelField(tables[name], kind, rows_names) for name, kind in kinds.items()),
         notes=(
             *twice,
-            *_transposed(file, images, labelled=labels is not None),
+            *_transposed(file, images, labeled=labels is not None),
             *_pixel_notes(reader),
-            *_unused(file, images, rows, {images, labels, *fields}, labelled=labels is not None),
+            *_unused(file, images, rows, {images, labels, *fields}, labeled=labels is not None),
         ),
         about=f"images {images!r}" + ("" if labels is None else f", labels {labels!r}"),
     )
@@ -162,13 +162,13 @@ def _files_of(file: h5py.File, names: Iterable[str | None]) -> frozenset[SourceF
     return frozenset().union(*(files_of(one) for one in found if isinstance(one, h5py.Dataset)))
 
 
-def _transposed(file: h5py.File, name: str, *, labelled: bool) -> Iterator[Note]:
+def _transposed(file: h5py.File, name: str, *, labeled: bool) -> Iterator[Note]:
     """Yield a note if MATLAB stored the images, or if their last axis, not the first, is as long as the labels."""
     images = file[name]
     if not isinstance(images, h5py.Dataset) or images.ndim < 3:
         return
     last = images.shape[-1]
-    labels = None if labelled or images.ndim > 3 else find_labels(file, name, last, transposed=True)
+    labels = None if labeled or images.ndim > 3 else find_labels(file, name, last, transposed=True)
     if labels is not None:
         text = f"{labels!r} has {last:,} rows, the length of the last axis of {name!r}; if images are along it, store"
         yield Note(f"{text} np.moveaxis(array, -1, 0)")
@@ -197,7 +197,7 @@ def _pixel_notes(reader: HDF5RowReader) -> Iterator[Note]:
             yield Note(f"{found} {brightest} of 255; give value_range, the range of all values", ("value_range",))
 
 
-def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, labelled: bool) -> tuple[Note, ...]:
+def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, labeled: bool) -> tuple[Note, ...]:
     """Return notes that list the datasets that are not packed, except the tables that h5pack itself writes."""
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
     names = [name for name in dataset_names(file) if name not in used]
@@ -206,10 +206,10 @@ def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, l
     # `_has_rows` is false for a damaged dataset. That is no error here, because the dataset is not packed.
     fits = {name: _has_rows(file, name, rows) for name in names}
     fitting, others = ([name for name in names if fits[name] == fit] for fit in (True, False))
-    or_labels = "" if labelled else ", or one of them with labels"
+    or_labels = "" if labeled else ", or one of them with labels"
     advice = f"datasets of numbers or texts can be packed with fields{or_labels}"
     return (
-        *unused_note("datasets", fitting, advice, "fields", *(() if labelled else ("labels",))),
+        *unused_note("datasets", fitting, advice, "fields", *(() if labeled else ("labels",))),
         *unused_note("datasets", others, f"they do not have the length of {images!r}, which is {rows:,}"),
     )
 

@@ -92,9 +92,9 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
         catalog = replace(catalog, notes=(*catalog.notes, Note(text)))
     others = [f".{ending}" for ending in sorted(samples.others)]
     notes = unused_note("members", others, "a .txt member can be packed with text_columns", "text_columns")
-    unlabelled = sum(_CLASS not in cells for cells in samples.cells) if columns.labels == (_CLASS,) else 0
-    if unlabelled:
-        notes += (Note(f"{counted(unlabelled, 'sample')} without a .cls: the label is -1"),)
+    unlabeled = sum(_CLASS not in cells for cells in samples.cells) if columns.labels == (_CLASS,) else 0
+    if unlabeled:
+        notes += (Note(f"{counted(unlabeled, 'sample')} without a .cls: the label is -1"),)
     return replace(catalog, notes=catalog.notes + notes)
 
 

@@ -16,11 +16,11 @@ from h5pack.benchmark.cases import BenchCase
 from h5pack.benchmark.ceilings import Ceilings, PageState, sequential
 from h5pack.system.files import drop_cache, make_hot
 from tests.benchmark.test_cases import variant
-from tests.data.packs import ROWS, SHAPE, labelled
+from tests.data.packs import ROWS, SHAPE, labeled
 
 
 def test_a_file_is_dropped(tmp_path: Path) -> None:
-    path = labelled(tmp_path / "x.h5")
+    path = labeled(tmp_path / "x.h5")
     make_hot(path)
     dataset = h5pack.H5Dataset(path)
     loader = h5pack.H5Loader(dataset, 8)
@@ -32,7 +32,7 @@ def test_a_file_is_dropped(tmp_path: Path) -> None:
 
 
 def test_pages_that_stay_have_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = PageState(h5pack.H5Dataset(labelled(tmp_path / "x.h5")))
+    state = PageState(h5pack.H5Dataset(labeled(tmp_path / "x.h5")))
     for drop, cached, reason in (
         (lambda path: 7, True, "7 pages of "),
         # mincore(2) pretends to see pages that are not cached.
@@ -77,7 +77,7 @@ def test_a_sequential_read_reads_bytes_once(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_files_of_a_virtual_dataset_are_dropped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = labelled(tmp_path / "part.h5")
+    part = labeled(tmp_path / "part.h5")
     layout = h5py.VirtualLayout((2 * ROWS, *SHAPE), "u1")
     layout[:ROWS] = layout[ROWS:] = h5py.VirtualSource(part, "images", (ROWS, *SHAPE))
     with h5py.File(tmp_path / "all.h5", "w") as file:

@@ -172,7 +172,7 @@ def test_tasks_of_a_killed_worker_are_done_by_others(tmp_path: Path, client: Any
     assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "local.h5").read_bytes()
 
 
-def test_a_cancelled_task_does_not_hold_up_the_others(tmp_path: Path, client: Any) -> None:
+def test_a_canceled_task_does_not_hold_up_the_others(tmp_path: Path, client: Any) -> None:
     with dask_client.open_dask_executor(client, None, None, tmp_path / "o.h5.partial") as executor:
         cancelled = executor.submit(time.sleep, 0.3)
         assert cancelled.cancel()

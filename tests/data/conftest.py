@@ -30,4 +30,4 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def dataset(tmp_path: Path) -> h5pack.H5Dataset:
     """Images, and labels that are their rows' numbers."""
-    return h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
+    return h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5"))

@@ -85,7 +85,7 @@ def write(
     return path
 
 
-def labelled(path: Path, rows: int = ROWS, **settings: Any) -> Path:
+def labeled(path: Path, rows: int = ROWS, **settings: Any) -> Path:
     """A file of images, and of labels that are their rows' numbers."""
     return write(path, images=values(rows), labels=np.arange(rows), **settings)
 

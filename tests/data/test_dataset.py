@@ -479,7 +479,7 @@ def test_stats_count_rows_chunks_and_bytes(rich_file: Path) -> None:
 @pytest.mark.parametrize("compression", [None, "gzip"])
 def test_threads_share_a_dataset(tmp_path: Path, compression: str | None) -> None:
     data = packs.values()
-    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5", compression=compression), with_rows=True)
+    dataset = h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5", compression=compression), with_rows=True)
 
     def work(seed: int) -> None:
         random = np.random.default_rng(seed)

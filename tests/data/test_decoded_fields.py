@@ -109,7 +109,7 @@ def require(batch: Any, crop: Any, epoch: int) -> list[int]:
     return list(batch.rows.tolist())
 
 
-@pytest.mark.parametrize("crop", CROPS, ids=["random", "resized", "centre", "resize"])
+@pytest.mark.parametrize("crop", CROPS, ids=["random", "resized", "center", "resize"])
 def test_fields_move_with_decoded_crops(path: Path, crop: Any) -> None:
     dataset = h5pack.H5Dataset(path, fields=FIELDS, with_rows=True)
     loader = h5pack.H5Loader(dataset, 3, decode=crop, seed=3, num_threads=2)

@@ -153,7 +153,7 @@ def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("streams", [1, 2])
 def test_cached_and_other_groups_may_take_turns(tmp_path: Path, streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same batches come from the mapping, by preadv, and from both in turn."""
-    path = packs.labelled(tmp_path / "f.h5")
+    path = packs.labeled(tmp_path / "f.h5")
     make_hot(path)
     order: dict[str, Any] = {"window": 2, "seed": 3, "streams": streams}
     expected = packs.reference(h5pack.H5Dataset(path), 1, 8, **order)[0]
@@ -196,7 +196,7 @@ def test_rows_on_the_disk_are_loaded_or_read(
 ) -> None:
     """The first epoch of a file that is not in the page cache, and the second, in which it is."""
     monkeypatch.setattr("h5pack.read.mapping._BLOCK_FILE_SYSTEMS", [file_system_type(tmp_path)] * suits)
-    path = packs.labelled(tmp_path / "f.h5")
+    path = packs.labeled(tmp_path / "f.h5")
     order: dict[str, Any] = {"window": 2, "seed": 3, "streams": streams}
     expected = packs.reference(h5pack.H5Dataset(path), 2, 8, **order)
     loaded: list[bool] = []

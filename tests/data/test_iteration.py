@@ -48,7 +48,7 @@ def test_a_signal_handler_may_close_the_iterator_inside_next(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a handler does that runs in the consumer's thread, which holds the lock of the pipeline."""
-    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5", rows=4_000))
+    dataset = h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5", rows=4_000))
     loader = h5pack.H5Loader(dataset, 4, num_threads=2, window=1, prefetch_factor=1)
     iterator, original, consumer = iter(loader), getattr(Pipeline, method), []
 
@@ -92,7 +92,7 @@ class Slow(BatchIterator):
 
 def test_threads_that_share_an_iterator_get_each_batch_once_and_its_end(tmp_path: Path) -> None:
     slow = Slow()
-    loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5", rows=40)), 4, num_threads=2)
+    loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5", rows=40)), 4, num_threads=2)
     for iterator, batches in ((slow, 10), (iter(loader), 10)):
         found: list[list[Any]] = [[] for _ in range(4)]
         threads = [threading.Thread(target=lambda own: own.extend(iterator), args=(own,)) for own in found]  # noqa: B023
@@ -133,7 +133,7 @@ def test_if_a_thread_cannot_start_the_others_end(tmp_path: Path, monkeypatch: py
         start(self)
         taken.append(self)
 
-    loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5")), 4, num_threads=3)
+    loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5")), 4, num_threads=3)
     with monkeypatch.context() as context:
         context.setattr(ReusableThread, "start", failing)
         with pytest.raises(LoaderError):
@@ -148,7 +148,7 @@ def test_if_a_thread_cannot_start_the_others_end(tmp_path: Path, monkeypatch: py
 def test_an_iteration_whose_threads_cannot_start_takes_no_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapper: Any
 ) -> None:
-    own = h5pack.H5Loader(h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5")), 4)
+    own = h5pack.H5Loader(h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5")), 4)
     loader = wrapper(own)
     iterator = iter(loader)
     states = [loader.state_dict()]
@@ -169,7 +169,7 @@ def test_an_iteration_whose_threads_cannot_start_takes_no_epoch(
 
 
 def test_threads_stop_before_an_interrupt_can_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5")), 4, num_threads=2)
+    loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5")), 4, num_threads=2)
     iterator = iter(loader)
     next(iterator)
     with monkeypatch.context() as context:

@@ -145,7 +145,7 @@ def test_files_of_all_kinds(tmp_path: Path, kind: str, way: str) -> None:
 
 
 def test_subsets_and_splits(tmp_path: Path, way: str) -> None:
-    whole = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
+    whole = h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5"))
     one, other = random_split(whole, [70, 33], torch.Generator().manual_seed(3))
     nested = Subset(Subset(whole, range(90, 10, -1)), [5, 50, 6, 51, 6])
     test = h5pack.H5Dataset(packs.converted(tmp_path), "test", with_rows=True)
@@ -517,7 +517,7 @@ def test_an_error_in_a_transform(dataset: h5pack.H5Dataset, way: str, where: str
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_chunks_that_fit_the_cache_are_decoded_once(tmp_path: Path, fits: bool) -> None:
-    path = packs.labelled(tmp_path / "f.h5", 300, compression="gzip")
+    path = packs.labeled(tmp_path / "f.h5", 300, compression="gzip")
     dataset = h5pack.H5Dataset(path, with_rows=True)
     if not fits:
         dataset.engine.chunks.cache.capacity = dataset.engine.decoded_bytes() - 1
@@ -717,7 +717,7 @@ def test_what_is_no_state_of_this_order_is_refused(dataset: h5pack.H5Dataset) ->
 
 @pytest.mark.parametrize("how", ["cut", "cut, gzip", "replaced", "removed"])
 def test_a_file_changes_in_an_epoch(tmp_path: Path, how: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = packs.labelled(tmp_path / "f.h5", 600, compression="gzip" if "gzip" in how else None)
+    path = packs.labeled(tmp_path / "f.h5", 600, compression="gzip" if "gzip" in how else None)
     loader = loader_of(h5pack.H5Dataset(path), memory_bytes=10**6, num_threads=1)
     batches: Any = iter(loader)
     next(batches)
@@ -728,7 +728,7 @@ def test_a_file_changes_in_an_epoch(tmp_path: Path, how: str, way: str, monkeypa
         monkeypatch.setattr(f"h5pack.read.{module}.CHECK_SECONDS", 0)
     monkeypatch.setattr("h5pack.read.storage._RETRY_SECONDS", (0.0,))
     if how == "replaced":
-        os.replace(packs.labelled(tmp_path / "g.h5", 601), path)
+        os.replace(packs.labeled(tmp_path / "g.h5", 601), path)
     else:
         path.unlink() if how == "removed" else os.truncate(path, 9_000)
     with pytest.raises(H5PackError):
@@ -740,7 +740,7 @@ def test_a_file_changes_in_an_epoch(tmp_path: Path, how: str, way: str, monkeypa
 
 @pytest.mark.parametrize("compression", ["gzip", None])
 def test_a_forked_child_starts_from_scratch(tmp_path: Path, way: str, compression: str | None) -> None:
-    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5", compression=compression))
+    dataset = h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5", compression=compression))
     expected = expected_of(dataset)
     loader = loader_of(dataset)
     batches = iter(loader)
@@ -811,7 +811,7 @@ while True: time.sleep(0.1)
 
 @pytest.mark.parametrize("body", [WAITING, HOLDING], ids=["awaiting a batch", "with iterators held"])
 def test_control_c_ends_the_process(tmp_path: Path, body: str) -> None:
-    with started(packs.labelled(tmp_path / "f.h5"), body) as process:
+    with started(packs.labeled(tmp_path / "f.h5"), body) as process:
         try:
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGINT)
@@ -825,7 +825,7 @@ def test_control_c_ends_the_process(tmp_path: Path, body: str) -> None:
 
 
 def test_unfinished_iterators_do_not_disturb_the_exit(tmp_path: Path) -> None:
-    with started(packs.labelled(tmp_path / "f.h5", 2000), HELD + "report()\nsys.exit(0)") as process:
+    with started(packs.labeled(tmp_path / "f.h5", 2000), HELD + "report()\nsys.exit(0)") as process:
         try:
             output, errors = process.communicate(timeout=120)
         finally:

@@ -42,7 +42,7 @@ def test_names_of_fields(names: tuple[str, ...], label: str | None, rows: bool, 
     assert len(sample_type(expected)._fields) == len(expected)
 
 
-def test_unlabelled_images_cannot_be_unpacked_as_images_and_labels(tmp_path: Path) -> None:
+def test_unlabeled_images_cannot_be_unpacked_as_images_and_labels(tmp_path: Path) -> None:
     """Two images would else be taken for images and labels."""
     dataset = h5pack.H5Dataset(packs.write(tmp_path / "f.h5", 3, images=packs.values(6)))
     for loader in (h5pack.H5Loader(dataset, 2, num_threads=1), DataLoader(dataset, 2), DataLoader(list(dataset), 2)):

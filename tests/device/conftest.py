@@ -34,4 +34,4 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def dataset(tmp_path: Path) -> h5pack.H5Dataset:
     """103 rows in chunks of 10; labels are row numbers."""
-    return h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"), with_rows=True)
+    return h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5"), with_rows=True)

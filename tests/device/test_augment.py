@@ -109,12 +109,12 @@ def slow_matrix(words: list[int], jitter: ColorJitter, level: float) -> npt.NDAr
     angle = 2 * math.pi * (below(words[3], 2 * turns + 1) - turns) / 4096
     if words[4] >> 32 < jitter.grayscale * 2**32:
         s = 0
-    grey = np.array([0.299, 0.587, 0.114])
+    gray = np.array([0.299, 0.587, 0.114])
     red, _, blue = np.eye(3)
-    yiq = np.stack([grey, 0.74 * (red - grey) - 0.27 * (blue - grey), 0.48 * (red - grey) + 0.41 * (blue - grey)])
+    yiq = np.stack([gray, 0.74 * (red - gray) - 0.27 * (blue - gray), 0.48 * (red - gray) + 0.41 * (blue - gray)])
     cosine, sine = math.cos(angle), math.sin(angle)
     turned = np.linalg.inv(yiq) @ np.array([[0, 0, 0], [0, cosine, -sine], [0, sine, cosine]]) @ yiq
-    linear = b * c * (np.ones((3, 1)) * grey + s * turned)
+    linear = b * c * (np.ones((3, 1)) * gray + s * turned)
     return np.hstack([linear, np.full((3, 1), b * (1 - c) * level)])
 
 

@@ -220,9 +220,9 @@ def check_launches() -> None:
         setattr(module, name, kernel)
     launch.interpreted = lambda: True
     images, key = batch(4), key_of(4, repeats=torch.arange(4))
-    centre = {"crop": CenterCrop(9, resize=10)}
+    center = {"crop": CenterCrop(9, resize=10)}
     resized = {"crop": RandomResizedCrop(9), "flip": 0.5, "erase": 0.5, "color": ColorJitter(0.4)}
-    for options in ({}, *AUGMENTATIONS, centre, resized):
+    for options in ({}, *AUGMENTATIONS, center, resized):
         norm = Normalize.imagenet(backend="triton", **options)
         norm(images, key)  # Makes the tables and constants.
         launched.clear()

@@ -41,7 +41,7 @@ def batch(count: int = 6, height: int = 13, width: int = 11, channels: int = 3) 
 
 
 def ulp(values: npt.NDArray[np.float64], dtype: torch.dtype) -> npt.NDArray[np.float64]:
-    """The distance of neighbouring numbers of a dtype at some values; float64."""
+    """The distance of neighboring numbers of a dtype at some values; float64."""
     kind = torch.finfo(dtype)
     magnitudes = np.maximum(np.abs(values), kind.tiny)
     return 2.0 ** (np.frexp(magnitudes)[1] - 1) * kind.eps
@@ -312,7 +312,7 @@ def test_colors_need_three_channels() -> None:
     with pytest.raises(OptionsError) as caught:
         norm(batch(channels=1), key_of(6))
     assert caught.value.parameters == ("color",)
-    # Contrast keeps the grey of the mean.
+    # Contrast keeps the gray of the mean.
     assert Normalize.imagenet().augmentation.level == pytest.approx(255 * 0.458971)
     assert Normalize().augmentation.level == 127.5
     assert Normalize(std=(0.5, 0.5, 0.5)).augmentation.level == 127.5
@@ -456,7 +456,7 @@ def test_statistics_of_packs(tmp_path: Path) -> None:
 
 
 def test_datasets_without_statistics_or_with_different_ones_are_refused(tmp_path: Path) -> None:
-    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
+    dataset = h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5"))
     with pytest.raises(OptionsError) as caught:
         Normalize.from_dataset(dataset)
     assert caught.value.path == str(dataset.path)

@@ -49,9 +49,9 @@ def weights(length: int, size: int) -> npt.NDArray[np.float64]:
     support = max(scale, 1.0)
     matrix = np.zeros((size, length))
     for line in range(size):
-        centre = scale * (line + 0.5)
-        first, end = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), length)
-        matrix[line, first:end] = [max(0.0, 1 - abs((pixel - centre + 0.5) / support)) for pixel in range(first, end)]
+        center = scale * (line + 0.5)
+        first, end = max(int(center - support + 0.5), 0), min(int(center + support + 0.5), length)
+        matrix[line, first:end] = [max(0.0, 1 - abs((pixel - center + 0.5) / support)) for pixel in range(first, end)]
     return matrix / matrix.sum(1, keepdims=True)
 
 
@@ -124,7 +124,7 @@ def test_pixels_are_within_one_level_of_interpolate() -> None:
                 assert differences.double().mean() < 0.25
 
 
-def test_the_centre_is_that_of_resize_and_crop() -> None:
+def test_the_center_is_that_of_resize_and_crop() -> None:
     """The formulas of torchvision's Resize(256, antialias=True) and CenterCrop(224)."""
     for height, width in ((256, 256), (375, 500), (150, 90)):
         images = batch(1, height, width)
@@ -196,7 +196,7 @@ def test_a_compiled_normalize_resizes() -> None:
     assert (levels_of(norm, norm(images, key)) - levels_of(norm, expected)).abs().max() < 4.5
 
 
-def test_a_centre_crop_needs_no_key() -> None:
+def test_a_center_crop_needs_no_key() -> None:
     norm = Normalize.imagenet(crop=CenterCrop(224, resize=256))
     assert not norm.keyed
     images = batch(2, 300, 320)

@@ -123,7 +123,7 @@ def test_the_machine_code_stays_short(capability: int, dtype: str, planar: bool,
     from h5pack.device.kernels import resize
 
     rows, columns, warps = resize._ROWS, resize._COLUMNS, resize._WARPS
-    # One of them is of a centre crop.
+    # One of them is of a center crop.
     constants = {"RANDOM": capability != 75, "SHARED": capability == 75}
     constants |= {"CHANNELS": 3, "PLANAR": planar, "COLORS": changes}
     constants |= {"ERASES": changes, "FINE": dtype == "fp32", "WIDE": False, "ROWS": rows, "COLUMNS": columns}

@@ -27,9 +27,9 @@ CROPS = {
     "none": None,
     "random": RandomCrop((6, 5), padding=4),
     "larger": RandomCrop((15, 16), padding=4),
-    "centre": CenterCrop((6, 5)),
-    "padded centre": CenterCrop((14, 16)),
-    "resized centre": CenterCrop((6, 5), resize=7),
+    "center": CenterCrop((6, 5)),
+    "padded center": CenterCrop((14, 16)),
+    "resized center": CenterCrop((6, 5), resize=7),
     "random resized": RandomResizedCrop((6, 5)),
     "random enlarged": RandomResizedCrop((14, 15)),
 }
@@ -85,21 +85,21 @@ def exact(value: Fraction, line: Line) -> Fraction:
 
 
 def slow_masks(masks: torch.Tensor, lines: list[tuple[Line, Line]]) -> torch.Tensor:
-    """Find the input pixel under the centre of each output pixel, in exact arithmetic."""
+    """Find the input pixel under the center of each output pixel, in exact arithmetic."""
     sizes = [line[2] for line in lines[0]]
     result = torch.zeros(COUNT, *sizes, dtype=masks.dtype)
     for n, y, x in itertools.product(range(COUNT), *map(range, sizes)):
         where = []
         for place, (scale, shift, size, flipped) in zip((y, x), lines[n], strict=True):
-            centre = size - place - Fraction(1, 2) if flipped else place + Fraction(1, 2)
-            where.append(math.floor((centre - shift) / scale))
+            center = size - place - Fraction(1, 2) if flipped else place + Fraction(1, 2)
+            where.append(math.floor((center - shift) / scale))
         if all(0 <= place < length for place, length in zip(where, INPUT, strict=True)):
             result[n, y, x] = masks[n, where[0], where[1]]
     return result
 
 
 @every_crop
-def test_masks_take_the_pixel_under_the_centre(name: str) -> None:
+def test_masks_take_the_pixel_under_the_center(name: str) -> None:
     axes, lines = axes_and_lines(name, 1)
     masks = torch.arange(1, COUNT * INPUT[0] * INPUT[1] + 1).reshape(COUNT, *INPUT)
     expected = slow_masks(masks, lines)
@@ -162,15 +162,15 @@ SQUARES = {
     "none": None,
     "padded": 9,
     "random": RandomCrop((32, 30), padding=5),
-    "centre": CenterCrop((34, 38)),
-    "reduced centre": CenterCrop((28, 34), resize=32),
-    "enlarged centre": CenterCrop(60, resize=64),
+    "center": CenterCrop((34, 38)),
+    "reduced center": CenterCrop((28, 34), resize=32),
+    "enlarged center": CenterCrop(60, resize=64),
     "random resized": RandomResizedCrop((32, 40), scale=(0.5, 1)),
 }
 
 
 @pytest.mark.parametrize("name", SQUARES)
-def test_images_show_squares_where_their_masks_boxes_and_centres_are(name: str) -> None:
+def test_images_show_squares_where_their_masks_boxes_and_centers_are(name: str) -> None:
     crop, count, size = SQUARES[name], 300, (48, 44)
     random = torch.Generator().manual_seed(8)
     top, left = (torch.randint(4, length - 13, (count,), generator=random) for length in size)
@@ -185,13 +185,13 @@ def test_images_show_squares_where_their_masks_boxes_and_centres_are(name: str) 
     masks = move_masks(squares, axes)
     assert masks.shape == shown.shape
     boxes = move_boxes(torch.stack([left, top, left + 9, top + 9], 1)[:, None], axes)
-    centres = move_keypoints(torch.stack([left + 4.5, top + 4.5], 1)[:, None], axes)[:, 0]
+    centers = move_keypoints(torch.stack([left + 4.5, top + 4.5], 1)[:, None], axes)[:, 0]
     # Half of the brightness is the edge, which resizing may move by a rounding of half a pixel.
     resized = getattr(crop, "resize", None) is not None or isinstance(crop, RandomResizedCrop)
     assert ((shown > 0.5) == masks).float().mean() > (0.99 if resized else 0.9999999)
     whole, (x, y) = masks.sum((1, 2)), (torch.arange(axes[axis].size) + 0.5 for axis in (1, 0))
     inside = 0
-    for image, box, centre, pixels in zip(shown, boxes[:, 0].tolist(), centres.tolist(), whole.tolist(), strict=True):
+    for image, box, center, pixels in zip(shown, boxes[:, 0].tolist(), centers.tolist(), whole.tolist(), strict=True):
         margins = box[0], box[1], axes[1].size - box[2], axes[0].size - box[3]
         if min(margins) < 2 or not pixels:
             continue
@@ -200,7 +200,7 @@ def test_images_show_squares_where_their_masks_boxes_and_centres_are(name: str) 
         area = (box[2] - box[0]) * (box[3] - box[1])
         assert weight.item() == pytest.approx(area, rel=0.02)
         found = (image.sum(0) @ x / weight).item(), (image.sum(1) @ y / weight).item()
-        assert found == pytest.approx(tuple(centre), abs=0.1)
+        assert found == pytest.approx(tuple(center), abs=0.1)
     assert inside > 20
 
 

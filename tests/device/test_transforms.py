@@ -187,7 +187,7 @@ FIELDS = {MASKS: "mask", BOXES: "boxes", POINTS: "keypoints"}
 
 
 def marked_batch(count: int = 40) -> dict[str, Any]:
-    """Black images with a white square of 3 x 3 pixels; its mask, its box, and its corners and centre as points."""
+    """Black images with a white square of 3 x 3 pixels; its mask, its box, and its corners and center as points."""
     random = torch.Generator().manual_seed(3)
     top, left = (torch.randint(0, length - 2, (count,), generator=random) for length in (20, 24))
     images = torch.zeros(count, 20, 24, 3, dtype=torch.uint8)

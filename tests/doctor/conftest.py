@@ -14,18 +14,18 @@ from h5pack.doctor.device_stages import DeviceStages
 from h5pack.monitor import monitor
 from h5pack.monitor.bottleneck import MIN_REPEATS
 from h5pack.monitor.probes import CpuTime
-from tests.data.packs import labelled
+from tests.data.packs import labeled
 from tests.monitor.fake_clock import FakeClock
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return labelled(tmp_path / "x.h5", 200)
+    return labeled(tmp_path / "x.h5", 200)
 
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> h5pack.H5Dataset:
-    return h5pack.H5Dataset(labelled(tmp_path / "x.h5"))
+    return h5pack.H5Dataset(labeled(tmp_path / "x.h5"))
 
 
 class Machine(FakeClock):

@@ -60,7 +60,7 @@ def test_each_failure_of_user_code_is_a_line_and_exit_status_1(path: Path, capsy
     code, out, err = run(capsys, path, *USUAL, *names)
     assert code == 1
     transform, model = err.splitlines()
-    assert "no such colour" in transform
+    assert "no such color" in transform
     assert "weights.pt" in model
     assert "\nloader only  " in out
 

@@ -116,7 +116,7 @@ def test_half_a_batch_is_compared_with_a_whole_one(monkeypatch: pytest.MonkeyPat
     assert with_rates(monkeypatch, 1, lambda _: 1.0).half_batch_ratio(lambda images, labels: None, 0.06) is None
 
 
-def test_synchronisations_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synchronizations_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[Any] = []
 
     def set_mode(mode: Any) -> None:
@@ -133,9 +133,9 @@ def test_synchronisations_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     stages = DeviceStages(CPU, uint8(4, 3), None)
-    count, where = stages.synchronisations(step)
+    count, where = stages.synchronizations(step)
     assert (count, where.partition(":")[0], modes) == (2, "test_device_stages.py", ["warn", 0])
-    assert stages.synchronisations(lambda images, labels: None) == (0, None)
+    assert stages.synchronizations(lambda images, labels: None) == (0, None)
 
 
 @pytest.mark.parametrize(("used", "idle"), [((90.0, 0.0, 3.0), 2), ((0.0, 50.0, 50.0), 0), ((5.0, None, 0.0), None)])
@@ -145,7 +145,7 @@ def test_counts_of_idle_gpus(monkeypatch: pytest.MonkeyPatch, used: tuple[float 
             self.found = used[device.index]
 
         def sample(self) -> GpuStatus | None:
-            return None if self.found is None else GpuStatus(utilisation_percent=self.found)
+            return None if self.found is None else GpuStatus(utilization_percent=self.found)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(device_stages, "GpuProbe", Probe)
@@ -162,8 +162,8 @@ def test_stages_on_a_gpu(dataset: h5pack.H5Dataset) -> None:
     assert stages.images.device == device
     assert stages.copy(0.05).rate > 0
     assert stages.normalize(0.05).rate > 0
-    assert stages.synchronisations(lambda images, labels: images.sum().item())[0] == 1
-    assert stages.synchronisations(lambda images, labels: images.sum())[0] == 0
+    assert stages.synchronizations(lambda images, labels: images.sum().item())[0] == 1
+    assert stages.synchronizations(lambda images, labels: images.sum())[0] == 0
     found = stages.everything(loader, lambda images, labels: images.sum(), lambda: 0, 4)(0.1)
     assert 0 <= found.stall_seconds <= found.seconds
     loader.close()

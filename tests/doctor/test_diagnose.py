@@ -206,8 +206,8 @@ BOTH = {"transform": users.failing_transform, "model": users.failing_factory}
     [
         ({"model": users.failing_step}, ["8x3x16x12 float32 on cpu"], MODEL),
         *(({"model": partial(Failing, calls)}, ["out of luck"], MODEL) for calls in (0, 1, 3, 6, 8)),
-        ({"transform": users.failing_transform}, ["no such colour"], TRANSFORM),
-        (BOTH, ["no such colour", "weights.pt is not there"], MODEL | TRANSFORM),
+        ({"transform": users.failing_transform}, ["no such color"], TRANSFORM),
+        (BOTH, ["no such color", "weights.pt is not there"], MODEL | TRANSFORM),
     ],
 )
 def test_a_failure_of_the_user_s_functions_leaves_the_other_stages(

@@ -33,7 +33,7 @@ def forgetful_transform(images: torch.Tensor) -> None:
 
 
 def failing_transform(images: torch.Tensor) -> torch.Tensor:
-    raise ValueError("no such colour\nand a second line")
+    raise ValueError("no such color\nand a second line")
 
 
 def failing_factory() -> nn.Module:

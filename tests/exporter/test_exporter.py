@@ -85,9 +85,7 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
     "classes": lambda root: class_folders(root, {"cat": 7, "dog": 6, "nothing": 0}),
     "flat": lambda root: flat_folder(root, 11),
     "deep classes": lambda root: save(class_folders(root, {"a": 4, "b": 3}) / "a" / "a" / "deep" / "x.webp").parents[3],
-    "an unlabelled split": lambda root: (
-        flat_folder(split_folders(root, {"train": {"x": 5, "y": 4}}) / "test", 3).parent
-    ),
+    "an unlabeled split": lambda root: flat_folder(split_folders(root, {"train": {"x": 5, "y": 4}}) / "test", 3).parent,
     "numbers as classes": lambda root: class_folders(root, {"10": 3, "9": 4}),
     "classes that look like splits": lambda root: split_folders(root, {"train": {"test": 2, "val": 1}}),
     "names with spaces and more": lambda root: save(
@@ -262,20 +260,20 @@ def test_any_hdf5_file(tmp_path: Path, stored: str, workers: int) -> None:
         assert np.array_equal(pixels_of(tmp_path / "out" / str(LABELS[row]) / f"{row:06d}.png"), PIXELS[row])
 
 
-COLOUR = pixels(1)
-ALPHA = np.dstack([COLOUR, pixels(2)[:, :, 0]])
-GRAY = COLOUR[:, :, 0]
+COLOR = pixels(1)
+ALPHA = np.dstack([COLOR, pixels(2)[:, :, 0]])
+GRAY = COLOR[:, :, 0]
 # A row, the options of `export`, and the pixels of its PNG.
 FORMS: dict[str, tuple[npt.NDArray[Any], dict[str, Any], npt.NDArray[Any]]] = {
     "alpha": (ALPHA, {}, ALPHA),
-    "gray and alpha first": (COLOUR[:, :, :2].transpose(2, 0, 1), {}, COLOUR[:, :, :2]),
+    "gray and alpha first": (COLOR[:, :, :2].transpose(2, 0, 1), {}, COLOR[:, :, :2]),
     "gray": (GRAY, {}, GRAY),
     "16-bit gray": (GRAY.astype(">u2") * 259, {}, GRAY.astype(np.uint16) * 259),
     "16-bit gray to 8 bits": (GRAY.astype("<u2") * 16, {"value_range": (0, 4080)}, GRAY),
-    "16-bit colour": (COLOUR.astype("<u2") * 256 + 77, {}, COLOUR),
+    "16-bit color": (COLOR.astype("<u2") * 256 + 77, {}, COLOR),
     "truth": (GRAY > 99, {}, np.uint8(255) * (GRAY > 99)),
-    "normalised": (COLOUR / 127.5 - 1, {"value_range": (-1, 1)}, COLOUR),
-    "three channels of three": (COLOUR[:3], {"channel_axis": "first"}, COLOUR[:3].transpose(1, 2, 0)),
+    "normalized": (COLOR / 127.5 - 1, {"value_range": (-1, 1)}, COLOR),
+    "three channels of three": (COLOR[:3], {"channel_axis": "first"}, COLOR[:3].transpose(1, 2, 0)),
 }
 
 

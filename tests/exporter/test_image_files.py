@@ -16,8 +16,8 @@ def decoded(data: bytes) -> Any:
         return image.mode, np.asarray(image).astype(int)
 
 
-def test_jpegs_near_the_pixels_with_colour_at_full_resolution() -> None:
-    # Red and green lines in turn, which half the resolution of colour would mix.
+def test_jpegs_near_the_pixels_with_color_at_full_resolution() -> None:
+    # Red and green lines in turn, which half the resolution of color would mix.
     lines = np.zeros((16, 16, 3), np.uint8)
     lines[::2, :, 0] = lines[1::2, :, 1] = 200
     mode, fine = decoded(encode_jpeg(lines, 95))

@@ -48,7 +48,7 @@ def test_invalid_options_are_refused(kind: Any, name: str, value: Any) -> None:
     assert caught.value.parameters == (name,)
 
 
-def test_a_centre_crop_is_where_torchvision_has_it() -> None:
+def test_a_center_crop_is_where_torchvision_has_it() -> None:
     # By the formulas of torchvision's Resize(resize) and CenterCrop(size).
     assert CenterCrop(224, resize=256).resized_size(500, 375) == (341, 256)
     assert CenterCrop(224, resize=256).resized_size(375, 500) == (256, 341)

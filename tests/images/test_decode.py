@@ -68,12 +68,12 @@ FILES = {
     "gray with alpha": encode(Image.merge("LA", [GRAY, GRAY]), "PNG"),
     "gray with a transparent value": encode(GRAY, "PNG", transparency=90),
     "palette": encode(RGB.quantize(20), "PNG"),
-    "palette with a transparent colour": encode(RGB.quantize(20), "PNG", transparency=2),
-    "palette with transparent colours": encode(RGB.quantize(4), "PNG", transparency=bytes([0, 80, 255, 9])),
+    "palette with a transparent color": encode(RGB.quantize(20), "PNG", transparency=2),
+    "palette with transparent colors": encode(RGB.quantize(4), "PNG", transparency=bytes([0, 80, 255, 9])),
     "palette gif": encode(RGB.quantize(20), "GIF", transparency=2),
     "palette bmp": encode(RGB.quantize(20), "BMP"),
     "rgb png": encode(RGB, "PNG"),
-    "rgb with a transparent colour": encode(RGB, "PNG", transparency=(1, 2, 3)),
+    "rgb with a transparent color": encode(RGB, "PNG", transparency=(1, 2, 3)),
     "rgb bmp": encode(RGB, "BMP"),
     "rgb ppm": encode(RGB, "PPM"),
     "rgb tiff": encode(RGB, "TIFF", compression="tiff_lzw"),
@@ -239,7 +239,7 @@ def fitted(
 @pytest.mark.parametrize("resample", RESAMPLES)
 @pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
 def test_resizing_is_pillows_own(fit: str, resample: str) -> None:
-    names = ("rgb png", "ycbcr jpeg", "gray jpeg", "palette with transparent colours", "cmyk jpeg")
+    names = ("rgb png", "ycbcr jpeg", "gray jpeg", "palette with transparent colors", "cmyk jpeg")
     thin = ((1, 1), (2, 3)) if fit == "pad" else ((1, 40), (40, 1), (1, 1), (2, 3))
     lines = [encode(pixels(3, size)) for size in thin]
     for number, data in enumerate([*(FILES[name] for name in names), *lines]):
@@ -269,8 +269,8 @@ def drawn_jpeg(drawn: random.Random, number: int) -> bytes:
         settings[drawn.choice(["restart_marker_blocks", "restart_marker_rows"])] = drawn.randint(1, 5)
     if drawn.random() < 0.2:
         return encode(pixels(number, size, 1), **settings)
-    colour = {"subsampling": drawn.randint(0, 2)} if drawn.random() < 0.9 else {"subsampling": 0, "keep_rgb": True}
-    return encode(pixels(number, size), **settings, **colour)
+    color = {"subsampling": drawn.randint(0, 2)} if drawn.random() < 0.9 else {"subsampling": 0, "keep_rgb": True}
+    return encode(pixels(number, size), **settings, **color)
 
 
 simplejpeg_only = pytest.mark.skipif(decode._simplejpeg() is None, reason="simplejpeg is not installed")

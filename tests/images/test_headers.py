@@ -123,7 +123,7 @@ def test_an_adobe_mark_may_stand_behind_the_frame_header(transform: int, before:
     assert header == (ImageHeader(20, 14, DecodePath.JPEG_420) if transform == 1 else None)
 
 
-def test_unusual_colour_is_left_to_pillow() -> None:
+def test_unusual_color_is_left_to_pillow() -> None:
     image = Image.fromarray(pixels(0))
     for data in (
         *([encode(image, "JPEG", keep_rgb=True)] if KEEPS_RGB else []),

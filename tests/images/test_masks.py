@@ -21,9 +21,9 @@ from tests.read.encoded_files import encode, oriented
 
 
 def slow_axis(length: int, wanted: int, begin: Fraction, extent: Fraction) -> list[tuple[int, ...]]:
-    """The pixel under the centre of each pixel of the output, or both if the centre is exactly between two."""
-    centres = [begin + (number + Fraction(1, 2)) * extent / wanted for number in range(wanted)]
-    return [(int(one) - 1, int(one)) if one.denominator == 1 else (int(one),) for one in centres]
+    """The pixel under the center of each pixel of the output, or both if the center is exactly between two."""
+    centers = [begin + (number + Fraction(1, 2)) * extent / wanted for number in range(wanted)]
+    return [(int(one) - 1, int(one)) if one.denominator == 1 else (int(one),) for one in centers]
 
 
 def slow_places(length: int, wanted: int, other: int, other_wanted: int, fit: str) -> list[tuple[int, ...]]:

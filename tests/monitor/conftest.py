@@ -26,4 +26,4 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> h5pack.H5Dataset:
-    return h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5", 40))
+    return h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5", 40))

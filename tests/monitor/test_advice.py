@@ -100,11 +100,11 @@ def remedies(found: list[Advice], *, moves: bool) -> str:
         (LOADER, {**ONE, "num_threads": 1, "used": {"loader": 0.2}}, "", ""),
         (LOADER, {"num_workers": 0}, "START_WORKERS", ""),
         (LOADER, {**ONE, "machine_cpus": 1, "num_threads": 1, "used": {"loader": 0.98}}, "", ""),
-        # The device. A step that waits although nothing is slow may do so because of synchronisation.
-        (FED, {"synchronisations": 2.0}, "AVOID_SYNCHRONISATION FASTER_STEP", ""),
-        (FED, {"synchronisations": 0.0}, "FASTER_STEP", ""),
-        (COPY, {"synchronisations": 2.0}, "", "AVOID_SYNCHRONISATION"),
-        ({"everything": 1_000}, {"synchronisations": 2.0, "stall_fraction": 0.8}, "AVOID_SYNCHRONISATION", ""),
+        # The device. A step that waits although nothing is slow may do so because of synchronization.
+        (FED, {"synchronizations": 2.0}, "AVOID_SYNCHRONIZATION FASTER_STEP", ""),
+        (FED, {"synchronizations": 0.0}, "FASTER_STEP", ""),
+        (COPY, {"synchronizations": 2.0}, "", "AVOID_SYNCHRONIZATION"),
+        ({"everything": 1_000}, {"synchronizations": 2.0, "stall_fraction": 0.8}, "AVOID_SYNCHRONIZATION", ""),
         (FED, {"idle_gpus": 1}, "USE_IDLE_GPUS FASTER_STEP", ""),
         (COPY, {"idle_gpus": 1}, "", "USE_IDLE_GPUS"),
         (FED, {"idle_gpus": 1, "world_size": 2}, "FASTER_STEP", ""),
@@ -129,7 +129,7 @@ def test_what_is_recommended(figures: dict[str, Any], known: dict[str, Any], mov
         (LOADER, ONE, ["1 CPU", "num_threads to 1"]),
         (LOADER, {"batch_rows": 8, "loaded_row_bytes": 3_072}, ["8 images of 3,072 bytes"]),
         (COPY, FLOATS, ["602,112 bytes", "4.0 times"]),
-        (FED, {"synchronisations": 2.0, "synchronised_at": "train.py:42"}, ["2.0 times", "train.py:42"]),
+        (FED, {"synchronizations": 2.0, "synchronized_at": "train.py:42"}, ["2.0 times", "train.py:42"]),
         (FED, {"idle_gpus": 1}, ["1 idle GPU:", "2 processes"]),
         (LOADER, {**ONE, "num_threads": 1, "used": {"loader": 0.98}}, ["1 CPU", "The machine has 16"]),
         ({"storage_cold": 500}, {}, ["first epoch"]),
@@ -146,15 +146,15 @@ def test_the_usual_causes_come_first() -> None:
     known: dict[str, Any] = {"encoding": Encoding.CHUNKS, "loaded_float": True, "pinned": False}
     found = given(evidence(figures, BUSY, **known))
     assert remedies(found, moves=True) == "DECODE_ONCE UINT8_BATCHES PIN_MEMORY RAISE_PARALLELISM"
-    known = {"half_batch_ratio": 0.6, "synchronisations": 1.0, "idle_gpus": 1}
+    known = {"half_batch_ratio": 0.6, "synchronizations": 1.0, "idle_gpus": 1}
     assert remedies(given(evidence(FED, **known)), moves=True) == (
-        "LARGER_BATCH_FOR_STEP AVOID_SYNCHRONISATION USE_IDLE_GPUS FASTER_STEP"
+        "LARGER_BATCH_FOR_STEP AVOID_SYNCHRONIZATION USE_IDLE_GPUS FASTER_STEP"
     )
 
 
 GPU_REMEDIES = {
     Remedy.TRANSFORM_ON_DEVICE, Remedy.UINT8_BATCHES, Remedy.PIN_MEMORY, Remedy.CHEAPER_COPY, Remedy.USE_IDLE_GPUS,
-    Remedy.NORMALIZE_ON_GPU, Remedy.USE_GPU, Remedy.FASTER_STEP, Remedy.AVOID_SYNCHRONISATION,
+    Remedy.NORMALIZE_ON_GPU, Remedy.USE_GPU, Remedy.FASTER_STEP, Remedy.AVOID_SYNCHRONIZATION,
 }  # fmt: skip
 NUMBER = re.compile(r"num_(?:threads|workers)(?:=| to )(\d+)")
 

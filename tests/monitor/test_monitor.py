@@ -55,7 +55,7 @@ def test_an_error_of_on_report_does_not_keep_the_loader_open(tmp_path: Path) -> 
     def fail(report: FeedReport) -> None:
         raise ValueError("of the user")
 
-    loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5")), BATCH)
+    loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5")), BATCH)
     iterator = iter(FeedMonitor(loader, warn_stall=None, interval_seconds=100, on_report=fail))
     next(iterator)
     with pytest.raises(ValueError, match="of the user"):
@@ -133,7 +133,7 @@ def test_a_report_has_the_numbers_of_loaders_and_gpus(clock: FakeClock, monkeypa
     class Probe:
         def sample(self) -> GpuStatus:
             queries.append(clock.now)
-            return GpuStatus(name="card", utilisation_percent=93.0)
+            return GpuStatus(name="card", utilization_percent=93.0)
 
     monitor = FeedMonitor(Counting(clock, 0.125, 32), warn_stall=None)
     monkeypatch.setattr(monitor, "_probe", Probe())
@@ -144,7 +144,7 @@ def test_a_report_has_the_numbers_of_loaders_and_gpus(clock: FakeClock, monkeypa
     # Once an interval, however often a report is requested.
     assert len(queries) <= 10
     assert min(later - earlier for earlier, later in itertools.pairwise(queries)) >= 1.0
-    assert monitor.report().to_json()["gpu_utilisation_percent"] == 93.0
+    assert monitor.report().to_json()["gpu_utilization_percent"] == 93.0
 
 
 def test_batches_are_unchanged_and_not_kept() -> None:
@@ -423,7 +423,7 @@ def test_evidence_of_a_loader(dataset: h5pack.H5Dataset) -> None:
 
 
 def test_a_full_shuffle_is_seen_in_samplers_and_loaders(tmp_path: Path) -> None:
-    packed = h5pack.H5Dataset(packs.labelled(tmp_path / "z.h5", 40, compression="gzip"))
+    packed = h5pack.H5Dataset(packs.labeled(tmp_path / "z.h5", 40, compression="gzip"))
     for loader, full in (
         (DataLoader(packed, BATCH, sampler=RandomSampler(packed)), True),
         (DataLoader(packed, batch_sampler=h5pack.ChunkBatchSampler(packed, BATCH, shuffle="full")), True),

@@ -22,7 +22,7 @@ from tests.monitor.fake_clock import FakeClock, SlowLoader, run
 KEYS = [
     *("name", "over", "time", "epoch", "step", "batches", "images", "seconds", "wait_seconds", "stall_seconds"),
     *("stall_fraction", "images_per_s", "bytes_per_s", "queue_depth", "cpu_percent", "children_cpu_percent"),
-    *("freshness", "gpu_name", "gpu_utilisation_percent", "gpu_memory_used_bytes", "gpu_memory_total_bytes"),
+    *("freshness", "gpu_name", "gpu_utilization_percent", "gpu_memory_used_bytes", "gpu_memory_total_bytes"),
 ]
 """Other programs depend on these."""
 

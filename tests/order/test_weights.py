@@ -218,7 +218,7 @@ def test_orders_are_pinned(settings: dict[str, Any], epoch: int, expected: list[
 @pytest.fixture
 def dataset(tmp_path: Path) -> Iterator[h5pack.H5Dataset]:
     with watched():
-        yield h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"), with_rows=True)
+        yield h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5"), with_rows=True)
     assert threads_end()
 
 
@@ -359,11 +359,11 @@ def test_balanced_classes(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("labels", [[3, -1, 3, 7, 3], [-(2**63), 2**63 - 1, 5, 5, -1], [-1, -1], []])
-@pytest.mark.parametrize("unlabelled", [None, -1])
-def test_balanced_weights_are_those_of_counting(labels: list[int], unlabelled: int | None) -> None:
+@pytest.mark.parametrize("unlabeled", [None, -1])
+def test_balanced_weights_are_those_of_counting(labels: list[int], unlabeled: int | None) -> None:
     counts = Counter(labels)
-    wanted = [0.0 if label == unlabelled else 1 / counts[label] for label in labels]
-    found = balanced_weights(np.array(labels, np.int64), unlabelled)
+    wanted = [0.0 if label == unlabeled else 1 / counts[label] for label in labels]
+    found = balanced_weights(np.array(labels, np.int64), unlabeled)
     assert (found is None and not any(wanted)) or (found is not None and found.tolist() == wanted)
 
 

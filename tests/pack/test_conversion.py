@@ -183,7 +183,7 @@ def test_truncated_images_leave_no_holes_in_three_splits(tmp_path: Path, order: 
 def test_bad_files_are_listed_with_their_reasons(tmp_path: Path) -> None:
     source = flat_folder(tmp_path / "in", 6)
     (source / "empty.jpg").write_bytes(b"")
-    save(source / "mislabelled.png", 7).rename(source / "mislabelled.jpg")
+    save(source / "mislabeled.png", 7).rename(source / "mislabeled.jpg")
     (source / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
     (source / "notes.txt").write_text("passed over")
     Image.new("RGB", (300, 300)).save(source / "bomb.png")
@@ -194,7 +194,7 @@ def test_bad_files_are_listed_with_their_reasons(tmp_path: Path) -> None:
     (source / "drawing.jpg").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
     report = h5pack.convert(source, tmp_path / "o.h5", **quick(max_pixels=80_000))
     with h5py.File(tmp_path / "o.h5") as file:
-        assert sorted(names_of(file)) == [f"0000{n}.jpg" for n in (0, 1, 3, 4, 5)] + ["mislabelled.jpg"]
+        assert sorted(names_of(file)) == [f"0000{n}.jpg" for n in (0, 1, 3, 4, 5)] + ["mislabeled.jpg"]
         rejects = dict(zip(file["rejects/filenames"].asstr()[()], file["rejects/reasons"].asstr()[()], strict=True))
     assert report.rejects == 7
     del rejects["offset.tif"], rejects["drawing.jpg"]

@@ -109,11 +109,11 @@ def test_chunks_of_masks_that_hdf5_1_10_cannot_read_are_refused() -> None:
 
 
 def test_labels_that_only_the_survey_knows() -> None:
-    unlabelled = catalog(labels=None, label_names=None)
-    assert plan(unlabelled, survey(labels=np.arange(COUNT, dtype=np.int64))).label_kind() == "integers"
-    table = plan(unlabelled, survey(labels=np.zeros((COUNT, 2), np.uint8)))
+    unlabeled = catalog(labels=None, label_names=None)
+    assert plan(unlabeled, survey(labels=np.arange(COUNT, dtype=np.int64))).label_kind() == "integers"
+    table = plan(unlabeled, survey(labels=np.zeros((COUNT, 2), np.uint8)))
     assert (table.catalog.label_names, table.label_kind()) == (("label_0", "label_1"), "2 columns, uint8")
-    assert (plan().label_kind(), plan(unlabelled).label_kind()) == ("3 classes", "none")
+    assert (plan().label_kind(), plan(unlabeled).label_kind()) == ("3 classes", "none")
     one = catalog(labels=np.zeros(COUNT, np.int64), label_names=("cat",))
     assert plan(one).label_kind() == "1 class"
 

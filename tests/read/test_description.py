@@ -57,9 +57,9 @@ def test_a_pack(pack: Path) -> None:
     with h5py.File(pack) as file:
         assert np.array_equal(found.mean, file["statistics/mean"][()])
         assert np.array_equal(found.std, file["statistics/std"][()])
-    unlabelled = describe_file(pack, labels=None)
-    assert list(unlabelled.indexes) == ["images", "checksums/images"]
-    assert (unlabelled.labels, unlabelled.classes) == (None, None)
+    unlabeled = describe_file(pack, labels=None)
+    assert list(unlabeled.indexes) == ["images", "checksums/images"]
+    assert (unlabeled.labels, unlabeled.classes) == (None, None)
 
 
 def test_equal_names_of_classes_are_held_once(pack: Path, copy: Path) -> None:

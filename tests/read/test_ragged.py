@@ -78,7 +78,7 @@ def test_rows_in_any_order_equal_those_of_h5py(
         assert (found.kind, found.offsets.tolist()) == (wanted.kind, wanted.offsets.tolist())
 
 
-def test_neighbouring_rows_are_read_at_once(original: Path) -> None:
+def test_neighboring_rows_are_read_at_once(original: Path) -> None:
     engine, index = engine_of(original, "caption")
     read_ragged(engine, index, np.arange(COUNT)[::-1])
     assert engine.snapshot().reads == 1

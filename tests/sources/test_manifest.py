@@ -181,7 +181,7 @@ def read(path: Path, /, *lines: str, wanted: NameFilter | None = None, **columns
     return manifest(path, ManifestColumns(**columns), wanted or NameFilter())  # type: ignore[arg-type]
 
 
-def labelled(path: Path, *cells: str) -> Catalog:
+def labeled(path: Path, *cells: str) -> Catalog:
     return read(path, "path,label", *(f"{number}.jpg,{cell}" for number, cell in enumerate(cells)))
 
 
@@ -255,7 +255,7 @@ def test_labels_are_integers_or_names(tmp_path: Path) -> None:
         (["1_0", "1_1", "0_1"], ("0_1", "1_0", "1_1"), [1, 2, 0]),
         (["1a", "雪", "a b"], ("1a", "a b", "雪"), [0, 2, 1]),
     ):
-        catalog = labelled(tmp_path / "m.csv", *cells)
+        catalog = labeled(tmp_path / "m.csv", *cells)
         assert (catalog.label_names, labels_of(catalog)) == (names, labels)
 
 
@@ -264,7 +264,7 @@ def test_labels_are_integers_or_names(tmp_path: Path) -> None:
 )
 def test_numbers_that_are_not_integers_are_not_labels(tmp_path: Path, cells: list[str], line: int) -> None:
     with pytest.raises(SourceError, match=rf"line {line}: .*'{cells[line - 2]}'") as caught:
-        labelled(tmp_path / "m.csv", *cells)
+        labeled(tmp_path / "m.csv", *cells)
     assert (caught.value.path, caught.value.parameters) == (str(tmp_path / "m.csv"), ("field_columns='label'",))
 
 

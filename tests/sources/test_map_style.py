@@ -24,7 +24,7 @@ from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.map_style import MapStyleReader, map_style_catalog, with_labels
 from tests.makers import expected, pixels, quick, split_folders
 
-COLOUR = pixels(1)
+COLOR = pixels(1)
 GRAY = pixels(2, channels=1)
 
 
@@ -37,46 +37,46 @@ def sample(value: Any) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any] | None]:
 @pytest.mark.parametrize(
     ("image", "expected"),
     [
-        (COLOUR, COLOUR),
+        (COLOR, COLOR),
         (GRAY, GRAY[:, :, None]),
         (GRAY[:, :, None], GRAY[:, :, None]),
-        (torch.from_numpy(COLOUR), COLOUR),
-        (torch.from_numpy(COLOUR).permute(2, 0, 1), COLOUR),
+        (torch.from_numpy(COLOR), COLOR),
+        (torch.from_numpy(COLOR).permute(2, 0, 1), COLOR),
         (GRAY[None], GRAY[:, :, None]),
-        (np.dstack([COLOUR, GRAY]), COLOUR),
-        (np.dstack([COLOUR, GRAY]).transpose(2, 0, 1), COLOUR),
+        (np.dstack([COLOR, GRAY]), COLOR),
+        (np.dstack([COLOR, GRAY]).transpose(2, 0, 1), COLOR),
         (np.dstack([GRAY, GRAY]), GRAY[:, :, None]),
         # Ambiguous: the last axis is preferred.
-        (COLOUR[:3], COLOUR[:3]),
-        (COLOUR[:, :3].transpose(2, 0, 1), COLOUR[:, :3].transpose(2, 0, 1)),
-        (COLOUR[::-1, ::2], COLOUR[::-1, ::2]),
-        (Image.fromarray(COLOUR), COLOUR),
+        (COLOR[:3], COLOR[:3]),
+        (COLOR[:, :3].transpose(2, 0, 1), COLOR[:, :3].transpose(2, 0, 1)),
+        (COLOR[::-1, ::2], COLOR[::-1, ::2]),
+        (Image.fromarray(COLOR), COLOR),
         (Image.fromarray(GRAY), GRAY[:, :, None]),
-        (Image.fromarray(COLOUR).convert("RGBA"), COLOUR),
+        (Image.fromarray(COLOR).convert("RGBA"), COLOR),
         (Image.fromarray(GRAY.astype(np.uint16) * 256 + 99), GRAY[:, :, None]),
-        *((Image.fromarray(COLOUR).convert(mode), None) for mode in ("1", "LA", "P", "PA", "CMYK", "YCbCr", "HSV")),
+        *((Image.fromarray(COLOR).convert(mode), None) for mode in ("1", "LA", "P", "PA", "CMYK", "YCbCr", "HSV")),
     ],
 )
 def test_images_become_uint8_pixels_with_a_channel_axis(image: Any, expected: Any) -> None:
     if expected is None:
         expected = np.asarray(image.convert("RGB"))
     named = collections.namedtuple("named", ["label", "image"])
-    unlabelled = collections.namedtuple("unlabelled", ["image", "mask"])
-    without = [image, (image, None), (image,), {"image": image}, {"image": image, "label": None}, unlabelled(image, 3)]
-    labelled = [(image, 3), [image, 3], (image, 3, "more"), {"label": 3, "id": 7, "image": image}, named(3, image)]
-    for value in (*without, *labelled):
+    unlabeled = collections.namedtuple("unlabeled", ["image", "mask"])
+    without = [image, (image, None), (image,), {"image": image}, {"image": image, "label": None}, unlabeled(image, 3)]
+    labeled = [(image, 3), [image, 3], (image, 3, "more"), {"label": 3, "id": 7, "image": image}, named(3, image)]
+    for value in (*without, *labeled):
         array, label = sample(value)
         assert array.dtype == np.uint8
         assert np.array_equal(array, expected)
-        is_labelled = any(value is one for one in labelled)
-        assert (None if label is None else label.item()) == (3 if is_labelled else None)
+        is_labeled = any(value is one for one in labeled)
+        assert (None if label is None else label.item()) == (3 if is_labeled else None)
     sent_to_worker = pickle.loads(pickle.dumps(MapStyleReader([(image, 3)])))
     assert np.array_equal(sent_to_worker.read(0, "00000000"), expected)
 
 
 def test_what_is_left_out_of_samples_is_named() -> None:
     three = collections.namedtuple("three", ["image", "label", "mask"])
-    values = [(COLOUR, 1), (COLOUR, 1, 2, 3), {"image": COLOUR, "label": 1, "id": 2, "box": 3}, three(COLOUR, 1, 2)]
+    values = [(COLOR, 1), (COLOR, 1, 2, 3), {"image": COLOR, "label": 1, "id": 2, "box": 3}, three(COLOR, 1, 2)]
     parts = [MapStyleReader(values).sample(index).unused for index in range(4)]
     assert parts == [(), ("[2]", "[3]"), ("id", "box"), ("mask",)]
 
@@ -105,9 +105,9 @@ def truncated() -> Image.Image:
 
 
 IMAGES: list[Any] = [
-    *(COLOUR.astype(np.float32), torch.zeros(3, 9, 9), COLOUR.astype(np.int64), GRAY > 99, None, "x.jpg"),
-    *(COLOUR.astype(dtype) for dtype in ("g", "e", "F", "O", "M8[s]", "m8[s]", "V3", "S3", [("r", "u1")])),
-    *(COLOUR[:, :9, :1].repeat(5, 2), COLOUR[None], COLOUR[:0], np.uint8(3), [[1, 2], [3]], {"img": COLOUR}, {}),
+    *(COLOR.astype(np.float32), torch.zeros(3, 9, 9), COLOR.astype(np.int64), GRAY > 99, None, "x.jpg"),
+    *(COLOR.astype(dtype) for dtype in ("g", "e", "F", "O", "M8[s]", "m8[s]", "V3", "S3", [("r", "u1")])),
+    *(COLOR[:, :9, :1].repeat(5, 2), COLOR[None], COLOR[:0], np.uint8(3), [[1, 2], [3]], {"img": COLOR}, {}),
     *(Image.fromarray(GRAY.astype(np.int32)), Image.fromarray(GRAY.astype(np.float32)), truncated()),
 ]
 LABELS: list[Any] = [
@@ -119,7 +119,7 @@ LABELS: list[Any] = [
 @pytest.mark.parametrize(
     "dataset",
     [
-        *([(image, 3)] for image in IMAGES), *([(COLOUR, label)] for label in LABELS), [()], [{}], [{"img": COLOUR}],
+        *([(image, 3)] for image in IMAGES), *([(COLOR, label)] for label in LABELS), [()], [{}], [{"img": COLOR}],
         Failing(), Lines(),
     ],
 )  # fmt: skip
@@ -139,7 +139,7 @@ def test_other_samples_are_rejected_with_a_reason(dataset: Any) -> None:
     ],
 )
 def test_labels_are_integers_or_rows_of_small_ones(label: Any, dtype: Any, stored: Any) -> None:
-    np.testing.assert_array_equal(sample((COLOUR, label))[1], np.array(stored, dtype), strict=True)
+    np.testing.assert_array_equal(sample((COLOR, label))[1], np.array(stored, dtype), strict=True)
 
 
 def test_the_catalog_reads_no_sample() -> None:
@@ -162,7 +162,7 @@ class Folder:
         return 4
 
     def __getitem__(self, index: int) -> Any:
-        return COLOUR, index % 3
+        return COLOR, index % 3
 
 
 NAMES = ["ant/1.jpg", "bee/1.jpg", "cat/1.jpg", "cat/2.jpg"]
@@ -233,7 +233,7 @@ def test_subsets_and_concatenations_keep_names_and_classes() -> None:
     whole = Folder(NAMES)
     some = map_style_catalog(Subset(Subset(whole, [3, -4, 1]), np.array([0, 1])))
     assert (list(some.names), some.label_names, some.about) == (["cat/2.jpg", "ant/1.jpg"], whole.classes, "Subset")
-    joined = map_style_catalog(ConcatDataset([Subset(whole, [2]), Subset([COLOUR], [0]), whole]))
+    joined = map_style_catalog(ConcatDataset([Subset(whole, [2]), Subset([COLOR], [0]), whole]))
     assert list(joined.names) == ["cat/1.jpg", "00000001", *NAMES]
     assert (joined.label_names, len(joined.notes)) == (None, 1)
     alike = ConcatDataset([whole, Subset(whole, [1])])
@@ -361,7 +361,7 @@ def test_fields_of_samples_that_do_not_fit_are_errors_or_rejects(tmp_path: Path)
 @pytest.mark.parametrize("dtype", ["g", "F", "O", "M8[s]", "V3", "S3", [("r", "u1")]])
 def test_fields_and_masks_that_torch_has_no_numbers_for_are_rejects(dtype: Any) -> None:
     reader = MapStyleReader(
-        [{"image": COLOUR, "mask": GRAY.astype(dtype), "other": np.zeros((30, 30)).astype(dtype)}],
+        [{"image": COLOR, "mask": GRAY.astype(dtype), "other": np.zeros((30, 30)).astype(dtype)}],
         fields=ManifestColumns(fields=("other",)),
         masks=("mask",),
     )
@@ -379,7 +379,7 @@ def test_masks_are_found_in_the_first_sample_that_can_be_read(tmp_path: Path) ->
         def __getitem__(self, index: int) -> dict[str, Any]:
             if index < 2:
                 raise OSError("broken file")
-            return {"image": COLOUR, "mask": GRAY % 3}
+            return {"image": COLOR, "mask": GRAY % 3}
 
     report = h5pack.convert(Samples(), tmp_path / "o.h5", **quick(num_workers=1))
     assert (report.images, report.rejects) == (4, 2)

@@ -88,8 +88,8 @@ def test_texts_become_classes_and_other_columns_are_named(tmp_path: Path) -> Non
     assert any("meta" in note.text and "object" in note.text for note in catalog.notes)
     named = {"img": "bytes", "label": "json", "split": "pkl"}
     samples = [{"img": SAMPLES[n]["image"], "label": "{}", "split": "no"} for n in range(4)]
-    unlabelled = open_source(write_mds(tmp_path / "n", samples, named), SourceOptions())
-    assert (unlabelled.labels, unlabelled.split_names) == (None, ("all",))
+    unlabeled = open_source(write_mds(tmp_path / "n", samples, named), SourceOptions())
+    assert (unlabeled.labels, unlabeled.split_names) == (None, ("all",))
     h5pack.convert(tmp_path / "m", tmp_path / "k.h5", **quick(keep="jpeg", label_columns=["kind"]))
     assert h5pack.H5Dataset(tmp_path / "k.h5").classes == ("a", "b")
     with pytest.raises(SourceError):

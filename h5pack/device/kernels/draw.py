@@ -203,10 +203,10 @@ def _draw_colors(line, here, samples, state, number, settings, table):  # type: 
     factor = _rounded(brightness * contrast)
     offset = _rounded(brightness * _rounded((65536 - contrast) * level)).to(tl.int32)
     for entry in tl.static_range(9):
-        grey = tl.load(table + 2 * _STEPS + entry)
+        gray = tl.load(table + 2 * _STEPS + entry)
         turned = tl.load(table + 2 * _STEPS + 9 + entry)
         one = 65536 if entry % 4 == 0 else 0
-        linear = _rounded((grey << 16) + straight * (one - grey) + sideways * turned)
+        linear = _rounded((gray << 16) + straight * (one - gray) + sideways * turned)
         target = line + (entry // 3 * 4 + entry % 3) * samples
         tl.store(target, _rounded(factor * linear).to(tl.int32), mask=here)
     for entry in tl.static_range(3):

@@ -19,7 +19,7 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_constants(constants, CHANNELS: tl.constexpr, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return centre, coarse, fine and bias of the channels to which `constants` points."""
+    """Return center, coarse, fine and bias of the channels to which `constants` points."""
     bias = tl.load(constants + 3 * CHANNELS)
     fine = bias
     if FINE:
@@ -45,28 +45,28 @@ def _interleaved(column, spot, CHANNELS: tl.constexpr, VALUES: tl.constexpr):  #
 def _constants_of(  # type: ignore[no-untyped-def]
     constants, first, spot, CHANNELS: tl.constexpr, PLANAR: tl.constexpr, FINE: tl.constexpr
 ):
-    """Return centre, coarse, fine and bias of the values of a vector whose first value is of the channel `first`.
+    """Return center, coarse, fine and bias of the values of a vector whose first value is of the channel `first`.
 
     PLANAR: all values are of this channel. Otherwise, the constants of each channel are loaded once. The compiler knows
     each `spot`, so no selection (`tl.where` on `is_later`) is left at run time.
     """
-    centre, coarse, fine, bias = _load_constants(constants + first, CHANNELS, FINE)
+    center, coarse, fine, bias = _load_constants(constants + first, CHANNELS, FINE)
     for later in tl.static_range(1, 1 if PLANAR else CHANNELS):
         channel = first + later
         channel = tl.where(channel < CHANNELS, channel, channel - CHANNELS)
-        next_centre, next_coarse, next_fine, next_bias = _load_constants(constants + channel, CHANNELS, FINE)
+        next_center, next_coarse, next_fine, next_bias = _load_constants(constants + channel, CHANNELS, FINE)
         is_later = spot % CHANNELS == later
-        centre, coarse = tl.where(is_later, next_centre, centre), tl.where(is_later, next_coarse, coarse)
+        center, coarse = tl.where(is_later, next_center, center), tl.where(is_later, next_coarse, coarse)
         fine, bias = tl.where(is_later, next_fine, fine), tl.where(is_later, next_bias, bias)
-    return centre, coarse, fine, bias
+    return center, coarse, fine, bias
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scaled(raw, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scaled(raw, center, coarse, fine, bias, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return (raw / 255 - mean) / std in float32; `raw` is int32. See `h5pack.device.normalize`."""
     # 0x4B000000 is the float 2^23; with the bits of raw, it is the float 2^23 + raw. Subtracting from that is exact and
     # takes a quarter of the time of converting an integer to a float.
-    steps = (raw | 0x4B000000).to(tl.float32, bitcast=True) - (centre + 8388608.0)
+    steps = (raw | 0x4B000000).to(tl.float32, bitcast=True) - (center + 8388608.0)
     small = bias
     if FINE:
         small = steps * fine + bias
@@ -74,12 +74,12 @@ def _scaled(raw, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _blackened(is_black, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _blackened(is_black, center, coarse, fine, bias, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return coarse, fine and bias. In black columns, they turn any loaded value into the result of a black pixel.
 
     This saves an instruction per value in the loop over lines.
     """
-    black = _scaled(tl.full((), 0, tl.int32), centre, coarse, fine, bias, FINE)
+    black = _scaled(tl.full((), 0, tl.int32), center, coarse, fine, bias, FINE)
     return tl.where(is_black, 0.0, coarse), tl.where(is_black, 0.0, fine), tl.where(is_black, black, bias)
 
 
@@ -163,9 +163,9 @@ def _copy_rows(  # type: ignore[no-untyped-def]
         MOVES, PADDED, ERASES, WIDE,
     )  # fmt: skip
     size = (lines.to(tl.int64) if WIDE else lines) * length
-    centre, coarse, fine, bias = _constants_of(constants, first, spot, CHANNELS, PLANES > 0, FINE)
+    center, coarse, fine, bias = _constants_of(constants, first, spot, CHANNELS, PLANES > 0, FINE)
     if PADDED and (PLANES <= 1 and not COLORS):  # Triton 3.0 refuses a chain without parentheses.
-        coarse, fine, bias = _blackened(pixel_bits == 0, centre, coarse, fine, bias, FINE)
+        coarse, fine, bias = _blackened(pixel_bits == 0, center, coarse, fine, bias, FINE)
         pixel_bits = 255
     if COLORS:
         of_red, of_green, of_blue, added = _load_row(colors + image + 4 * channel * samples, samples)
@@ -192,7 +192,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
             kept = box_bits | tl.where(in_box, box_height >> 31, -1)
         for other in tl.static_range(1 if PLANES <= 1 else PLANES):
             if PLANES > 1:
-                centre, coarse, fine, bias = _load_constants(constants + other, CHANNELS, FINE)
+                center, coarse, fine, bias = _load_constants(constants + other, CHANNELS, FINE)
             if COLORS:
                 if PLANES > 1:
                     of_red, of_green, of_blue, added = _load_row(colors + image + 4 * other * samples, samples)
@@ -200,7 +200,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
                 raw = tl.minimum(tl.maximum(mixed, 0), 255)
             else:
                 raw = tl.load(source + other * stride_channel).to(tl.int32) & bits
-            values = _scaled(raw, centre, coarse, fine, bias, FINE)
+            values = _scaled(raw, center, coarse, fine, bias, FINE)
             if ERASES:
                 values = (values.to(tl.int32, bitcast=True) & kept).to(tl.float32, bitcast=True)
             # The hint lets a thread store 16 bytes with one instruction.

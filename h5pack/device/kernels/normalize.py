@@ -50,7 +50,7 @@ def normalize(
     """Write the normalized and augmented images into `result` with one kernel launch, and return it.
 
     `result` is float, (N, C, H, W), dense in channels_last or contiguous order; `pixels` is uint8, (N, H, W, C), with
-    any strides; `constants` are centre, coarse, fine and bias, float32, (4, C). `changes` says which `draws` to apply.
+    any strides; `constants` are center, coarse, fine and bias, float32, (4, C). `changes` says which `draws` to apply.
     """
     if not result.numel():
         return result
@@ -160,16 +160,16 @@ def _flat_kernel(  # type: ignore[no-untyped-def]
     offsets = tl.arange(0, VALUES)
     first = tl.program_id(0).to(tl.int64) * VALUES
     channel = ((first % CHANNELS).to(tl.int32) + offsets) % CHANNELS
-    centre, coarse, fine, bias = _load_constants(constants + channel, CHANNELS, FINE)
+    center, coarse, fine, bias = _load_constants(constants + channel, CHANNELS, FINE)
     for start in range(first, total, stride):
         start = tl.multiple_of(start, VALUES)
         if start + VALUES <= total:
             # Accesses without a mask are vectorized to 16 bytes, whatever `total` is.
             raw = tl.load(pixels + start + offsets).to(tl.int32)
-            values = _scaled(raw, centre, coarse, fine, bias, FINE)
+            values = _scaled(raw, center, coarse, fine, bias, FINE)
             tl.store(result + start + offsets, values.to(result.dtype.element_ty))
         else:
             here = start + offsets < total
             raw = tl.load(pixels + start + offsets, mask=here, other=0).to(tl.int32)
-            values = _scaled(raw, centre, coarse, fine, bias, FINE)
+            values = _scaled(raw, center, coarse, fine, bias, FINE)
             tl.store(result + start + offsets, values.to(result.dtype.element_ty), mask=here)

@@ -126,23 +126,23 @@ def _write_taps(target, output, begin, extent, flip, resized, offset, size, taps
     pixel = tl.where(flip != 0, size - 1 - output, output) + offset
     inside = (pixel >= 0) & (pixel < resized)
     reach = 2 * tl.maximum(extent, resized)
-    centre = (2 * pixel + 1) * extent
+    center = (2 * pixel + 1) * extent
     # A negative quotient is rounded towards 0 here, and is replaced with 0 in any case.
-    first = tl.maximum((centre - reach + resized) // (2 * resized), 0)
+    first = tl.maximum((center - reach + resized) // (2 * resized), 0)
     total = tl.zeros_like(output)
     for tap in range(taps):
-        total += _tap_weight(first + tap, centre, reach, extent, resized, inside)
+        total += _tap_weight(first + tap, center, reach, extent, resized, inside)
     total = tl.maximum(total, 1).to(tl.int64)
     tl.store(target + output, tl.maximum(begin + first, 0), mask=here)
     for tap in range(taps):
-        weight = _tap_weight(first + tap, centre, reach, extent, resized, inside).to(tl.int64)
+        weight = _tap_weight(first + tap, center, reach, extent, resized, inside).to(tl.int64)
         weight = ((weight << (_UNIT_BITS + 1)) + total) // (2 * total)
         tl.store(target + (1 + tap) * size + output, weight.to(tl.int32), mask=here)
 
 
 @triton.jit
-def _tap_weight(pixel, centre, reach, extent, resized, inside):  # type: ignore[no-untyped-def]
-    weight = reach - tl.abs((2 * pixel + 1) * resized - centre)
+def _tap_weight(pixel, center, reach, extent, resized, inside):  # type: ignore[no-untyped-def]
+    weight = reach - tl.abs((2 * pixel + 1) * resized - center)
     return tl.where(inside & (pixel < extent), tl.maximum(weight, 0), 0)
 
 
@@ -208,8 +208,8 @@ def _resize_kernel(  # type: ignore[no-untyped-def]
                 source + of_channel, rows, columns, y, x, height, width, out_height, out_width,
                 count_y, count_x, stride_y, stride_x, WIDE, ROWS, COLUMNS,
             )  # fmt: skip
-        centre, coarse, fine, bias = _load_constants(constants + channel, CHANNELS, FINE)
-        values = _scaled(levels, centre[None, :], coarse[None, :], fine[None, :], bias[None, :], FINE)
+        center, coarse, fine, bias = _load_constants(constants + channel, CHANNELS, FINE)
+        values = _scaled(levels, center[None, :], coarse[None, :], fine[None, :], bias[None, :], FINE)
         if ERASES:
             values = tl.where(boxed, 0.0, values)
         tl.store(target + plane * out_height * out_width + offsets, values.to(result.dtype.element_ty), mask=here)
