@@ -23,8 +23,9 @@ from h5pack.errors import DamagedRowsError, PackFormatError
 from h5pack.format.schema import FilterId
 from h5pack.read import codecs
 from h5pack.read.codecs import Codec, MallocBuffer, UnsupportedFilterError, find_codec, fletcher32
-from h5pack.read.hdf5 import Filter, load_filter
+from h5pack.read.hdf5 import Filter, filters_of, load_filter
 from tests.data.packs import require_values
+from tests.forking import output_of
 from tests.makers import break_package
 from tests.read import files
 from tests.read.files import engine_of, require_rows
@@ -102,7 +103,7 @@ def test_decoding_equals_h5pys(data: st.DataObject) -> None:
 def test_a_chunk_is_decoded_once_for_several_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = smooth((40, 10, 100), "u1", 1)
     decode = Mock(side_effect=Codec.decode)
-    monkeypatch.setattr(Codec, "decode", lambda *call: decode(*call))
+    monkeypatch.setattr(Codec, "decode", lambda *call, **checked: decode(*call, **checked))
     engine = engine_of(write(tmp_path / "f.h5", values, "gzip", chunk_rows=10))
     for first in range(0, 10, 2):
         rows = np.arange(first, 40, 10)
@@ -219,13 +220,12 @@ def test_damaged_chunks_are_named(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zstd", "gzip", "lzf", "bitshuffle-lz4", "lz4"])
 def test_damage_without_a_checksum_is_an_error_or_other_pixels(tmp_path: Path, name: str) -> None:
-    """LZ4 and bitshuffle chunks are damaged in their headers only, because the plugins crash on damaged blocks."""
     values = smooth((8, 30, 40), "u1", 2)
     path = write(tmp_path / "f.h5", values, name)
     with h5py.File(path) as file:
         chunk = file["x"].id.get_chunk_info(1)
     refused = 0
-    for place in range(12) if "lz4" in name else range(0, chunk.size, 47):
+    for place in (*range(16), *range(16, chunk.size, 47)):
         files.flip(path, chunk.byte_offset + place, 0x5A)
         try:
             assert engine_of(path).read("x", [6]).shape == (1, 30, 40)
@@ -233,6 +233,34 @@ def test_damage_without_a_checksum_is_an_error_or_other_pixels(tmp_path: Path, n
             refused += error.rows == (4, 5, 6, 7)
         files.flip(path, chunk.byte_offset + place, 0x5A)
     assert refused > 3
+
+
+def decode_damaged_chunks(paths: list[Path]) -> None:
+    for path in paths:
+        print(path.stem, flush=True)
+        with h5py.File(path) as file:
+            codec = find_codec(filters_of(file["x"]), file["x"].nbytes)
+            mask, stored = file["x"].id.read_direct_chunk((0, 0, 0))
+        refused = 0
+        for bit in range(160):
+            damaged = bytearray(stored if bit % 5 else stored[: 20 + len(stored) * bit // 200])
+            damaged[bit // 8] ^= 1 << bit % 8
+            try:
+                codec.decode(codecs._to_malloc(np.frombuffer(damaged, np.uint8)), mask)
+            except ValueError:
+                refused += 1
+        assert refused > 30, refused
+
+
+def test_damaged_chunks_crash_no_plugin(tmp_path: Path) -> None:
+    plugins = ("bitshuffle-lz4", "bitshuffle-zstd", "lz4", "zstd")
+    pipelines = [(one,) for one in (*plugins, "blosc-lz4")] + [("shuffle", one) for one in plugins]
+    paths = [
+        write(tmp_path / f"{dtype} {names}.h5", smooth((4, 37, 29), "u1", 2).astype(dtype), *names)
+        for names in pipelines
+        for dtype in ("u1", "f4")
+    ]
+    output_of(decode_damaged_chunks, paths)
 
 
 def test_few_rows_of_chunks_that_cut_rows_are_read_alone(tmp_path: Path) -> None:
