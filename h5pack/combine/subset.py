@@ -12,6 +12,7 @@ from h5pack.combine.combination import Combination
 from h5pack.combine.parts import Part, Rows, measured_statistics, merge, open_part
 from h5pack.combine.write import CombineReport, write_combination
 from h5pack.errors import NoImagesError, OptionsError
+from h5pack.format import schema
 from h5pack.pack.options import output_path
 from h5pack.sources.catalog import Catalog
 from h5pack.system.arrays import shuffled
@@ -126,8 +127,12 @@ def _with_classes(merged: Catalog, names: tuple[str, ...]) -> Catalog:
     """Return the tables with only the classes `names`, numbered in this order; labels of other classes become -1."""
     assert merged.labels is not None
     assert merged.label_names is not None
-    numbers = [names.index(name) if name in names else -1 for name in merged.label_names]
-    return replace(merged, label_names=names, labels=np.array([*numbers, -1], np.int64)[merged.labels])
+    # Several classes may have the same name. They stay different classes.
+    kept = sorted((names.index(name), old) for old, name in enumerate(merged.label_names) if name in names)
+    numbers = np.full(len(merged.label_names) + 1, schema.NO_LABEL, np.int64)
+    numbers[[old for _, old in kept]] = np.arange(len(kept))
+    kept_names = tuple(merged.label_names[old] for _, old in kept)
+    return replace(merged, label_names=kept_names, labels=numbers[merged.labels])
 
 
 def _of_rows(part: Part, rows: Sequence[int] | str) -> np.ndarray:

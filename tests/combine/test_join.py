@@ -309,7 +309,9 @@ def test_classes_of_one_name_stay_apart(tmp_path: Path) -> None:
     for name, count in (("shards", 10), ("part", 10), ("both", 15), ("a", 15)):
         dataset = h5pack.H5Dataset(tmp_path / f"{name}.h5")
         assert (dataset.classes, dataset.targets.tolist()) == (Birds.classes, [row % 5 for row in range(count)])
-    assert h5pack.subset(tmp_path / "both.h5", tmp_path / "cranes.h5", classes="crane").images == 6
+    assert h5pack.subset(tmp_path / "both.h5", tmp_path / "cranes.h5", classes=["crane", "bee"]).images == 9
+    some = h5pack.H5Dataset(tmp_path / "cranes.h5")
+    assert (some.classes, some.targets.tolist()) == (("crane", "crane", "bee"), [0, 2, 1] * 3)
     assert "'crane'" in h5pack.export(tmp_path / "both.h5", tmp_path / "out", num_workers=1).lost[0]
 
 
