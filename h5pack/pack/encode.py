@@ -31,8 +31,8 @@ from h5pack.pack.journal import JournalWriter
 from h5pack.pack.kept import ENCODED_IMAGE, EncodedPlaces, KeptPlan
 from h5pack.pack.options import refuse_reject
 from h5pack.pack.resume import UnfinishedPack
-from h5pack.pack.survey import SurveyTask, again_task, first_changed_of
-from h5pack.pack.writer import join_groups, memory_error, new_token, read_image, release, worker_for
+from h5pack.pack.survey import SurveyTask, again_task, first_changed_of, memory_error
+from h5pack.pack.writer import join_groups, new_token, read_image, release, worker_for
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.files import write_all
 from h5pack.system.processes import run, shared

@@ -73,7 +73,7 @@ class Survey:
 
     @classmethod
     def decode(cls, payload: bytes, columns: tuple[str, ...]) -> tuple[int, Survey]:
-        """Return the part of a survey that `encode` turned into `payload`, preceded by the index of its first image."""
+        """Return the index of the first image and the part of a survey that `encode` made into `payload`."""
         text, _, data = payload.partition(b"\0")
         start, count, reasons, unused, mask_dtypes, file_bytes = json.loads(text)
         part = cls.of(count)
@@ -319,6 +319,15 @@ def first_changed_of(task: SurveyTask) -> int | None:
     return task.indices[int(changed[0])] if len(changed) else None
 
 
+def memory_error(name: str) -> SourceError:
+    """Return the error for an image that cannot be decoded because too little memory is free."""
+    problem = (
+        "does not fit into memory; free memory, then run again with resume=True (without it for a part of an array "
+        "job), or start over with overwrite=True and a smaller max_pixels to reject it"
+    )
+    return SourceError.at(name, problem, "resume=True", "overwrite=True", "max_pixels")
+
+
 def _survey(task: SurveyTask) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
     """Return a task's first catalog index, the survey of its images, and their labels (empty without labels)."""
     reader: SourceReader = shared()
@@ -334,6 +343,8 @@ def _survey(task: SurveyTask) -> tuple[int, Survey, list[npt.NDArray[Any] | None
                     found.jpeg_bytes[position] = _jpeg_bytes(reader, index, name)
             except RejectedImageError as error:
                 found.reasons[index], image = str(error), _REJECTED
+            except MemoryError as error:
+                raise memory_error(name) from error
             # Fill arrays, because sending one object per image would take as long as reading its header.
             header = image.header
             found.heights[position], found.widths[position] = header.height, header.width

@@ -32,6 +32,7 @@ from h5pack.pack.file_structure import PixelRows
 from h5pack.pack.journal import EncodedFile, JournalWriter, RowRecord, read_encoded
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_range
+from h5pack.pack.survey import memory_error
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.processes import shared
 
@@ -193,6 +194,7 @@ class _Worker:
         self.file = RowFile(job.path, job.io)
         self.field_files = [RowFile(job.path, job.io) for _ in job.fields]
         if os.fstat(self.file.descriptor).st_ino != job.inode:
+            self.close()
             raise OutputBusyError.at(job.path, "was replaced by another conversion; wait until that has finished")
 
     def close(self) -> None:
@@ -371,15 +373,6 @@ def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowReco
         sums=np.array([total for _, total in sums], np.uint64).reshape(len(sums), 2, pixels.channels),
         reasons=reasons,
     )
-
-
-def memory_error(name: str) -> SourceError:
-    """Return the error for an image that cannot be decoded because too little memory is free."""
-    problem = (
-        "does not fit into memory; free memory, then run again with resume=True (without it for a part of an array "
-        "job), or start over with overwrite=True and a smaller max_pixels to reject it"
-    )
-    return SourceError.at(name, problem, "resume=True", "overwrite=True", "max_pixels")
 
 
 def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:

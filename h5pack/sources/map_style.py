@@ -96,7 +96,7 @@ class MapStyleReader(SourceReader):
         mask = _parts(self._given(self.sample_index(index)))[2].get(key)
         try:
             return _mask(key, mask)
-        except RejectedImageError:
+        except (RejectedImageError, MemoryError):
             raise
         except Exception as error:
             raise RejectedImageError(f"{key!r} cannot be converted to numbers ({error_line(error)})") from error
@@ -137,7 +137,7 @@ class MapStyleReader(SourceReader):
         try:
             fields = {name: _value(others[name]) for name in names}
             return ReadSample(_pixels(image), None if label is None else _label(label), unused, fields)
-        except RejectedImageError:
+        except (RejectedImageError, MemoryError):
             raise
         except Exception as error:
             # Pillow decodes a lazily opened image only at this point, and NumPy rejects ragged lists and some tensors.
@@ -151,6 +151,8 @@ class MapStyleReader(SourceReader):
         if last != index:
             try:
                 given = self.dataset[index]
+            except MemoryError:
+                raise  # The machine is short of memory. A later run may read the sample.
             except Exception as error:
                 raise RejectedImageError(f"the dataset raised {error_line(error)}") from error
             if self.masks:
@@ -408,7 +410,7 @@ def _value(value: Any) -> Any:
     array = np.asarray(value)
     if not is_numeric_dtype(array.dtype):
         problem = f"the dataset gave {short_repr(value)}, {array.dtype}, as the value of a field"
-        raise RejectedImageError(f"{problem}; expected texts, or numbers of at most 64 bits")
+        raise RejectedImageError(f"{problem}; expected a text, a list of texts, or real numbers of at most 64 bits")
     return array
 
 

@@ -97,6 +97,22 @@ class Failing:
         raise KeyError("lost")
 
 
+@pytest.mark.parametrize("image", [None, "given"])
+def test_a_sample_that_does_not_fit_into_memory_is_no_reject(tmp_path: Path, image: str | None) -> None:
+    class Large(Failing):
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            raise MemoryError
+
+        def __getitem__(self, index: int) -> Any:
+            if image is None:
+                raise MemoryError
+            return {"image": self}
+
+    with pytest.raises(SourceError, match="memory"):
+        h5pack.convert(Large(), tmp_path / "o.h5", **quick())
+    assert not (tmp_path / "o.h5").exists()
+
+
 def truncated() -> Image.Image:
     """A lazily opened image."""
     stream = io.BytesIO()
