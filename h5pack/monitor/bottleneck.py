@@ -236,7 +236,7 @@ class Evidence:
             return False
         if not (normalize.is_steady and step.is_steady):
             return False
-        alone = step.median / (normalize.median + step.median)
+        alone = step.median / (normalize.median + step.median) * (1 - (self.stall_fraction or 0.0))
         return alone / _SHARE_NOISE <= self.normalize_fraction <= alone * _SHARE_NOISE
 
     def rates(self, stage: Stage) -> Rates | None:

@@ -292,3 +292,11 @@ def test_a_loop_that_is_slower_than_its_stages_alone_says_by_how_much() -> None:
     verdict = judge(evidence({**ALONE, "everything": 1_125}, **ON_CPU, **known))
     assert (verdict.outcome, verdict.slowdown) == (Outcome.FED, pytest.approx(2.0))
     assert judge(evidence(stall_fraction=0.04)).slowdown == 1.0
+
+
+@pytest.mark.parametrize("stall", [0.0, 0.4, 0.9])
+def test_the_share_of_normalizing_is_compared_without_the_time_spent_waiting(stall: float) -> None:
+    alone = 3_000 / (9_000 + 3_000)  # normalizing takes a quarter of both
+    for factor in (0.3, 1.0, 3.0):
+        known = {"stall_fraction": stall, "normalize_fraction": factor * alone * (1 - stall)}
+        assert evidence({**ALONE, "everything": 1_000}, **ON_CPU, **known).normalize_agrees == (factor == 1.0)
