@@ -127,7 +127,7 @@ def convert(
         The manifest's columns of image paths and of split names. Default: detected from the column names.
     label_columns : str or sequence of str
         The manifest's column that holds the labels, or several columns of integers from 0 to 255 (0 and 1 for
-        multi-label data). In a column of -1 and 1, as in CelebA, -1 becomes 0.
+        multi-label data). In a column of only -1 and 1, as in CelebA, -1 becomes 0.
     field_columns : str or sequence of str
         The manifest's columns of numbers (NaN for an empty cell), or of lists of numbers (in CSV as JSON), to store as
         fields. The lists may differ in length. For Parquet files, these are columns of the files, and `path_column` is

@@ -405,6 +405,8 @@ def _labels(catalog: Catalog, name: Callable[[str], str], lost: list[str]) -> li
             lost.append("the names of label columns ({!r} becomes {!r})".format(*changed[0]))
         return columns
     if names is None:
+        if {*np.unique(labels)} == {schema.NO_LABEL, 1}:
+            lost.append("which rows have no label (-1), because convert reads labels of only -1 and 1 as 0 and 1")
         return [ManifestColumn(name("label"), labels)]
     repeats = Counter(names)
     unreadable = next((word for word in names if repeats[word] > 1 or not _is_word(word)), None)

@@ -152,7 +152,7 @@ def _complete(catalog: Catalog) -> Catalog:
 def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, used: set[str]) -> Catalog:
     """Return the catalog with the labels, splits and fields of a table, which has one row for each image.
 
-    `used` are columns with another purpose, such as the images. A note lists all other columns that are not packed. If
+    `used` are columns with another purpose, such as the images. A note says which other columns are not packed. If
     the table has no column of splits, the catalog's splits are kept.
     """
     require_field_names(str(table.path), columns.all_fields, table.path)
@@ -281,7 +281,7 @@ def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any
     labels = np.full(len(cells), schema.NO_LABEL, np.int64)
     whole = integers(cells[row] for row in known)
     if whole is not None:
-        labels[known] = whole
+        labels[known] = np.maximum(whole, 0) if {*np.unique(whole)} == {-1, 1} else whole
         return labels, None
     names, labels = class_ids(cells)
     if any(is_number(name) for name in names):
@@ -337,11 +337,11 @@ def read_json_lines(path: Path) -> TextTable:
                     records.append(json.loads(line))
                     lines.append(number)
                     if not isinstance(records[-1], dict):
-                        raise ValueError("it is not an object")
+                        raise ValueError("it is another value")
     except UnicodeDecodeError as error:
         raise SourceError.at(path, f"is not UTF-8 ({error}); save it in UTF-8") from error
     except (ValueError, RecursionError) as error:
-        problem = f"line {number}: cannot be read as JSON ({error}); each line must be an object"
+        problem = f"line {number}: is not a JSON object ({error}); correct the line"
         raise SourceError(f"{path} {problem}", path=path) from error
     if not records:
         raise SourceError.at(path, "the file is empty; each line must be a JSON object")

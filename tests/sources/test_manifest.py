@@ -250,7 +250,8 @@ def test_paths_are_relative_to_the_manifest_or_the_root_or_absolute(tmp_path: Pa
 def test_labels_are_integers_or_names(tmp_path: Path) -> None:
     for cells, names, labels in (
         (["7", "-3", "007", "+2"], None, [7, -3, 7, 2]),
-        *((["7", "", "3"], None, [7, -1, 3]), (["", ""], None, [-1, -1])),
+        *((["7", "", "3"], None, [7, -1, 3]), (["", ""], None, [-1, -1]), (["-1", "2", "1"], None, [-1, 2, 1])),
+        (["-1", "1", "", "1"], None, [0, 1, -1, 1]),
         (["dog", "", "cat", "dog", "Zebra"], ("Zebra", "cat", "dog"), [2, -1, 1, 2, 0]),
         (["1_0", "1_1", "0_1"], ("0_1", "1_0", "1_1"), [1, 2, 0]),
         (["1a", "雪", "a b"], ("1a", "a b", "雪"), [0, 2, 1]),
