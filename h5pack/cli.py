@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return 1
     except Exception as error:
-        # Any other error is a bug in h5pack or a library. Print only one line unless --debug is given.
+        # Most other errors are bugs in h5pack or a library. Print only one line unless --debug is given.
         if arguments.debug:
             raise
         print(f"h5pack: {printable(_unexpected(error))}", file=sys.stderr)

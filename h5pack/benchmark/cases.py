@@ -162,7 +162,7 @@ class Measurement:
     case: BenchCase
     speeds: tuple[float, ...] = ()  # Images/s of each repeat.
     amplification: float | None = None  # Bytes requested from the file per byte of delivered images; None if unknown.
-    hit_rate: float | None = None  # Fraction of rows whose chunk was already read for another row, if known.
+    hit_rate: float | None = None  # Fraction of rows that are not the first of a visit to their chunk, if known.
     reason: str | None = None  # Why the case, or one of its repeats, was not measured; else None.
     # Images/s of the ceiling, measured after each repeat with `ceiling_threads` threads; empty if not measured.
     ceilings: tuple[float, ...] = ()

@@ -93,7 +93,7 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
         if not is_inside or not (is_full or "resume=True" in error.parameters):
             raise
         if is_full:
-            problem = f"too little space for temporary files; make room, or {_LESS_SPACE}"
+            problem = f"temporary files do not fit; make room, raise 'ulimit -f', or {_LESS_SPACE}"
             raise NoSpaceError.at(folder, problem, "scratch=FOLDER") from error
         problem = "temporary files cannot be written or read; check the disk, or give another scratch=FOLDER"
         raise H5PackError.at(folder, problem, "scratch=FOLDER") from error
@@ -258,7 +258,7 @@ def usual_sizes(default_chunk_rows: int, row_bytes: int) -> set[int]:
 
 
 def _chunk_rows(chunk_bytes: int, row_bytes: int) -> int:
-    """Return the rows of a chunk that `convert` makes for this `chunk_bytes`."""
+    """Return the rows of a chunk that an uncompressed `convert` makes for `chunk_bytes`."""
     return plan_chunks(MANY_IMAGES, row_bytes, chunk_bytes=chunk_bytes, whole_pages=True).rows
 
 

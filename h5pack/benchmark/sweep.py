@@ -179,7 +179,7 @@ class LoaderReader(CaseReader):
         return self._dataset.stats().bytes_read
 
     def hit_rate(self) -> float | None:
-        """Return the fraction of rows whose chunk had already been read for another row; None before any read."""
+        """Return the fraction of rows that are not the first of a visit to their chunk; None before any read."""
         stats = self._dataset.stats()
         rows = stats.rows - self._before.rows
         return (stats.chunk_hits - self._before.chunk_hits) / rows if rows else None

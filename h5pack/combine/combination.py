@@ -84,7 +84,7 @@ class Combination:
         return out
 
     def checksums(self, number: int) -> npt.NDArray[np.uint32]:
-        """Return the checksums of all rows of the dataset at position `number` of `Part.pixel_datasets`."""
+        """Return the checksums of the output's rows in the dataset at position `number` of `Part.pixel_datasets`."""
         return self._gathered(lambda part: part.checksums(part.pixel_datasets[number]))
 
     @cached_property

@@ -368,7 +368,7 @@ def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
 
 
 def _sums(statistics: dict[str, Any]) -> npt.NDArray[np.uint64]:
-    """Return the exact sums of values and of their squares, uint64 (2, C), from the mean and std of all pixels."""
+    """Return the sums of values and of their squares, uint64 (2, C), from mean and std; exact up to 5e10 pixels."""
     count = statistics["pixels"]
     if not count:
         return np.zeros((2, len(statistics["mean"])), np.uint64)

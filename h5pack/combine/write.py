@@ -332,7 +332,7 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int =
     output.check(options, resumable=False)
     advice = "make room, then run again"
     with contextlib.closing(OutputLock(output)) as lock, reporting_disk_errors(output.partial, advice):
-        output.require_not_begun(lock, options)
+        output.require_not_begun(lock, options, resumable=False)
         lock.renew()
         try:
             make_virtual(plan, output, lock, output.final.parent)

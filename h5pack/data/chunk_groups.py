@@ -240,7 +240,7 @@ class GroupReader:
         }
 
     def read(self, planned: PlannedGroup, on_arrival: OnArrival) -> list[Task]:
-        """Return tasks that read a group from the file: large rows directly into the batches, small ones via a copy.
+        """Return tasks that read a group into its batches: large raw rows directly, others via a copy.
 
         `on_arrival` is called with the group's spans once all rows of the group are in their batches.
         """

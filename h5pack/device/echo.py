@@ -258,7 +258,7 @@ class _FixedEcho(_EchoIterator):
         fetched = self._current or self._begin_batch(self._fetcher.fetch())
         batch = self._show(fetched)
         assert isinstance(self._loader.factor, Fraction)
-        # Not ``==``: a state saved after an interrupt here counts all deliveries already, and a resume adds one.
+        # Not ``==``: after an interrupt before this line, a state counts all deliveries, and a resume adds another.
         if self._state.showing >= showings(self._loader.factor, self._state.batch):
             self._end_batch(fetched)
         return batch

@@ -305,7 +305,7 @@ def _is_spatial(tensor: torch.Tensor, count: int, size: tuple[int, int]) -> bool
 
 
 def _pack_of(dataset: Any) -> H5Dataset | None:
-    """Return the `H5Dataset` inside a dataset, the first one if it is a `ConcatPack`; None if there is none."""
+    """Return the `H5Dataset` under any `Subset`s, the first one of a `ConcatPack`; None for other datasets."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     if isinstance(dataset, ConcatPack):

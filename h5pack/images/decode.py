@@ -372,7 +372,7 @@ def _prepare_format(head: bytes) -> None:
 
 def _refuse_deep(image: Image.Image) -> None:
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
-        raise RejectedImageError(f"{image.mode} pixels have 32 bits; convert the image to 8 or 16 bits first")
+        raise RejectedImageError(f"{image.mode} pixels cannot be packed; convert them to unsigned 8 or 16 bits")
     if isinstance(image, TiffImageFile) and image.tag_v2.get(_TIFF_PLANAR) == _SEPARATE:
         # Pillow would take each byte of such a plane for a pixel, and decode the image to noise.
         bits = image.tag_v2.get(_TIFF_BITS, ())

@@ -87,9 +87,10 @@ _last_prefix: tuple[bytes, ImageHeader] | None = None
 def parse_jpeg(head: bytes) -> ImageHeader | None:
     """Parse the header of a plain JPEG from the first bytes of the file.
 
-    Return None if Pillow must parse the file: for other formats, malformed files, an Exif or XMP segment (which may
-    contain an orientation), CMYK, 12 bits per channel, and lossless or arithmetic coding. Also return None if the first
-    scan starts beyond `head`: the segments before it may contain an orientation or declare an unusual color space.
+    Return None if Pillow must parse the file: for other formats, malformed files, an Exif, XMP, MPF or Photoshop
+    segment (which may contain an orientation), unusual color spaces or chroma subsampling, 12 bits per channel, and
+    lossless or arithmetic coding. Also return None if the first scan starts beyond `head`: the segments before it may
+    contain an orientation or declare an unusual color space.
 
     Images of the same size from the same encoder often start with identical bytes up to the first scan. No later byte
     affects the result, so the previous result is returned if `head` starts with the bytes that led to it.

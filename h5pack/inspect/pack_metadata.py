@@ -24,7 +24,7 @@ _WIDTH, _MAX_NAMES_LENGTH = 110, 180  # maximum characters of a line, and of a l
 
 
 def describe_pack(file: h5py.File) -> dict[str, Any]:
-    """Return the metadata of a pack for JSON; for an unfinished pack, only its format, version and options."""
+    """Return the metadata of a pack for JSON; for an unfinished pack, only format, version, complete and options."""
     described: dict[str, Any] = {
         "format": int(file.attrs[schema.FORMAT]),
         "version": text(file.attrs.get(schema.VERSION, b"")),

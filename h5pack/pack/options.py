@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -336,11 +337,11 @@ def parse_bytes(size: int | str, name: str = "chunk_bytes") -> int:
     if not isinstance(size, str):
         return size
     text = size.strip().lower()
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(i?)b?", text)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmg])(i?))?b?", text)
     if match is None:
         raise invalid(name, size, " is not a number of bytes, such as 4MiB")
     base = 1024 if match[3] or not text.endswith("b") else 1000
-    return int(float(match[1]) * base ** " kmg".index(match[2] or " "))
+    return int(Fraction(match[1]) * base ** " kmg".index(match[2] or " "))
 
 
 def refuse_reject(source: str, reject: Reject, *, begun: bool) -> None:

@@ -36,6 +36,7 @@ from h5pack.system.text import counted, format_bytes
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
 _CONTINUE = "continue it with resume=True, or start over with overwrite=True"
+_START_OVER = "start over with overwrite=True"
 _MAX_ENDING_BYTES = 40  # upper bound of what a temporary file's name adds to the output's, with a shard's number
 
 
@@ -137,7 +138,7 @@ class Output:
             if self.partial.exists() and is_locked(self.partial):
                 raise OutputBusyError(_busy(self), path=self.final)
             if not resumable:
-                raise self._unfinished_error("start over with overwrite=True", "overwrite=True")
+                raise self._unfinished_error(_START_OVER, "overwrite=True")
             if options.part is not None:
                 # A part never discards an unfinished file.
                 part = "part='{}/{}'".format(*options.part)
@@ -148,11 +149,12 @@ class Output:
     def _unfinished_error(self, advice: str, *parameters: str) -> OutputExistsError:
         return OutputExistsError.at(self.partial, f"belongs to an interrupted run; {advice}", *parameters)
 
-    def require_not_begun(self, lock: OutputLock, options: ConvertOptions) -> None:
-        """Raise OutputExistsError if a run was interrupted since `check`, unless the options allow discarding it."""
+    def require_not_begun(self, lock: OutputLock, options: ConvertOptions, *, resumable: bool = True) -> None:
+        """Raise OutputExistsError if a run was interrupted since `check`, unless it may be discarded or continued."""
         # `lock` holds `partial`, which is empty if no other run has begun.
         if not options.overwrite and not options.continues and os.fstat(lock.descriptor).st_size:
-            raise self._unfinished_error(_CONTINUE, "resume=True", "overwrite=True")
+            parameters = ("resume=True", "overwrite=True") if resumable else ("overwrite=True",)
+            raise self._unfinished_error(_CONTINUE if resumable else _START_OVER, *parameters)
 
     def require_space(self, needed: int, *, resumable: bool = True) -> None:
         """Raise NoSpaceError unless `needed` bytes are free or already occupied by the unfinished files."""

@@ -18,7 +18,16 @@ import numpy.typing as npt
 from h5pack.format import schema
 from h5pack.format.plans import DEFAULT_CHUNK_BYTES, plan_chunks
 from h5pack.read.codecs import Codec, UnsupportedFilterError, find_codec
-from h5pack.read.hdf5 import ChunkTable, chunk_grid, chunk_table, dataset_error, filters_of, find_item, require_filters
+from h5pack.read.hdf5 import (
+    ChunkTable,
+    chunk_grid,
+    chunk_table,
+    dataset_error,
+    failed_call,
+    filters_of,
+    find_item,
+    require_filters,
+)
 from h5pack.read.storage import SourceFile, has_preadv
 from h5pack.system.arrays import consecutive_runs
 from h5pack.system.properties import cached_property
@@ -308,7 +317,10 @@ def _read_table(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkTable
         ) from error
     except Exception as error:
         # On damaged files, h5py may raise any exception type.
+        reason = failed_call(error)
         problem = f"has a damaged chunk index ({error}); restore the file, or convert again"
+        if reason is not None:
+            problem = f"has a chunk index that cannot be read ({reason}); check the disk, then try again"
         raise dataset_error(file.filename, name, problem) from error
 
 

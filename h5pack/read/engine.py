@@ -155,7 +155,7 @@ class Engine:
         return None if mapping is None else MappedDataset(index, mapping, None)
 
     def decoded(self, name: str) -> DecodedDataset | None:
-        """Return a dataset's rows in memory if all decoded chunks of the file stay there; else None.
+        """Return the array for decoded rows; None if h5pack does not decode them, or all chunks exceed the cache.
 
         Copy rows only after `DecodedDataset.ready` has returned True for them.
         """
@@ -165,7 +165,7 @@ class Engine:
         return decoded.get(name) or decoded.setdefault(name, DecodedDataset(index, self.chunks))
 
     def count_copied(self, name: str, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> None:
-        """Add rows copied from memory to the statistics. Run i consists of the rows ``first[i]`` to ``last[i]``."""
+        """Count rows that were copied from memory, in runs: run i consists of the rows ``first[i]`` to ``last[i]``."""
         index = self.indexes[name]
         begins, ends = index.chunks_of(first), index.chunks_of(last)
         chunks = int((ends - begins + 1).sum()) - int(np.count_nonzero(begins[1:] == ends[:-1]))

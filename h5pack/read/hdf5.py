@@ -69,7 +69,7 @@ def _open_failure(name: str, error: Exception) -> str:
     if "signature not found" in text:
         size = os.path.getsize(name)
         return "the file is empty (0 bytes); convert again" if size == 0 else "not an HDF5 file; check the path"
-    if _failed_call(error) is not None:
+    if failed_call(error) is not None:
         return metadata_problem(error)
     detail = text[text.find("(") + 1 : text.rfind(")")] if "(" in text and ")" in text else text
     return f"HDF5 cannot open it ({detail}); the file is damaged: restore it or convert again"
@@ -90,7 +90,7 @@ def reporting_damage(
 
 def metadata_problem(error: Exception) -> str:
     """Return a line that says why reading a file's metadata raised `error`, and what to do."""
-    reason = _failed_call(error)
+    reason = failed_call(error)
     if reason is not None:
         return f"cannot be read ({reason}); check the disk, then try again"
     if isinstance(error, UnicodeEncodeError):
@@ -100,7 +100,7 @@ def metadata_problem(error: Exception) -> str:
     return f"its metadata is damaged ({error}); restore the file, or convert again"
 
 
-def _failed_call(error: Exception) -> str | None:
+def failed_call(error: Exception) -> str | None:
     """Return why the system call behind `error` failed; None if `error` has another cause.
 
     HDF5's own text is longer: it contains a line break, and details such as the time.
@@ -138,7 +138,7 @@ def read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: npt.NDArr
             kind = ReadError if "file read failed" in str(error) else PackFormatError
             path, name = dataset.file.filename, dataset.name.lstrip("/")
             which = f"row {start}" if count == 1 else f"rows {start}-{start + count - 1}"
-            reason = _failed_call(error) or error
+            reason = failed_call(error) or error
             problem = f"{name!r} {which} cannot be read ({reason}); run 'h5pack verify' on it, or restore the file"
             raise kind.at(path, problem, dataset=name, rows=range(start, start + count)) from error
     return len(edges) - 1
@@ -226,7 +226,7 @@ def find_item(file: h5py.File, name: str) -> Any:
     except KeyError as error:
         if isinstance(file.get(name, getlink=True), h5py.HardLink):
             problem = f"cannot be opened ({error.args[0]}); the file is damaged: restore it, or convert again"
-            if (reason := _failed_call(error)) is not None:
+            if (reason := failed_call(error)) is not None:
                 problem = f"cannot be opened ({reason}); check the disk, then try again"
             raise dataset_error(file.filename, name, problem) from error
         return None

@@ -192,7 +192,7 @@ class _Builder:
         self.columns.append((ranges.firsts - shift, source_ids, ranges.shifts + shift, ranges.addresses))
 
     def group_rows(self) -> int:
-        """Return the `group_rows` that applies to most rows in the sources; 0 if no row has allocated storage."""
+        """Return the `group_rows` that applies to most rows in the sources; 0 if all sources are empty (`is_empty`)."""
         return self._rows_by_group.most_common(1)[0][0] if self._rows_by_group else 0
 
     def _number(self, source: SourceDataset) -> int:

@@ -32,6 +32,7 @@ _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab", *JSON_LINES)
 _TABLE_ENDINGS = (*_MANIFEST_SUFFIXES, ".json")
 _FOLDER_KINDS = ("folder", "flat", "classes", "splits", "pairs")
 _SHARD_KINDS = ("webdataset", "parquet", "mds")
+_TABLES = "a source with columns, such as a manifest"
 # The library `datasets` of Hugging Face caches transformed data in files with these names, beside the data.
 _CACHES = ("cache-*.arrow", "tmp*")
 _MAX_TABLES = 100
@@ -157,7 +158,7 @@ def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
     return map_style_catalog(dataset, replace(columns, fields=options.datasets.fields)).filtered(options.names)
 
 
-# For each attribute of `HDF5Datasets` and `ManifestColumns`: the parameter of `convert` that sets it.
+# The parameters of `convert` that set attributes of `HDF5Datasets` and `ManifestColumns`, by attribute.
 _DATASET_PARAMETERS = {name: name for name in ("images", "labels", "fields", "channel_axis", "value_range")}
 COLUMN_PARAMETERS = {
     "root": "root", "path": "path_column", "labels": "label_columns", "split": "split_column",
@@ -174,7 +175,7 @@ def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
     columns = {name: parameter for name, parameter in COLUMN_PARAMETERS.items() if name in unused}
     for what, values, defaults, parameters in (
         ("an HDF5 file", options.datasets, HDF5Datasets(), {} if kind == "hdf5" else _DATASET_PARAMETERS),
-        ("a source with columns, such as a manifest", options.columns, ManifestColumns(), columns),
+        ("a manifest" if kind in _SHARD_KINDS else _TABLES, options.columns, ManifestColumns(), columns),
     ):
         given = [parameters[name] for name in parameters if getattr(values, name) != getattr(defaults, name)]
         if given:

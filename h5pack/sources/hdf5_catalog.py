@@ -380,7 +380,8 @@ def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str)
         # Masks of a pack have at most 32 bits, so wider integers are not a mask.
         fits = own == wanted and np.can_cast(dataset.dtype, np.int32)
     else:
-        fits = (*own[:1], *(length for length in own[1:] if length > 1)) == wanted
+        sides = [[length for length in shape[1:] if length > 1] for shape in (own, wanted)]
+        fits = own[:1] == wanted[:1] and sides[0] == sides[1]
     return schema.MASK if fits and mask_dtype(dataset.dtype) is not None else None
 
 

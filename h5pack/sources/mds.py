@@ -78,7 +78,7 @@ def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
     folders = [""] if (path / INDEX).is_file() else sorted(below)
     found = [(name, shard) for folder in folders for name, shard in _read_index(path, folder)]
     if not found:
-        raise SourceError.at(path, f"has no {INDEX} of MDS shards; check the path")
+        raise SourceError.at(path, f"has no {INDEX} that lists MDS shards; check the path")
     shards = Shards(path, [name for name, _ in found], names)
     opened = [shard for _, shard in found]
     image = columns.path or _find_images(opened[0])

@@ -69,7 +69,7 @@ def _split_of(name: str) -> str | None:
     folders, _, file = name.rpartition("/")
     named = [folder for folder in folders.split("/") if is_split_name(folder)]
     named = named or split_words(file)
-    return named[0] if len(named) == 1 else None
+    return named[0] if len({name.lower() for name in named}) == 1 else None
 
 
 def shards_kind(path: Path, wanted: NameFilter) -> str:

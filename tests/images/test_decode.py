@@ -419,8 +419,8 @@ def test_reasons_depend_on_the_image_alone() -> None:
         (b"no image at all", "not an image, or of an unknown format"),
         (FILES["ycbcr jpeg"][:-20], "truncated"),
         (FILES["rgb png"][:-200], "truncated"),
-        (encode(Image.fromarray(np.zeros((3, 4), np.float32)), "TIFF"), "F pixels have 32 bits"),
-        (encode(Image.fromarray(np.zeros((3, 4), np.int32)), "TIFF"), "I pixels have 32 bits"),
+        (encode(Image.fromarray(np.zeros((3, 4), np.float32)), "TIFF"), "F pixels cannot be packed"),
+        (encode(Image.fromarray(np.zeros((3, 4), np.int32)), "TIFF"), "I pixels cannot be packed"),
     ],
 )
 def test_reasons(data: bytes, reason: str) -> None:

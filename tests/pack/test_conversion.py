@@ -201,7 +201,7 @@ def test_bad_files_are_listed_with_their_reasons(tmp_path: Path) -> None:
     assert rejects == {
         "empty.jpg": "the image is empty (0 bytes)", "gone.jpg": "file not found",
         "bomb.png": "decompression bomb: 300x300 is more than 80000 pixels",
-        "float.tif": "F pixels have 32 bits; convert the image to 8 or 16 bits first", "00002.jpg": "truncated",
+        "float.tif": "F pixels cannot be packed; convert them to unsigned 8 or 16 bits", "00002.jpg": "truncated",
     }  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def test_the_source_gets_its_options() -> None:
 def test_numbers_of_bytes() -> None:
     counts = {"65536": 65_536, "65536B": 65_536, "512KiB": 524_288, "4MiB": 4_194_304, "4 MiB": 4_194_304}
     counts |= {"4mib": 4_194_304, "4MB": 4_000_000, "4M": 4_194_304, "1G": 2**30, "1.5MiB": 1_572_864}
-    counts |= {"1GB": 10**9, "2kB": 2_000, "0": 0}
+    counts |= {"1GB": 10**9, "2kB": 2_000, "0": 0, "9" * 400: 10**400 - 1}
     assert {text: parse_bytes(text) for text in counts} == counts
 
 
@@ -168,7 +168,7 @@ def test_numbers_of_bytes() -> None:
     [
         (parse_range, "value_range", ["", "1", "a:b", "0:1:2", "0-1"]),
         (parse_size, "size", ["", "x", "3x", "x3", "3x4x5", "-3", "3.5", "3 x 4", "big", "3x-4"]),
-        (parse_bytes, "chunk_bytes", ["", "MiB", "-1", "1e6", "1T", "4 M i B", "four", "1,000", "0x10", "."]),
+        (parse_bytes, "chunk_bytes", ["", "MiB", "-1", "1e6", "1T", "4 M i B", "5i", "four", "1,000", "0x10", "."]),
     ],
 )
 def test_invalid_text_is_refused(parse: Callable[[str], object], name: str, texts: list[str]) -> None:

@@ -158,6 +158,11 @@ def test_the_only_dataset_that_ends_alike_is_suggested(tmp_path: Path, given: di
     assert str(caught.value).endswith("'study/y'")
 
 
+def test_masks_of_images_with_a_side_of_one_pixel(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5", images=IMAGES[:, :, :1], one=IMAGES[:, :, :1, 0], two=IMAGES[:, :, :1, :1])
+    assert [one.name for one in catalog(path, fields=("one", "two")).pixel_fields] == ["one", "two"]
+
+
 def test_integers_of_64_bits_are_masks_but_in_a_pack_an_array(tmp_path: Path) -> None:
     values = np.arange(ROWS * 120).reshape(ROWS, 10, 12)
     path = write(tmp_path / "a.h5", images=IMAGES, x=values)

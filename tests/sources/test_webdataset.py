@@ -246,4 +246,5 @@ def test_splits_of_several_files_come_from_their_names() -> None:
     assert splits("val/0.tar", "train/0.tar", "train/1.tar") == (("train", "val"), [1, 0, 0])
     assert splits("train-0.tar", "more-1.tar") == (("all",), [0, 0])
     assert splits("train-test-0.tar") == (("all",), [0])
+    assert splits("train/x/train/0.tar", "val/0.tar") == (("train", "val"), [0, 1])
     assert splits("trainer-0.tar") == (("all",), [0])

@@ -146,7 +146,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
 
     `y`, `column` and `place` are (A, 1), a number for each vector. `column` is the column of its first value, negative
     if the vector begins before the line. `place` is where this value is stored in line y: an offset from the last
-    multiple of VALUES at or before the start of the part. `known`, (A, 1) or (A, VALUES), says which values to compute.
+    multiple of VALUES at or before the start of the part. `known`, (A, 1) or (A, VALUES), says which values to store.
     """
     image = part
     plane = 0
