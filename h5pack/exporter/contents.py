@@ -404,12 +404,12 @@ def _labels(catalog: Catalog, name: Callable[[str], str], lost: list[str]) -> li
         if changed:
             lost.append("the names of label columns ({!r} becomes {!r})".format(*changed[0]))
         return columns
+    repeats = Counter(names or ())
+    unreadable = next((word for word in names or () if repeats[word] > 1 or not _is_word(word)), None)
+    if (names is None or unreadable is not None) and {*np.unique(labels)} == {schema.NO_LABEL, 1}:
+        lost.append("which rows have no label (-1), because convert reads labels of only -1 and 1 as 0 and 1")
     if names is None:
-        if {*np.unique(labels)} == {schema.NO_LABEL, 1}:
-            lost.append("which rows have no label (-1), because convert reads labels of only -1 and 1 as 0 and 1")
         return [ManifestColumn(name("label"), labels)]
-    repeats = Counter(names)
-    unreadable = next((word for word in names if repeats[word] > 1 or not _is_word(word)), None)
     if unreadable is not None:
         # `h5pack convert` reads a label column of only integers as integers, and rejects others with numbers, so class
         # names that look like numbers cannot be labels. Nor can names that several classes have.

@@ -262,6 +262,14 @@ def test_paths_and_class_names_with_special_characters_are_restored(tmp_path: Pa
     assert [found.label_names[label] for label in found.labels] == list(words)
 
 
+def test_numbers_that_convert_takes_for_other_labels_are_named() -> None:
+    for labels, names, lost in (
+        *(([1, 0, -1], None, 0), ([1, 1, 1], None, 0), ([1, -1, 1], None, 1)),
+        *(([1, -1, 1], ("a", "b"), 1), ([1, -1, 1], ("a", "1"), 2)),  # a class without rows; its name, too
+    ):
+        assert len(planned(catalog(["a.png", "b.png", "c.png"], labels=labels, label_names=names)).lost) == lost
+
+
 @pytest.mark.parametrize("odd", ["-1e3", "nan", "", " x", "a\rb"])
 def test_labels_are_numbers_if_a_class_name_would_be_misread(tmp_path: Path, odd: str) -> None:
     plan = planned(catalog(["a.png", "b.png", "c.png"], labels=[1, 0, -1], label_names=("cat", odd)))
