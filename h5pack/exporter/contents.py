@@ -27,7 +27,7 @@ import math
 import shlex
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -75,7 +75,7 @@ class NameRules:
     max_name_bytes: int = 255  # maximum length of a file or folder name
 
     def fold(self, name: str) -> str:
-        """Return a string that is the same for two names exactly if the file system treats them as the same name."""
+        """Return a string that is the same for two names if the file system may treat them as the same name."""
         if not self.fold_case:
             return name
         return unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
@@ -381,6 +381,11 @@ def _folder_order(catalog: Catalog, paths: NameTable) -> str | None:
         if np.array_equal(made.origins, ranks):
             return order
     return None
+
+
+def is_header(cells: Sequence[str]) -> bool:
+    """Return whether these are column names of a manifest from an export, rather than of a user's own table."""
+    return [*cells[:2]] == ["path", "split"] and any(cell.startswith("row") for cell in cells[-2:])
 
 
 def _column_name(used: set[str], wanted: str) -> str:

@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 
 from h5pack.errors import DamagedRowsError, OptionsError, OutputExistsError, SourceError
-from h5pack.exporter.contents import MANIFEST, ExportNames, Manifest, NameRules, name_files, plan_manifest
+from h5pack.exporter.contents import (
+    MANIFEST,
+    ExportNames,
+    Manifest,
+    NameRules,
+    is_header,
+    name_files,
+    plan_manifest,
+)
 from h5pack.exporter.image_files import (
     SUFFIXES,
     ExportForm,
@@ -288,7 +296,7 @@ class ExportFolder:
         try:
             with (self.final / MANIFEST).open(newline="", encoding="utf-8") as stream:
                 lines = csv.reader(stream)
-                if next(lines, [""])[0] != "path":
+                if not is_header(next(lines, [])):
                     raise ValueError
                 known = {MANIFEST}
                 for line in lines:

@@ -409,7 +409,13 @@ def test_existing_files_are_replaced_only_if_an_export_wrote_them(pack: Path, tm
         with pytest.raises(SourceError) as caught:
             export(pack, wrong, **one())
         assert caught.value.path == named
-    assert len(files_of(tmp_path / "in")) == 9
+    # A source folder with a table of its own is no export, even if the table lists all files.
+    names = sorted(str(path.relative_to(tmp_path / "in")) for path in (tmp_path / "in").rglob("*.*"))
+    table = tmp_path / "in" / "manifest.csv"
+    table.write_text("\n".join(["path,split,label", *(f"{name},all,0" for name in names)]))
+    require_refused(pack, tmp_path / "in", overwrite=True)
+    table.unlink()
+    assert len(files_of(tmp_path / "in")) == len(names) == 9
     assert leftovers(tmp_path) == {"a.h5", "b.partial", "c.replaced", "in", "link", "out"}
 
 
