@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ def training_split(source: str, catalog: Catalog, val: float) -> int:
     parameter, listed = f"val={val!r}", ", ".join(map(repr, names))
     problem = f"{'several of its splits are' if training else 'none of its splits is'} for training ({listed})"
     if validation:
-        problem = f"it already has the split {names[validation[0]]!r} for validation"
+        problem = f"the source already has the split {names[validation[0]]!r} for validation"
     raise OptionsError(
         f"{source}: {parameter} would take validation images from the training split, but {problem}; leave out "
         f"{parameter}",
@@ -73,14 +74,23 @@ def group_ids(values: FieldValues) -> npt.NDArray[np.int64]:
     Missing values (empty texts, NaN) are equal.
     """
     if isinstance(values, RaggedRows):
+        values = replace(values, data=_with_equal_bytes(values.data))
         rows = [values.row(index).tobytes() for index in range(len(values))]
         numbers = {row: number for number, row in enumerate(sorted(set(rows)))}
         return np.array([numbers[row] for row in rows], np.int64)
-    flat = values.reshape(len(values), -1)
+    flat = _with_equal_bytes(values.reshape(len(values), -1))
     if flat.shape[1] != 1:
         # Compare rows as bytes, because to NumPy, a row with NaN differs from itself.
         flat = np.ascontiguousarray(flat).view(np.dtype((np.void, flat.shape[1] * flat.itemsize)))
     return np.unique(flat[:, 0], return_inverse=True)[1].astype(np.int64)
+
+
+def _with_equal_bytes(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the values such that equal ones have equal bytes: 0.0 for -0.0, and the same NaN for every NaN."""
+    if values.dtype.kind == "f":
+        values = values + values.dtype.type(0)
+        values[np.isnan(values)] = np.nan
+    return values
 
 
 def divide(

@@ -173,3 +173,7 @@ def test_equal_values_are_one_group() -> None:
     pairs = group_ids(np.array([[1, nan], [nan, 1], [1, nan], [1, 2]])).tolist()
     assert [pairs[0] == other for other in pairs] == [True, False, True, False]
     assert sorted(set(pairs)) == [0, 1, 2]
+    same = np.array([[0.0, nan, 1], [-0.0, np.copysign(nan, -1), 1]], np.float32)
+    assert group_ids(same).tolist() == group_ids(same[:, :1]).tolist() == [0, 0]
+    ragged = RaggedRows.of("ragged", list(same), same[0, :0])
+    assert group_ids(ragged).tolist() == [0, 0]
