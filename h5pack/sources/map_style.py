@@ -349,6 +349,8 @@ def _relative(names: list[str], root: Any) -> list[str]:
             return [name[len(folder) :] for name in names]
     if not names or not all(map(os.path.isabs, names)):
         return names
+    # Names that end in several slashes, or contain some, would differ from the common folder, which has single ones.
+    names = list(map(os.path.normpath, names))
     # All names sort between the smallest and the largest, so the common folder of these two contains all of them.
     common = os.path.commonpath([os.path.dirname(min(names)), os.path.dirname(max(names))])
     return [name[len(common) :].lstrip("/") for name in names]

@@ -192,6 +192,7 @@ OTHERS = ["/data/ant/1", "/data/ant/2", "/data/bee/1", "/data/bee/2"]
         ({"samples": None, "imgs": [(Path(f"/data/photos/{name}"), 0) for name in NAMES]}, NAMES),
         ({"samples": OTHERS}, ["ant/1", "ant/2", "bee/1", "bee/2"]),
         ({"samples": [OTHERS[0]] * 4}, ["1"] * 4),
+        ({"samples": [f"/data//img/./{number}" for number in "1234"], "root": None}, ["1", "2", "3", "4"]),
         ({"samples": [*NAMES[:3], OTHERS[0]]}, [*NAMES[:3], OTHERS[0]]),
         ({"samples": [(f"/data/photos/{name}".encode(), 0) for name in NAMES], "root": b"/data/photos"}, NAMES),
         ({"samples": [b"caf\xe9", "x", b"y", b"z"]}, ["caf\udce9", "x", "y", "z"]),
