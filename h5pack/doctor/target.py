@@ -36,6 +36,7 @@ from h5pack.images.crops import RandomResizedCrop
 from h5pack.monitor.bottleneck import Encoding, Evidence, Stage
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
+from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.machine import available_cpus, available_memory
 from h5pack.system.parameters import launched_number
 from h5pack.system.processes import reporting_start_errors
@@ -126,7 +127,7 @@ class Target:
                 count = len(images_of(transformed))
             except (OptionsError, TypeError) as error:  # no tensor, or one without axes
                 found = transformed[0] if isinstance(transformed, tuple) else transformed
-                raise TypeError(f"it returned {short_repr(found)} instead of a tensor of images") from error
+                raise TypeError(f"its batch is {short_repr(found)} instead of a tensor of images") from error
             if not count:
                 raise ValueError("it returned a batch without images")
             self._sample = transformed
@@ -204,8 +205,13 @@ class Target:
         return time.perf_counter() - begun
 
     def use_whole_batch(self) -> None:
-        """Run the step once on a whole batch, and use this batch from now on; a failure is recorded in `failures`."""
-        self.stages = DeviceStages(self.device, self._sample, self._normalize)
+        """Run the step once on a whole batch, and use this batch from now on. Record a failure of it in `failures`."""
+        try:
+            self.stages = DeviceStages(self.device, self._sample, self._normalize)
+        except RuntimeError as error:  # such as torch.OutOfMemoryError
+            what = f"a batch of {len(images_of(self._sample))} images cannot be prepared on {self.device}"
+            text = f"{what} ({error_line(error)}); give a smaller batch_size"
+            raise OptionsError(text, parameters=("batch_size",)) from error
         step = self.step
         if step is not None:
             self._try(lambda: self.stages.try_step(step))
@@ -376,8 +382,11 @@ class Target:
         """Return approximately how many bytes the rows of the split take in the file."""
         index, rows = self.index, len(self.dataset)
         fraction = rows / max(1, index.rows)
-        if index.library_reason is not None:
-            return int(os.path.getsize(self.dataset.path) * fraction)
+        if isinstance(index, EncodedIndex):
+            return int((index.offsets[-1] - index.offsets[0]) * fraction)
+        if index.library_reason is not None or isinstance(index, VirtualIndex):
+            paths = {self.dataset.path, *(one.path for one in index.files)}
+            return int(sum(map(os.path.getsize, paths)) * fraction)
         if index.codec is not None and len(index.sizes):
             return int(index.sizes.clip(0).sum() * fraction)
         return rows * index.row_bytes

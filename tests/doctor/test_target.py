@@ -16,6 +16,7 @@ from PIL import Image
 
 import h5pack
 from h5pack.device.batch import images_of
+from h5pack.doctor.device_stages import DeviceStages
 from h5pack.doctor.diagnose import Diagnosis
 from h5pack.doctor.loaders import DiagnoseSettings, HostLoaders
 from h5pack.doctor.target import Target, touch_batch
@@ -114,6 +115,34 @@ def test_a_batch_of_too_many_rows_is_lowered(tmp_path: Path, split: str | None, 
         target = Target(settings(path, split=split, batch_size=3))
         assert (target.batch_size, target.describe().asked_batch_size) == (3, None)
         target.close()
+
+
+def test_the_stored_bytes_of_jpegs_and_virtual_files(tmp_path: Path) -> None:
+    h5pack.convert(flat_folder(tmp_path / "in", 12, size=(60, 80)), tmp_path / "k.h5", **quick(keep="jpeg"))
+    source = write(tmp_path / "s.h5", images=np.ones((4_000, 8, 12, 3), np.uint8))
+    layout = h5py.VirtualLayout((4_000, 8, 12, 3), "u1")
+    layout[:] = h5py.VirtualSource(source, "images", (4_000, 8, 12, 3))
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file.create_virtual_dataset("images", layout)
+    with h5py.File(tmp_path / "k.h5") as file:
+        jpegs = file["encoded/data"].size
+    for path, low, high in ((tmp_path / "k.h5", jpegs, jpegs), (tmp_path / "v.h5", 4_000 * 288, 4_000 * 288 + 99_999)):
+        target = Target(settings(path, batch_size=4))
+        assert low <= target._stored_bytes() <= high
+        target.close()
+
+
+def test_a_batch_that_does_not_fit_on_the_device_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(DeviceStages):
+        def __init__(self, device: Any, batch: Any, normalize: Any) -> None:
+            if len(batch[0]) > 12:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().__init__(device, batch, normalize)
+
+    monkeypatch.setattr("h5pack.doctor.target.DeviceStages", Small)
+    with pytest.raises(OptionsError) as caught:
+        h5pack.diagnose(write(tmp_path / "f.h5", images=values()), batch_size=20, seconds=1, device="cpu")
+    assert caught.value.parameters == ("batch_size",)
 
 
 def test_what_a_file_decodes_is_known(tmp_path: Path) -> None:
