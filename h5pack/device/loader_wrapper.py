@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
+from torch.utils.data import RandomSampler
+
 from h5pack.data.iteration import Closeable
 from h5pack.data.mixture import MixtureSampler
 from h5pack.data.samplers import BatchOrder, ChunkSampler
@@ -297,13 +299,15 @@ def with_samplers(loader: Any) -> list[Any]:
 def rank_of_copies(loader: Any) -> int | None:
     """Return the rank of a loader if its epochs may have several copies of a row, else None.
 
-    A sampler of another library is assumed to repeat rows if its attribute `replacement` is true, as in torch.
+    A sampler of torch repeats rows if its attribute `replacement` is true, or if it is longer than its dataset. Other
+    libraries' samplers are only judged by such an attribute.
     """
     for one in (one for layer in layers_of(loader) for one in with_samplers(layer)):
         order = one if isinstance(one, MixtureSampler) else getattr(one, "plan", None)
         if isinstance(order, MixtureSampler) or (isinstance(order, OrderPlan) and order.repeats_rows):
             return order.rank
-        if getattr(one, "replacement", None) is True:
+        is_longer = isinstance(one, RandomSampler) and one.num_samples > len(one.data_source)
+        if is_longer or getattr(one, "replacement", None) is True:
             return resolve_ranks(None, None)[0]
     return None
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 import h5pack
 from h5pack.data.draws import BatchKey
@@ -105,6 +105,8 @@ def repeating(dataset: h5pack.H5Dataset, kind: str, workers: int = 0) -> Any:
         return DataLoader(dataset, batch_sampler=sampler, num_workers=workers)
     if kind == "replacement":
         return DataLoader(dataset, 16, sampler=WeightedRandomSampler(weights.tolist(), 64))
+    if kind == "longer":
+        return DataLoader(dataset, 16, sampler=RandomSampler(dataset, num_samples=3 * len(dataset)))
     pack = h5pack.ConcatPack([h5pack.H5Dataset(dataset.path, with_rows=True), dataset])
     mixture = h5pack.MixtureSampler(pack, 16, weights=[3, 1], num_samples=2 * len(dataset))
     return (
@@ -113,7 +115,7 @@ def repeating(dataset: h5pack.H5Dataset, kind: str, workers: int = 0) -> Any:
 
 
 @every_feed
-@pytest.mark.parametrize("kind", ["weights", "indices", "replacement", "mixture", "mixture of H5Loader"])
+@pytest.mark.parametrize("kind", ["weights", "indices", "replacement", "longer", "mixture", "mixture of H5Loader"])
 def test_copies_of_a_row_have_draws_of_their_own(dataset: h5pack.H5Dataset, feed_of: Any, kind: str) -> None:
     class Draw:
         keyed = True
@@ -129,7 +131,7 @@ def test_copies_of_a_row_have_draws_of_their_own(dataset: h5pack.H5Dataset, feed
     samples = torch.cat(found)
     assert len(samples[:, 1].unique()) < len(samples) // 2
     assert len(samples[:, 0].unique()) > len(samples) - 3
-    if kind != "replacement":
+    if kind not in ("replacement", "longer"):
         stopped, resumed = feed(), feed()
         for _ in zip(range(2), stopped, strict=False):
             state = stopped.state_dict()
