@@ -182,7 +182,8 @@ def mixing_report(
     plan = ChunkBatchSampler(dataset, batch_size, seed=seed, window=window, drop_last=True, rank=0, num_replicas=1).plan
     base, rows = select_draws(dataset)[0], plan.rows.epoch_rows(0)
     if not plan.num_batches:
-        problem = f"{rows.count:,} rows do not fill a batch of {batch_size}; give a smaller batch_size"
+        advice = "give a smaller batch_size" if rows.count else "give a dataset with rows"
+        problem = f"{rows.count:,} rows do not fill a batch of {batch_size}; {advice}"
         raise OptionsError(problem, parameters=("batch_size",))
     compared = _windows(rows, plan.window, windows)
     name = base.label_name

@@ -175,7 +175,7 @@ class LoaderReader(CaseReader):
         return self._dataset.stats().rows
 
     def _bytes_read(self) -> int | None:
-        # The base class counts read calls, but rows in the page cache are copied without a read call.
+        # The base class counts the bytes of read calls, but rows in the page cache are copied without one.
         return self._dataset.stats().bytes_read
 
     def hit_rate(self) -> float | None:

@@ -365,7 +365,7 @@ def draw_key(
 
 
 def _require_keys(dataset: Any, base: H5Dataset) -> None:
-    """Raise an OptionsError if crops are random, but the keys in the indices (`DrawnIndex`) cannot reach `dataset`."""
+    """Raise an OptionsError if crops are random, but `dataset` wraps its dataset so that `DrawnIndex` keys get lost."""
     if base.is_random and isinstance(dataset, ConcatPack):
         raise OptionsError(
             "this sampler does not draw random crops of a ConcatPack; give the ConcatPack to H5Loader, or give the "

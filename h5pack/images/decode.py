@@ -319,7 +319,7 @@ def resized(
     """Return an image resized to `size`, (width, height); for `fit`, see `h5pack.convert`. Padding has value `border`.
 
     Unlike in ``ImageOps.pad``, both sides of a very thin image keep at least one pixel. If one side were scaled to 0
-    pixels, Pillow before version 13 would raise ValueError, and later versions would return a black image.
+    pixels, Pillow before version 13 would raise ValueError, and later versions would return only padding.
     """
     if fit == "crop":
         return ImageOps.fit(image, size, resample)
@@ -374,7 +374,7 @@ def _refuse_deep(image: Image.Image) -> None:
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
         raise RejectedImageError(f"{image.mode} pixels cannot be packed; convert them to unsigned 8 or 16 bits")
     if isinstance(image, TiffImageFile) and image.tag_v2.get(_TIFF_PLANAR) == _SEPARATE:
-        # Pillow would take each byte of such a plane for a pixel, and decode the image to noise.
+        # Pillow takes each byte of uncompressed 16-bit planes for a pixel, which gives noise.
         bits = image.tag_v2.get(_TIFF_BITS, ())
         if len(bits) > 1 and max(bits) > 8 and image.tag_v2.get(_TIFF_COMPRESSION, 1) == 1:
             raise RejectedImageError("uncompressed 16-bit planes cannot be decoded; save its channels interleaved")

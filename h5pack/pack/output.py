@@ -147,7 +147,7 @@ class Output:
             raise self._unfinished_error(_CONTINUE, "resume=True", "overwrite=True")
 
     def _unfinished_error(self, advice: str, *parameters: str) -> OutputExistsError:
-        return OutputExistsError.at(self.partial, f"belongs to an interrupted run; {advice}", *parameters)
+        return OutputExistsError.at(self.partial, f"belongs to an unfinished run; {advice}", *parameters)
 
     def require_not_begun(self, lock: OutputLock, options: ConvertOptions, *, resumable: bool = True) -> None:
         """Raise OutputExistsError if a run was interrupted since `check`, unless it may be discarded or continued."""
@@ -458,7 +458,7 @@ class PartFile:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self.descriptor), os.stat(self._output.partial)):
                 return
-        problem = "was replaced or finished by another process; run this part again if the output is not complete"
+        problem = "was removed, replaced or finished by another run; run this part again if the output is not complete"
         raise IncompletePackError.at(self._output.partial, problem)
 
     def close(self) -> None:

@@ -217,7 +217,7 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
     """Raise PackFormatError unless the rows of a dataset are numbers or encoded images."""
     refuse = partial(dataset_error, file.filename, dataset.name.lstrip("/"))
     if dataset.ndim < 1:
-        raise refuse("is a single value without rows; name another dataset")
+        raise refuse("has no rows, but a single value or none; name another dataset")
     try:
         dtype = dataset.dtype
     except TypeError as error:

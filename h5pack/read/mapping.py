@@ -348,7 +348,7 @@ class MappedDataset:
     def _chunks_of(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Split rows into runs of consecutive rows in one chunk; return chunk and length of each run, int64 (runs,).
 
-        If most rows are consecutive, this is several times as fast as looking up the chunk of every row.
+        For many consecutive rows of a virtual dataset, this is several times as fast as looking up each row's chunk.
         """
         edges = consecutive_runs(rows)
         firsts, stops = rows[edges[:-1]], rows[edges[1:] - 1] + 1

@@ -396,7 +396,7 @@ def arranged(found: Listing, kind: str) -> Catalog:
 
 
 def _inside(found: Listing, catalog_of: Callable[[Listing], Catalog]) -> Catalog:
-    """Return ``catalog_of(found)``, or apply it to the only folder that contains all others (``images/cat/1.jpg``)."""
+    """Return ``catalog_of(found)``; if one folder holds all others (``images/cat/1.jpg``), that of this folder."""
     if not (only := only_folder(found)):
         return catalog_of(found)
     catalog = catalog_of(found.inside(only))

@@ -130,10 +130,13 @@ def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
 def _read_shard(path: Path, encodings: dict[str, str], fixed: Sequence[int], samples: int) -> _Shard:
     """Read the offsets of samples and columns. `fixed` are the sizes of the columns in bytes, 0 if they vary."""
     file = ArchiveFile(str(path))
-    head = np.frombuffer(file.read(4 * (samples + 2), 0), "<u4").astype(np.int64)
+    stored = file.read(4 * (samples + 2), 0)
+    if len(stored) != 4 * (samples + 2):
+        raise file.damaged("is damaged, or cut short")
+    head = np.frombuffer(stored, "<u4").astype(np.int64)
     varying = [number for number, size in enumerate(fixed) if not size]
     begins, ends = head[1:-1], head[2:]
-    wrong = len(head) != samples + 2 or head[0] != samples or (samples and begins[0] < 4 * (samples + 2))
+    wrong = head[0] != samples or (samples and begins[0] < 4 * (samples + 2))
     if wrong or (ends < begins + 4 * len(varying)).any() or (samples and ends[-1] > file.size):
         raise file.damaged("is damaged, or cut short")
     sizes = np.tile(np.array(fixed, np.int64), (samples, 1)).reshape(samples, len(fixed))
