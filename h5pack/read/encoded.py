@@ -257,6 +257,8 @@ class EncodedIndex(ChunkIndex):
         An extent is (source, byte offset, number of bytes). The source is an index in `VirtualIndex.sources`, or None
         for the dataset's own file. The offset is in the source's file.
         """
+        if start == stop:
+            return
         if self.base is not None:
             yield None, self.base + start, stop - start
             return

@@ -238,6 +238,17 @@ def test_a_truncated_row_is_named(tmp_path: Path, way: str) -> None:
     assert Counter(require_rows(list(h5pack.H5Loader(dataset, 4, indices=good)), whole)) == Counter(good)
 
 
+def test_a_pack_without_any_byte_of_its_images_is_damaged(tmp_path: Path) -> None:
+    path = write_kept(tmp_path / "f.h5", [encode(pixels(seed, (8, 8))) for seed in range(3)])
+    with h5py.File(path, "r+") as file:
+        file["encoded/offsets"][...] = 0
+        del file["encoded/data"]
+        file.create_dataset("encoded/data", (0,), "u1", maxshape=(None,), chunks=(1000,))
+    for way in (lambda dataset: dataset[0], lambda dataset: [*h5pack.H5Loader(dataset, 3)]):
+        with pytest.raises(DamagedRowsError):
+            way(h5pack.H5Dataset(path))
+
+
 def test_concatenated_packs_whose_first_images_differ_in_size(tmp_path: Path) -> None:
     paths = [write_kept(tmp_path / f"{side}.h5", [encode(pixels(1, (side, 12)))] * 3) for side in (20, 31)]
     both = h5pack.ConcatPack([h5pack.H5Dataset(path, transform=RandomCrop()) for path in paths])
