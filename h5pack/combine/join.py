@@ -63,6 +63,7 @@ def join(
     --------
     >>> h5pack.join(["monday.h5", "tuesday.h5"], "both.h5")  # doctest: +SKIP
     """
+    (virtual,) = flags(virtual=virtual)
     if not isinstance(packs, Sequence) or isinstance(packs, (str, bytes)) or len(packs) < 2:
         raise OptionsError("packs must be a list of at least two packs, without the output", parameters=("packs",))
     target = output_path(out)
@@ -71,6 +72,6 @@ def join(
     merged = merge(parts)
     order = np.argsort(merged.split_ids, kind="stable")
     plan = Combination.of("join", parts, merged, order, added_statistics(parts, merged))
-    if flags(virtual=virtual)[0]:
+    if virtual:
         return write_virtual(plan, target, overwrite=overwrite)
     return write_combination(plan, target, overwrite=overwrite, resume=resume, progress=progress)

@@ -32,6 +32,7 @@ from h5pack.order.cursor import EpochCursor, IterationState, Resumable
 from h5pack.order.permutation import derive_key
 from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.read.engine import SCATTER_BYTES, ReadStats
+from h5pack.system.arrays import row_array
 from h5pack.system.machine import available_cpus, available_memory
 from h5pack.system.parameters import flags, launched_number, parameter_names, require_callable, whole_number
 
@@ -356,7 +357,7 @@ class H5Loader(Closeable, Resumable):
         require_no_transform(self.dataset)
         self._base.engine.check_unchanged()
         if self._held is None:
-            numbers = np.arange(self._list_rows.start, self._list_rows.stop)
+            numbers = row_array(self._list_rows)
             self._held_lists = {name: self._base.read_ragged(name, numbers) for name in self._list_sizes}
             rows = self.plan.rows.unique_rows() if self._held_names else range(0)
             self._held = {name: HeldRows(self._base, name, rows) for name in self._held_names}

@@ -121,7 +121,7 @@ def read_labels(path: Path, file: h5py.File, name: str, rows: int) -> tuple[npt.
             columns = tuple(f"label_{column}" for column in range(values.shape[1]))
         return _byte_table(path, name, values), columns
     labels = values.astype(np.int64)
-    if schema.FORMAT not in file.attrs and {*np.unique(labels)} == {-1, 1}:
+    if schema.FORMAT not in file.attrs and len(labels) and (labels.min(), labels.max()) == (-1, 1) and labels.all():
         labels = np.maximum(labels, 0)  # In a pack, -1 means that there is no label.
     classes = attribute_names(dataset, schema.CLASSES) or _enum_names(dataset)
     if classes is not None and len(labels) and not schema.NO_LABEL <= labels.min() <= labels.max() < len(classes):

@@ -78,10 +78,10 @@ def group_ids(values: FieldValues) -> npt.NDArray[np.int64]:
         rows = [values.row(index).tobytes() for index in range(len(values))]
         numbers = {row: number for number, row in enumerate(sorted(set(rows)))}
         return np.array([numbers[row] for row in rows], np.int64)
-    flat = _with_equal_bytes(values.reshape(len(values), -1))
+    flat = values.reshape(len(values), -1)
     if flat.shape[1] != 1:
         # Compare rows as bytes, because to NumPy, a row with NaN differs from itself.
-        flat = np.ascontiguousarray(flat).view(np.dtype((np.void, flat.shape[1] * flat.itemsize)))
+        flat = np.ascontiguousarray(_with_equal_bytes(flat)).view(np.dtype((np.void, flat.shape[1] * flat.itemsize)))
     return np.unique(flat[:, 0], return_inverse=True)[1].astype(np.int64)
 
 
