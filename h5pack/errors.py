@@ -131,7 +131,7 @@ class NoSpaceError(H5PackError, OSError):
 
 
 class ResumeError(H5PackError, ValueError):
-    """A conversion cannot be resumed, because it began with other options, another source or another h5pack version.
+    """A conversion cannot be resumed, because it began with other options, another source or other package versions.
 
     Also raised if the journal of the interrupted conversion is damaged.
     """

@@ -384,8 +384,8 @@ def _require_time(left: float, needed: float, packing: float, settings: BenchSet
         kept = settings.seconds - usable_seconds(settings.seconds)
         given, enough = f"seconds={settings.seconds:g}", f"seconds={1.5 * (packing + needed) + 1:.0f}"
         raise OptionsError(
-            f"{given} is too short: it took {packing:.1f} s to pack the sample, measuring takes {needed:.1f} s, "
-            f"and {kept:.1f} s are kept for the end; give {enough}, fewer rows or fewer chunk sizes",
+            f"{given} is too short: it took {packing:.1f} s until the sample was packed, measuring takes "
+            f"{needed:.1f} s, and {kept:.1f} s are kept for the end; give {enough}, fewer rows or fewer chunk sizes",
             parameters=(given, enough),
         )
 

@@ -119,7 +119,7 @@ def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> st
 
 
 def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> CachePlan | None:
-    """Return the computed chunk cache for h5py and the converted file; None for the input file, or without chunks."""
+    """Return the chunk cache for reading the converted file with h5py; None for the input file, or without chunks."""
     if variant.is_input or variant.chunk_rows is None:
         return None
     shape, chunks = (workload.num_images, *workload.row_shape), (variant.chunk_rows, *workload.row_shape)

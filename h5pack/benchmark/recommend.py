@@ -36,7 +36,7 @@ from h5pack.benchmark.loader_settings import (
 )
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan
-from h5pack.pack.options import convert_command, lacks_labels
+from h5pack.pack.options import convert_command, copy_name, lacks_labels
 from h5pack.system.text import counted
 
 _MAX_FINALISTS = 6
@@ -455,7 +455,7 @@ def _code(variant: FileVariant, case: BenchCase, workload: Workload) -> str:
         names += "" if variant.images == schema.IMAGES else f", images={variant.images!r}"
         names += "" if variant.labels in (None, schema.LABELS) else f", labels={variant.labels!r}"
         names += f", fields={list(workload.fields)}" if workload.fields else ""
-    path = variant.path if variant.is_input else "packed.h5"
+    path = variant.path if variant.is_input else copy_name(workload.source)
     asked = workload.asked_batch_size
     is_asked = asked in (None, case.batch_size)
     few = "" if is_asked else f"  # batch_size: a quarter of the {workload.num_images:,} images"

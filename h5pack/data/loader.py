@@ -142,7 +142,7 @@ class H5Loader(Closeable, Resumable):
         Number of batches to prefetch, as far as `memory_bytes` allows. None: the batches of two shuffle windows. The
         chunks of a window are read together, so lower values are raised to the batches of one window. For rows in the
         page cache, and without `streams` or `lanes`, None means fewer: at least two batches, and enough to keep all
-        threads busy. Each thread, and the caller's, copies up to 5 MiB of small batches or 16 MiB of a large one.
+        threads busy, each with up to 5 MiB of small batches or 16 MiB of a large one.
     memory_bytes : int, optional
         Upper bound in bytes for the batches that each iteration prefetches, the small fields that are held in memory,
         and the memory for decoding. Not counted: the results of transforms, the batches that the caller holds, and the

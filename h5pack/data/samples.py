@@ -151,8 +151,11 @@ class _JoinedList:
 
 def _joined(value: Any) -> Any:
     """Return a list of tensors as a `_JoinedList` if they can be concatenated, and any other value unchanged."""
-    joins = type(value) is list and can_join(value) and value[0].device.type == "cpu"
-    if not joins or value[0].dtype == torch.bfloat16:
+    if not (type(value) is list and can_join(value) and value[0].device.type == "cpu"):
+        return value
+    try:
+        torch.empty(0, dtype=value[0].dtype).numpy()
+    except TypeError:  # NumPy does not have this dtype.
         return value
     entries = torch.cat(value)
     return _JoinedList(entries.numpy() if entries.nbytes <= _INLINE_BYTES else entries, [len(one) for one in value])
@@ -168,7 +171,8 @@ def can_join(values: list[Any]) -> bool:
             type(one) is torch.Tensor
             and one.layout is torch.strided
             and not one.requires_grad
-            and (one.dtype, one.device, one.shape[1:]) == (first.dtype, first.device, first.shape[1:])
+            and (one.dtype, one.device, one.ndim) == (first.dtype, first.device, first.ndim)
+            and one.shape[1:] == first.shape[1:]
             for one in values
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -22,11 +23,14 @@ def mark_echoed(batch: Any, repeats: int) -> Any:
 
     `repeats` is how often the batch was delivered before. A tuple, named tuple, list or dict becomes an instance of a
     subclass of its type. A tensor is detached. A mapping of any other type is copied shallowly; if it cannot be copied,
-    or cannot have attributes, it becomes a dict. Any other object is returned without the attribute.
+    or cannot have attributes, it becomes a dict. Any other object is returned without
+    the attribute, and so is one of a type that cannot have subclasses.
     """
     if isinstance(batch, (list, tuple, dict)):
         kind = type(batch)
-        return _copy_into(kind if hasattr(kind, "_unmarked_type") else _marked_type(kind), batch, repeats)
+        with contextlib.suppress(TypeError):  # raised for a type that has no subclasses, such as torch.Size
+            return _copy_into(kind if hasattr(kind, "_unmarked_type") else _marked_type(kind), batch, repeats)
+        return batch
     if not isinstance(batch, (torch.Tensor, Mapping)):
         return batch
     try:
@@ -82,6 +86,8 @@ def _copy_into(kind: type, batch: Any, repeats: int | None) -> Any:
         list.extend(filled, batch)
     else:
         filled = dict.__new__(kind)
+        if isinstance(batch, collections.defaultdict):
+            filled.default_factory = batch.default_factory
         for key, value in batch.items():
             filled[key] = value
     attributes = {name: value for name, value in getattr(batch, "__dict__", {}).items() if name != _REPEATS}

@@ -203,8 +203,8 @@ def export(
     begin = time.perf_counter()
     check_choice("format", format, (None, *SUFFIXES))
     check_choice("start_method", start_method, START_METHODS)
-    # Pillow and JSON accept only Python's integers.
     highest = {"quality": 100, "num_workers": MAX_WORKERS}
+    # Convert NumPy's integers, which Pillow and JSON refuse.
     quality, limit, num_workers = (
         None if value is None else whole_number(name, value, 1, highest.get(name))
         for name, value in (("quality", quality), ("limit", limit), ("num_workers", num_workers))

@@ -248,7 +248,7 @@ def _export_field(work: ExportWork, number: int, index: int, path: str, results:
 
 
 def _store(work: ExportWork, path: str, pixels: Any, data: bytes | None, results: ExportResults) -> bool:
-    """Write `data` or, if that is None, `pixels` as PNG; return whether the file had these contents and was kept.
+    """Write `data`, or `pixels` as PNG if it is None; return whether the file had these contents and was kept.
 
     With `work.check_only`, write nothing, but count a file that is missing or differs.
     """

@@ -17,7 +17,7 @@ from h5pack.errors import PackFormatError, ReadError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
 from h5pack.inspect.pack_metadata import counts_by_name, describe_pack, number_text, pack_lines, shape_text
-from h5pack.pack.options import convert_command, lacks_labels
+from h5pack.pack.options import convert_command, copy_name, lacks_labels
 from h5pack.read.chunk_decoder import DECODED_BYTES
 from h5pack.read.chunk_index import index_dataset
 from h5pack.read.encoded import index_encoded, is_encoded
@@ -267,11 +267,11 @@ def _opening_fix(file: h5py.File, opening: tuple[tuple[int, int], ...]) -> tuple
     if len(opening) < 2:
         return None
     if schema.FORMAT in file.attrs:
-        return ("h5pack", "convert", file.filename, "packed.h5")
+        return convert_command(file.filename, {})
     total = sum(stop - start for start, stop in opening)
     # Make the metadata block larger than `total`, because metadata that does not fit is stored elsewhere.
     block = -(-min(2 * total, total + _OPENING_GAP_BYTES // 2) // 2**16) * 2**16
-    return ("h5repack", "-M", str(block), file.filename, "repacked.h5")
+    return ("h5repack", "-M", str(block), file.filename, copy_name(file.filename))
 
 
 def faults_of(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
@@ -413,7 +413,7 @@ def _fix(dataset: h5py.Dataset, labels: str | None) -> tuple[str, ...]:
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     rows = plan_chunks(len(dataset), row_bytes, whole_pages=True).rows
     chunk = "x".join(map(str, (min(rows, len(dataset)), *dataset.shape[1:])))
-    return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, "repacked.h5")
+    return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, copy_name(path))
 
 
 def _labels_of(command: tuple[str, ...]) -> str:

@@ -118,7 +118,7 @@ class ConvertOptions:
             if name not in names:
                 close = difflib.get_close_matches(name, names, 1)
                 advice = f"; did you mean {close[0]!r}?" if close else ""
-                raise TypeError(f"convert() got an unexpected keyword argument {name!r}{advice}")
+                raise TypeError(f"unexpected keyword argument {name!r}{advice}")
         values = dict(keywords)
         for field in dataclasses.fields(cls):
             if field.default == () and field.name in values:
@@ -361,9 +361,14 @@ def lacks_labels(command: Sequence[str]) -> bool:
     return "--fields" in command and "--labels" not in command
 
 
+def copy_name(source: str) -> str:
+    """Return the name that printed commands give to the file made of `source`."""
+    return "repacked.h5" if os.path.basename(source) == "packed.h5" else "packed.h5"
+
+
 def convert_command(source: str, options: dict[str, Any]) -> tuple[str, ...]:
     """Return the arguments of the command line that converts `source` with these keywords of `convert`."""
-    words = ["h5pack", "convert", source, "packed.h5"]
+    words = ["h5pack", "convert", source, copy_name(source)]
     for name, value in options.items():
         text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
         words += [f"--{'source' if name == 'source_kind' else name.replace('_', '-')}", text]

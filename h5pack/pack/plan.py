@@ -420,7 +420,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
             folder = options.root or os.path.dirname(os.path.abspath(source))
             advice = f"relative paths start from {folder}; if that is wrong, give root"
         problem = (
-            f"none of its images can be packed ({counted(len(catalog), catalog.noun)}, such as {rejects[0].shown}: "
+            f"none of its {counted(len(catalog), 'image')} can be packed (such as {rejects[0].shown}: "
             f"{rejects[0].reason}); {advice}"
         )
         raise NoImagesError.at(source, problem, "root")

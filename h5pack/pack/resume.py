@@ -203,7 +203,7 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
             raise _refused(plan, journal, difference, f"{parameter}={old!r}")
     prints, old_prints = plan.fingerprints, journal.fingerprints()
     if len(prints) != len(old_prints):
-        counts = counted(len(old_prints), plan.catalog.noun)
+        counts = counted(len(old_prints), "image")
         raise _refused(plan, journal, f"was begun with {counts}, but {plan.source} now has {len(prints):,}")
     changed = np.flatnonzero(prints != old_prints)
     if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:

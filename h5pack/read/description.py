@@ -200,7 +200,7 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
 
 
 def _single_labels(dataset: h5py.Dataset, index: ChunkIndex) -> ChunkIndex:
-    """Return `index`, but with the shape (N,) if the labels are integers (N, 1) or (N, 1, 1) without column names."""
+    """Return `index`, but with the shape (N,) if each label is a single integer, without column names."""
     single = {*index.row_shape} == {1} and index.dtype.kind in "iu" and schema.COLUMNS not in dataset.attrs
     return replace(index, shape=index.shape[:1]) if single else index
 

@@ -61,7 +61,7 @@ def is_ragged(file: h5py.File, name: str) -> bool:
 
 
 def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
-    """Return the index of a ragged field; raise PackFormatError if its offsets do not fit its data."""
+    """Return the index of a ragged field; raise PackFormatError if it is not stored as docs/format.md describes."""
     kind = text(file[name].attrs.get(schema.KIND, schema.RAGGED))
     data_name = f"{name}/{schema.FIELD_DATA}"
     data = require_dataset(file, data_name)

@@ -392,11 +392,6 @@ class Catalog:
     def __len__(self) -> int:
         return len(self.names)
 
-    @property
-    def noun(self) -> str:
-        """The word for an image of the source in messages: "file" or "sample"."""
-        return "sample" if self.kind == "dataset" else "file"
-
     def reject(self, index: int, reason: str) -> Reject:
         """Return a `Reject` of image `index`."""
         return Reject(self.names[index], reason, self.reader.sample_index(index))

@@ -313,7 +313,7 @@ def _masks_error(root: str, doubt: str, pattern: str, kind: str) -> SourceError:
 
 
 def is_named(folder: str, names: frozenset[str]) -> bool:
-    """Return whether a folder's name, or its last word, is in `names`, which is `IMAGE_FOLDERS` or `TARGET_FOLDERS`."""
+    """Return whether a folder's name, in lower case and without "_" and "-", or its last word is in `names`."""
     words = re.split("[_-]", os.path.basename(folder).lower())
     return "".join(words) in names or words[-1] in names
 

@@ -151,7 +151,7 @@ def _shared(stems: Iterable[str]) -> tuple[str, str]:
     folder = os.path.commonpath(folders)
     folder = "" if is_split_name(folder) else folder
     parts = [re.split("(?=[_-])", name)[:0:-1] for name in names]
-    # In sorted order, the first and the last list differ wherever any two do.
+    # What the first and the last list in sorted order begin with, all lists begin with.
     extremes = zip(min(parts), max(parts), strict=False)
     ending = [part for part, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], extremes)]
     return folder and f"{folder}/", "".join(ending[::-1])

@@ -97,7 +97,7 @@ def _decompressor(path: Path, start: bytes) -> BinaryIO:
 
 def _index(file: ArchiveFile, start: int, stop: int, subject: str = "") -> Members:
     """Return the members of the tar file in the bytes from `start` to `stop` of `file`. Errors begin with `subject`."""
-    members, links = Members(), []
+    members, links, archive = Members(), [], os.path.basename(file.path)
     stream = _Headers(file, start, stop)
     with file.parsing(f"{subject}is not a tar file, or its first header is damaged"):
         tar = tarfile.TarFile(fileobj=cast(BinaryIO, stream), errors="surrogateescape", encoding="utf-8")
@@ -121,7 +121,7 @@ def _index(file: ArchiveFile, start: int, stop: int, subject: str = "") -> Membe
                 break
             problem = f"the header at byte {position:,}, after {last!r}, is damaged ({error})"
             if position + _BLOCK_BYTES > stop:
-                problem = f"{subject}was cut short: it ends at byte {stop:,}, after {last!r}, without an end mark"
+                problem = f"{subject}was cut short after {last!r}: {archive} has no end mark at byte {stop:,}"
             raise file.damaged(problem) from error
         if member.size < 0 or tar.offset <= position:
             raise file.damaged(f"the header at byte {position:,} is damaged")
@@ -130,14 +130,14 @@ def _index(file: ArchiveFile, start: int, stop: int, subject: str = "") -> Membe
             members.add_folder(member.name)
             continue
         if member.isreg() and member.offset_data + member.size > stop and not member.issparse():
-            raise file.damaged(f"{subject}was cut short: it ends at byte {stop:,}, within {last!r}")
+            raise file.damaged(f"{subject}was cut short within {last!r}, at byte {stop:,} of {archive}")
         target = _add(members, member)
         if target is not None:
             links.append((len(members.names) - 1, target))
     file.require_unchanged()
     _resolve(members, links)
     if _continues(file, position, stop):
-        text = f"bytes after the end mark at byte {position:,} of {os.path.basename(file.path)} are not read"
+        text = f"bytes after the end mark at byte {position:,} of {archive} are not read"
         members.notes = (Note(text),)
     return members
 
@@ -193,5 +193,9 @@ def _resolve(members: Members, links: list[tuple[int, str]]) -> None:
 
 def _continues(file: ArchiveFile, position: int, stop: int) -> bool:
     """Return whether anything but zeros follows the end mark, such as another tar file."""
-    starts = range(position, stop, _MAX_HEADER_BYTES)
-    return any(any(file.read(min(_MAX_HEADER_BYTES, stop - start), start)) for start in starts)
+    zeros = bytes(_MAX_HEADER_BYTES)
+    for start in range(position, stop, _MAX_HEADER_BYTES):
+        count = min(_MAX_HEADER_BYTES, stop - start)
+        if file.read(count, start) != zeros[:count]:
+            return True
+    return False

@@ -155,7 +155,8 @@ def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator
 
     A full disk or an exhausted quota becomes a NoSpaceError about `path` that ends with `advice`; `parameters` are the
     parameters that `advice` names. A file that is too large becomes a NoSpaceError, too. Failed storage, a file that
-    another program has removed, and a name that the file system does not allow become H5PackErrors about that file.
+    another program has removed, and a name that the file system does not allow become H5PackErrors about
+    the file that the OSError names, or about `path` if it names none.
     """
     try:
         yield
@@ -316,7 +317,7 @@ def require_other_files(outputs: Iterable[Path], inputs: Iterable[str | os.PathL
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool | None:
     """Lock an open file with flock, exclusively unless `shared`. If `wait`, wait until the lock is free.
 
-    Returns True if the file is now locked, False if another process holds a conflicting lock, and None if the file
+    Returns True if the file is now locked, False if another open file holds a conflicting lock, and None if the file
     system (such as some network file systems) has no such locks.
     """
     try:
@@ -329,7 +330,7 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool |
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether another process holds an exclusive lock on a file."""
+    """Return whether another open file holds an exclusive lock on a file."""
     with path.open("rb") as stream:
         return lock(stream.fileno(), shared=True) is False
 

@@ -274,10 +274,21 @@ def _reachable(value: Any) -> Iterator[Any]:
             continue
         seen.add(id(item))
         if isinstance(item, types.FunctionType):
-            # Skip the globals, because they refer to every imported module.
-            rest += [item.__closure__, item.__defaults__, item.__kwdefaults__]
-        elif not isinstance(item, (type, types.ModuleType, types.FrameType, types.TracebackType, types.GeneratorType)):
+            rest += [vars(item), item.__closure__, item.__defaults__, item.__kwdefaults__, *_globals_of(item)]
+        elif isinstance(item, type):
+            if str(item.__module__).partition(".")[0] not in _KNOWN_PACKAGES:
+                rest += [*vars(item).values(), *item.__bases__]
+        elif not isinstance(item, (types.ModuleType, types.FrameType, types.TracebackType, types.GeneratorType)):
             rest += gc.get_referents(item)
+
+
+def _globals_of(function: types.FunctionType) -> Iterator[Any]:
+    """Yield the globals that a function of another package than the known ones refers to by name."""
+    codes = [] if str(function.__module__).partition(".")[0] in _KNOWN_PACKAGES else [function.__code__]
+    while codes:
+        code = codes.pop()
+        yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
 def _require_no_open_file(value: Any) -> None:

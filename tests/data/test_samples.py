@@ -6,6 +6,7 @@ import copy
 import pickle
 import runpy
 import sys
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,21 @@ def test_unlabeled_images_cannot_be_unpacked_as_images_and_labels(tmp_path: Path
             with pytest.raises(ValueError, match="unpack"):
                 _, _ = batch
     assert dataset[0]._fields == ("image",)
+
+
+@pytest.mark.parametrize("entries", [
+    [torch.arange(2), torch.tensor(3)],  # a row whose only entry was squeezed
+    [torch.zeros(2, dtype=torch.float8_e4m3fn), torch.ones(1, dtype=torch.float8_e4m3fn)],
+    [torch.zeros(2, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)],
+    [torch.arange(2), torch.arange(3, 6)],
+])  # fmt: skip
+def test_a_batch_with_lists_of_any_tensors_can_be_sent(entries: list[torch.Tensor]) -> None:
+    batch = new_batch(("images", "marks"), [torch.zeros(2, 3), entries])
+    sent = pickle.loads(ForkingPickler.dumps(batch))
+    assert [(one.dtype, one.tolist()) for one in map(torch.Tensor.float, sent.marks)] == [
+        (torch.float32, one.tolist()) for one in map(torch.Tensor.float, entries)
+    ]
+    assert [one.dtype for one in sent.marks] == [one.dtype for one in entries]
 
 
 def halved(image: Image.Image) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import pickle
 from collections import ChainMap, OrderedDict, UserDict, namedtuple
@@ -74,6 +75,15 @@ def test_any_container_can_be_marked(kind: str) -> None:
     if kind == "namedtuple":
         assert (shown.rows.tolist(), shown._fields) == ([0, 1, 2], ("images", "rows"))
     assert mark_echoed("text", 5) == unmark_echoed("text") == "text"
+
+
+def test_types_without_subclasses_are_not_marked_and_a_default_factory_is_kept() -> None:
+    for batch in (torch.zeros(2).shape, torch.zeros(2, 3).max(1)):
+        assert mark_echoed(batch, 2) is batch
+    batch = mark_echoed(collections.defaultdict(list, images=[1]), 2)
+    batch["new"].append(3)
+    assert repeats_of(batch) == 2
+    assert dict(unmark_echoed(batch)) == {"images": [1], "new": [3]}
 
 
 class SlottedMapping(Mapping[str, Any]):

@@ -97,6 +97,12 @@ def test_faults_of_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert report.cache.nbytes >= 50 * 3 * 100 * 80
 
 
+def test_a_fix_never_writes_over_its_source(tmp_path: Path) -> None:
+    for name, copied in (("packed.h5", "repacked.h5"), ("f.h5", "packed.h5")):
+        report = report_of(foreign(tmp_path / name, (200, 3, 58, 48), chunks=(100, 3, 57, 48)))
+        assert copied in (report.fix or ())[-1:] + (report.fix or ())[3:4]
+
+
 def require_fixed(report: DatasetReport, rows: npt.NDArray[np.uint8]) -> None:
     """That the fix, run in the working directory, gives a file without faults that holds these rows."""
     program, *arguments = report.fix or ()

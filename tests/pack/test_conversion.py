@@ -300,7 +300,7 @@ def interrupted(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, rows: 
 def test_resume_refuses_other_options_and_a_changed_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = flat_folder(tmp_path / "in", 8), tmp_path / "o.h5"
     interrupted(source, out, monkeypatch, rows=4)
-    for change, settings, found in ((0, {"seed": 3}, "seed=0"), (9, {}, "8 files"), (3, {}, "00003.jpg")):
+    for change, settings, found in ((0, {"seed": 3}, "seed=0"), (9, {}, "8 images"), (3, {}, "00003.jpg")):
         if change:
             save(source / f"{change:05d}.jpg", 33)
         with pytest.raises(ResumeError) as caught:

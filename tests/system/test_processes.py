@@ -228,7 +228,7 @@ def test_forked_workers_do_not_share_the_position_of_an_open_file(tmp_path: Path
             assert caught.value.parameters == ("num_workers=1",)
             with open_executor(1, "fork", shared_object):
                 pass
-        # The globals of a function lead to everything.
+        # A global counts only if a function names it.
         globals()["_FILE"] = file
         with (tmp_path / "log").open("w") as log:
             for allowed in (calls[-1], process_of, io.BytesIO(b"x"), log, sys.stderr, logging.getLogger(), pytest):
@@ -237,6 +237,40 @@ def test_forked_workers_do_not_share_the_position_of_an_open_file(tmp_path: Path
     del globals()["_FILE"]
     with open_executor(2, "fork", Held(file)):
         pass
+
+
+_HELD: Any = None
+
+
+class HeldByClass:
+    """A class that can hold a file."""
+
+    file: Any = None
+
+
+class NamesAGlobal(HeldByClass):
+    """A class with a method in which a nested function refers to a global."""
+
+    def read(self) -> Any:
+        return [_HELD.read(1) for _ in range(1)]
+
+
+@pytest.mark.parametrize("place", ["class", "global", "function"])
+def test_files_held_by_classes_and_globals_are_found(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x"
+    path.touch()
+    with path.open("rb") as file:
+        if place == "class":
+            monkeypatch.setattr(HeldByClass, "file", file)
+        elif place == "global":
+            monkeypatch.setitem(globals(), "_HELD", file)
+        else:
+            monkeypatch.setattr(process_of, "file", file, raising=False)
+        shared_object = process_of if place == "function" else NamesAGlobal()
+        with pytest.raises(WorkerError, match=re.escape(str(path))), open_executor(2, "fork", shared_object):
+            pass
 
 
 def descendants(process: int) -> list[int]:
