@@ -160,7 +160,7 @@ def _speeds(table: SweepTable, variant: FileVariant, series: _Series, cache: str
 
 
 def _draw_panel(panel: Axes, report: BenchReport, table: SweepTable, series: list[_Series], cache: str) -> None:
-    variants = sorted(table.compared(), key=lambda one: one.is_input)
+    variants = sorted(table.compared(), key=lambda one: (one.is_input, one.chunk_bytes is None))
     # A line connects the chunk sizes. The contiguous variant and the input file are separate points to their right.
     chunked = [slot for slot, one in enumerate(variants) if one.chunk_bytes is not None and not one.is_input]
     alone = [[slot] for slot in range(len(variants)) if slot not in chunked]

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import stat
+import struct
 import tempfile
 import zipfile
 import zlib
@@ -432,7 +433,9 @@ def _strip_only_folder(members: Members, kind: str) -> None:
     members.folders = {path.removeprefix(base) for path in members.folders} - {base[:-1]}
 
 
-_ZIP_ENCRYPTED_FLAG, _ZIP_DOS = 0x1, 0
+_ZIP_ENCRYPTED_FLAG, _ZIP_UTF8_FLAG, _ZIP_DOS = 0x1, 0x800, 0
+_ZIP_UNICODE_PATH = 0x7075
+"""Id of the extra field with the name in UTF-8, which Info-ZIP's appnote.iz (2007) describes: version, CRC-32, name."""
 _MAX_SIZE = 2**63 - 1
 _ZIP_STORINGS = {zipfile.ZIP_STORED: Storing.ZIP_STORED, zipfile.ZIP_DEFLATED: Storing.ZIP_DEFLATED}
 
@@ -444,8 +447,7 @@ def open_zip(path: Path) -> tuple[ArchiveFile, Members]:
         entries = archive.infolist()
     file.require_unchanged()
     for entry in entries:
-        # Use the stored name, because zipfile cuts off `entry.filename` at a NUL.
-        name = entry.orig_filename
+        name = _zip_name(entry)
         if entry.create_system == _ZIP_DOS and "/" not in name:
             # Some tools for Windows separate folders by backslashes, against the format's specification.
             name = name.replace("\\", "/")
@@ -458,6 +460,26 @@ def open_zip(path: Path) -> tuple[ArchiveFile, Members]:
             )
             members.add(name, offset, size, stored, entry.CRC, _zip_storing(entry))
     return file, members
+
+
+def _zip_name(entry: zipfile.ZipInfo) -> str:
+    """Return a member's name in Unicode, whichever way the archiver stored it."""
+    # Use the stored name, because zipfile cuts off `entry.filename` at a NUL.
+    name, extra = entry.orig_filename, entry.extra
+    if entry.flag_bits & _ZIP_UTF8_FLAG:
+        return name
+    stored = name.encode("cp437")
+    while len(extra) > 9:
+        kind, count, version, checksum = struct.unpack_from("<HHBL", extra)
+        if (kind, version, checksum) == (_ZIP_UNICODE_PATH, 1, zlib.crc32(stored)):
+            stored = extra[9 : 4 + count]
+            break
+        extra = extra[4 + count :]
+    try:
+        # Some archivers, such as that of macOS, store UTF-8 without setting the flag.
+        return stored.decode()
+    except UnicodeDecodeError:
+        return name
 
 
 def _zip_storing(entry: zipfile.ZipInfo) -> Storing:

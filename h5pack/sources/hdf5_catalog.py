@@ -156,7 +156,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
 
 
 def _files_of(file: h5py.File, names: Iterable[str | None]) -> frozenset[SourceFile]:
-    """Return the files that hold the datasets `names`, and the datasets in the groups `names`."""
+    """Return the files that hold the datasets `names`; the name of a group stands for the datasets in it."""
     items = [file.get(name) for name in names if name is not None]
     found = [part for item in items for part in (item.values() if isinstance(item, h5py.Group) else (item,))]
     return frozenset().union(*(files_of(one) for one in found if isinstance(one, h5py.Dataset)))

@@ -162,7 +162,7 @@ def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator
         yield
     except OSError as error:
         again = f"run again with {' and '.join(parameters)}" if parameters else "run again"
-        # Errors of fsync and of writing name no file.
+        # Errors of fsync and of write have no filename.
         named = isinstance(error.filename, (str, bytes))
         if error.errno == errno.EFBIG:  # FAT allows 4 GiB.
             problem = f"its file system or 'ulimit -f' allows no file of this size; change that, then {again}"

@@ -14,6 +14,7 @@ import tarfile
 import tempfile
 import tracemalloc
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -403,6 +404,31 @@ def test_backslashes_separate_folders_in_zip_files_of_windows_only(tmp_path: Pat
                 archive.writestr(entry, jpeg())
         catalog = opened(tmp_path / "x.zip")
         assert (catalog.kind, sorted(catalog.names)) == (kind, names)
+
+
+def test_names_of_zip_files_are_unicode_however_they_are_stored(tmp_path: Path) -> None:
+    def unicode_path(name: str, legacy: bytes) -> bytes:
+        return struct.pack("<HHBL", 0x7075, 5 + len(name.encode()), 1, zlib.crc32(legacy)) + name.encode()
+
+    lossy = b"bk__/a.png"
+    entries = {
+        "b\u043a/a.png": (lossy, struct.pack("<HHB", 0x5455, 1, 3) + unicode_path("b\u043a/a.png", lossy), 0),
+        "b\u0443/a.png": (lossy, unicode_path("b\u0443/a.png", lossy), 0),
+        "bk__/a.png": (lossy, unicode_path("other/a.png", b"another name"), 0),
+        "caf\u00e9/a.png": ("caf\u00e9/a.png".encode(), b"", 0),
+        "\u732b/a.png": ("\u732b/a.png".encode(), b"", 0x800),
+        "caf\u2310/a.png": (b"caf\xa9/a.png", b"", 0),
+    }
+    data, directory = b"", b""
+    for stored, extra, flags in entries.values():
+        fixed = struct.pack("<HHHHLLLHH", flags, 0, 0, 0, zlib.crc32(b"x"), 1, 1, len(stored), len(extra))
+        directory += b"PK\1\2" + struct.pack("<BBH", 20, 3, 20) + fixed + struct.pack("<HHHLL", 0, 0, 0, 0, len(data))
+        directory += stored + extra
+        data += b"PK\3\4" + struct.pack("<H", 20) + fixed + stored + extra + b"x"
+    end = struct.pack("<HHHHLLH", 0, 0, len(entries), len(entries), len(directory), len(data), 0)
+    (tmp_path / "x.zip").write_bytes(data + directory + b"PK\5\6" + end)
+    _, members = archives.open_zip(tmp_path / "x.zip")
+    assert members.names == [*entries]
 
 
 def test_a_zip_file_without_its_directory_is_an_error(tmp_path: Path) -> None:
