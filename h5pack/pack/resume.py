@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +25,7 @@ from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock, PartFile
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.writer import WriteJob
-from h5pack.read.hdf5 import encode_text, open_file, require_complete, text
+from h5pack.read.hdf5 import attribute_names, encode_text, open_file, require_complete, text
 from h5pack.read.ragged import index_ragged
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.validation import divided_names, training_split
@@ -230,8 +232,8 @@ def _refused(plan: ConvertPlan, journal: Journal, difference: str, *parameters: 
 def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tuple[int, int]:
     """Check that a complete output was made with these options from this source; return the counts (rows, rejects).
 
-    Only file names, labels, splits and fields are compared, because a complete pack has no fingerprints of its source's
-    images.
+    Only names of images, splits, labels, classes and fields are compared, because a complete pack has no fingerprints
+    of its source's images.
     """
     with open_file(path) as file:
         if schema.FORMAT not in file.attrs:
@@ -256,11 +258,6 @@ def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
     listed = [encode_text(reject.name) for reject in catalog.rejects]
     if sorted(packed + rejected) != sorted(names + listed):
         return False
-    index = {name: number for number, name in enumerate(names)}
-    if len(index) < len(names):
-        # With duplicate names, rows cannot be matched to images, so splits and labels are not compared.
-        return True
-    origins = np.array([index[name] for name in packed], np.int64)
     splits = [text(name) for name in file[schema.SPLIT_NAMES][()]]
     stored_splits = np.repeat(np.arange(len(splits)), np.diff(file[schema.SPLIT_ROWS][()], axis=1)[:, 0])
     names_of_splits = catalog.split_names
@@ -268,15 +265,41 @@ def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
         training = training_split(str(file.filename), catalog, val)
         names_of_splits = divided_names(names_of_splits, training)
         stored_splits = stored_splits - (stored_splits > training)
-    if splits != list(names_of_splits) or not np.array_equal(catalog.split_ids[origins], stored_splits):
+    if splits != list(names_of_splits):
         return False
     if any(f"{schema.FIELDS}/{one.name}" not in file for one in catalog.pixel_fields):
         return False
-    if not all(_same_field(file, name, values, origins) for name, values in catalog.fields.items()):
+    labels = None
+    if catalog.labels is not None:
+        stored, kind = file.get(schema.LABELS), schema.CLASSES if catalog.labels.ndim == 1 else schema.COLUMNS
+        if stored is None or not _same_names(attribute_names(stored, kind), catalog.label_names):
+            return False
+        labels = stored[()]
+    elif schema.LABELS in file and catalog.kind != "dataset":
         return False
-    if catalog.labels is None:
-        return schema.LABELS not in file or catalog.kind == "dataset"
-    return schema.LABELS in file and np.array_equal(file[schema.LABELS][()], catalog.labels[origins])
+    index = {name: number for number, name in enumerate(names)}
+    if len(index) < len(names):
+        # Which of the images of one name a row holds is unknown, so their fields are not compared.
+        images = Counter(_row_keys(names, catalog.split_ids, catalog.labels))
+        return Counter(_row_keys(packed, stored_splits, labels)) <= images
+    if any(name not in index for name in packed):
+        return False
+    origins = np.array([index[name] for name in packed], np.int64)
+    if not np.array_equal(catalog.split_ids[origins], stored_splits):
+        return False
+    if labels is not None and catalog.labels is not None and not np.array_equal(catalog.labels[origins], labels):
+        return False
+    return all(_same_field(file, name, values, origins) for name, values in catalog.fields.items())
+
+
+def _row_keys(names: list[bytes], split_ids: npt.NDArray[Any], labels: npt.NDArray[Any] | None) -> Iterator[Any]:
+    """Yield the name, split and labels of each row."""
+    columns = [] if labels is None else labels.reshape(len(names), -1).T.tolist()
+    return zip(names, split_ids.tolist(), *columns, strict=True)
+
+
+def _same_names(stored: tuple[str, ...] | None, names: tuple[str, ...] | None) -> bool:
+    return [encode_text(name) for name in stored or ()] == [encode_text(name) for name in names or ()]
 
 
 def _same_field(file: h5py.File, name: str, values: FieldValues, origins: npt.NDArray[np.int64]) -> bool:
@@ -291,7 +314,8 @@ def _same_field(file: h5py.File, name: str, values: FieldValues, origins: npt.ND
     if values.kind in schema.POINT_KINDS:
         return True
     index, wanted = index_ragged(file, path), values[origins]
-    same = index.kind == wanted.kind and np.array_equal(index.offsets, wanted.offsets)
+    same = index.kind == wanted.kind and _same_names(index.classes, wanted.classes)
+    same = same and np.array_equal(index.offsets, wanted.offsets)
     return same and np.array_equal(file[index.data.name][()], wanted.data, equal_nan=wanted.data.dtype.kind == "f")
 
 

@@ -808,6 +808,36 @@ def test_resume_of_a_finished_output_only_checks_it(tmp_path: Path) -> None:
     assert out.read_bytes() == b"precious"
 
 
+TABLE = "filename,label,mask,kind\n00000.jpg,cat,m/0.png,a\n00001.jpg,dog,m/1.png,b\n00002.jpg,dog,m/2.png,b\n"
+REPEATED = TABLE + "00001.jpg,dog,m/1.png,b\n"
+
+
+@pytest.mark.parametrize(
+    ("table", "changed"),
+    [
+        (TABLE, TABLE.replace("cat", "ant").replace("dog", "bee")),
+        (TABLE, TABLE.replace("m/1.png", "")),
+        (TABLE, TABLE.replace("1.jpg,dog", "1.jpg,cat")),
+        (TABLE, TABLE.replace(",b", ",c")),
+        (REPEATED, REPEATED.replace("2.jpg,dog", "2.jpg,cat")),
+        (REPEATED, REPEATED.replace("cat", "x").replace("dog", "cat").replace("x,", "dog,")),
+    ],
+)
+def test_a_finished_output_of_a_changed_table_is_not_complete(tmp_path: Path, table: str, changed: str) -> None:
+    root, out = flat_folder(tmp_path / "in", 3), tmp_path / "o.h5"
+    (root / "m").mkdir()
+    for number in range(3):
+        Image.fromarray(np.full((20, 14), number, np.uint8)).save(root / "m" / f"{number}.png")
+    source = root / "table.csv"
+    options = quick(mask_columns="mask", text_columns="kind")
+    source.write_text(table)
+    h5pack.convert(source, out, **options)
+    assert h5pack.convert(source, out, resume=True, **options).already_complete
+    source.write_text(changed)
+    with pytest.raises(OutputExistsError):
+        h5pack.convert(source, out, resume=True, **options)
+
+
 def test_an_output_that_appears_during_the_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out, complete = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5", finish.complete
     monkeypatch.setattr(finish, "complete", lambda *arguments: (complete(*arguments), out.write_bytes(b"precious")))
