@@ -133,10 +133,10 @@ def open_client(address: str) -> Iterator[Any]:
                 )
             else:
                 client = distributed.Client(address, timeout=_CONNECT_SECONDS)
-        except (OSError, ValueError) as error:
-            if isinstance(error, H5PackError):
-                raise
-            reason = " ".join(str(error).split())
+        except H5PackError:
+            raise
+        except Exception as error:  # For an incomplete file or a protocol that is not set up, Dask raises any error.
+            reason = " ".join(str(error).split()) or type(error).__name__
             advice = "start it, or check the address"
             raise WorkerError(f"{address}: no Dask scheduler answers ({reason}); {advice}") from error
         yield stack.enter_context(client)

@@ -178,9 +178,16 @@ def stored_statistics(file: h5py.File) -> dict[str, Any]:
     group = file[schema.STATISTICS]
     found: dict[str, Any] = {name: group[name][()] for name in ("mean", "std")}
     numbers = {name: int(group.attrs[name]) for name in ("rows", "step")}
-    sound = found["mean"].shape == found["std"].shape and found["mean"].ndim == 1 and numbers["rows"] >= 0
-    if not sound or (numbers["rows"] and not all(((one >= 0) & (one <= 1)).all() for one in found.values())):
-        raise ValueError("its mean and std are not numbers from 0 to 1 of each channel")
+    images, wanted = file.get(schema.IMAGES), (found["mean"].size,)
+    if isinstance(images, h5py.Dataset):
+        wanted = (
+            1 if images.ndim == 3 else images.shape[1 if text(images.attrs.get(schema.LAYOUT, b"")) == "nchw" else -1],
+        )
+    in_range = not numbers["rows"] or all(((one >= 0) & (one <= 1)).all() for one in found.values())
+    if not in_range or any(one.shape != wanted for one in found.values()):
+        raise ValueError("its mean and std are not one number from 0 to 1 per channel")
+    if numbers["rows"] < 0:
+        raise ValueError("its number of rows is negative")
     return {**found, **numbers, "split": text(group.attrs["split"])}
 
 

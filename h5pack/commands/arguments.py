@@ -47,7 +47,7 @@ def add_splits(group: Any, text: str) -> None:
 
 
 def keywords(arguments: argparse.Namespace, function: Any) -> dict[str, Any]:
-    """Return the arguments that are parameters of `function`, except those that were not given."""
+    """Return the arguments that are parameters of `function`, except those that are None (not given)."""
     found = {name: getattr(arguments, name, None) for name in parameter_names(function)}
     return {name: value for name, value in found.items() if value is not None}
 

@@ -77,6 +77,8 @@ class ConcatPack(BatchSource):
     def joined(self) -> H5Dataset:
         """Return one `H5Dataset` with all samples in the same order, for `H5Loader`.
 
+        Only the loader checks that all datasets have the same `decode`; read samples from this dataset.
+
         Raises
         ------
         OptionsError
@@ -184,22 +186,25 @@ def _check_same_fields(one: H5Dataset, other: H5Dataset) -> None:
 def _check_same_classes(datasets: Sequence[H5Dataset]) -> None:
     """Raise an OptionsError if two datasets have different names for the same class number or label column."""
     # Skip datasets with a `target_transform`, because it may change the class numbers.
-    named = {one: one.classes or one.columns or () for one in datasets if one.target_transform is None}
-    advice = "join them with 'h5pack join', or open them with a target_transform or labels=None"
-    _require_same_names(named, "", advice, "target_transform", "labels=None")
+    labeled = [one for one in datasets if one.target_transform is None]
+    advice, parameters = "open them with a target_transform or labels=None", ("target_transform", "labels=None")
+    _require_same_names({one: one.columns or () for one in labeled}, "label column", advice, *parameters)
+    advice = f"join them with 'h5pack join', or {advice}"
+    _require_same_names({one: one.classes or () for one in labeled}, "class", advice, *parameters)
     for name in dict.fromkeys(name for one in datasets for name in one.field_classes):
         named = {one: one.field_classes.get(name, ()) for one in datasets}
-        _require_same_names(named, f" of {name!r}", "leave it out of fields", "fields")
+        _require_same_names(named, f"{name!r} class", "leave it out of fields", "fields")
 
 
 def _require_same_names(named: dict[H5Dataset, tuple[str, ...]], what: str, advice: str, *parameters: str) -> None:
+    """Raise an OptionsError if two of the tuples differ in a name; `what` is what the names are of, such as "class"."""
     if not named:
         return
     longest = max(named, key=lambda one: len(named[one]))
     for other in named:
         for number, (mine, theirs) in enumerate(zip(named[longest], named[other], strict=False)):
             if mine != theirs:
-                problem = f"{longest.path} and {other.path} differ in class {number}{what}: {mine!r} and {theirs!r}"
+                problem = f"{longest.path} and {other.path} differ in {what} {number}: {mine!r} and {theirs!r}"
                 raise OptionsError(f"{problem}; {advice}", path=other.path, parameters=parameters)
 
 

@@ -306,7 +306,7 @@ class H5Dataset(BatchSource):
         made.splits, made.ragged = made._pack.splits, made._pack.ragged
         made.split, made.mean, made.std = None, made._pack.mean, made._pack.std
         made.check, made.is_random = any(one.check for one in datasets), any(one.is_random for one in datasets)
-        made._same_decode = all(one._decode == self._decode for one in others)
+        made._same_decode = all(one._same_decode and one._decode == self._decode for one in datasets)
         made.engine = Engine(made._pack.path, made._pack.identity, made._pack.indexes, files=made._pack.files)
         made.group_rows = made.engine.indexes[made.names[0]].group_rows
         return made

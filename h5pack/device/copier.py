@@ -26,6 +26,7 @@ from h5pack.device.batch import images_of, map_tensors, named_elements, tensors_
 from h5pack.device.loader_wrapper import FetchedBatch
 from h5pack.device.profiling import profiler_range
 from h5pack.device.transforms import ImageTransform
+from h5pack.errors import LoaderError
 from h5pack.order.permutation import derive_key
 
 
@@ -114,7 +115,7 @@ class DeviceCopier:
         self.enter = operations.enter
         self._keeps_images = keep_images and transform is not None and transform.replaces_images
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
-        # Wait for the consumer's stream, because the transform may use tensors that this stream has not finished.
+        # Wait for the consumer's stream, because the transform may use tensors that are not finished there.
         operations.transform_stream.wait_stream(operations.current_stream())
         self.join_streams()
 
@@ -212,7 +213,11 @@ def apply_transform(transform: ImageTransform, fetched: FetchedBatch, device: to
     """
     seeded = _seeded(device, fetched.epoch, fetched.number) if transform.draws else contextlib.nullcontext()
     with outside_inference_mode(), seeded:
-        return transform(fetched.batch, fetched.epoch, fetched.number)
+        try:
+            return transform(fetched.batch, fetched.epoch, fetched.number)
+        except StopIteration as error:
+            # Raising the StopIteration itself would look like the regular end of the epoch.
+            raise LoaderError("a transform raised StopIteration; raise another error, or return a batch") from error
 
 
 @contextlib.contextmanager

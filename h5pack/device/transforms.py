@@ -305,7 +305,7 @@ def _is_spatial(tensor: torch.Tensor, count: int, size: tuple[int, int]) -> bool
 
 
 def _pack_of(dataset: Any) -> H5Dataset | None:
-    """Return the `H5Dataset` under any `Subset`s, the first one of a `ConcatPack`; None for other datasets."""
+    """Return the `H5Dataset` under any `Subset`s, or the first of the `ConcatPack` there; None for others."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     if isinstance(dataset, ConcatPack):

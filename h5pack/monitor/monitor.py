@@ -67,8 +67,8 @@ class MonitoredIterator(BatchIterator):
     def _next_batch(self) -> Any:
         recorder = self._recorder
         if threading.get_ident() != self._thread:
-            # A DeviceFeed around this monitor requests batches in its own thread. The current stream of that thread is
-            # not the step's, so measure the waits of the process instead.
+            # A DeviceFeed around this monitor requests batches in its own thread. That thread's current stream is not
+            # the step's, so count the waits of the process, not those of the stream.
             recorder.device_wait = None
         self._labels.begin("h5pack: wait")
         if recorder.device_wait is not None:
@@ -312,9 +312,11 @@ class FeedRecorder:
         self._final = self._report("epoch", self._first, now)
         # Call the outputs after setting `_final`: if the user's `on_report` raises an error, the next call of `finish`
         # must not report again.
-        if last is not None:
-            self._monitor._outputs.interval(last, now.batches)
-        self._monitor._outputs.end(self._final)
+        try:
+            if last is not None:
+                self._monitor._outputs.interval(last, now.batches)
+        finally:
+            self._monitor._outputs.end(self._final)
 
     def report(self) -> FeedReport:
         """Return the report of the epoch so far, or of the whole epoch once it has ended."""

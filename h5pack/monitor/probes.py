@@ -23,7 +23,7 @@ _log = logging.getLogger("h5pack")
 
 @dataclass(frozen=True)
 class CpuTime:
-    """The CPU seconds used so far."""
+    """CPU seconds, used so far or since a reading."""
 
     own: float  # CPU seconds of this process, in all threads
     children: float | None  # CPU seconds of all descendants, including ended ones; None: not available

@@ -16,8 +16,8 @@ _PARAMETERS = {"samples": "num_samples", "trim": "drop_last", "pack_digest": "da
 _OF_SPLIT = ("start", "rows")
 _PACK_DIGEST = "pack_digest"
 _GLOBAL_BATCH = "batch_size times num_replicas"
-# For each key of a saved state: the end of the message "the state was saved ...", which is raised if the saved value
-# differs from this order's value. {saved} and {ours} stand for the two values.
+# For keys of saved states that need their own text: the end of the message "the state was saved ...", which is raised
+# if the saved value differs from this order's value. {saved} and {ours} stand for the two values.
 _PROBLEMS = {
     **dict.fromkeys(
         ("order", "mixture"),

@@ -91,7 +91,7 @@ class RowSet(RowSampler, EpochRows):
 class RowRange(RowSet):
     """Consecutive rows of the file: a split, or all rows. The object takes the same memory for any number of rows.
 
-    With `digested`, the identity is that of a `RowSubset` of these rows, which saved states of a `ConcatPack` contain.
+    With `digested`, the identity equals that of a `RowSubset` of these rows, as in saved states of a `ConcatPack`.
     """
 
     def __init__(

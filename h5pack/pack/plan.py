@@ -435,7 +435,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
 
 
 def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
-    """Return the plan of a conversion to pixels; raises as `plan_rows`, or SizesDifferError if `size` must be given."""
+    """Return the plan of a conversion to pixels. Raise as `plan_rows`, or if sizes differ or chunks can reach 4 GiB."""
     rows = plan_rows(source, catalog, survey, options)
     height, width = options.size or _common_size(source, catalog, survey, rows.usable)
     return ConvertPlan(

@@ -158,7 +158,7 @@ def survey(
     if labels:
         result.labels = _joined_labels(catalog, labels, result.reasons)
     if isinstance(executor, ElasticExecutor):
-        _require_missing(catalog, result.reasons, options.max_pixels)
+        _require_missing(catalog, result.reasons, options)
     return result
 
 
@@ -179,13 +179,15 @@ def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -
     return {"packages": decoder_versions(), "source": where, "catalog": catalog.identity(), "settings": settings}
 
 
-def _require_missing(catalog: Catalog, reasons: dict[int, str], max_pixels: int) -> None:
+def _require_missing(catalog: Catalog, reasons: dict[int, str], options: ConvertOptions) -> None:
     """Raise WorkerError if another machine could not find or open a file, but this one does not have that problem."""
     for index, reason in reasons.items():
-        if reason not in MISSING_FILE_REASONS:
+        # The reason may be that of a mask, see `naming_mask`.
+        if not reason.endswith(tuple(MISSING_FILE_REASONS)):
             continue
         try:
-            catalog.reader.survey(index, catalog.names[index], max_pixels)
+            image = catalog.reader.survey(index, catalog.names[index], options.max_pixels)
+            _with_masks(catalog.reader, image, 0, _task(catalog, options, [index]))
         except RejectedImageError as error:
             if str(error) == reason:
                 continue
@@ -243,7 +245,7 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
 
 
 def _turned(catalog: Catalog, survey: Survey) -> Catalog:
-    """Return the catalog with boxes turned like their images; reject images that differ from their annotated size."""
+    """Turn boxes whose annotated size is that before an Exif turn; reject images of any other size than annotated."""
     sizes = catalog.annotated_sizes
     if sizes is None:
         return catalog

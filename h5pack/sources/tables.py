@@ -101,13 +101,13 @@ class TableReader(SourceReader):
             if self._table is None or self._table[0] != number:
                 self._table = number, _open(file)
             values = self._table[1].column(self.column, row_group)
-        except H5PackError:
+        except (H5PackError, MemoryError):
             raise
         except Exception as error:
             file.require_unchanged()
             if isinstance(error, OSError) and error.errno:
                 raise
-            # On damaged files, pyarrow raises several exception types.
+            # On damaged files, pyarrow raises several exception types. Too little memory is no damage.
             raise RejectedImageError(f"its row group cannot be read ({error})") from error
         file.require_unchanged()
         return values
@@ -316,7 +316,7 @@ def _values(file: ArchiveFile, name: str) -> list[Any]:
     table = _open(file)
     kind = table.schema.field(name).type
     if not _is_plain(kind):
-        problem = "neither numbers, text nor lists of these; leave it out"
+        problem = "not integers, floats, text or lists of these; leave it out"
         raise SourceError.at(file.path, f"column {name!r} holds {kind}, {problem}")
     with file.parsing(f"column {name!r} cannot be read"):
         values = table.column(name).to_pylist()

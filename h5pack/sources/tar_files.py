@@ -120,7 +120,9 @@ def _index(file: ArchiveFile, start: int, stop: int, subject: str = "") -> Membe
             if len(block) == _BLOCK_BYTES and not any(block):
                 break
             problem = f"the header at byte {position:,}, after {last!r}, is damaged ({error})"
-            if position + _BLOCK_BYTES > stop:
+            if position == start:
+                problem = f"{subject}is not a tar file, or its first header is damaged"
+            elif position + _BLOCK_BYTES > stop:
                 problem = f"{subject}was cut short after {last!r}: {archive} has no end mark at byte {stop:,}"
             raise file.damaged(problem) from error
         if member.size < 0 or tar.offset <= position:

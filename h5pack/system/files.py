@@ -284,6 +284,8 @@ def require_replaceable(*paths: Path, writable: bool = True) -> None:
             # Another process may have removed the file in between.
             if is_sticky or (writable and not os.access(path, os.W_OK) and path.exists()):
                 problem = f"user {status.st_uid} owns it, and you may not replace it; ask them, or give another name"
+                if status.st_uid == os.geteuid():
+                    problem = "its permissions do not allow writing; change them with chmod, or give another name"
                 raise SourceError.at(path, problem)
 
 

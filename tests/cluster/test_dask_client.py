@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,7 +35,7 @@ from h5pack.sources.detect import open_source
 from h5pack.system.processes import ElasticExecutor, SerialExecutor, using_shared
 from tests.cluster.datasets import Deadly, Held, Pictures
 from tests.crashing import leftovers, wait_for
-from tests.makers import class_folders, pixels, save, tar_file, truncate
+from tests.makers import class_folders, flat_folder, pixels, save, tar_file, truncate
 
 ROOT = Path(__file__).parents[2]
 
@@ -239,6 +240,15 @@ def test_workers_with_other_versions_are_refused_before_anything_is_written(
     assert leftovers(tmp_path) == {"in"}
 
 
+@pytest.mark.parametrize("address", ["not JSON", "{}", "tls://127.0.0.1:9"])
+def test_an_unusable_scheduler_is_one_error(tmp_path: Path, address: str) -> None:
+    if "://" not in address:
+        (tmp_path / "scheduler.json").write_text(address)
+        address = str(tmp_path / "scheduler.json")
+    with pytest.raises(WorkerError, match=r"no Dask scheduler answers \(\w"), dask_client.open_client(address):
+        pass
+
+
 def test_what_a_worker_does_not_see_is_named(tmp_path: Path) -> None:
     source = save(tmp_path / "in.jpg")
     expected = Expectations.here(str(source), tmp_path / "o.h5.partial")
@@ -256,26 +266,34 @@ def test_what_a_worker_does_not_see_is_named(tmp_path: Path) -> None:
     assert len(leftovers(tmp_path)) == 2
 
 
-def test_an_image_that_only_a_worker_does_not_find_is_no_rejected_image(tmp_path: Path) -> None:
-    source = class_folders(tmp_path / "in", {"a": 9})
-    (source / "a/missing.jpg").symlink_to("nowhere.jpg")
-    catalog = open_source(source, ConvertOptions().source_options, tmp_path)
+@pytest.mark.parametrize("without", ["images", "masks", "further images"])
+def test_a_file_that_only_a_worker_does_not_find_is_no_reason_to_reject(tmp_path: Path, without: str) -> None:
+    source = flat_folder(tmp_path / "in", 3)
+    for number in range(3):
+        save(source / "more" / f"{number}.png", number)
+        Image.fromarray(np.zeros((20, 14), np.uint8)).save(source / "more" / f"m{number}.png")
+    lines = [f"0000{number}.jpg,more/m{number}.png,more/{number}.png" for number in range(3)]
+    missing = ["missing.jpg,more/m0.png,more/0.png", "00000.jpg,no.png,more/0.png", "00000.jpg,more/m0.png,no.png"]
+    (source / "table.csv").write_text("\n".join(["filename,mask,second", *lines, *missing]))
+    options = ConvertOptions(mask_columns=("mask",), image_columns=("second",), max_pixels=10**6)
+    catalog = open_source(source / "table.csv", options.source_options, tmp_path)
+    elsewhere = shutil.copytree(source, tmp_path / "elsewhere")
 
     class Elsewhere(SerialExecutor, ElasticExecutor):
-        root = str(source)
-
         def in_flight(self) -> int:
             return 1
 
         def submit(self, fn: Any, /, *arguments: Any, **settings: Any) -> Any:
-            with using_shared(FileReader(self.root)):
+            with using_shared(FileReader(str(elsewhere))):
                 return super().submit(fn, *arguments, **settings)
 
-    found = survey(catalog, Elsewhere(), 1, ConvertOptions(max_pixels=10**6), lambda count: None)
-    assert found.reasons == {9: "file not found"}
-    Elsewhere.root = str(tmp_path / "not mounted")
+    found = survey(catalog, Elsewhere(), 1, options, lambda count: None)
+    assert [reason.rpartition(": ")[2] for reason in found.reasons.values()] == ["file not found"] * 3
+    pattern = {"images": "0000?.jpg", "masks": "more/m?.png", "further images": "more/?.png"}[without]
+    for path in elsewhere.glob(pattern):
+        path.unlink()
     with pytest.raises(WorkerError, match=r"00000\.jpg"):
-        survey(catalog, Elsewhere(), 1, ConvertOptions(max_pixels=10**6), lambda count: None)
+        survey(catalog, Elsewhere(), 1, options, lambda count: None)
 
 
 def full(task: object) -> None:

@@ -283,6 +283,16 @@ def test_a_loader_gives_the_batches_of_a_dataloader(
                 assert loader.state_dict() == samplers[0].state_dict()
 
 
+def test_datasets_that_were_joined_twice_must_decode_alike(tmp_path: Path) -> None:
+    path = pack(tmp_path, "a", 6, ["cat", "dog"], **KINDS["jpeg"])
+    one, other = (h5pack.H5Dataset(path, decode=h5pack.CenterCrop(8, resize=resize)) for resize in (8, 9))
+    both = ConcatPack([one, other]).joined()
+    for datasets in ([one, other], [both, one], [one, both]):
+        with pytest.raises(OptionsError, match="differ in decode"):
+            h5pack.H5Loader(ConcatPack(datasets), 2)
+        assert len(h5pack.H5Loader(ConcatPack(datasets), 2, decode=h5pack.CenterCrop(8))) >= 6
+
+
 def plain(batch: Any) -> list[Any]:
     return [
         [one.tolist() if isinstance(one, torch.Tensor) else one for one in value] if isinstance(value, list) else value

@@ -239,6 +239,12 @@ def test_packs_whose_classes_differ_are_not_concatenated(tmp_path: Path) -> None
         assert error.value.path == str(other)
     assert len(concat(first, more)) == 12  # as after `append`, which keeps the numbers of the old classes
     assert len(concat(first, other, labels=None)) == len(concat(first, other, target_transform=int)) == 12
+    paths = tmp_path / "p.h5", tmp_path / "q.h5"
+    for path in paths:
+        with h5py.File(hdf5_file(path, images=np.zeros((2, 3, 3, 3), np.uint8)), "a") as file:
+            file.create_dataset("labels", data=np.zeros((2, 2), np.uint8)).attrs["columns"] = ["a", path.stem]
+    with pytest.raises(OptionsError, match="label column 1: 'p' and 'q'"):
+        concat(*paths)
 
 
 def test_datasets_whose_fields_have_other_classes_are_not_concatenated(tmp_path: Path) -> None:

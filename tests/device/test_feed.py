@@ -125,6 +125,17 @@ def test_an_error_is_raised_after_the_batches_before_it(feed_of: Any, at: int, w
 
 
 @every_feed
+def test_a_transform_cannot_end_the_epoch(feed_of: Any) -> None:
+    iterator = iter(
+        feed_of(Breaking(-1, ValueError()), transform=lambda images: images if images < 2 else next(iter(())))
+    )
+    assert [next(iterator).item() for _ in range(2)] == [0, 1]
+    with pytest.raises(LoaderError) as caught:
+        next(iterator)
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+@every_feed
 def test_out_of_memory_errors_advise_a_lower_prefetch_factor(feed_of: Any) -> None:
     short = [True]
 

@@ -146,6 +146,7 @@ def replace(file: h5py.File, name: str, values: Any) -> None:
         ("splits/rows", [0, 57, 57, 71]),
         ("splits/rows", [[0, 57, 1], [57, 71, 1]]),
         ("statistics/mean", 0.5),
+        ("statistics/mean", [0.5]),
         ("statistics/std", [1.0, np.nan, 1.0]),
         ("statistics/mean", [120.0, 110.0, 90.0]),
         ("statistics@rows", -4),

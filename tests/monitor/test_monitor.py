@@ -56,10 +56,12 @@ def test_an_error_of_on_report_does_not_keep_the_loader_open(tmp_path: Path) -> 
         raise ValueError("of the user")
 
     loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5")), BATCH)
-    iterator = iter(FeedMonitor(loader, warn_stall=None, interval_seconds=100, on_report=fail))
+    monitor = FeedMonitor(loader, warn_stall=None, interval_seconds=100, on_report=fail, json_lines=tmp_path / "lines")
+    iterator = iter(monitor)
     next(iterator)
     with pytest.raises(ValueError, match="of the user"):
         iterator.close()  # type: ignore[attr-defined]
+    assert [json.loads(line)["over"] for line in (tmp_path / "lines").read_text().splitlines()] == ["interval", "epoch"]
     assert packs.threads_end(), packs.loader_threads()
     iterator.close()  # type: ignore[attr-defined]
 

@@ -240,7 +240,7 @@ def test_a_tar_file_in_a_tar_file_is_read_up_to_its_end_only(tmp_path: Path) -> 
         last = archive.getmembers()[-1]
     end = last.offset_data + last.size
     unmarked = inner[: -(-end // 512) * 512]
-    for data in (inner[: last.offset_data + 99], unmarked, b"", b"no tar file", bytes(512) + inner):
+    for data in (inner[: last.offset_data + 99], unmarked, b"", b"no tar file", b"no tar" * 999, bytes(512) + inner):
         with tarfile.open(path, "w") as archive:
             add(archive, "a.tar", data)
             add(archive, "b/c.tar", inner)

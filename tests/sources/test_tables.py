@@ -10,6 +10,7 @@ import pickle
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -250,6 +251,15 @@ def test_damaged_files_are_errors_or_rejects(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(data)
     with pytest.raises(NoImagesError):
         opened(tmp_path / "x.parquet", exclude=("*",))
+
+
+def test_a_lack_of_memory_rejects_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "x.parquet", table(range(9)))
+    fails = Mock(side_effect=pa.lib.ArrowMemoryError("malloc failed"))
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", fails)
+    with pytest.raises(SourceError, match="memory"):
+        h5pack.convert(path, tmp_path / "o.h5", **quick())
+    assert not (tmp_path / "o.h5").exists()
 
 
 def test_a_replaced_file_is_an_error(tmp_path: Path) -> None:
