@@ -80,15 +80,15 @@ def pick_settings(
 
 
 def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, list[str]]:
-    """Return the recommended number of workers for a DataLoader, and the reasons; no reasons if nothing was measured.
+    """Return the recommended number of workers for a DataLoader, and the reasons, if enough repeats were measured.
 
-    Recommend one per CPU unless another number is faster, or the fastest number if one per CPU was not asked for.
+    Recommend one per CPU unless another number is faster, or the fastest number if one per CPU was not measured.
     """
     case = replace(picked.case, num_threads=1)
     tried = {
         one.case.num_workers: one
         for one in run_off
-        if one.case.num_workers is not None and replace(one.case, num_workers=None) == case
+        if one.speeds and one.case.num_workers is not None and replace(one.case, num_workers=None) == case
     }
     found = {number: one for number, one in tried.items() if len(one.speeds) >= MIN_REPEATS}
     usual = found.get(workload.cpus)

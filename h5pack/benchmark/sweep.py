@@ -185,7 +185,7 @@ class LoaderReader(CaseReader):
         return (stats.chunk_hits - self._before.chunk_hits) / rows if rows else None
 
     def close(self) -> None:
-        """Stop the loader, free its memory, and close the file."""
+        """Stop the loader, free the rows it holds, and close the file."""
         self._loader.close()
         super().close()
 

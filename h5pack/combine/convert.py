@@ -210,7 +210,8 @@ def convert(
     shard_bytes : int or str, optional
         Write several packs of at most this many bytes, a number or text such as "50GiB". The file `out` then has
         virtual datasets that refer to these packs, whose names are ``OUT-00000.h5`` and so on. All packs but the last
-        are planned to consist of whole chunks (with `keep`, of whole images).
+        are planned to consist of whole chunks (with `keep`, of whole images). With `keep`, packs with masks, or with
+        images that are encoded, may be larger, because their sizes are estimated.
     num_workers : int, optional
         Worker processes; with 1, this process does the work. Default: the number of CPUs this process may use.
     start_method : str, optional
@@ -275,7 +276,7 @@ class ShardedConversion(Conversion):
     """A conversion with `shard_bytes`."""
 
     def _write_all(self, plan: ConvertPlan) -> ConvertReport:
-        """Write all shards and the virtual file; the report counts all shards."""
+        """Write all shards and the virtual file; return a report with their totals."""
         output, edges = self.output, plan.shard_edges()
         if self.options.overwrite and not self.options.continues and output.shards.exists():
             self._finish_renames()

@@ -237,8 +237,8 @@ def field_forms(catalog: Catalog, dtypes: Iterable[Any]) -> list[tuple[str, tupl
 def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
     """Return the catalogs with equal dtypes of fields, as far as no number changes.
 
-    A field gets the dtype that it has in the first catalog in which its rows have entries. In catalogs where they have
-    none, the shape of an entry is unknown, and is taken from that catalog, too.
+    The dtype of a field is that of the first catalog in which its rows have entries. Catalogs in which they have none
+    also get the shape of an entry from there.
     """
     fields = [dict(catalog.fields) for catalog in catalogs]
     for name in fields[0]:

@@ -107,8 +107,8 @@ def load_named(option: str, text: str | None) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        # The user's module may raise any exception when it is imported.
+    except (Exception, SystemExit) as error:
+        # The user's module may raise any exception when it is imported, and may call sys.exit.
         raise OptionsError(f"{option} {text}: {module_name!r} cannot be imported ({error_line(error)})") from error
     for part in name.split("."):
         if not hasattr(found, part):

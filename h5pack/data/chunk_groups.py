@@ -85,7 +85,7 @@ class OpenBatches:
         self._memory[batch], self._missing[batch] = memory, rows
 
     def open_block(self, block: Block, memory: BatchMemory) -> None:
-        """Register the whole batches of a block; `memory` holds them one after the other."""
+        """Register the batches of a block, all of them whole; `memory` holds them one after the other."""
         start = 0
         for batch, _, rows in block.spans:
             self.open(batch, memory.part(start, rows), rows)
@@ -205,7 +205,7 @@ class GroupReader:
         return PlannedGroup(group, self._prefetch(group.rows), {}) if planned is None else planned
 
     def plan_cached(self, group: ChunkGroup) -> PlannedGroup | None:
-        """Plan a group whose rows can all be copied from memory; return None for other groups. Nothing is read."""
+        """Plan a group whose rows can all be copied from memory; return None for other groups. Few pages are read."""
         if not self._can_gather:
             return None
         first, last = _runs_of(group.rows)

@@ -45,7 +45,7 @@ class ConcatPack(BatchSource):
         self.datasets = tuple(datasets) if isinstance(datasets, Iterable) else ()
         if not self.datasets:
             problem = "is empty" if isinstance(datasets, Iterable) else f"is {datasets!r}"
-            raise OptionsError(f"datasets {problem}; give at least one H5Dataset", parameters=("datasets",))
+            raise OptionsError(f"datasets {problem}; give H5Datasets in a list", parameters=("datasets",))
         for dataset in self.datasets:
             if not isinstance(dataset, H5Dataset):
                 raise OptionsError(

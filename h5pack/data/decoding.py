@@ -186,7 +186,7 @@ class CropDecoder:
             steps.move_mask(mask, out)
 
     def placement(self, rows: Rows, sizes: npt.NDArray[np.int32], key: DrawKey) -> Placement:
-        """Return the transform of point coordinates from the images of `rows` to the images' crops.
+        """Return the transform that moves points in the images of `rows` to their places in the crops.
 
         `sizes`, (n, 2), has the heights and widths of the images.
         """

@@ -49,11 +49,11 @@ class BatchKey:
 
 
 def first_use(batch: int, rank: int, rank_rows: int) -> int:
-    """Return the use number of the first row of a rank's batch, which has `rank_rows` rows.
+    """Return the use number of the first of `rank_rows` rows in a rank's batch.
 
-    Use numbers are consecutive within a batch of all ranks, and differ between all rows of an epoch. If an epoch has
-    several copies of a row, their use numbers are the `repeats` of their keys. So each copy has random numbers of its
-    own, which do not depend on how many ranks share the batch.
+    If an epoch has several copies of a row, use numbers serve as the `repeats` of their keys, so that each copy has
+    random numbers of its own. They differ between all rows of an epoch, and are consecutive in the joint batch of all
+    ranks, so they do not depend on the number of ranks.
     """
     return (batch << _MAX_BATCH_BITS) + rank * rank_rows
 

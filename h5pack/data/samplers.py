@@ -366,7 +366,7 @@ def draw_key(
 
 def _require_keys(dataset: Any, base: H5Dataset) -> None:
     """Raise an OptionsError if crops are random, but `dataset` wraps its dataset so that `DrawnIndex` keys get lost."""
-    if base.is_random and isinstance(dataset, ConcatPack):
+    if base.is_random and any(isinstance(one, ConcatPack) for one in (dataset, getattr(dataset, "dataset", None))):
         raise OptionsError(
             "this sampler does not draw random crops of a ConcatPack; give the ConcatPack to H5Loader, or give the "
             "sampler one H5Dataset of a list of files",
@@ -374,9 +374,9 @@ def _require_keys(dataset: Any, base: H5Dataset) -> None:
         )
     if base.is_random and dataset is not base:
         raise OptionsError(
-            "random crops are not reproducible through a Subset; give the H5Dataset to the sampler and the DataLoader, "
-            "and indices=subset.indices to the sampler",
-            parameters=("indices=subset.indices",),
+            "this sampler does not draw random crops of a Subset; give the Subset to H5Loader, or give the H5Dataset "
+            "to the sampler and the DataLoader, and indices= of the H5Dataset to the sampler",
+            parameters=("dataset", "indices="),
         )
 
 

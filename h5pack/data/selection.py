@@ -97,7 +97,7 @@ def _class_weights(dataset: H5Dataset, rows: RowSet, text: str) -> npt.NDArray[n
     index = dataset.engine.indexes[dataset.label_name]
     if not is_class_label(index):
         shape = " x ".join(map(str, index.row_shape))
-        what = f"a table of {shape} columns" if shape else f"{index.dtype} numbers"
+        what = f"rows of {shape} numbers" if shape else f"{index.dtype} values"
         raise error(
             f"{dataset.path}: weights='balanced' needs a whole number per row, but {dataset.label_name!r} holds "
             f"{what}; give weights as numbers"

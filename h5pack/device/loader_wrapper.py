@@ -59,8 +59,8 @@ class LoaderWrapper(Closeable):
             raise OptionsError(f"the loader is a {type(loader).__name__}; {advice}", parameters=("loader",))
         self.loader = loader
         self._iteration = 0
-        self._next_iteration = 0
         self._seen_epoch = _epoch_of(self.loader, counted=False)
+        self._next_iteration = self._seen_epoch or 0
         # The progress of the current iteration. If it is None, `state_dict` describes the start of the next iteration.
         self._cursor: DeliveryCursor | None = None
         # The `PrefetchThread`s of this wrapper's iterations.
@@ -158,7 +158,7 @@ class LoaderWrapper(Closeable):
         sampler_epoch = _epoch_of(self.loader, counted=False)
         if sampler_epoch != self._seen_epoch and sampler_epoch is not None:
             # The user called the sampler's own set_epoch, so use that epoch. If users never call set_epoch, the
-            # sampler repeats its order, and the epoch is the number of the iteration.
+            # sampler repeats its order, and the epochs are counted here.
             self._next_iteration = sampler_epoch
         self._seen_epoch = sampler_epoch
         iterator = iter(self.loader)

@@ -140,7 +140,7 @@ class ImageTransform:
                 )
         self._overwriting = [one for one in called if overwrites_results(one)]
         # `draws`: whether any transform may use torch's generators. `replaces_images`: whether the first transform
-        # leaves the loaded images unchanged.
+        # surely returns new images, and so keeps the loaded ones.
         self.draws = any(not _is_keyed(one) and not isinstance(one, Normalize) for one in called)
         first = self.transforms[0] if self.transforms else None
         views = first.transforms if isinstance(first, Views) else (first,)

@@ -38,7 +38,8 @@ _WARM_FRACTION = 0.04
 _LEEWAY = 1.25
 # Seconds of each small measurement; fewer if the time budget is small.
 _SMALL_MEASUREMENT_SECONDS = 0.05
-# Number of stages that are measured with the file not in the page cache. They run last, so time is reserved for them.
+# Number of stages that are measured with the file not in the page cache, besides the loop with a file that exceeds it.
+# They run last, so time is reserved for them.
 _COLD_STAGES = 2
 # Minimum number of batches that are normalized and passed to the step. The first run of the step takes one batch. The
 # trial and the three repeats take three batches each: one for the step alone, and two for the loop.
@@ -190,7 +191,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         self._measuring = time.perf_counter()
         # Cold stages drop the file from the page cache. They run last, so that the cache has to be filled only once.
         needed, left = min_total_seconds(hot), self._left()
-        for_hot = max(needed, left * len(hot) / (len(hot) + _COLD_STAGES))
+        for_hot = max(needed, left * len(hot) / (len(hot) + _COLD_STAGES + (not target.fits_cache)))
         self._take_turns(hot, min(self._end, self._measuring + for_hot))
         # If other processes slowed a stage down, it may have too few repeats. Repeat it before the cold stages.
         needed_runs = [run for run in hot if self._is_needed(run.stage)]

@@ -68,7 +68,7 @@ class DoctorReport:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The parameters that the text mentions, in Python syntax, such as ``num_threads=4``."""
+        """The parameters that the text may mention, in Python syntax, such as ``num_threads=4``."""
         advice = (fragment for one in self.advice for fragment in one.parameters)
         seconds = [self.enough_seconds]
         if self.verdict is not None and self.verdict.outcome in (Outcome.NOISY, Outcome.SLOWED):

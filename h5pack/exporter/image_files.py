@@ -187,13 +187,14 @@ def export_rows(task: ExportTask) -> ExportResults:
     with strict_pillow():
         decoder = RowDecoder() if work.reader.form is None else None
         for position, (index, name) in enumerate(zip(task.indices.tolist(), task.paths, strict=True)):
-            path = f"{work.folder}/{name}"
+            path, own = f"{work.folder}/{name}", ExportResults()
             try:
-                # Export masks first, because an image whose mask cannot be read is left out.
+                # An image whose mask cannot be read is left out, and so are the masks of a damaged image.
                 for number, masks in enumerate(task.masks):
                     with naming_mask(masks[position], "mask or further image"):
-                        _export_field(work, number, index, f"{work.folder}/{masks[position]}", results)
-                _export_row(work, index, path, decoder, results)
+                        _export_field(work, number, index, f"{work.folder}/{masks[position]}", own)
+                _export_row(work, index, path, decoder, own)
+                results.add(own)
             except RejectedImageError as error:
                 results.reasons[index] = str(error)
                 results.parameters = results.parameters or error.parameters

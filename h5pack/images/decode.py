@@ -308,7 +308,7 @@ def eight_bits(image: Image.Image) -> Image.Image:
         if isinstance(image, TiffImageFile):
             # Pillow scales and inverts the values of a TIFF only if they have at most 8 bits.
             bits = image.tag_v2[_TIFF_BITS][0]
-            pixels = (1 << bits) - 1 - pixels if image.tag_v2[_TIFF_PHOTOMETRIC] == 0 else pixels
+            pixels = (1 << bits) - 1 - pixels if image.tag_v2.get(_TIFF_PHOTOMETRIC, 0) == 0 else pixels
         return Image.fromarray((pixels >> bits - 8).astype(np.uint8))
     return image
 

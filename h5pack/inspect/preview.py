@@ -122,8 +122,8 @@ def preview(
 ) -> PreviewReport:
     """Draw a contact sheet: some images of each class in each split, with names, counts and row numbers.
 
-    Fields of a pack that are masks or images are drawn beside the images; each mask value has its own color. Only rows
-    that are shown are read.
+    Fields of a pack that are masks or images are drawn beside the images; mask values are drawn in 256 colors. Only
+    rows that are shown are read.
 
     Parameters
     ----------
@@ -298,11 +298,15 @@ def scaled(pixels: npt.NDArray[np.uint8], tile: int) -> Image.Image:
 
 
 def _beside(picture: Image.Image, masks: Sequence[npt.NDArray[Any]]) -> Image.Image:
-    """Return a picture with its masks and further images to the right; each mask value has its own color."""
+    """Return a picture with its masks and further images to the right; mask values are drawn in 256 colors."""
     joined = Image.new("RGB", (picture.width * (1 + len(masks)), picture.height))
     joined.paste(picture)
     for number, mask in enumerate(masks, 1):
-        colored = Image.fromarray(_COLORS[mask & 255]) if mask.ndim == 2 else image_of(mask).convert("RGB")
+        if mask.ndim == 2:
+            # Of other values than 0 to 255, none is drawn in the color of 0.
+            colored = Image.fromarray(_COLORS[np.where(mask == mask & 255, mask, mask % 255 + 1)])
+        else:
+            colored = image_of(mask).convert("RGB")
         joined.paste(colored.resize(picture.size, Image.Resampling.NEAREST), (number * picture.width, 0))
     return joined
 

@@ -386,7 +386,7 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
 def _check_attributes(file: h5py.File, name: str, problems: list[str]) -> None:
     """Add a problem if a field has no kind, or if numbers do not fit the names of classes or columns beside them."""
     item = file.get(name)
-    # A field without checksums was not written by h5pack, and is named as such already.
+    # A field without checksums is not h5pack's own; its missing checksums are reported instead.
     is_own = item is not None and schema.checksums_path(name) in file
     if name != schema.LABELS and is_own and schema.KIND not in item.attrs:
         problems.append(f"{name}: no attribute {schema.KIND!r}, so it is read as numbers that do not move with images")

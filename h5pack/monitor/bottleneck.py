@@ -375,10 +375,9 @@ class _StageRules:
         for stage, rates in ((producers if waited else {}) | self.device).items():
             if together.median > _FASTER * rates.median:
                 return Verdict(Outcome.NOISY, stage=stage)
-        # The loop cannot become faster than the device alone. If noise makes the device seem slower than the loop, the
-        # gain is 1.
         gain = 1 / max(1e-3, 1 - stall)
         if stall > MAX_STALL:
+            # The loop cannot become faster than the device alone, even if noise makes the device seem slower.
             gain = min(gain, max(1.0, demand.median / together.median))
         known: dict[str, Any] = {"gain": gain, "first_epoch": self._first_epoch()}
         if stall <= MAX_STALL and not self.evidence.on_gpu and demand.low > _SLOWED * together.high:

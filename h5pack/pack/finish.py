@@ -258,7 +258,7 @@ def _is_sound_dataset(file: h5py.File, expected: Expected, addresses: npt.NDArra
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether the ``OUT.partial`` at `path` is complete. If so, a compressed or virtual file is only renamed."""
+    """Return whether ``OUT.partial``, at `path`, is complete. If so, compressed or virtual files need only renaming."""
     try:
         with h5py.File(path, "r", locking=False) as file:
             return int(file.attrs[schema.COMPLETE]) == 1

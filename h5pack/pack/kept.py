@@ -89,9 +89,10 @@ class KeptPlan(ConvertPlan):
         return replace(plan, chunks=plan_data_chunks(size), needs_encoding=self.needs_encoding & mine)
 
     def shard_edges(self) -> list[int]:
-        """Return the first row of each shard, and the number of rows. The sizes of images to encode are estimates.
+        """Return the first row of each shard, and the number of rows.
 
-        A shard has at least one image, even if that exceeds `shard_bytes`.
+        The sizes of masks, and of images to encode, are estimates. A shard has at least one image, even if that exceeds
+        `shard_bytes`.
         """
         size = self.options.shard_bytes
         if size is None:
@@ -193,7 +194,7 @@ class KeptPlan(ConvertPlan):
         return super()._tables_bytes() + 16 * (self.rows + 1) + offsets + self._mask_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """See `ConvertPlan`. `shape` has only the number of images; `encoded_bytes` is the size of all their files."""
+        """See `ConvertPlan`. `shape` has only the number of images; `encoded_bytes` is the size of the pack's JPEGs."""
         own = {"shape": [self.rows], "chunk_rows": None, "encoded_bytes": int(self.offsets[-1])}
         return {**super().to_json(), **own}
 

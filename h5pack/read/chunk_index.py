@@ -103,7 +103,7 @@ class ChunkIndex:
 
     @property
     def library_text(self) -> str | None:
-        """Why this dataset, or a source of a virtual dataset, is read through the HDF5 library; None if neither is."""
+        """Why this dataset, or, if virtual, a source of it, is read through the HDF5 library; None if neither is."""
         return self.library_reason
 
     @property

@@ -173,7 +173,7 @@ class Engine:
         self._count(index, rows, chunks, rows * index.row_bytes if index.raw else 0, 0)
 
     def check_unchanged(self) -> None:
-        """Raise PackChangedError if the file or a source of its virtual datasets was replaced since it was indexed."""
+        """Raise PackChangedError if the file or a source of its virtual datasets was replaced or rewritten."""
         self.storage.check_unchanged()
         for index in self.indexes.values():
             self.files.check_unchanged(index)

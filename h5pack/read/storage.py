@@ -158,7 +158,7 @@ class Storage:
         offsets: Sequence[int],
         describe: Callable[[int], str],
     ) -> int:
-        """Read extents of the file into many buffers, and return the number of read calls, without retries.
+        """Read extents of the file into many buffers; return the number of read calls, not counting retries.
 
         `buffers`, uint64 (n, 2), holds the address and size in bytes of each buffer. All sizes are equal, and the
         memory must stay alive and in place during the call. The extent at ``offsets[i]`` fills the buffers ``edges[i]``

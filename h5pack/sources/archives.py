@@ -327,7 +327,7 @@ class ArchiveReader(SourceReader):
         return file
 
     def _unzipped(self, index: int, count: int | None) -> bytes:
-        """Return the first `count` bytes of a zip file's member; if `count` is None, all bytes, checked by CRC-32.
+        """Return at most the first `count` bytes of a zip file's member; if it is None, all bytes, checked by CRC-32.
 
         At most one byte more than the member's declared size is decompressed.
         """

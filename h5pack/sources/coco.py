@@ -181,7 +181,7 @@ def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], s
         size = _integer(entry.get("height") or 0), _integer(entry.get("width") or 0)
         if not isinstance(name, str) or not is_path(name):
             raise ValueError(name)
-        if not -_MAX_ID <= image_id < _MAX_ID or max(size) > MAX_SIDE:
+        if not -_MAX_ID <= image_id < _MAX_ID or not 0 <= min(size) <= max(size) <= MAX_SIDE:
             raise ValueError(image_id, *size)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         problem = f"image {number} has no valid id, file_name or size ({error!r}); correct it"

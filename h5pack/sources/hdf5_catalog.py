@@ -79,7 +79,7 @@ class HDF5Datasets:
             low, high = self.value_range
             if not (math.isfinite(high - low) and low < high):
                 raise OptionsError(
-                    f"value_range is {low:g} to {high:g}; give two finite numbers, the first below the second",
+                    f"value_range is {low} to {high}; give two finite numbers, the first below the second",
                     parameters=("value_range",),
                 )
 
@@ -241,7 +241,7 @@ def find_images(file: h5py.File) -> str:
     problem = f"none of its datasets looks like images, that is, {shapes} (found: {datasets_text(file)})"
     if found:
         problem = f"{first_names(found)} look like images"
-    advice = "ConcatPack in Python joins several" if found else "a dataset in Python can read single images"
+    advice = "ConcatPack in Python joins several" if found else "if each is one image, give a dataset in Python"
     path, parameter = file.filename, "images=NAME"
     raise SourceError.at(path, f"{problem}; choose one with {parameter} ({advice})", parameter)
 
@@ -344,7 +344,7 @@ def packing_options(file: h5py.File, name: str, labels: str | None = None) -> di
     images = file[name]
     found: dict[str, Any] = {}
     if schema.FORMAT not in file.attrs:  # `convert` keeps the labels and fields of a pack by default.
-        # `labels` may be in another file, which has a link to these images.
+        # If a link led from another file to these images, `labels` may be a path in that file.
         labels = None if labels and labels not in file else labels
         if labels is None:
             labels = find_labels(file, name, len(images), transposed=True)

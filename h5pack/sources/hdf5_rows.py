@@ -68,7 +68,7 @@ class PixelForm:
         # The condition is negated so that NaN is rejected, too.
         if not (lowest >= low and highest <= high):
             raise RejectedImageError(
-                f"its values, {lowest:g} to {highest:g}, are not all in the range {low:g} to {high:g}",
+                f"its values, {lowest!s} to {highest!s}, are not all in the range {low} to {high}",
                 parameters=("value_range",),
             )
         if (low, high) == (0, 255) and row.dtype.kind in "iu":

@@ -75,13 +75,14 @@ def _split_of(name: str) -> str | None:
 def shards_kind(path: Path, wanted: NameFilter) -> str:
     """Return "webdataset" or "parquet" if all shards of a folder, or of a brace pattern, are of that kind, else "".
 
-    In a folder, only the shards that `include` allows are considered, or all shards if it allows none. The result is ""
-    if `wanted` also selects files that are not shards, such as images, or if the folder contains links to folders.
+    In a folder, only visible shards that `wanted` allows are considered; if `include` allows none, it is ignored. The
+    result is "" if `wanted` also selects files that are not shards, such as images, or if the folder has links to
+    folders.
     """
     if not os.path.isdir(path):
         return _kind_of(itertools.islice(expand_braces(str(path)), _MAX_FILES))
     found: list[str] = []
-    folders = [""]
+    folders, not_excluded = [""], NameFilter((), wanted.exclude)
     while folders:
         folder = folders.pop()
         # os.walk would list a whole folder before the first image shows that this is not a folder of shards.
@@ -94,7 +95,7 @@ def shards_kind(path: Path, wanted: NameFilter) -> str:
                         return ""
                     folders += [relative] * is_visible(entry.name)
                 elif _kind_of([entry.name]):
-                    found.append(entry.name)
+                    found += [relative] * (is_visible(entry.name) and not_excluded.allows(relative))
                 elif wanted.refusal(relative) is None:
                     return ""
     return _kind_of([name for name in found if wanted.include and wanted.allows(name)] or found)
@@ -108,13 +109,14 @@ def _kind_of(names: Iterable[str]) -> str:
 def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shards:
     """Return the files of a source, which is a file, a brace pattern such as ``shard-{000..010}.tar``, or a folder.
 
-    For a folder, return the files, if any, that have one of the `suffixes`, in lower or upper case, and are not
+    For a folder, return the visible files, if any, that have one of the `suffixes`, in lower or upper case, and are not
     excluded. Patterns of `include` that match any of these files select files; the other patterns select samples.
     Raise SourceError if a file of a brace pattern is missing.
     """
     if os.path.isdir(path):
         patterns = tuple(f"*{case(suffix)}" for suffix in suffixes for case in (str.lower, str.upper))
         names = list(walk(str(path), NameFilter(patterns, wanted.exclude)).below(""))
+        names = [name for name in names if is_visible(os.path.basename(name))]
         files = tuple(pattern for pattern in wanted.include if any(map(NameFilter((pattern,)).allows, names)))
         if files:
             names = [name for name in names if NameFilter(files).allows(name)]

@@ -149,7 +149,7 @@ class _Table:
         for number in range(metadata.num_row_groups):
             for position in range(metadata.num_columns):
                 column = metadata.row_group(number).column(position)
-                if column.path_in_schema.split(".")[0] == name:
+                if f"{column.path_in_schema}.".startswith(f"{name}."):
                     sizes[number] = sizes.get(number, 0) + column.total_uncompressed_size
         return max(sizes.values(), default=0)
 

@@ -339,6 +339,7 @@ def test_one_worker_for_each_cpu_unless_another_number_is_clearly_faster() -> No
     # Other numbers only were asked for; or there was no time for one per CPU.
     assert settings_of(alone(60, 61, 62, num_workers=1), alone(70, 71, 72, num_workers=4)).num_workers == 4
     assert settings_of(alone(60, 61, 62, num_workers=1), alone(90, num_workers=2)).num_workers == 2
+    assert settings_of(alone(60, 61, 62, num_workers=1), alone(num_workers=2)).num_workers == 1  # one per CPU failed
 
 
 @pytest.mark.parametrize(

@@ -340,10 +340,7 @@ def test_invalid_uses_are_refused(kept: Path, tmp_path: Path) -> None:
         (lambda: h5pack.H5Dataset(kept, decode=224), "decode"),
         (lambda: h5pack.Resize(224), "size"),
         (lambda: h5pack.Resize((0, 3)), "size"),
-        (
-            lambda: h5pack.ChunkSampler(Subset(h5pack.H5Dataset(kept, decode=CROP), [0])),
-            "indices=subset.indices",
-        ),
+        (lambda: h5pack.ChunkSampler(Subset(h5pack.H5Dataset(kept, decode=CROP), [0])), "dataset"),
         (lambda: h5pack.ChunkSampler(h5pack.ConcatPack([h5pack.H5Dataset(kept, decode=CROP)])), "dataset"),
     ):
         with pytest.raises(OptionsError) as caught:

@@ -194,6 +194,15 @@ def test_an_iteration_keeps_its_epoch_when_another_begins(dataset: h5pack.H5Data
     assert [key.epoch for key in keyed.keys] == [0, 0, 1, 0]
 
 
+def test_a_feed_made_after_the_samplers_set_epoch_begins_there(dataset: h5pack.H5Dataset) -> None:
+    sampler = torch.utils.data.DistributedSampler(dataset, 1, 0)
+    keyed = Keyed()
+    for epoch in (5, 6):
+        sampler.set_epoch(epoch)
+        list(h5pack.DeviceFeed(DataLoader(dataset, 60, sampler=sampler), "cpu", transform=keyed))
+    assert [key.epoch for key in keyed.keys] == [5, 5, 6, 6]
+
+
 def test_keys_have_the_next_epoch_if_the_sampler_stays_in_its_own(dataset: h5pack.H5Dataset) -> None:
     """torch's DistributedSampler stays in epoch 0 until its `set_epoch` is called; keys do not."""
     sampler = torch.utils.data.DistributedSampler(dataset, 1, 0)

@@ -65,6 +65,14 @@ def test_each_failure_of_user_code_is_a_line_and_exit_status_1(path: Path, capsy
     assert "\nloader only  " in out
 
 
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_module_that_exits_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    (tmp_path / f"exits_{status}.py").write_text(f"raise SystemExit({status})")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(OptionsError):
+        load_named("--model", f"exits_{status}:f")
+
+
 @pytest.mark.parametrize("names", [("--model", "no_such_module:f"), ("--transform", "json:nothing")])
 def test_names_are_loaded_before_the_file_is_opened_and_torch_imported(tmp_path: Path, names: tuple[str, ...]) -> None:
     arguments = ["doctor", str(tmp_path / "missing.h5"), *names]

@@ -636,11 +636,15 @@ def test_an_export_of_further_images_can_be_replaced(tmp_path: Path, format: str
     require_refused(tmp_path / "a.h5", tmp_path / "out", overwrite=True)
 
 
-def test_a_damaged_mask_leaves_its_image_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", ["fields/masks", "images"])
+def test_a_damaged_mask_or_image_leaves_both_out(tmp_path: Path, damaged: str) -> None:
     h5pack.convert(pair_folders(tmp_path / "in", 6), tmp_path / "a.h5", **quick(source_kind="pairs", order="sorted"))
     with h5py.File(tmp_path / "a.h5", "r+") as file:
-        file["fields/masks"][2, 0, 0] ^= 1
+        file[damaged][2, 0, 0] ^= 1
     report = export(tmp_path / "a.h5", tmp_path / "out")
     assert [(row.row, row.name) for row in report.damaged] == [(2, "images/002.jpg")]
     assert not [*(tmp_path / "out").rglob("002.png")]
-    assert len([*(tmp_path / "out").rglob("*.png")]) == 10
+    files = [*(tmp_path / "out").rglob("*.png")]
+    assert (len(files), sum(file.stat().st_size for file in files)) == (10, report.bytes)
+    again = export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
+    assert (again.already_complete, again.bytes, again.damaged) == (True, report.bytes, report.damaged)

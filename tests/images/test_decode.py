@@ -119,13 +119,15 @@ def test_sixteen_bits_keep_their_high_byte(form: str, channels: int) -> None:
     assert np.array_equal(decoded(data, channels), want)
 
 
-def tiff(size: tuple[int, int], bits: int, photometric: int, planes: list[bytes]) -> bytes:
+def tiff(size: tuple[int, int], bits: int, photometric: int | None, planes: list[bytes]) -> bytes:
     """An uncompressed TIFF file with a strip for each plane; if there is one, its pixels have one channel."""
     count, (height, width) = len(planes), size
     tags: dict[int, list[int]] = {
-        256: [width], 257: [height], 258: [bits] * count, 259: [1], 262: [photometric], 273: [0] * count, 277: [count],
-        278: [height], 279: [len(plane) for plane in planes], 284: [1 if count == 1 else 2],
+        256: [width], 257: [height], 258: [bits] * count, 259: [1], 262: [photometric or 0], 273: [0] * count,
+        277: [count], 278: [height], 279: [len(plane) for plane in planes], 284: [1 if count == 1 else 2],
     }  # fmt: skip
+    if photometric is None:
+        del tags[262]
     end = 8 + 2 + 12 * len(tags) + 4
     tags[273] = [end + 12 * count + sum(map(len, planes[:plane])) for plane in range(count)]
     entries, further = [], b""
@@ -147,9 +149,10 @@ def test_gray_tiffs_keep_their_high_bits(bits: int, white_is_zero: bool, channel
         stored = np.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], axis=2).astype(np.uint8)
     else:
         stored = values.astype(f"<u{bits // 8}")
-    found = decoded(tiff((9, 12), bits, 0 if white_is_zero else 1, [stored.tobytes()]), channels)
     shown = (1 << bits) - 1 - values if white_is_zero else values
-    assert np.array_equal(found, np.repeat((shown >> bits - 8)[:, :, None], channels, axis=2))
+    for photometric in (0, None) if white_is_zero else (1,):  # None: without that tag, as 0
+        found = decoded(tiff((9, 12), bits, photometric, [stored.tobytes()]), channels)
+        assert np.array_equal(found, np.repeat((shown >> bits - 8)[:, :, None], channels, axis=2))
 
 
 def test_planes_of_sixteen_bits_are_rejected() -> None:

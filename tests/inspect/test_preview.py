@@ -20,7 +20,7 @@ from h5pack import cli
 from h5pack.errors import DamagedRowsError, NoSpaceError, OptionsError, OutputExistsError, SourceError
 from h5pack.exporter.image_files import open_rows
 from h5pack.inspect import preview as module
-from h5pack.inspect.preview import PreviewReport, preview, scaled
+from h5pack.inspect.preview import PreviewReport, _beside, preview, scaled
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from tests.makers import flat_folder, hdf5_file, pair_folders, pixels, quick, save, split_folders
 from tests.pack.test_convert_hdf5 import LABELS, PIXELS, ROWS, STORED, write
@@ -325,3 +325,9 @@ def test_masks_are_drawn_beside_their_images(tmp_path: Path) -> None:
     for color in ((128, 0, 0), (0, 128, 0), (128, 128, 0)):
         assert np.count_nonzero((sheet == color).all(2)) >= 800
     assert np.count_nonzero((sheet == 0).all(2)) >= 3 * 800
+
+
+def test_only_zero_has_the_color_of_zero() -> None:
+    mask = np.array([[0, 1, 255], [256, -1, -257]], np.int32)
+    drawn = np.asarray(_beside(Image.new("RGB", (3, 2)), [mask]))[:, 3:]
+    assert (drawn == 0).all(2).tolist() == [[True, False, False], [False, False, False]]

@@ -260,6 +260,15 @@ def test_malformed_annotations_are_errors_that_name_them(tmp_path: Path, wrong: 
         coco(path, NameFilter())
 
 
+@pytest.mark.parametrize("size", [(-8, -8), (8, -1), (-(2**40), 8), (2**40, 8)])
+def test_sizes_out_of_range_are_errors_that_name_their_image(tmp_path: Path, size: tuple[int, int]) -> None:
+    pictures(tmp_path, 0)
+    wrong = image(0) | {"height": size[0], "width": size[1]}
+    path = write(tmp_path / "a.json", [wrong], [box(0, [1, 2, 3, 4])])
+    with pytest.raises(SourceError, match="image 0 "):
+        coco(path, NameFilter())
+
+
 def test_a_folder_without_annotations_is_no_coco(tmp_path: Path) -> None:
     pictures(tmp_path / "x", 0)
     assert open_source(tmp_path, SourceOptions()).kind == "classes"

@@ -215,6 +215,17 @@ def test_the_column_of_images_is_found_or_asked_for(tmp_path: Path) -> None:
     assert opened(path, ManifestColumns(path="b")).about == "images 'b'"
 
 
+def test_row_groups_must_fit_into_memory_whatever_the_name_of_the_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "available_memory", lambda: 9_000)
+    for name in ("image", "image.bytes"):
+        data = [np.random.default_rng(seed).bytes(1_200) for seed in range(4)]
+        path = write(tmp_path / "x.parquet", pa.table({name: data}))
+        with pytest.raises(SourceError, match="row group takes"):
+            opened(path, ManifestColumns(path=name))
+
+
 def test_files_that_differ_are_errors(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", table(range(2)))
     for other in (pa.table({"image": [1]}), table(range(2), more=[1, 2]), pa.table({"x": [png(0)]})):

@@ -211,6 +211,25 @@ def test_a_missing_or_damaged_shard_is_an_error_that_names_it(tmp_path: Path) ->
         opened(tmp_path, "webdataset", exclude=("*.tar",))
 
 
+@pytest.mark.parametrize(
+    ("include", "exclude", "kind"),
+    [
+        ((), (), ""), (("*.tar",), (), "webdataset"), (("train/*",), (), "webdataset"), (("meta/*",), (), "parquet"),
+        ((), ("*.parquet",), "webdataset"), ((), ("meta/*",), "webdataset"), (("cat/*.jpg",), ("*.tar",), "parquet"),
+    ],
+)  # fmt: skip
+def test_the_kind_of_shards_that_are_selected(
+    tmp_path: Path, include: tuple[str, ...], exclude: tuple[str, ...], kind: str
+) -> None:
+    for name in ("train/x.tar", "train/._x.tar", "train/._x.parquet", "meta/x.parquet", "__MACOSX/x.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    wanted = NameFilter(include, exclude)
+    assert shards.shards_kind(tmp_path, wanted) == kind
+    if kind == "webdataset":
+        assert find_shards(tmp_path, wanted, [".tar"]).names == ["train/x.tar"]
+
+
 def test_braces_expand_as_in_a_shell() -> None:
     for pattern, expected in {
         "a-{000..002}.tar": "a-000.tar a-001.tar a-002.tar", "{9..11}": "9 10 11", "{2..0}": "2 1 0",
