@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -98,7 +99,14 @@ class ArchiveFile:
         self.copy_path: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "descriptor": None}
+        if self.descriptor is None or self.copy_path is None or os.path.exists(self.copy_path):
+            return {**self.__dict__, "descriptor": None}
+        # Without /proc, as on macOS, a new worker process gets a duplicate of the copy's descriptor.
+        return {**self.__dict__, "descriptor": DupFd(int(self.descriptor))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        duplicate = state["descriptor"]
+        self.__dict__.update(state, descriptor=None if duplicate is None else Descriptor(duplicate.detach()))
 
     def keep_copy(self, descriptor: int) -> None:
         """Read from a decompressed copy, the open file `descriptor`, from now on. The caller may close `descriptor`."""

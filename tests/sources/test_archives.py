@@ -27,7 +27,7 @@ import h5pack
 from h5pack.errors import H5PackError, NoImagesError, NoSpaceError, RejectedImageError, ResumeError, SourceError
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.sources import archives, tar_files
-from h5pack.sources.archives import member_path
+from h5pack.sources.archives import ArchiveFile, member_path
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from tests.crashing import convert_in_child, small_file_system
@@ -518,6 +518,24 @@ def test_workers_read_a_compressed_tar_file_without_unpacking_it(tmp_path: Path)
     del catalog, reader
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_workers_read_a_compressed_tar_file_without_proc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_method: str
+) -> None:
+    folder = flat_folder(tmp_path / "in", 20)
+    source = tar_file(tmp_path / "x.tgz", folder, "w:gz")
+    keep_copy = ArchiveFile.keep_copy
+
+    def keep_without_proc(file: ArchiveFile, descriptor: int) -> None:
+        keep_copy(file, descriptor)
+        file.copy_path = str(tmp_path / "proc/1/fd/3")
+
+    monkeypatch.setattr(ArchiveFile, "keep_copy", keep_without_proc)
+    h5pack.convert(source, tmp_path / "o.h5", num_workers=2, start_method=start_method)
+    h5pack.convert(folder, tmp_path / "folder.h5", **quick())
+    assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "folder.h5").read_bytes()
 
 
 def test_no_space_for_the_decompressed_copy_is_an_error(tmp_path: Path) -> None:
