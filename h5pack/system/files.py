@@ -12,10 +12,12 @@ import resource
 import stat
 import struct
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -429,18 +431,26 @@ def held_stderr() -> Iterator[list[bytes]]:
     Meanwhile, other threads that call this function wait, and so do threads that fork.
     """
     lines: list[bytes] = []
-    with _stderr_lock:
+    with _stderr_lock, contextlib.ExitStack() as stack:
         try:
-            original, messages = os.dup(2), os.memfd_create("messages")
-        except (OSError, AttributeError):
-            # Hold nothing back: a daemon may have closed its standard error, and some systems have no memfd_create.
+            original = os.dup(2)
+            stack.callback(os.close, original)
+            messages = stack.enter_context(_unnamed_file())
+        except OSError:
+            # Hold nothing back: a daemon may have closed its standard error, or no folder is writable.
             yield lines
             return
-        os.dup2(messages, 2)
+        os.dup2(messages.fileno(), 2)
         try:
             yield lines
         finally:
             os.dup2(original, 2)
-            os.close(original)
-            lines += os.pread(messages, os.fstat(messages).st_size, 0).splitlines(keepends=True)
-            os.close(messages)
+            lines += os.pread(messages.fileno(), os.fstat(messages.fileno()).st_size, 0).splitlines(keepends=True)
+
+
+def _unnamed_file() -> IO[bytes]:
+    """Open a file without a name, in memory if the system has such files (Linux since 3.17)."""
+    try:
+        return open(os.memfd_create("messages"), "w+b", buffering=0)
+    except (OSError, AttributeError):
+        return tempfile.TemporaryFile(buffering=0)

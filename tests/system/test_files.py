@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -309,7 +310,18 @@ def test_a_file_is_loaded_and_dropped(tmp_path: Path, monkeypatch: pytest.Monkey
     assert files.drop_cache(path) == 3
 
 
-def test_threads_that_hold_standard_error_give_it_back(capfd: pytest.CaptureFixture[str]) -> None:
+def no_memory_file(name: str) -> int:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # as on Linux before 3.17
+
+
+@pytest.mark.parametrize("memfd_create", [getattr(os, "memfd_create", None), None, no_memory_file])
+def test_threads_that_hold_standard_error_give_it_back(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, memfd_create: Callable[[str], int] | None
+) -> None:
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    if memfd_create is not None:
+        monkeypatch.setattr(os, "memfd_create", memfd_create, raising=False)
+    descriptors = os.listdir("/dev/fd")
     before, held, left = os.fstat(2).st_ino, [], threading.Event()
 
     def hold() -> None:
@@ -327,5 +339,6 @@ def test_threads_that_hold_standard_error_give_it_back(capfd: pytest.CaptureFixt
     thread.join()
     assert os.fstat(2).st_ino == before
     assert (lines, held) == ([b"first\n"], [[b"second\n"]])
+    assert os.listdir("/dev/fd") == descriptors
     os.write(2, b"visible\n")
     assert capfd.readouterr().err == "visible\n"
