@@ -236,8 +236,8 @@ class OwnerFile:
 
     Only one process can create this file, also on NFS. The owner updates the file's mtime every 5 seconds. Another
     process takes the file over if the owner ran on the same machine and has ended. If the owner runs on another
-    machine, the mtime must be older than a minute, by the clock of the file system. Otherwise, OutputBusyError is
-    raised.
+    machine, or the system has no /proc, the mtime must be older than a minute, by the clock of the file system.
+    Otherwise, OutputBusyError is raised.
     """
 
     def __init__(self, output: Output) -> None:
@@ -315,8 +315,8 @@ def _require_stale(output: Output, probe: Path) -> None:
         silent_seconds = probe.stat().st_mtime - output.owner.stat().st_mtime
     except FileNotFoundError:
         return
-    if owner.get("host") == socket.gethostname() and owner.get("pid"):
-        is_stale = _process_identity(owner["pid"]).get("start") != owner["start"]
+    if owner.get("host") == socket.gethostname() and owner.get("start"):
+        is_stale = _process_identity(owner["pid"])["start"] != owner["start"]
     else:
         is_stale = silent_seconds > _SILENT_SECONDS
     if not is_stale:
