@@ -149,8 +149,8 @@ class H5Loader(Closeable, Resumable):
         page cache, which belongs to the system. None: half of the memory that is available to this process, divided
         among the ranks on this machine.
     pin_memory : bool
-        Yield batches in pinned memory, from which copies to a GPU can be asynchronous. Without a GPU, warn and use
-        pageable memory.
+        Yield batches in pinned memory, from which copies to a GPU can be asynchronous. Without a GPU, and with Apple's,
+        warn and use pageable memory.
     transform : callable, optional
         Called with the images of each batch, a tensor (n, ...), in the reading threads. So it must be thread-safe, and
         must not rely on the order of the batches. If it has a parameter ``generator``, it receives a torch Generator
@@ -486,7 +486,10 @@ def _require_mixture(sampler: Any, dataset: Any, order: dict[str, Any]) -> None:
 
 
 def _can_pin() -> bool:
-    if torch.accelerator.is_available() if hasattr(torch, "accelerator") else torch.cuda.is_available():
+    has_gpu = torch.accelerator.is_available() if hasattr(torch, "accelerator") else torch.cuda.is_available()
+    # With Apple's GPUs (MPS), torch fails to pin memory, or pinned tensors are not on the CPU.
+    if has_gpu and not torch.backends.mps.is_available():
         return True
-    warnings.warn("pin_memory needs a GPU, and there is none; batches are in pageable memory", stacklevel=3)
+    text = "pin_memory needs a GPU with memory of its own, and there is none; batches are in pageable memory"
+    warnings.warn(text, stacklevel=3)
     return False

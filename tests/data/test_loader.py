@@ -224,8 +224,10 @@ def test_batches_stay_unchanged_while_they_are_held(dataset: h5pack.H5Dataset, w
     assert all(np.array_equal(view, images[:, 3]) for view, (images, _) in zip(views, expected, strict=True))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_pinned_memory_needs_a_gpu(dataset: h5pack.H5Dataset) -> None:
+@pytest.mark.parametrize("gpu", ["", "mps"])
+def test_pinned_memory_needs_a_gpu(dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:
+    for module in filter(None, (torch.cuda, getattr(torch, "accelerator", None), torch.backends.mps)):
+        monkeypatch.setattr(module, "is_available", lambda: bool(gpu))
     with pytest.warns(UserWarning, match="pin_memory") as caught:
         loader = h5pack.H5Loader(dataset, BATCH, pin_memory=True)
     assert caught[0].filename == __file__
