@@ -14,9 +14,13 @@ that define them.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from h5pack.version import __version__ as __version__
+
+if sys.platform == "win32":
+    raise ImportError("h5pack does not run on Windows; install it in the Windows Subsystem for Linux (WSL)")
 
 if TYPE_CHECKING:
     from h5pack.benchmark.bench import bench as bench

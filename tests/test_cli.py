@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
@@ -185,6 +186,12 @@ def test_an_unexpected_error_is_one_line_unless_debug_is_given(
     code, _, err = run(capsys, "info", tmp_path / "x")
     assert code == 1
     assert err == "h5pack: ZeroDivisionError: unexpected (run again with --debug for the traceback)\n"
+
+
+def test_the_error_on_windows_recommends_wsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="WSL"):
+        runpy.run_path(h5pack.__file__)
 
 
 @pytest.mark.parametrize("command", ["verify a.h5", "convert a b.h5", "append a.h5 b", "preview a.h5 b.png"])
