@@ -169,8 +169,8 @@ class PageState:
                 return f"{path} cannot be dropped from the page cache ({error.strerror or error})"
             if left and (path != self.files[0] or self._seems_cached()):
                 return (
-                    f"{left:,} pages of {path} stay in the page cache: another process has mapped them, or the file "
-                    "system keeps them there (such as tmpfs)"
+                    f"{left:,} pages of {path} stay in the page cache: another process has mapped them, or the system "
+                    "(such as macOS) or the file system (such as tmpfs) keeps them there"
                 )
         return None
 
