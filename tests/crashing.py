@@ -137,7 +137,7 @@ def _file_of(argument: Any) -> str:
     """The name of the file that a call changes, and whether it is open for direct writes."""
     way = ""
     if isinstance(argument, int):
-        way = " directly" if fcntl.fcntl(argument, fcntl.F_GETFL) & os.O_DIRECT else ""
+        way = " directly" if fcntl.fcntl(argument, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0) else ""
         argument = os.readlink(f"/proc/self/fd/{argument}")
     return re.sub(r"rows-.*\.log", "rows.log", os.path.basename(os.fsdecode(argument))) + way
 
