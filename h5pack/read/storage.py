@@ -210,7 +210,8 @@ class Storage:
         address, size, done = int(buffer[0]), int(buffer[1]), 0
         pauses = iter(_RETRY_SECONDS)
         while done < size:
-            pair = np.array([[address + done, size - done]], np.uint64)
+            # On macOS, reading 2 GiB or more by one call is an error.
+            pair = np.array([[address + done, min(size - done, _MAX_CALL_BYTES)]], np.uint64)
             reason = "the file ends too early"
             try:
                 got = preadv(descriptor, pair.__array_interface__["data"][0], 1, offset + done)

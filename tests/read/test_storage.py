@@ -126,6 +126,24 @@ def limited(limits: Iterator[int | OSError | None]) -> Callable[[int, int, int, 
     return preadv
 
 
+def test_a_row_that_is_too_large_for_one_call_is_read_in_parts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = storage_module.preadv
+
+    def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
+        sizes = np.ctypeslib.as_array(ctypes.cast(buffers, ctypes.POINTER(ctypes.c_uint64)), (count, 2))[:, 1]
+        if sizes.sum() > 300:  # As on macOS with 2 GiB.
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(descriptor, buffers, count, offset)
+
+    monkeypatch.setattr(storage_module, "_MAX_CALL_BYTES", 300)
+    monkeypatch.setattr(storage_module, "preadv", preadv)
+    monkeypatch.setattr(os, "preadv", Mock(side_effect=OSError(errno.EINVAL, os.strerror(errno.EINVAL))))
+    require_read(opened(path), 700)
+    out = np.zeros(1000, np.uint8)
+    opened(path).read_into(out, 77, named)
+    assert np.array_equal(out, DATA[77:1077])
+
+
 @pytest.mark.parametrize("dtype", [">i4", "?", "S7", "M8[s]", "u1,<f4"])
 @pytest.mark.parametrize("shape", [(), (4, 3)])
 def test_a_single_row_of_any_dtype(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
