@@ -64,17 +64,26 @@ _KEEP_SIZE = 1
 
 
 def reserve(path: Path, start: int, count: int) -> None:
-    """Allocate disk space for `count` bytes of a file from byte `start` on, if the system can; keep the file's size.
+    """Allocate disk space for `count` bytes of a file from byte `start` on; keep the file's size.
 
-    Raises OSError if there is no space, or if the limit on the size of files would be exceeded.
+    If the system or the file system cannot allocate space, as macOS and older versions of NFS, only check that there is
+    as much. Raises OSError if there is no space, or if the limit on the size of files would be exceeded.
     """
-    if count and _fallocate is not None:
-        # With _KEEP_SIZE, fallocate ignores the limit on the size of files, so check the limit here.
-        if 0 <= resource.getrlimit(resource.RLIMIT_FSIZE)[0] < start + count:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
-        with path.open("r+b") as file:
-            if _fallocate(file.fileno(), _KEEP_SIZE, start, count) and ctypes.get_errno() in NO_SPACE:
+    if not count:
+        return
+    # With _KEEP_SIZE, fallocate ignores the limit on the size of files, so check the limit here.
+    if 0 <= resource.getrlimit(resource.RLIMIT_FSIZE)[0] < start + count:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
+    with path.open("r+b") as file:
+        if _fallocate is not None:
+            if not _fallocate(file.fileno(), _KEEP_SIZE, start, count):
+                return
+            if ctypes.get_errno() in NO_SPACE:
                 raise_errno(path)
+        status = os.fstatvfs(file.fileno())
+    # ramfs and some FUSE file systems do not know their size, and say 0.
+    if status.f_blocks and status.f_bavail * status.f_frsize < count:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
 
 
 def copy_changed(source: int, target: int, start: int, stop: int) -> None:

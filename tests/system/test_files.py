@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -32,6 +34,24 @@ from h5pack.system.files import (
 
 def opened(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT)
+
+
+def refuse_to_allocate(*_: int) -> int:
+    ctypes.set_errno(errno.EOPNOTSUPP)
+    return -1
+
+
+@pytest.mark.parametrize("fallocate", [files._fallocate, refuse_to_allocate, None])
+def test_space_is_reserved_or_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallocate: Any) -> None:
+    monkeypatch.setattr(files, "_fallocate", fallocate)
+    path = tmp_path / "f"
+    path.write_bytes(b"123")
+    files.reserve(path, 0, 5000)
+    files.reserve(path, 2**50, 0)
+    with pytest.raises(OSError) as caught:
+        files.reserve(path, 0, 2**50)
+    assert caught.value.errno in files.NO_SPACE
+    assert path.read_bytes() == b"123"
 
 
 def test_reads_and_writes_go_on_where_the_kernel_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
