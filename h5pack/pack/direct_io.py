@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.format import schema
-from h5pack.system.files import file_system_type, write_all
+from h5pack.system.files import drop_pages, file_system_type, write_all
 from h5pack.system.machine import huge_page_memory
 
 _PAGE = schema.ALIGNMENT_BYTES
@@ -194,9 +194,8 @@ def writes_directly(path: str, io: str) -> bool:
 def drop_partial_pages(path: str, io: str, descriptor: int, start: int) -> None:
     """Drop the file's pages in the page cache, from byte `start` on, if rows were written with direct I/O.
 
-    These are the pages that still needed buffered writes, and must have been flushed. If one of them stayed in the
-    cache, the kernel could not load the 2 MiB around it into one large folio, from which rows can be copied faster (see
-    `h5pack.read.mapping`).
+    These are the pages that still needed buffered writes. If one of them stayed in the cache, the kernel could not load
+    the 2 MiB around it into one large folio, from which rows can be copied faster (see `h5pack.read.mapping`).
     """
     if writes_directly(path, io):
-        os.posix_fadvise(descriptor, start, 0, os.POSIX_FADV_DONTNEED)
+        drop_pages(descriptor, start)

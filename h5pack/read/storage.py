@@ -255,5 +255,8 @@ class Storage:
 
     def will_need(self, offset: int, count: int) -> None:
         """Advise the system that bytes will be needed soon, so that it starts to read them into the page cache."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.open(), offset, count, os.POSIX_FADV_WILLNEED)
+        descriptor = self.open()
+        try:
+            os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
+        except (OSError, AttributeError):
+            return  # The system takes no advice.

@@ -208,14 +208,15 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def drop_pages(descriptor: int) -> None:
-    """Flush an open file, then drop its pages from the page cache, so that it is read from the disk again.
+def drop_pages(descriptor: int, start: int = 0) -> None:
+    """Flush an open file, then drop its pages from byte `start` on from the page cache, if the system can.
 
-    The pages may differ from the disk: after a failed flush, Linux treats pages that it could not write as written.
+    So they are read from the disk again. They may differ from it: after a failed flush, Linux treats pages that it
+    could not write as written.
     """
     os.fsync(descriptor)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    with contextlib.suppress(OSError, AttributeError):
+        os.posix_fadvise(descriptor, start, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync_file_system(folder: Path) -> None:
@@ -227,7 +228,9 @@ def sync_file_system(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         if sync(descriptor):
-            raise_errno(folder)
+            if ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
+                raise_errno(folder)
+            os.sync()  # A sandbox or an old kernel refuses syncfs.
     finally:
         os.close(descriptor)
 
@@ -414,15 +417,17 @@ def drop_cache(path: Path) -> int:
 
 def make_hot(path: Path) -> None:
     """Load all pages of a file into the page cache, in large folios if the kernel and the file system have them."""
-    if cached_pages(path) < -(-path.stat().st_size // mmap.PAGESIZE):
-        with path.open("rb", buffering=0) as file:
-            if sys.platform == "linux":
-                with contextlib.suppress(OSError), mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-                    mapped.madvise(MADV_HUGEPAGE)
-                    mapped.madvise(MADV_POPULATE_READ)
-            block = bytearray(1 << 22)
-            while file.readinto(block):
-                pass
+    with contextlib.suppress(OSError):  # A system may lack mincore(2).
+        if cached_pages(path) == -(-path.stat().st_size // mmap.PAGESIZE):
+            return
+    with path.open("rb", buffering=0) as file:
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError), mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+                mapped.madvise(MADV_HUGEPAGE)
+                mapped.madvise(MADV_POPULATE_READ)
+        block = bytearray(1 << 22)
+        while file.readinto(block):
+            pass
 
 
 # Only one thread at a time may redirect standard error, and no thread may fork meanwhile. A second thread would later

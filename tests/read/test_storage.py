@@ -386,7 +386,9 @@ def test_is_cached_and_will_need(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "posix_fadvise", advise)
     storage.will_need(123, 456)
     advise.assert_called_once_with(storage.open(), 123, 456, os.POSIX_FADV_WILLNEED)
-    # Systems that lack these calls.
+    # Systems that refuse or lack these calls.
+    advise.side_effect = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    storage.will_need(1, 2)
     monkeypatch.delattr(os, "RWF_NOWAIT")
     monkeypatch.delattr(os, "posix_fadvise")
     assert storage.is_cached(4096)
