@@ -21,6 +21,7 @@ returned, the batch is sent as ordinary tensors, which torch copies.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import mmap
 import os
@@ -259,6 +260,18 @@ class SharedSegment:
         return base
 
 
+@functools.cache
+def _can_share() -> bool:
+    """Return whether the system has anonymous memory files, which the main process can open through /proc."""
+    try:
+        descriptor = os.memfd_create("h5pack-probe")
+    except (OSError, AttributeError):  # macOS has none, and an old kernel or a sandbox refuses the call.
+        return False
+    can_open = os.path.exists(f"/proc/self/fd/{descriptor}")
+    os.close(descriptor)
+    return can_open
+
+
 class SharedMemory:
     """The segments of a worker process. A forked or unpickled copy starts without segments."""
 
@@ -272,8 +285,7 @@ class SharedMemory:
 
     def batch(self, shapes: Sequence[Shape], *, share: bool = True) -> list[torch.Tensor]:
         """Return new tensors to fill. In a worker, `share` puts them in shared memory if the system supports it."""
-        # Segments are anonymous memory files, which the main process opens through /proc.
-        if share and get_worker_info() is not None and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
+        if share and get_worker_info() is not None and _can_share():
             return self.shared_batch(shapes)
         with unfilled_memory():
             return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import io
 import itertools
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 import h5pack
-from h5pack.data.buffers import BatchMemory, BufferPool, SharedMemory, SharedSegment
+from h5pack.data.buffers import BatchMemory, BufferPool, SharedMemory, SharedSegment, _can_share
 from h5pack.data.samples import new_batch
 from h5pack.errors import LoaderError
 from h5pack.system.machine import huge_page_memory
@@ -385,6 +387,17 @@ def test_neither_a_pickle_nor_a_fork_takes_segments_along() -> None:
     again = memory.shared_batch(SHAPES)
     assert again[0].data_ptr() == address
     assert not (again[0] == 7).any()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
+def test_workers_without_memory_files_send_ordinary_tensors(
+    pack: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    dataset = h5pack.H5Dataset(pack)
+    expected = list(DataLoader(dataset, 8))
+    monkeypatch.setattr(os, "memfd_create", Mock(side_effect=OSError(number, os.strerror(number))), raising=False)
+    monkeypatch.setattr("h5pack.data.buffers._can_share", _can_share.__wrapped__)
+    assert all_same(list(DataLoader(dataset, 8, num_workers=1, multiprocessing_context="fork")), expected)
 
 
 def test_a_worker_that_died_is_named() -> None:
