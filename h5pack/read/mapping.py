@@ -97,7 +97,7 @@ class FileMapping:
             if _mmap(start, count, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, storage.open(), 0) != start:
                 raise_errno()
         # The advice fails on kernels without huge pages.
-        self._has_advice = not _madvise(self._address, len(self.bytes), MADV_HUGEPAGE)
+        self._has_advice = _kernel_reads_blocks() and not _madvise(self._address, len(self.bytes), MADV_HUGEPAGE)
         # For each block, the number of its file; -1 in gaps.
         numbers = np.arange(-(-size // _BLOCK)) * _BLOCK
         owners = np.searchsorted(self.bases, numbers, "right") - 1
@@ -128,7 +128,7 @@ class FileMapping:
         """Whether the kernel and the file systems of all files are known to load whole blocks well."""
         paths = {os.stat(one.open()).st_dev: one.path for one in self._storages}
         known = all(file_system_type(path) in _BLOCK_FILE_SYSTEMS for path in paths.values())
-        return self._has_advice and _kernel_reads_blocks() and known
+        return self._has_advice and known
 
     def add_rows(self, number: int, start: int, stop: int) -> None:
         """Record, for `ready`, that file `number` stores all its rows of a dataset within ``bytes[start:stop]``."""
@@ -249,10 +249,11 @@ class FileMapping:
 def _kernel_reads_blocks() -> bool:
     """Return whether the kernel reads 2 MiB at once when it loads a missing page of a mapping with MADV_HUGEPAGE.
 
-    Linux does so since version 5.18. Earlier versions wait for as little as one page at a time.
+    Linux does so since version 5.18. Earlier versions wait for as little as one page at a time. With pages larger than
+    4 KiB, as some ARM machines have, Linux reads far more: 512 MiB with pages of 64 KiB.
     """
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
-    return release is not None and (int(release[1]), int(release[2])) >= (5, 18)
+    return mmap.PAGESIZE == 4096 and release is not None and (int(release[1]), int(release[2])) >= (5, 18)
 
 
 class MappedDataset:
