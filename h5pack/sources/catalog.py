@@ -11,6 +11,7 @@ import io
 import itertools
 import os
 import stat
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -102,7 +103,10 @@ class NameTable:
         # Encode block by block, because str objects need several times the memory of the encoded names.
         while block := list(itertools.islice(remaining, _BLOCK_NAMES)):
             # Encode a block in one call, with NUL after each name.
-            joined = os.fsencode("\0".join([*block, ""]))
+            text = "\0".join([*block, ""])
+            if not text.isascii() and (coding := sys.getfilesystemencoding()) != "utf-8":
+                raise SourceError(f"Python decodes file names as {coding}, not UTF-8; set PYTHONUTF8=1, then run again")
+            joined = os.fsencode(text)
             ends = np.flatnonzero(np.frombuffer(joined, np.uint8) == 0)
             lengths.append((np.diff(ends, prepend=-1) - 1).astype(np.int32))
             blob += joined.replace(b"\0", b"")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,6 +23,13 @@ NAMES = st.binary(min_size=1, max_size=12).map(lambda data: os.fsdecode(data.rep
 def catalog(count: int = 10, **settings: object) -> Catalog:
     names, ids = one_split(count)
     return Catalog("flat", FileReader("/"), NameTable.of(f"{n}.jpg" for n in range(count)), names, ids, **settings)  # type: ignore[arg-type]
+
+
+def test_names_are_refused_if_python_decodes_them_with_another_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")  # as with LC_ALL=en_US
+    assert list(NameTable.of(["a.jpg"])) == ["a.jpg"]
+    with pytest.raises(SourceError, match="PYTHONUTF8=1"):
+        NameTable.of(["é.jpg"])
 
 
 @settings(max_examples=33, deadline=None)
