@@ -442,8 +442,7 @@ def _strip_only_folder(members: Members, kind: str) -> None:
 
 
 _ZIP_ENCRYPTED_FLAG, _ZIP_UTF8_FLAG, _ZIP_DOS = 0x1, 0x800, 0
-_ZIP_UNICODE_PATH = 0x7075
-"""Id of the extra field with the name in UTF-8, which Info-ZIP's appnote.iz (2007) describes: version, CRC-32, name."""
+_ZIP_UNICODE_PATH = 0x7075  # extra field: version, CRC-32 of the stored name, name in UTF-8 (Info-ZIP, appnote.iz)
 _MAX_SIZE = 2**63 - 1
 _ZIP_STORINGS = {zipfile.ZIP_STORED: Storing.ZIP_STORED, zipfile.ZIP_DEFLATED: Storing.ZIP_DEFLATED}
 
