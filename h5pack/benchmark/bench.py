@@ -1,9 +1,10 @@
 """`bench`: within a time budget, pack a sample with several chunk sizes, time reading it, and recommend one size.
 
-A file variant is the sample with one chunk size and compression. A case is a file variant, an order and a reader. The
-cases that decide the recommendation are measured first: one case for each variant, and then the *run-off*, which
-measures the fastest variants again, and tries other loader settings with the best one. The remaining time is for the
-cases that only appear in the tables. All measurements but those of the run-off are the *sweep*.
+A file variant is the sample with one chunk size and compression. A case is a file variant and the order, reader, cache
+state and settings to read it with. The cases that decide the recommendation are measured first: one case for each
+variant, and then the *run-off*, which measures the fastest variants again, and tries other loader settings with the
+best one. The remaining time is for the cases that only appear in the tables. All measurements but those of the run-off
+are the *sweep*.
 """
 
 from __future__ import annotations

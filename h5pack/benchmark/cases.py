@@ -213,7 +213,7 @@ class Measurement:
         return ratios[0] > (min(bounds) if len(ratios) >= min_turns else max(bounds))
 
     def with_repeats_of(self, other: Measurement) -> Measurement:
-        """Return this measurement with the repeats of `other`, a measurement of the same case, added at the end."""
+        """Return `other`, a later measurement of the same case, with this one's repeats before its own."""
         matched = bool(self.of_ceiling or not self.speeds) and bool(other.of_ceiling or not other.speeds)
         ceilings = (*self.ceilings, *other.ceilings) if matched else ()
         speeds, turns = (*self.speeds, *other.speeds), (*self.turns, *other.turns)

@@ -276,7 +276,7 @@ class H5Loader(Closeable, Resumable):
         # If all decoded chunks fit into the cache, decode each only once, not once per epoch. The doctor and the
         # monitor read `decodes_once`. If the plan reads chunks several times per epoch, `decoding` includes the cache.
         decoded, again = self._base.engine.decoded_bytes(), self.plan.reads_again
-        self.decodes_once = decoded > 0 and (again or decoded <= budget - needed - small_bytes)
+        self.decodes_once = decoded > 0 and (again or decoded <= budget - needed - (held - decoding))
         self._keeps_decoded = again or self.decodes_once
         held += decoded if self.decodes_once and not again else 0
         listed = self.plan.rows.unique_rows() if self._base.ragged else range(0)

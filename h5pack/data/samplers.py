@@ -374,8 +374,8 @@ def _require_keys(dataset: Any, base: H5Dataset) -> None:
         )
     if base.is_random and dataset is not base:
         raise OptionsError(
-            "this sampler does not draw random crops of a Subset; give the Subset to H5Loader, or give the H5Dataset "
-            "to the sampler and the DataLoader, and indices= of the H5Dataset to the sampler",
+            "this sampler does not draw random crops of a Subset; give the Subset to H5Loader, or give the sampler and "
+            "the DataLoader the H5Dataset, and the sampler also indices= of its rows",
             parameters=("dataset", "indices="),
         )
 

@@ -238,7 +238,7 @@ class BatchSource(Closeable, Dataset[Any]):
         raise NotImplementedError
 
     def read_lists(self, rows: npt.NDArray[np.int64], key: DrawKey = NO_KEY) -> list[list[Any]]:
-        """Return, for each field that is a list in a batch, its values in `rows`. Random crops are drawn from `key`."""
+        """Return the values in `rows` of each field that a batch holds as a list. Random crops are drawn from `key`."""
         raise NotImplementedError
 
     def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:

@@ -16,6 +16,7 @@ from h5pack.device.loader_wrapper import (
     DeliveryCursor,
     FetchedBatch,
     LoaderWrapper,
+    first_attribute,
     layers_of,
     rank_of_copies,
 )
@@ -118,7 +119,7 @@ class DeviceFeed(LoaderWrapper):
     def __iter__(self) -> Iterator[Any]:
         """Begin the loader's next epoch and return its iterator, which prefetches batches on CUDA."""
         # A DataLoader with persistent workers has a single iterator, so a new iteration must end all earlier ones.
-        persistent = getattr(self.loader, "persistent_workers", False)
+        persistent = first_attribute(layers_of(self.loader), "persistent_workers")
         for thread in list(self._threads):
             if persistent:
                 thread.stop()

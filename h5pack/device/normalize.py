@@ -365,9 +365,11 @@ class Normalize:
             channels = "last" if last else "first"
         found = shape[3] if channels == "last" else shape[1]
         if not self._any_channels and found != len(self.mean):
+            other = "'first'" if channels == "last" else "'last'"
+            advice = f", or channels={other}" if last or first else ""
             raise OptionsError(
                 f"images of shape {shape} do not have the {len(self.mean)} channels of mean and std; give a mean "
-                "and std for each channel, or set channels to 'last' or 'first'",
+                f"and std for each channel{advice}",
                 parameters=("channels", "mean", "std"),
             )
         if self.augmentation.color is not None and found != 3:

@@ -29,7 +29,8 @@ from h5pack.monitor.advice import FASTER_ALONE, advise
 from h5pack.monitor.bottleneck import INTERRUPTED, MIN_REPEATS, Evidence, Stage, StageResult, judge
 from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.pack.options import convert_command
-from h5pack.sources.hdf5_catalog import detect_names
+from h5pack.read.hdf5 import open_file
+from h5pack.sources.hdf5_catalog import detect_names, packing_options
 from h5pack.system.machine import load_average, load_text, machine_facts
 
 # Fraction of the budget spent on reading rows into the page cache.
@@ -172,7 +173,9 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         except SizesDifferError as error:
             # The file is not a pack: a pack stores the sizes of its images, so `Target` takes crops of one size.
             path = target.dataset.path
-            command = shlex.join(convert_command(path, {"keep": "jpeg"}))
+            with open_file(path) as file:
+                options = packing_options(file, self.target.dataset.names[0], self.target.dataset.label_name or "")
+            command = shlex.join(convert_command(path, {**options, "keep": "jpeg"}))
             text = f"{path}: its images differ in size; make a pack of it ({command}) and measure that"
             raise SizesDifferError(text, path=path, dataset=error.dataset, rows=error.rows) from error
         if self._left() <= 0:

@@ -172,13 +172,17 @@ def _numbers_of(row: int, value: Any) -> npt.NDArray[Any] | None:
     if not len(array):
         return None
     fits = array.size and array.dtype.kind in "biuf" and (array.dtype != np.uint64 or array.max() < 2**63)
-    if fits and array.dtype == np.float64 and not isinstance(value, np.ndarray) and np.abs(array).max() >= 2**63:
-        # NumPy makes floats of a list with integers both below and above 2**63.
-        fits = not all(isinstance(number, Integral) for number in np.asarray(value, object).flat)
-    if not fits:
+    if not fits or _is_rounded(value, array):
         problem = "whose entries are neither floats nor integers that fit into int64"
         raise FieldValueError(row, f"contains {short_repr(value)}, {problem}")
     return array
+
+
+def _is_rounded(value: Any, array: npt.NDArray[Any]) -> bool:
+    """Return whether NumPy made floats of a list of integers, some of them below and some above 2**63."""
+    if isinstance(value, np.ndarray) or array.dtype != np.float64 or not np.abs(array).max(initial=0) >= 2**63:
+        return False
+    return all(isinstance(number, Integral) for number in np.asarray(value, object).flat)
 
 
 def _entries_text(shape: tuple[int, ...]) -> str:
@@ -215,13 +219,14 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
 
     If there are texts, `parse_texts` converts all values. Numbers, and arrays of one shape, become an array (N, ...),
     in which None becomes zeros. Arrays that differ only in length become ragged rows, in which None becomes a row
-    without entries. The dtype is the one to which NumPy promotes the dtypes of all values. Bools become uint8.
+    without entries. The dtype is the one to which NumPy promotes the dtypes of all values, but integers never become
+    floats. Bools become uint8.
 
     Raises FieldValueError for values of other types, and for values that cannot be rows of one field.
     """
     if any(isinstance(value, str) or _is_texts(value) for value in values):
         return parse_texts(values)
-    given = {row: np.asarray(value) for row, value in enumerate(values) if value is not None}
+    given = {row: _as_array(row, value) for row, value in enumerate(values) if value is not None}
     # Leave out empty lists, because the dtype and the shape of their entries are unknown.
     arrays = {row: array for row, array in given.items() if array.shape != (0,)}
     first = next(iter(arrays.values()), np.zeros(()))
@@ -236,6 +241,11 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
         first = np.zeros(0)
     dtype = np.result_type(*{array.dtype for array in arrays.values()}) if arrays else first.dtype
     dtype = np.dtype(np.uint8) if dtype.kind == "b" else dtype
+    if arrays and dtype.kind == "f" and all(array.dtype.kind in "biu" for array in arrays.values()):
+        dtype = np.dtype(np.uint64 if max(int(one.max(initial=0)) for one in arrays.values()) >= 2**63 else np.int64)
+        for row, array in arrays.items():
+            if dtype.kind == "u" and int(array.min(initial=0)) < 0:
+                raise FieldValueError(row, f"is {short_repr(values[row])}, but other integers do not fit into int64")
     if len({array.shape for array in arrays.values()}) < 2 and len(arrays) == len(given):
         fixed = np.zeros((len(values), *first.shape), dtype)
         for row, array in arrays.items():
@@ -243,6 +253,15 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
         return fixed
     empty = np.zeros((0, *first.shape[1:]), dtype)
     return RaggedRows.of(schema.RAGGED, [arrays.get(row, empty) for row in range(len(values))], empty)
+
+
+def _as_array(row: int, value: Any) -> npt.NDArray[Any]:
+    array = np.asarray(value)
+    if not _is_rounded(value, array):
+        return array
+    if array.min() < 0:
+        raise FieldValueError(row, f"is {short_repr(value)}, whose integers fit neither into int64 nor into uint64")
+    return np.array(value, np.uint64)
 
 
 def _is_texts(value: Any) -> bool:

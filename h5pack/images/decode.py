@@ -377,7 +377,7 @@ def _refuse_deep(image: Image.Image) -> None:
         # Pillow takes each byte of uncompressed 16-bit planes for a pixel, which gives noise.
         bits = image.tag_v2.get(_TIFF_BITS, ())
         if len(bits) > 1 and max(bits) > 8 and image.tag_v2.get(_TIFF_COMPRESSION, 1) == 1:
-            raise RejectedImageError("uncompressed 16-bit planes cannot be decoded; save its channels interleaved")
+            raise RejectedImageError("uncompressed 16-bit planes cannot be decoded; save the channels interleaved")
 
 
 def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
@@ -467,9 +467,9 @@ def _is_exact(decode_jpeg: Callable[..., npt.NDArray[np.uint8]], decode_path: in
 
 
 def sample_jpegs(decode_path: DecodePath, mode: str) -> Iterator[tuple[bytes, npt.NDArray[np.uint8]]]:
-    """Yield small JPEGs of a kind and their pixels from Pillow in `mode`.
+    """Yield small JPEGs of the kind `decode_path`, and their pixels as Pillow decodes them, in `mode`.
 
-    They have an odd size, and are baseline and progressive, each in low and high quality.
+    Height and width are odd; the JPEGs are baseline and progressive, each in low and high quality.
     """
     height, width = 37, 53
     y, x = np.mgrid[:height, :width]

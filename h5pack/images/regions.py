@@ -84,8 +84,8 @@ class RegionDecoder:
 def decode_top(data: bytes, header: ImageHeader, window: Window) -> Pixels | None:
     """Return a window of a JPEG, uint8 (height, width, 3); decode only the rows down to the end of the window.
 
-    The result is a view of the memory of `scratch`. Return None if decoding fails, if simplejpeg cannot be used, or if
-    all rows would have to be decoded.
+    The result is a view of the memory of `scratch`. Return None if decoding fails, if simplejpeg cannot be used, if
+    the file does not end with its end marker, or if all rows would have to be decoded.
     """
     saves = window[0] + window[2] + _CONTEXT_ROWS < header.height
     return _decode_top(data, header, window) if saves and header.decode_path in _paths_of_tops() else None

@@ -147,7 +147,8 @@ class Output:
             raise self._unfinished_error(_CONTINUE, "resume=True", "overwrite=True")
 
     def _unfinished_error(self, advice: str, *parameters: str) -> OutputExistsError:
-        return OutputExistsError.at(self.partial, f"belongs to an unfinished run; {advice}", *parameters)
+        path = self.partial if self.partial.exists() else self.parts
+        return OutputExistsError.at(path, f"belongs to an unfinished run; {advice}", *parameters)
 
     def require_not_begun(self, lock: OutputLock, options: ConvertOptions, *, resumable: bool = True) -> None:
         """Raise OutputExistsError if a run was interrupted since `check`, unless it may be discarded or continued."""

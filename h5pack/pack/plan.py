@@ -186,7 +186,7 @@ class ConvertPlan:
         )
 
     def shard_edges(self) -> list[int]:
-        """Return the first row of each shard of at most `shard_bytes`, in whole chunks, and the number of rows.
+        """Return the first row of each shard (whole chunks, at most `shard_bytes`), then the total number of rows.
 
         Raises OptionsError if `shard_bytes` is too small for one chunk.
         """

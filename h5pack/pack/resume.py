@@ -278,18 +278,22 @@ def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
     elif schema.LABELS in file and catalog.kind != "dataset":
         return False
     index = {name: number for number, name in enumerate(names)}
-    if len(index) < len(names):
-        # Which of the images of one name a row holds is unknown, so their fields are not compared.
-        images = Counter(_row_keys(names, catalog.split_ids, catalog.labels))
-        return Counter(_row_keys(packed, stored_splits, labels)) <= images
     if any(name not in index for name in packed):
         return False
-    origins = np.array([index[name] for name in packed], np.int64)
-    if not np.array_equal(catalog.split_ids[origins], stored_splits):
+    rows = np.arange(len(packed))
+    if len(index) < len(names):
+        images = Counter(_row_keys(names, catalog.split_ids, catalog.labels))
+        if not Counter(_row_keys(packed, stored_splits, labels)) <= images:
+            return False
+        # It is unknown which row holds which of several images with one name. Do not compare their fields.
+        counts = Counter(names)
+        rows = rows[[counts[name] == 1 for name in packed]]
+    origins = np.array([index[packed[row]] for row in rows.tolist()], np.int64)
+    if not np.array_equal(catalog.split_ids[origins], stored_splits[rows]):
         return False
-    if labels is not None and catalog.labels is not None and not np.array_equal(catalog.labels[origins], labels):
+    if labels is not None and catalog.labels is not None and not np.array_equal(catalog.labels[origins], labels[rows]):
         return False
-    return all(_same_field(file, name, values, origins) for name, values in catalog.fields.items())
+    return all(_same_field(file, name, values[origins], rows) for name, values in catalog.fields.items())
 
 
 def _row_keys(names: list[bytes], split_ids: npt.NDArray[Any], labels: npt.NDArray[Any] | None) -> Iterator[Any]:
@@ -302,21 +306,22 @@ def _same_names(stored: tuple[str, ...] | None, names: tuple[str, ...] | None) -
     return [encode_text(name) for name in stored or ()] == [encode_text(name) for name in names or ()]
 
 
-def _same_field(file: h5py.File, name: str, values: FieldValues, origins: npt.NDArray[np.int64]) -> bool:
-    """Return whether a pack has these values of a field; boxes and points, which resizing moves, are not compared."""
+def _same_field(file: h5py.File, name: str, values: FieldValues, rows: npt.NDArray[np.int64]) -> bool:
+    """Return whether rows of a pack have these values; boxes and points, which resizing moves, are not compared."""
     path = schema.field_path(name)
     if path not in file:
         return False
     if not isinstance(values, RaggedRows):
-        return isinstance(file[path], h5py.Dataset) and row_checksums(file[path][()]).tolist() == (
-            row_checksums(values[origins]).tolist()
+        return isinstance(file[path], h5py.Dataset) and (
+            row_checksums(file[path][()][rows]).tolist() == row_checksums(values).tolist()
         )
     if values.kind in schema.POINT_KINDS:
         return True
-    index, wanted = index_ragged(file, path), values[origins]
-    same = index.kind == wanted.kind and _same_names(index.classes, wanted.classes)
-    same = same and np.array_equal(index.offsets, wanted.offsets)
-    return same and np.array_equal(file[index.data.name][()], wanted.data, equal_nan=wanted.data.dtype.kind == "f")
+    index = index_ragged(file, path)
+    found = RaggedRows(index.kind, file[index.data.name][()], index.offsets, index.classes)[rows]
+    same = found.kind == values.kind and _same_names(found.classes, values.classes)
+    same = same and np.array_equal(found.offsets, values.offsets)
+    return same and np.array_equal(found.data, values.data, equal_nan=values.data.dtype.kind == "f")
 
 
 def _different(path: Path, difference: str) -> OutputExistsError:

@@ -11,7 +11,7 @@ from h5pack.errors import SourceError
 from h5pack.format.fields import FieldValues
 from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, Reject, one_split
 from h5pack.sources.folders import walk
-from h5pack.sources.manifest import TextTable, binary_table, integers, read_delimited, read_spaced
+from h5pack.sources.manifest import TextTable, binary_table, integers, read_delimited, rectangular
 
 _IMAGES = "img_align_celeba"
 # Possible folders of images and of tables: as in Kaggle's archive, in the university's archives, or side by side.
@@ -90,7 +90,7 @@ def _table_path(root: Path, stem: str) -> Path | None:
 
 def _read(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
     """Read a table. The original tables are delimited by spaces; Kaggle's copies are CSV files with a header."""
-    return read_delimited(path) if path.suffix == ".csv" else read_spaced(path, header, skip)
+    return read_delimited(path) if path.suffix == ".csv" else _read_spaced(path, header, skip)
 
 
 def _join(
@@ -138,3 +138,20 @@ def _partition(table: TextTable) -> npt.NDArray[np.int32]:
         problem = f"partition {values[odd[0]]} does not exist; the partitions are 0 (train), 1 (val) and 2 (test)"
         raise table.error(odd[0], f"{problem}; {_AGAIN}")
     return values.astype(np.int32)
+
+
+def _read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
+    """Read a table delimited by spaces, and ignore its first `skip` lines.
+
+    If `header` is None, the next line names all columns except the first, which contains the file names.
+    """
+    try:
+        with path.open(encoding="utf-8-sig") as stream:
+            lines = [(number, line.split()) for number, line in enumerate(stream, 1)]
+    except UnicodeDecodeError as error:
+        raise SourceError.at(path, f"is not text in UTF-8 ({error}); download it again") from error
+    if header is None:
+        if len(lines) <= skip:
+            raise SourceError.at(path, "has no line that names the columns; download it again")
+        header, skip = ("image_id", *lines[skip][1]), skip + 1
+    return rectangular(path, header, lines[skip:])

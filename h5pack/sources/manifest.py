@@ -32,6 +32,7 @@ from h5pack.sources.catalog import (
     unused_note,
 )
 from h5pack.sources.folders import is_path, numbered_splits, walk
+from h5pack.system.text import short_repr
 
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
 IMAGE_COLUMNS = ("image", "images", "img", "picture", "photo", "jpg", "jpeg", "png", "bytes", "content", "data")
@@ -108,8 +109,8 @@ def _paths(
     """Return a column's paths of files relative to `root`, and a note if some differ from the cells of the column.
 
     If none of the first files exists, look for a file below `root` whose path ends with the cell. The cell may lack the
-    suffix of the file, and may begin with the name of the folder `root`. Keep a cell without such a file. For masks and
-    further images, cells may be empty, and if several files match, those in `images`, the main images, are not meant.
+    suffix of the file, and may begin with the name of the folder `root`. Keep a cell without such a file. A cell of a
+    mask or further image may be empty; if it matches several files, the main images (`images`) do not count.
     """
     names = table.column(column)
     for row, name in enumerate(names):
@@ -369,27 +370,11 @@ def read_delimited(path: Path) -> TextTable:
     if not lines or not "".join(lines[0][1]).strip():
         raise SourceError.at(path, "its first line is empty; it must name the columns")
     header = tuple(cell.strip() for cell in lines[0][1])
-    return _rectangular(path, header, lines[1:])
+    return rectangular(path, header, lines[1:])
 
 
-def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
-    """Read a table delimited by spaces, such as those of CelebA, and ignore its first `skip` lines.
-
-    If `header` is None, the next line names all columns except the first, which contains the file names.
-    """
-    try:
-        with path.open(encoding="utf-8-sig") as stream:
-            lines = [(number, line.split()) for number, line in enumerate(stream, 1)]
-    except UnicodeDecodeError as error:
-        raise SourceError.at(path, f"is not text in UTF-8 ({error}); download it again") from error
-    if header is None:
-        if len(lines) <= skip:
-            raise SourceError.at(path, "has no line that names the columns; download it again")
-        header, skip = ("image_id", *lines[skip][1]), skip + 1
-    return _rectangular(path, header, lines[skip:])
-
-
-def _rectangular(path: Path, header: tuple[str, ...], lines: list[tuple[int, list[str]]]) -> TextTable:
+def rectangular(path: Path, header: tuple[str, ...], lines: list[tuple[int, list[str]]]) -> TextTable:
+    """Return the table of lines, each with its number and its cells; raise SourceError unless all fit the header."""
     rows: list[list[str]] = []
     numbers: list[int] = []  # for each row, the number of its last line in the file, counted from 1
     table = TextTable(
@@ -450,18 +435,26 @@ def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64 | np.uint64 |
     if 0 <= low <= high < 2**64:
         return np.array(exact, np.uint64)
     row = exact.index(low if low < -(2**63) else high)
-    problem = f"contains {cells[row]:.60}, but its integers must all fit into int64 or all into uint64"
+    raise _number_error(table, column, row, "but its integers must all fit into int64 or all into uint64")
+
+
+def _number_error(table: TextTable, column: str, row: int, problem: str) -> SourceError:
+    problem = f"column {column!r} contains {short_repr(table.column(column)[row])}, {problem}"
     advice = "name it with text_columns instead of field_columns"
-    raise table.error(row, f"column {column!r} {problem}; {advice}", "text_columns", "field_columns")
+    return table.error(row, f"{problem}; {advice}", "text_columns", "field_columns")
 
 
 def _floats(table: TextTable, column: str, cells: list[str]) -> npt.NDArray[np.float64]:
     try:
-        return np.array([parse_number(cell or "nan", float) for cell in cells], np.float64)
+        found = np.array([parse_number(cell or "nan", float) for cell in cells], np.float64)
     except ValueError:
         row = next(row for row, cell in enumerate(cells) if cell and not is_number(cell))
-        problem = f"contains {cells[row]!r}, not a number; name it with text_columns instead of field_columns"
-        raise table.error(row, f"column {column!r} {problem}", "text_columns", "field_columns") from None
+        raise _number_error(table, column, row, "not a number") from None
+    for row in np.flatnonzero(np.abs(found) >= 2**53).tolist():
+        if (whole := integers([cells[row]])) is not None and int(whole[0]) != int(found[row]):
+            problem = "which would be rounded, because other cells are empty or not integers"
+            raise _number_error(table, column, row, problem)
+    return found
 
 
 def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> npt.NDArray[np.uint8]:

@@ -1,6 +1,6 @@
 """A map-style dataset (a Python object) as a source: its samples, and the names and splits in its attributes.
 
-Types of datasets are recognized by their attributes, because this package does not import torch.
+Types of datasets are recognized by their attributes, because `h5pack.sources` does not import torch.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ def _require_columns(file: ArchiveFile, table: _Table, schema: Any, image: str) 
             "another column with path_column"
         )
         raise SourceError.at(file.path, problem, "path_column")
-    if table.schema.names != schema.names:
+    if sorted(table.schema.names) != sorted(schema.names):
         raise SourceError.at(file.path, "has other columns than the first file; pack the files separately")
     size = table.largest_group_bytes(image)
     if size > available_memory() // 2:

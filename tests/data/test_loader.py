@@ -518,9 +518,16 @@ def test_an_error_in_a_transform(dataset: h5pack.H5Dataset, way: str, where: str
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_chunks_that_fit_the_cache_are_decoded_once(tmp_path: Path, fits: bool) -> None:
+def test_chunks_that_fit_the_cache_are_decoded_once(
+    tmp_path: Path, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = packs.labeled(tmp_path / "f.h5", 300, compression="gzip")
     dataset = h5pack.H5Dataset(path, with_rows=True)
+    # Small fields that are not held in memory do not reduce the budget for decoded chunks.
+    monkeypatch.setattr("h5pack.data.loader._MAX_SMALL_BYTES", 300 * 8 - 1)
+    smallest = h5pack.H5Loader(dataset, 16, num_threads=2, prefetch_factor=1, memory_bytes=10**8).memory_bytes
+    assert h5pack.H5Loader(dataset, 16, num_threads=2, prefetch_factor=1, memory_bytes=smallest).decodes_once
+    monkeypatch.undo()
     if not fits:
         dataset.engine.chunks.cache.capacity = dataset.engine.decoded_bytes() - 1
     loader, plain = h5pack.H5Loader(dataset, 16, num_threads=2), h5pack.H5Dataset(path)

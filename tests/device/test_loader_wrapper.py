@@ -74,8 +74,11 @@ def test_resume_of_a_loader_with_persistent_workers(dataset: h5pack.H5Dataset, f
     feed.close()
 
 
-def test_a_loader_with_persistent_workers_has_one_iteration(dataset: h5pack.H5Dataset) -> None:
-    feed = PrefetchingFeed(data_loader(dataset, 1, persistent_workers=True), prefetch_factor=1)
+@pytest.mark.parametrize("wrapper", [None, h5pack.EchoLoader, h5pack.FeedMonitor])
+def test_a_loader_with_persistent_workers_has_one_iteration(dataset: h5pack.H5Dataset, wrapper: Any) -> None:
+    loader = data_loader(dataset, 1, persistent_workers=True)
+    arguments = {h5pack.EchoLoader: (1,)}.get(wrapper, ())
+    feed = PrefetchingFeed(loader if wrapper is None else wrapper(loader, *arguments), prefetch_factor=1)
     held = iter(feed)
     next(held)
     feed.set_epoch(0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -54,6 +55,10 @@ def test_the_error_for_encoded_images_of_several_sizes_names_no_parameters_of_lo
     with pytest.raises(SizesDifferError) as caught:
         diagnose(path)
     assert (caught.value.path, caught.value.dataset, caught.value.parameters) == (str(path), "images", ())
+    with h5py.File(path, "a") as file:
+        file["encoded"], file["other"] = file["images"], np.zeros((18, 8, 8, 3), np.uint8)
+    with pytest.raises(SizesDifferError, match=r"--images encoded .*--keep jpeg"):
+        diagnose(path, images="encoded")
 
 
 def medians(report: DoctorReport) -> dict[str, float]:

@@ -154,6 +154,10 @@ def test_texts_are_one_or_several() -> None:
         (["a", None], "text", ["a", ""]),
         ([["a"], [], None], "texts", [["a"], [], []]),
         ([None], "array", np.zeros(1)),
+        ([2**63 + 1, 5, 2**63 + 3], "array", np.array([2**63 + 1, 5, 2**63 + 3], np.uint64)),
+        ([np.uint64(7), -1], "array", np.array([7, -1])),
+        ([[2**63 + 1, 5], [1, 2]], "array", np.array([[2**63 + 1, 5], [1, 2]], np.uint64)),
+        ([1e300, 2.0], "array", np.array([1e300, 2.0])),
     ],
 )
 def test_values_of_samples_become_the_field_that_holds_them(values: list[Any], kind: str, found: Any) -> None:
@@ -168,8 +172,12 @@ def test_values_of_samples_become_the_field_that_holds_them(values: list[Any], k
 
 
 @pytest.mark.parametrize(
-    "values", [[1, [1]], [1, []], [[[1]], [1]], [np.ones((1, 2)), np.ones((1, 3))], [1, "a"], [1j]]
-)
+    "values",
+    [
+        [1, [1]], [1, []], [[[1]], [1]], [np.ones((1, 2)), np.ones((1, 3))], [1, "a"], [1j],
+        [2**63, -1], [[2**63, -1]], [2**64, 1],
+    ],
+)  # fmt: skip
 def test_values_of_samples_that_do_not_fit_together_are_an_error(values: list[Any]) -> None:
     with pytest.raises(FieldValueError):
         parse_values(values)

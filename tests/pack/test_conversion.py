@@ -820,6 +820,7 @@ REPEATED = TABLE + "00001.jpg,dog,m/1.png,b\n"
         (TABLE, TABLE.replace("1.jpg,dog", "1.jpg,cat")),
         (TABLE, TABLE.replace(",b", ",c")),
         (REPEATED, REPEATED.replace("2.jpg,dog", "2.jpg,cat")),
+        (REPEATED, REPEATED.replace("m/2.png,b", "m/2.png,c")),
         (REPEATED, REPEATED.replace("cat", "x").replace("dog", "cat").replace("x,", "dog,")),
     ],
 )

@@ -26,7 +26,6 @@ from h5pack.sources.manifest import (
     manifest,
     numbers,
     read_delimited,
-    read_spaced,
 )
 
 
@@ -98,21 +97,6 @@ def test_storage_errors_name_the_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert caught.value.path == str(path)
 
 
-def test_tables_delimited_by_spaces(tmp_path: Path) -> None:
-    path = written(tmp_path / "t.txt", "2\r\nBald  Young \r\n1.jpg -1  1\r\n2.jpg  1 -1\r\n\r\n")
-    result = read_spaced(path, None, skip=1)
-    assert result.header == ("image_id", "Bald", "Young")
-    assert [result.values(name) for name in result.header] == [["1.jpg", "2.jpg"], ["-1", "1"], ["1", "-1"]]
-    assert [result.place(row) for row in range(2)] == [" line 3", " line 4"]
-    path = written(tmp_path / "p.txt", "1.jpg 0\n\n2.jpg 2\n")
-    result = read_spaced(path, ("image_id", "partition"))
-    assert [result.values(name) for name in result.header] == [["1.jpg", "2.jpg"], ["0", "2"]]
-    assert [result.place(row) for row in range(2)] == [" line 1", " line 3"]
-    for content in ("2\nA B\n1.jpg 1 1\n2.jpg 1\n", "2\n", b"\xff\xff"):
-        with pytest.raises(SourceError):
-            read_spaced(written(tmp_path / "t.txt", content), None, skip=1)
-
-
 @pytest.mark.parametrize("cell", ["", "1.0", "cat", "1_0", "1e3", "nan", str(2**63), "9" * 5_000, "0x10", "--1"])
 def test_what_is_not_an_integer_of_64_bits(cell: str) -> None:
     assert integers(["1", cell]) is None
@@ -126,7 +110,7 @@ def test_what_is_not_an_integer_of_64_bits(cell: str) -> None:
         (["3", "-4"], np.int64), (["3", "0.5", "1e-3", "nan"], np.float64), ([], np.int64),
         ([2**63 - 1, -(2**63)], np.int64), ([2**64 - 1, 0, 2**63 + 1], np.uint64),
         # Empty cells are NaN.
-        (["1", "", "3"], np.float64), (["1.0", "", "3.0"], np.float64),
+        (["1", "", "3"], np.float64), (["1.0", "", "3.0"], np.float64), ([2**53 + 2, "", 1e300], np.float64),
     ],
 )  # fmt: skip
 def test_numbers_are_exact_integers_or_float64(cells: list[Any], dtype: Any) -> None:
@@ -139,6 +123,8 @@ def test_numbers_are_exact_integers_or_float64(cells: list[Any], dtype: Any) -> 
     [
         ([1, 2**64], 3), ([2**63, -1], 2), ([2**63, -(2**63) - 1], 3),
         *(([1, 2.5, cell, "worse"], 4) for cell in ("-", "cat", "1_0.5", "1,5")),
+        # As floats, these integers would be others.
+        (["", 2**53, 2**53 + 1], 4), ([1.5, -(2**53) - 3], 3),
     ],
 )  # fmt: skip
 def test_a_cell_that_is_not_a_number_or_fits_no_dtype_is_named(cells: list[Any], line: int) -> None:

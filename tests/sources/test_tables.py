@@ -226,6 +226,16 @@ def test_row_groups_must_fit_into_memory_whatever_the_name_of_the_column(
             opened(path, ManifestColumns(path=name))
 
 
+def test_columns_may_be_in_any_order(tmp_path: Path) -> None:
+    for name, columns in (("a", ["image", "label"]), ("b", ["label", "image"])):
+        made = pa.table({"image": [png(0), png(1)], "label": [3, 4]})
+        write(tmp_path / f"{name}.parquet", made.select(columns))
+    catalog = opened(tmp_path)
+    assert catalog.labels is not None
+    assert catalog.labels.tolist() == [3, 4] * 2
+    assert [catalog.reader.read(row, "") for row in range(4)] == [png(0), png(1)] * 2
+
+
 def test_files_that_differ_are_errors(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", table(range(2)))
     for other in (pa.table({"image": [1]}), table(range(2), more=[1, 2]), pa.table({"x": [png(0)]})):
