@@ -368,7 +368,7 @@ class _Packer:
 def _make_variants(
     packer: _Packer, base: Path, settings: BenchSettings, chunk_rows: list[int], is_late: Callable[[], bool]
 ) -> tuple[list[FileVariant], list[str]]:
-    """Convert `base` to all variants that time allows; return these, and the labels of left-out chunk sizes."""
+    """Convert `base` to all variants that time allows; return these, and the labels of left-out chunked variants."""
     made: list[FileVariant] = []
     late: list[str] = []
     kept = {name: packer.options[name] for name in ("layout", "mode") if name in packer.options}

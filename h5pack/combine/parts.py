@@ -186,8 +186,8 @@ def stored_statistics(file: h5py.File) -> dict[str, Any]:
     in_range = not numbers["rows"] or all(((one >= 0) & (one <= 1)).all() for one in found.values())
     if not in_range or any(one.shape != wanted for one in found.values()):
         raise ValueError("its mean and std are not one number from 0 to 1 per channel")
-    if numbers["rows"] < 0:
-        raise ValueError("its number of rows is negative")
+    if numbers["rows"] < 0 or numbers["step"] < 1:
+        raise ValueError(f"its rows are {numbers['rows']}, and its step is {numbers['step']}")
     return {**found, **numbers, "split": text(group.attrs["split"])}
 
 

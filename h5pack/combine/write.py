@@ -25,7 +25,7 @@ from h5pack.combine.parts import Part, Rows
 from h5pack.errors import OutputExistsError, ResumeError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
-from h5pack.format.fields import field_checksums
+from h5pack.format.fields import RaggedRows, field_checksums
 from h5pack.pack import finish
 from h5pack.pack.compression import compress_chunk, require_filter
 from h5pack.pack.file_structure import (
@@ -45,7 +45,7 @@ from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.resume import Unfinished
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
-from h5pack.read.hdf5 import open_file, text, utf8
+from h5pack.read.hdf5 import attribute_names, open_file, same_names, text, utf8
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import consecutive_runs, run_edges
 from h5pack.system.files import clone_range, drop_pages, read_all, reporting_disk_errors, reserve, sync_path, write_all
@@ -154,7 +154,7 @@ def _existing_report(plan: Combination, output: Output) -> CombineReport:
     """Return the report of an output that is already complete; raise OutputExistsError if it was made of other rows."""
     with open_file(output.final) as file:
         same = text(file.attrs.get(schema.OPTIONS, b"")) == options_text(plan.options())
-        same = same and _has_rows(file, plan.tables)
+        same = same and _has_rows(file, plan.tables) and _has_fields(file, plan)
     if not same:
         problem = "exists, but was made of other packs or rows; give another name, or overwrite=True to replace it"
         raise OutputExistsError.at(output.final, problem, "overwrite=True")
@@ -173,6 +173,22 @@ def _has_rows(file: h5py.File, tables: PackTables) -> bool:
         and all(np.array_equal(file.get(schema.checksums_path(name), ()), rows) for name, rows in checksums.items())
         and [text(name) for name in file[schema.SPLIT_NAMES][()]] == [name for name, _, _ in tables.splits]
         and file[schema.SPLIT_ROWS][()].tolist() == [list(rows) for _, *rows in tables.splits]
+    )
+
+
+def _has_fields(file: h5py.File, plan: Combination) -> bool:
+    """Return whether a pack has labels and fields as planned, and no others, with the same names of classes."""
+    tables, labels, found = plan.tables, file.get(schema.LABELS), file.get(schema.FIELDS, {})
+    pixels = (dataset for dataset, _, _ in plan.structure.datasets[1:])
+    wanted = {*map(schema.field_path, [*tables.fields, *(one.name for one in tables.encoded_masks)]), *pixels}
+    if (labels is None) != (tables.labels is None) or {*map(schema.field_path, found)} != wanted:
+        return False
+    kinds = (schema.CLASSES, schema.COLUMNS)
+    stored = None if labels is None else next(filter(None, (attribute_names(labels, kind) for kind in kinds)), None)
+    return same_names(stored, tables.label_names) and all(
+        same_names(attribute_names(file[schema.field_path(name)], schema.CLASSES), values.classes)
+        for name, values in tables.fields.items()
+        if isinstance(values, RaggedRows)
     )
 
 

@@ -197,7 +197,7 @@ def _check_same_classes(datasets: Sequence[H5Dataset]) -> None:
 
 
 def _require_same_names(named: dict[H5Dataset, tuple[str, ...]], what: str, advice: str, *parameters: str) -> None:
-    """Raise an OptionsError if two of the tuples differ in a name; `what` is what the names are of, such as "class"."""
+    """Raise an OptionsError if two tuples in `named` differ in a name; `what` says what is named, such as "class"."""
     if not named:
         return
     longest = max(named, key=lambda one: len(named[one]))

@@ -90,7 +90,7 @@ class CachedRows:
         return RowLocations(self.mapped.offsets(rows) // self._unit, self.mapped.files(rows))
 
     def gather(self, found: RowLocations, out: npt.NDArray[Any]) -> None:
-        """Copy located rows to `out`, (n, ...), C-contiguous. `ready` must have returned True for these rows."""
+        """Copy located rows to `out`, (n, ...), C-contiguous. `ready` or `load` must have returned True for them."""
         self.mapped.mapping.require_whole(found.files)
         flat = out.reshape(-1).view(np.uint8).reshape(len(found.positions), self.mapped.index.row_bytes)
         if self.mapped.array is not None:

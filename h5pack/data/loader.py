@@ -35,6 +35,7 @@ from h5pack.read.engine import SCATTER_BYTES, ReadStats
 from h5pack.system.arrays import row_array
 from h5pack.system.machine import available_cpus, available_memory
 from h5pack.system.parameters import flags, launched_number, parameter_names, require_callable, whole_number
+from h5pack.system.text import counted
 
 
 class LoaderIterator(BatchIterator):
@@ -257,13 +258,16 @@ class H5Loader(Closeable, Resumable):
         # Add one batch to the minimum, because the consumer holds one while the next are read.
         needed = (minimum + 1) * batch_bytes + decoding
         if budget < needed:
-            has_window = self.plan.shuffle == "window"
+            window = self.plan.window if self.plan.shuffle == "window" else 0
+            source = f" from windows of {counted(window, 'chunk')}" if window else ""
+            threads = self.num_threads if decoding else 1
+            sizes = {"batch_size": self.batch_size, "window": window, "num_threads": threads}
+            smaller = [name for name, value in sizes.items() if value > 1]
             advice = "free memory" if memory_bytes is None else "raise it"
-            source = f" from windows of {self.plan.window} chunks" if has_window else ""
             raise OptionsError(
-                f"memory_bytes is {budget:,}, but batches of {self.batch_size} rows{source} need {needed:,}; "
-                f"{advice}, or give a smaller batch_size{' or window' if has_window else ''}",
-                parameters=("memory_bytes", "batch_size", *["window"] * has_window),
+                f"memory_bytes is {budget:,}, but batches of {counted(self.batch_size, 'row')}{source} need "
+                f"{needed:,}; {advice}{', or give a smaller ' if smaller else ''}{' or '.join(smaller)}",
+                parameters=("memory_bytes", *smaller),
             )
         indexes, rows = self._base.engine.indexes, self.plan.rows.unique_count
         # Hold labels and other small fields in memory if they fit, because reading a few small rows at a time is slow.
@@ -273,16 +277,17 @@ class H5Loader(Closeable, Resumable):
         hold_small = small_bytes <= min(_MAX_SMALL_BYTES, budget - needed)
         self._held_names = small if hold_small else []
         held = decoding + (small_bytes if hold_small else 0)
+        spare = budget - needed + decoding  # upper bound of `held`
         # If all decoded chunks fit into the cache, decode each only once, not once per epoch. The doctor and the
         # monitor read `decodes_once`. If the plan reads chunks several times per epoch, `decoding` includes the cache.
         decoded, again = self._base.engine.decoded_bytes(), self.plan.reads_again
-        self.decodes_once = decoded > 0 and (again or decoded <= budget - needed - (held - decoding))
+        self.decodes_once = decoded > 0 and (again or decoded <= spare - held)
         self._keeps_decoded = again or self.decodes_once
         held += decoded if self.decodes_once and not again else 0
         listed = self.plan.rows.unique_rows() if self._base.ragged else range(0)
         # Hold the rows from the first to the last, so that the position of a row is its number minus the first one.
         self._list_rows = range(int(listed[0]), int(listed[-1]) + 1) if len(listed) else range(0)
-        self._list_sizes = list_sizes(self._base, self._list_rows, min(_MAX_LIST_BYTES, budget - needed - held))
+        self._list_sizes = list_sizes(self._base, self._list_rows, min(_MAX_LIST_BYTES, spare - held))
         held += sum(self._list_sizes.values())
         self.prefetch_factor = max(minimum, min(wanted, (budget - held) // max(1, batch_bytes) - 1))
         self.memory_bytes = (self.prefetch_factor + 1) * batch_bytes + held

@@ -91,18 +91,23 @@ class DeviceFeed(LoaderWrapper):
         super().__init__(loader)
         self.device = resolve_device(device)
         self.prefetch_factor = whole_number("prefetch_factor", prefetch_factor, 1)
-        self._image_key, self.transform = image_key, transform
+        self._image_key = image_key
+        self._transform: ImageTransform | None = None
+        self.transform = transform
 
     @property
     def transform(self) -> Any:
-        """The transform of the next iteration, which may be set."""
+        """The transform. If it is set, the next iteration is the first to use the new one."""
         return self._given_transform
 
     @transform.setter
     def transform(self, transform: Callable[..., Any] | Sequence[Callable[..., Any]] | None) -> None:
         """Use another transform from the next iteration on; raise OptionsError if it is invalid."""
         dataset, rank = getattr(self.loader, "dataset", None), rank_of_copies(self.loader)
+        before = self._transform
         self._transform = None if transform is None else ImageTransform(transform, self._image_key, dataset, rank)
+        if before is not None and self._transform is not None:
+            self._transform.seconds = before.seconds
         self._given_transform = transform
 
     def __getstate__(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def resize(pixels: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> t
 def resize_on_cpu(
     pixels: torch.Tensor, draws: AugmentationDraws | None, crop: ResizedCrop, planar: bool
 ) -> torch.Tensor:
-    """Resize with torch's ``interpolate``. Values (0 to 255) differ from those of `resize` by at most 1.
+    """Resize with torch's ``interpolate``; the module says how far levels differ from those of `resize`.
 
     The result is contiguous, (N, C, height, width) if `planar`, else (N, height, width, C).
     """

@@ -224,11 +224,13 @@ class ImageTransform:
             found = name if name in elements else next((n for n, (index, _) in elements.items() if index == name), None)
             if found is None:
                 raise OptionsError(
-                    f"fields has the key {name!r}, but the batch has no such element, or another key names the same "
-                    f"one; the elements are {names}",
+                    f"fields[{name!r}] names no element of the batch, or one that another key names; the elements are "
+                    f"{names}",
                     parameters=("fields",),
                 )
-            index, _ = elements.pop(found)
+            index, element = elements.pop(found)
+            if kind is not None and element is images:
+                raise OptionsError(f"fields[{name!r}] names the images; leave it out", parameters=("fields",))
             if kind is not None:
                 kinds[index] = kind
         for name, (_, element) in elements.items():

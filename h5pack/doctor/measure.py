@@ -23,7 +23,7 @@ from h5pack.monitor.probes import CpuTime
 
 # Number of repeats of a stage if the time budget is large enough (see `repeats_within`).
 MAX_REPEATS = 5
-# Minimum number of batches in a repeat of a loader. A single batch would only show how long the start takes.
+# Minimum number of batches in a repeat of a loader, if an epoch has as many. One would only show the start.
 _MIN_BATCHES = 2
 # Minimum duration of a repeat in seconds. A shorter one would mostly measure the clock and the scheduler.
 MIN_SECONDS = 0.015

@@ -8,15 +8,15 @@ Each image file gets the stored name of its row, made safe and distinct, in the 
 - A suffix of the export format is kept. A suffix of another image format is replaced by the export format's first
   suffix, which is also appended to all other names.
 - If a row has no stored name, or the name is too long for the file system, its file is named after the row number.
-- If there are masks or further images, all images are in the folder ``images``. Beside it, each field of masks or
+- If there are masks or further images, the rows' images are in the folder ``images``. Beside it, each field of masks or
   further images has a folder with the field's name. In it, a file has the same path as the row's image has in
   ``images``, except for the suffix.
-- If a folder or a file of an earlier row has the name of one of a row's files, all of the row's files get ``~2``,
-  ``~3``, ... before their suffixes.
+- If one of a row's files would have the name of a folder or of an earlier row's file, all of the row's files get
+  ``~2``, ``~3``, ... before their suffixes.
 
 The manifest is a CSV table with the split, labels and fields of each row, in stored order. Lists, such as boxes, are
 written as JSON into one cell. ``h5pack convert DIR/manifest.csv``, with the options that `Manifest.command` returns,
-restores splits, labels, label columns, fields and row order.
+restores splits, labels, label columns, fields and row order, except for what `Manifest.lost` lists.
 """
 
 from __future__ import annotations

@@ -334,7 +334,7 @@ def resized(
 
 
 def image_of(pixels: npt.NDArray[Any]) -> Image.Image:
-    """Return uint8 pixels (h, w, c) as a Pillow image, gray if c is 1."""
+    """Return pixels (h, w, c), uint8 or uint16 gray, as a Pillow image, gray if c is 1."""
     return Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels))
 
 

@@ -168,8 +168,8 @@ def gray_mask(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if pixels.dtype == np.uint8:
         return pixels
     if pixels.min() < 0 or pixels.max() > _MAX_16_BITS:
-        found = f"its numbers from {pixels.min()} to {pixels.max()}"
-        raise RejectedImageError(f"{found} are not all from 0 to {_MAX_16_BITS}")
+        found = f"its numbers go from {pixels.min()} to {pixels.max()}"
+        raise RejectedImageError(f"{found}, but must be from 0 to {_MAX_16_BITS}")
     return pixels.astype(np.uint16)
 
 

@@ -228,6 +228,8 @@ class Journal:
 
     def start(self, plan: dict[str, Any], fingerprints: npt.NDArray[np.uint64]) -> None:
         """Create a new journal. The plan is written last, and a journal without a plan is treated as missing."""
+        # Remove the plan first, so that a journal that is removed only in part is treated as missing.
+        (self.folder / "plan.json").unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
         write_atomically(self.folder / "prints.bin", fingerprints.tobytes())

@@ -236,15 +236,15 @@ class OwnerFile:
     """``OUT.partial.owner``: names the process that may finish the output, because locks may not reach other machines.
 
     Only one process can create this file, also on NFS. The owner updates the file's mtime every 5 seconds. Another
-    process takes the file over if the owner ran on the same machine and has ended. If the owner runs on another
-    machine, or the system has no /proc, the mtime must be older than a minute, by the clock of the file system.
+    process takes the file over if the owner ran on the same machine, in the same container, and has ended. If the owner
+    ran elsewhere, or the system has no /proc, the mtime must be older than a minute, by the clock of the file system.
     Otherwise, OutputBusyError is raised.
     """
 
     def __init__(self, output: Output) -> None:
         self.path = output.owner
         self._token = secrets.token_hex(8)
-        self.took_over = False  # whether an owner on another machine, which may only have been silent, was replaced
+        self.took_over = False  # whether an owner elsewhere, which may only have been silent, was replaced
         own = self.path.with_name(f"{self.path.name}-{self._token}")
         self._write(own)
         try:
@@ -253,8 +253,8 @@ class OwnerFile:
             except FileExistsError:
                 _require_stale(output, own)
                 before = _owner_of(self.path)
-                # It is also true if the replaced owner had itself replaced one on another machine.
-                self.took_over = before.get("host") != socket.gethostname() or bool(before.get("took_over"))
+                # It is also true if the replaced owner had itself replaced one elsewhere.
+                self.took_over = not _sees_processes_of(before) or bool(before.get("took_over"))
                 self._write(own)
                 os.replace(own, self.path)
                 # Two processes may take the file over at the same time. Wait, so that the first one notices the second.
@@ -278,7 +278,8 @@ class OwnerFile:
     def confirm(self) -> None:
         """Raise OutputBusyError if another process has taken the file over."""
         if _owner_of(self.path).get("token") != self._token:
-            raise OutputBusyError.at(self.path, "another process continues this conversion")
+            problem = "another process has taken over this conversion; wait until it has finished"
+            raise OutputBusyError.at(self.path, problem)
 
     def release(self) -> None:
         """Remove the file, unless another process has taken it over."""
@@ -289,16 +290,30 @@ class OwnerFile:
 
 
 def _process_identity(pid: int) -> dict[str, Any]:
-    """Return host name, process id and start time, which together identify a process.
+    """Return the namespace of process ids, the process id and the start time, which together identify a process.
 
-    The id alone is not enough, because a later process may get it, for example in a restarted container. The start
-    time is None if it is unknown, or if the process has ended.
+    The id alone is not enough, because a later process may get it. The start time is None if it is unknown, or if the
+    process has ended. The host name is only for messages, because several machines and containers may have one name.
     """
     try:
         start: str | None = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         start = None
-    return {"host": socket.gethostname(), "pid": pid, "start": start}
+    return {"host": socket.gethostname(), "pid": pid, "start": start, "namespace": _process_namespace()}
+
+
+def _process_namespace() -> str | None:
+    """Return what identifies the running kernel and the container's namespace of process ids; None if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return None
+
+
+def _sees_processes_of(owner: dict[str, Any]) -> bool:
+    """Return whether this process would see the owner's process in /proc if it is running."""
+    return owner.get("namespace") is not None and owner["namespace"] == _process_namespace()
 
 
 def _owner_of(path: Path) -> dict[str, Any]:
@@ -316,7 +331,7 @@ def _require_stale(output: Output, probe: Path) -> None:
         silent_seconds = probe.stat().st_mtime - output.owner.stat().st_mtime
     except FileNotFoundError:
         return
-    if owner.get("host") == socket.gethostname() and owner.get("start"):
+    if _sees_processes_of(owner) and owner.get("start"):
         is_stale = _process_identity(owner["pid"])["start"] != owner["start"]
     else:
         is_stale = silent_seconds > _SILENT_SECONDS

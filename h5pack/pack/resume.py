@@ -25,7 +25,7 @@ from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock, PartFile
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.writer import WriteJob
-from h5pack.read.hdf5 import attribute_names, encode_text, open_file, require_complete, text
+from h5pack.read.hdf5 import attribute_names, encode_text, open_file, require_complete, same_names, text
 from h5pack.read.ragged import index_ragged
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.validation import divided_names, training_split
@@ -46,7 +46,7 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
 
 
 class RowCounts(Protocol):
-    """The planned number of rows of a file, and the length of its images dataset if fewer rows are stored."""
+    """The planned number of rows of a file, and the length of its images dataset with the first of these rows."""
 
     @property
     def rows(self) -> int: ...
@@ -272,7 +272,7 @@ def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
     labels = None
     if catalog.labels is not None:
         stored, kind = file.get(schema.LABELS), schema.CLASSES if catalog.labels.ndim == 1 else schema.COLUMNS
-        if stored is None or not _same_names(attribute_names(stored, kind), catalog.label_names):
+        if stored is None or not same_names(attribute_names(stored, kind), catalog.label_names):
             return False
         labels = stored[()]
     elif schema.LABELS in file and catalog.kind != "dataset":
@@ -302,10 +302,6 @@ def _row_keys(names: list[bytes], split_ids: npt.NDArray[Any], labels: npt.NDArr
     return zip(names, split_ids.tolist(), *columns, strict=True)
 
 
-def _same_names(stored: tuple[str, ...] | None, names: tuple[str, ...] | None) -> bool:
-    return [encode_text(name) for name in stored or ()] == [encode_text(name) for name in names or ()]
-
-
 def _same_field(file: h5py.File, name: str, values: FieldValues, rows: npt.NDArray[np.int64]) -> bool:
     """Return whether rows of a pack have these values; boxes and points, which resizing moves, are not compared."""
     path = schema.field_path(name)
@@ -319,7 +315,7 @@ def _same_field(file: h5py.File, name: str, values: FieldValues, rows: npt.NDArr
         return True
     index = index_ragged(file, path)
     found = RaggedRows(index.kind, file[index.data.name][()], index.offsets, index.classes)[rows]
-    same = found.kind == values.kind and _same_names(found.classes, values.classes)
+    same = found.kind == values.kind and same_names(found.classes, values.classes)
     same = same and np.array_equal(found.offsets, values.offsets)
     return same and np.array_equal(found.data, values.data, equal_nan=values.data.dtype.kind == "f")
 

@@ -73,7 +73,7 @@ class Survey:
 
     @classmethod
     def decode(cls, payload: bytes, columns: tuple[str, ...]) -> tuple[int, Survey]:
-        """Return the index of the first image and the part of a survey that `encode` made into `payload`."""
+        """Undo `encode`: return the index of the part's first image, and the part of the survey."""
         text, _, data = payload.partition(b"\0")
         start, count, reasons, unused, mask_dtypes, file_bytes = json.loads(text)
         part = cls.of(count)

@@ -251,10 +251,10 @@ class DecodedDataset:
         self._moved = np.zeros(-(-index.rows // index.chunk_rows), bool)
 
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Move the rows ``first[i]`` to ``last[i]`` of all i from the cache to `array`; return whether all are there.
+        """Move rows ``first[i]`` to ``last[i]`` from the cache to `array`, up to the first missing chunk.
 
-        `first` and `last` are int64 (n,). If some rows are not there, cache their chunks by calling
-        `ChunkDecoder.rows_in_chunk` with ``keep=True``, and try again.
+        Return whether all are there. `first` and `last` are int64 (n,). If some rows are not there, cache their chunks
+        by calling `ChunkDecoder.rows_in_chunk` with ``keep=True``, and try again.
         """
         chunks = all_between(self.index.chunks_of(first), self.index.chunks_of(last))
         return all(self._move(chunk) for chunk in chunks[~self._moved[chunks]].tolist())

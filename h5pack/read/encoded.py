@@ -326,7 +326,8 @@ def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = Tru
         pixels = sizes[()].astype(np.int64)
         height, width = (int(side) for side in pixels[0])
         if min(height, width) < 1 or height * width > MAX_PIXELS:
-            raise dataset_error(file.filename, schema.ENCODED_SIZE, f"row 0 is {height}x{width}; {VERIFY_ADVICE}", (0,))
+            problem = f"gives row 0 the impossible size {height}x{width}; {VERIFY_ADVICE}"
+            raise dataset_error(file.filename, schema.ENCODED_SIZE, problem, (0,))
         # Use the mean size, because row 0 may be unusually small or large.
         pixel_bytes = int(np.clip(np.prod(np.clip(pixels, 1, 65_535), axis=1), 1, MAX_PIXELS).sum()) * 3 // rows
     bytes_index = index_rows(file, data, data_name)

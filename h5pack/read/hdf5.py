@@ -410,6 +410,11 @@ def attribute_names(dataset: h5py.Dataset, attribute: str) -> tuple[str, ...] | 
     return None if value is None else tuple(text(item) for item in np.atleast_1d(value))
 
 
+def same_names(stored: Sequence[str] | None, names: Sequence[str] | None) -> bool:
+    """Return whether names are equal as they are stored; None stands for no names."""
+    return [encode_text(name) for name in stored or ()] == [encode_text(name) for name in names or ()]
+
+
 @lru_cache(maxsize=4)
 def _shared_names(width: int, stored: bytes) -> tuple[str, ...]:
     """Return strings of `width` stored bytes. Thousands of files with the same names of classes share one tuple."""

@@ -161,7 +161,7 @@ class FileExtents(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterPlan:
-    """Direct reads of rows into buffers anywhere in memory. For fields without a comment, see `RowExtents`."""
+    """Direct reads of rows into buffers anywhere in memory. For `edges` to `source_ids`, see `RowExtents`."""
 
     index: ChunkIndex
     rows: npt.NDArray[np.int64]

@@ -28,7 +28,7 @@ from h5pack.read.hdf5 import (
 from h5pack.read.ragged import RaggedIndex
 from h5pack.read.storage import SourceFile
 from h5pack.read.virtual_index import MappedRows, join_rows
-from h5pack.system.arrays import RowNumbers, joined_ranges, moved_rows, row_array
+from h5pack.system.arrays import RowNumbers, joined_ranges, limited_runs, moved_rows, row_array
 from h5pack.system.parameters import require_local
 
 
@@ -185,10 +185,10 @@ def read_filenames(pack: FileDescription, rows: RowNumbers) -> list[str] | None:
                     return None
                 problem = f"does not have a name for each of the {count:,} rows; {VERIFY_ADVICE}"
                 raise dataset_error(path, schema.FILENAMES, problem)
-            for low in range(edges[number], edges[number + 1], BLOCK_NAMES):
-                part = slice(low, min(low + BLOCK_NAMES, edges[number + 1]))
-                own = numbers[part] - start
-                names = stored[int(own[0]) : int(own[-1]) + 1]
-                for position, name in zip(order[part].tolist(), names[own - own[0]].tolist(), strict=True):
+            own = numbers - start
+            for low, high in limited_runs(np.array(edges[number : number + 2]), own, own + 1, BLOCK_NAMES):
+                names = stored[int(own[low]) : int(own[high - 1]) + 1]
+                chosen = names[own[low:high] - own[low]].tolist()
+                for position, name in zip(order[low:high].tolist(), chosen, strict=True):
                     found[position] = text(name)
     return found

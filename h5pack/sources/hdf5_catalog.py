@@ -303,7 +303,7 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
     if not allowed:
         problem = f"has rows of shape {shape}, not (H, W), (H, W, C) or (C, H, W) with C from 1 to 4"
         if 0 in shape or len(shape) == 2:
-            what = "is empty" if 0 in shape else "is a single image (if all are, give a dataset in Python)"
+            what = "is empty" if 0 in shape else "is a single image (if all are, give convert() a PyTorch dataset)"
             problem = f"has the shape {dataset.shape}, so it {what}"
         raise dataset_source_error(path, name, f"{problem}; name another dataset with images=NAME", "images=NAME")
     if asked is not None and asked not in allowed:

@@ -365,8 +365,11 @@ def read_delimited(path: Path) -> TextTable:
             stream.seek(0)
             reader = csv.reader(stream, delimiter=delimiter)
             lines = [(reader.line_num, cells) for cells in reader]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise SourceError.at(path, f"is not a table in UTF-8 ({error}); save it as CSV in UTF-8") from error
+    except UnicodeDecodeError as error:
+        raise SourceError.at(path, f"is not UTF-8 ({error}); save it in UTF-8") from error
+    except csv.Error as error:
+        problem = f"line {reader.line_num}: cannot be read ({error}); look for a quote that is not closed"
+        raise SourceError(f"{path} {problem}", path=path) from error
     if not lines or not "".join(lines[0][1]).strip():
         raise SourceError.at(path, "its first line is empty; it must name the columns")
     header = tuple(cell.strip() for cell in lines[0][1])

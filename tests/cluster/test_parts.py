@@ -34,7 +34,7 @@ from h5pack.errors import (
     ResumeError,
     WorkerError,
 )
-from h5pack.pack import writer
+from h5pack.pack import finish, writer
 from h5pack.pack.encode import encode_images
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock, OwnerFile
@@ -453,14 +453,15 @@ def test_only_one_process_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         second.release()
         assert not output.owner.exists()
 
-    # On another machine, or without /proc, it was not touched for long.
+    # On another machine, in another container, or without /proc, it was not touched for long.
     monkeypatch.setattr("h5pack.pack.output._BEAT_SECONDS", 0.01)
-    for change in ({"host": "elsewhere"}, {"start": None}):
+    for change in ({"namespace": "elsewhere", "pid": 2**22 + 1}, {"namespace": None}, {"start": None}):
         output.owner.write_text(json.dumps({**owner, **change}))
         with pytest.raises(OutputBusyError):
             OwnerFile(output)
         os.utime(output.owner, (time.time() - 61, time.time() - 61))
         third = OwnerFile(output)
+        assert third.took_over == ("namespace" in change)
         os.utime(output.owner, (0, 0))
         wait_for(lambda: output.owner.stat().st_mtime > 0)
         third.release()
@@ -470,7 +471,7 @@ def test_a_process_that_lost_the_output_does_not_publish_it(tmp_path: Path, monk
     source, options = folder(tmp_path)
     for part in ("1/2", "2/2"):
         h5pack.convert(source, tmp_path / "o.h5", num_workers=1, part=part, **options)
-    complete = h5pack.pack.finish.complete
+    complete = finish.complete
 
     def taken_over(*arguments: Any) -> None:
         complete(*arguments)
@@ -491,7 +492,7 @@ def test_a_process_that_was_silent_moves_no_rows_of_the_published_file(
         monkeypatch.setattr(f"h5pack.{module}.lock", lambda *_, **__: None)
     source, options = folder(tmp_path)
     options |= {"order": "sorted"}
-    out, move_rows = tmp_path / "o.h5", h5pack.pack.finish.move_rows
+    out, move_rows = tmp_path / "o.h5", finish.move_rows
     expected = local(source, tmp_path / "local.h5", options)
     for part in ("1/2", "2/2"):
         h5pack.convert(source, out, num_workers=1, part=part, **options)
@@ -500,7 +501,7 @@ def test_a_process_that_was_silent_moves_no_rows_of_the_published_file(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("h5pack.pack.finish.move_rows", move_rows)
             patch.setattr("h5pack.pack.output._SILENT_SECONDS", -1)
-            patch.setattr("socket.gethostname", lambda: "elsewhere")
+            patch.setattr("h5pack.pack.output._process_namespace", lambda: "elsewhere")
             h5pack.convert(source, out, num_workers=1, finish=True, **options)
         if unaware:
             # Even if it was suspended between noticing and writing.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
 import h5pack
 from h5pack.errors import NoImagesError, OptionsError, OutputExistsError
+from h5pack.format.checksums import row_checksums
 from tests.combine.packs import KINDS, contents, pack
 from tests.crashing import changes_in_child, leftovers
 from tests.makers import flat_folder, quick
@@ -120,4 +123,23 @@ def test_a_finished_subset_is_complete_only_for_the_same_rows(tmp_path: Path, ki
     for other in ({"sample": 9, "seed": 1}, {"sample": 8}, {"rows": range(9)}):
         with pytest.raises(OutputExistsError):
             h5pack.subset(path, out, resume=True, **other)
+    # Other packs of the same images.
+    for name, change in {
+        "labels": lambda file: file.pop("labels"),
+        "classes": lambda file: file["labels"].attrs.update(classes=[b"cat", b"dig"]),
+        "field": lambda file: file["fields"].pop("caption"),
+        "mask": lambda file: file["fields"].pop("mask"),
+        "more": lambda file: file["fields"].__setitem__("more", np.arange(20)),
+    }.items():
+        other = Path(shutil.copy(path, tmp_path / f"{name}.h5"))
+        with h5py.File(other, "r+") as file:
+            change(file)
+            for lost in ("labels", "fields/caption", "fields/mask"):
+                if lost not in file:
+                    del file[f"checksums/{lost}"]
+            if name == "more":
+                file["fields/more"].attrs["kind"] = "array"
+                file["checksums/fields/more"] = row_checksums(np.arange(20))
+        with pytest.raises(OutputExistsError):
+            h5pack.subset(other, out, sample=9, resume=True)
     assert out.read_bytes() == before

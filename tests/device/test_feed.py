@@ -43,6 +43,8 @@ def test_another_transform_is_that_of_the_next_iteration(dataset: h5pack.H5Datas
         wrapped.transform = transform
         assert wrapped.transform is transform
         assert all((batch[0] == value).all() for batch in wrapped)
+    seconds, wrapped.transform = wrapped.transform_seconds, torch.neg
+    assert wrapped.transform_seconds == seconds > 0
     with pytest.raises(OptionsError):
         wrapped.transform = "flip"
     wrapped.transform = None

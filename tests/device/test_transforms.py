@@ -306,6 +306,9 @@ def test_a_field_that_looks_spatial_must_be_named(feed_of: Any) -> None:
     with pytest.raises(OptionsError) as caught:
         list(feed_of([small], transform=h5pack.Normalize(crop=2, fields={"absent": "mask"})))
     assert caught.value.parameters == ("fields",)
+    for wrong, key in ((small, "images"), ([small["images"], small[MASKS], small["rows"]], 0)):
+        with pytest.raises(OptionsError, match="names the images"):
+            list(feed_of([wrong], transform=h5pack.Normalize(crop=2, fields={key: "mask"})))
 
 
 # Random numbers for keyed transforms.

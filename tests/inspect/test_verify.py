@@ -151,6 +151,7 @@ def replace(file: h5py.File, name: str, values: Any) -> None:
         ("statistics/mean", [120.0, 110.0, 90.0]),
         ("statistics@rows", -4),
         ("statistics@step", None),
+        ("statistics@step", 0),
         ("rejects/filenames", ["a.jpg"]),
         ("images@h5pack_layout", "HWC"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import re
@@ -159,6 +160,17 @@ def test_a_cell_outside_a_label_table_is_named(cells: list[str], line: int) -> N
     with pytest.raises(SourceError, match=rf"line {line}: .*'{cells[line - 2]}'") as caught:
         binary_table(table(*cells), ["x"], "; pack them with text_columns or field_columns")
     assert caught.value.parameters == ("text_columns", "field_columns")
+
+
+def test_a_quote_that_is_not_closed_is_named(tmp_path: Path) -> None:
+    limit = csv.field_size_limit(100)
+    try:
+        path = written(tmp_path / "m.csv", 'path,label\na.jpg,"x\n' + "b.jpg,y\n" * 20)
+        with pytest.raises(SourceError, match=r"m\.csv line \d+: cannot be read") as caught:
+            read_delimited(path)
+        assert caught.value.path == str(path)
+    finally:
+        csv.field_size_limit(limit)
 
 
 def read(path: Path, /, *lines: str, wanted: NameFilter | None = None, **columns: object) -> Catalog:
