@@ -252,7 +252,7 @@ class BenchRun:
         self.report: BenchReport | None = None
 
     def run(self) -> BenchReport:
-        """Measure all cases, and return the report with the recommendation."""
+        """Measure the cases, as far as time allows, and return the report."""
         settings, begin = self._settings, self._begun
         end = begin + usable_seconds(settings.seconds)
         try:

@@ -99,7 +99,7 @@ class Findings:
 
     @property
     def cases(self) -> dict[BenchCase, FileVariant]:
-        """The cases that compare variants. A contiguous copy has none, because h5pack cannot write such a file."""
+        """The cases that compare variants. None is of a contiguous copy, because `convert` writes no such file."""
         given = [one for one in self.variants if one.is_input or one.chunk_rows is not None]
         return {self.workload.case(one.label, self.cache): one for one in given}
 

@@ -354,7 +354,7 @@ class Sweep:
             self._on_progress()
 
     def first_epoch(self, case: BenchCase, end: float) -> tuple[float, ...]:
-        """Return images/s of several first epochs, which decode all chunks; empty if later epochs decode them, too."""
+        """Return images/s of several readers' first epochs, which decode all chunks; empty if later ones do so, too."""
         speeds: list[float] = []
         while len(speeds) < MIN_REPEATS and self._clock() < end:
             with self._reader(case, SharedDatasets(self._sampled)) as reader:

@@ -105,8 +105,10 @@ class Part:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The identity of this pack: its number of rows, and a CRC-32 of its images' checksums."""
-        checksum = crc32(np.ascontiguousarray(self.checksums(self.reader.images)))
+        """The identity of this pack: its number of rows, and a CRC-32 of the checksums of its images and masks."""
+        checksum = 0
+        for name in self.pixel_datasets:
+            checksum = crc32(np.ascontiguousarray(self.checksums(name)), checksum)
         return {"rows": len(self), "checksum": f"{checksum:08x}"}
 
 

@@ -163,7 +163,7 @@ def _existing_report(plan: Combination, output: Output) -> CombineReport:
 
 
 def _has_rows(file: h5py.File, tables: PackTables) -> bool:
-    """Return whether a pack has the rows, names, labels, splits and fields (without pixels) of the given tables."""
+    """Return whether a pack has the given tables' rows, names, labels, splits, and fields other than pixels."""
     checksums = {schema.ENCODED if tables.encoded else schema.IMAGES: tables.checksums}
     if tables.labels is not None:
         checksums[schema.LABELS] = row_checksums(tables.labels)

@@ -344,7 +344,7 @@ def _tensors(base: npt.NDArray[np.uint8], shapes: Sequence[Shape]) -> list[torch
 
 
 class _Forks:
-    """The number of forks that this process has begun, plus the number of those that have ended."""
+    """The number of calls of fork that this process has begun, plus the number of those that have returned."""
 
     def __init__(self) -> None:
         self.count = 0

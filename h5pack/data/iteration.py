@@ -217,7 +217,7 @@ class BackgroundThreads:
     def join(self) -> None:
         """Wait until the functions in the threads have ended.
 
-        Do nothing in another process, in one of the threads, and inside ``next`` in the consumer's thread.
+        Do nothing in another process, in one of these threads, or in the thread that is inside ``next``.
         """
         # The garbage collector may run this in one of the threads, and a signal handler inside ``next``. Waiting there
         # could deadlock, because the threads may wait for a lock that this thread holds.

@@ -138,8 +138,8 @@ class Augmentation:
         with contextlib.suppress(TypeError):
             object.__setattr__(self, "crop", index(crop))  # A NumPy integer becomes an int.
         is_crop = isinstance(self.crop, (RandomCrop, CenterCrop, RandomResizedCrop))
-        if isinstance(self.crop, (int, float)):
-            is_crop = 0 <= real_number(crop) < 1 << 20 and self.crop == int(self.crop)
+        if isinstance(self.crop, int):
+            is_crop = 0 <= real_number(crop) < 1 << 20  # NaN for a bool
         is_scale, is_ratio = 0 < low_area <= high_area <= 1, 1 / 1024 <= low_ratio <= high_ratio <= 1024
         for name, is_valid, wanted in (
             ("flip", 0 <= self.flip <= 1, "a probability from 0 to 1"),
@@ -151,7 +151,7 @@ class Augmentation:
             ("erase_ratio", is_ratio, "two ratios in ascending order, from 1/1024 to 1024"),
         ):
             if not is_valid:
-                raise unfit(name, getattr(self, name), f"give {wanted}")
+                raise unfit(name, crop if name == "crop" else getattr(self, name), f"give {wanted}")
 
     @property
     def is_random(self) -> bool:

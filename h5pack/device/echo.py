@@ -258,7 +258,7 @@ class _FixedEcho(_EchoIterator):
         fetched = self._current or self._begin_batch(self._fetcher.fetch())
         batch = self._show(fetched)
         assert isinstance(self._loader.factor, Fraction)
-        # Not ``==``: after an interrupt before this line, a state counts all deliveries, and a resume adds another.
+        # Not ``==``: an interrupt just before this line leaves `showing` at its full count, and a resume adds one.
         if self._state.showing >= showings(self._loader.factor, self._state.batch):
             self._end_batch(fetched)
         return batch
@@ -367,10 +367,10 @@ def _to_fraction(factor: Any, max_factor: int) -> Fraction:
     found = None
     if not math.isnan(real_number(factor)):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
-            # Convert other rational numbers to float: a Fraction of a NumPy integer has NumPy integers, which JSON
-            # cannot store.
             exact = Fraction(factor if isinstance(factor, (int, Fraction)) else float(factor))
             found = exact.limit_denominator(_MAX_DENOMINATOR) if exact >= 1 else None
+            # NumPy integers become ints, also those in a Fraction, because JSON cannot store them.
+            found = None if found is None else Fraction(int(found.numerator), int(found.denominator))
     if found is None:
         raise unfit("factor", factor, "give a number of at least 1, or 'auto'")
     if found > max_factor:

@@ -26,7 +26,8 @@ class _Crop:
     size: int | Sequence[int]
 
     def __post_init__(self) -> None:
-        pair = tuple(self.size) if isinstance(self.size, Sequence) else (self.size, self.size)
+        is_pair = isinstance(self.size, Sequence) and not isinstance(self.size, (str, bytes))
+        pair: tuple[Any, ...] = tuple(self.size) if is_pair else (self.size, self.size)  # type: ignore[arg-type]
         if len(pair) != 2:
             raise unfit("size", self.size, "give (height, width) in pixels")
         object.__setattr__(self, "size", tuple(whole_number("size", side, 1, MAX_SIZE) for side in pair))

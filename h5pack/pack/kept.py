@@ -24,6 +24,7 @@ from h5pack.pack.plan import ConvertPlan, NoRowsError, RowOrder, Rows, close_hol
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import Catalog
 from h5pack.system.arrays import limited_stops
+from h5pack.system.parameters import invalid
 from h5pack.system.text import format_bytes
 
 _MIN_CHUNKS = 256
@@ -92,7 +93,7 @@ class KeptPlan(ConvertPlan):
         """Return the first row of each shard, and the number of rows.
 
         The sizes of masks, and of images to encode, are estimates. A shard has at least one image, even if that exceeds
-        `shard_bytes`.
+        `shard_bytes`. Raises OptionsError if `shard_bytes` has no room for any image.
         """
         size = self.options.shard_bytes
         if size is None:
@@ -100,7 +101,9 @@ class KeptPlan(ConvertPlan):
         fields = self._field_bytes()
         lengths = np.diff(self.offsets) + fields - (int(fields.sum()) - self._tables_bytes()) // self.rows
         # The last chunk may be almost empty.
-        room = max(1, size - self.structure.metadata_block_bytes - plan_data_chunks(size).bytes)
+        room = size - self.structure.metadata_block_bytes - plan_data_chunks(size).bytes
+        if room < 1:
+            raise invalid("shard_bytes", size, f" has no room for images; give more than {size - room:,} bytes")
         return [0, *limited_stops(lengths, room)]
 
     @property

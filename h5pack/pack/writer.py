@@ -171,7 +171,7 @@ def join_groups(
 def _written_together(
     rows: npt.NDArray[np.int64], row_offsets: RowOffsets, max_bytes: int, *, scattered: bool
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Divide ascending rows into arrays of rows that are contiguous in the file; with `scattered`, join short ones."""
+    """Divide ascending rows into arrays that are contiguous in the file; with `scattered`, then join short arrays."""
     apart: list[npt.NDArray[np.int64]] = []
     for start, count in row_offsets.runs(rows, max_bytes):
         found = np.arange(start, start + count)

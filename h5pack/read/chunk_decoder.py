@@ -214,7 +214,7 @@ class ChunkDecoder:
         try:
             # A decoder may write beyond its buffer if the data is damaged, so check the data before decoding it.
             if index.stored_checksums is not None and crc32(np.asarray(encoded)) != index.stored_checksums[chunk]:
-                raise ValueError("its bytes differ from the stored checksum")
+                raise ValueError("the chunk does not match its checksum")
             return index.codec.decode(encoded, mask, is_checked=index.stored_checksums is not None)
         except ValueError as error:
             self.storage.check_unchanged()

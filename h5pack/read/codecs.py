@@ -302,7 +302,7 @@ def _require_header(number: int, parameters: tuple[int, ...], encoded: MallocBuf
     promised, block = int.from_bytes(header[:8], "big"), int.from_bytes(header[8:], "big")
     if len(header) < _HEADER_BYTES or promised != size or not 0 < block <= max(size, _MAX_BLOCK_BYTES):
         found = f"{promised:,} bytes in blocks of {block:,}"
-        raise ValueError(f"the chunk's header is damaged: it says {found}, but a decoded chunk has {size:,} bytes")
+        raise ValueError(f"the chunk's header is damaged: {found} do not fit a chunk of {size:,} bytes")
     if is_shuffled and _bitshuffle_bytes(data, size, parameters[_BITSHUFFLE_WIDTH], block) != len(data):
         raise ValueError("the sizes of the chunk's blocks are damaged: their sum is not the size of the chunk")
 

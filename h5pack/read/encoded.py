@@ -4,7 +4,8 @@ A dataset of encoded images is read as if it held pixels: RGB, upright, (H, W, 3
 Rows of another size can be read one by one, but not batched.
 
 A pack stores encoded images in the group `/encoded`. Their bytes are read directly (`EncodedIndex`). Other files store
-encoded images in a dataset of variable-length uint8. The HDF5 library fetches their bytes, in one thread at a time.
+them in a dataset, mostly of variable-length uint8 (see `is_encoded`). The HDF5 library fetches their bytes, in one
+thread at a time.
 In both cases, `h5pack.images.decode`, which `h5pack convert` also uses, decodes the images without the GIL, in any
 number of threads.
 """

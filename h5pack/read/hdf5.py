@@ -417,7 +417,7 @@ def same_names(stored: Sequence[str] | None, names: Sequence[str] | None) -> boo
 
 @lru_cache(maxsize=4)
 def _shared_names(width: int, stored: bytes) -> tuple[str, ...]:
-    """Return strings of `width` stored bytes. Thousands of files with the same names of classes share one tuple."""
+    """Return the strings in `stored`, `width` bytes each. Files with the same class names share one tuple."""
     return tuple(map(text, np.frombuffer(stored, f"S{width}").tolist()))
 
 

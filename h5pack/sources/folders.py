@@ -416,21 +416,17 @@ def _inferred(found: Listing) -> Catalog:
 def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
     """Return the paths of an image and of its mask in the same folder, and the ending of the mask's name, or None.
 
-    The ending is a word such as "_mask" after the name of the image. It is ".png" if the files are JPEG images, and
-    masks that are PNG files of the same names. Only the first files of the first folders are compared.
+    The ending is a word such as "_mask" after the name of the image, or ".png" if JPEG images have PNG masks of the
+    same names, and there are at least two. Only the first files of the first folders are compared.
     """
     for folder in found.order[:_PROBED_FOLDERS]:
         files = found.folders[folder][:_PROBED_LENGTH].split("\0")
         names = {os.path.splitext(name)[0]: name for name in files}
-        stem, suffix = os.path.splitext(files[0])
+        first = {os.path.splitext(name)[1].lower(): name for name in files[:2]}
+        image, mask = first.get(".jpg") or first.get(".jpeg"), first.get(".png")
         # An image and its mask share a stem. The last name may be cut off, so it may have a stem of its own.
-        if (
-            suffix.lower() in (".jpg", ".jpeg")
-            and len(files) > 2
-            and 2 * len(names) <= len(files) + 1
-            and names[stem] == f"{stem}.png"
-        ):
-            return os.path.join(folder, files[0]), os.path.join(folder, names[stem]), ".png"
+        if image and mask and len(files) > 2 and 2 * len(names) <= len(files) + 1:
+            return os.path.join(folder, image), os.path.join(folder, mask), mask[-4:]
         for stem, name in names.items():
             match = re.fullmatch("(.+)([_-]([A-Za-z]+))", stem)
             if match is not None and match[1] in names and match[3].lower() in TARGET_FOLDERS:

@@ -443,7 +443,7 @@ def _mask(name: str, mask: Any) -> npt.NDArray[Any]:
         array = array[0] if array.shape[0] == 1 else array[:, :, 0]
     if array.ndim != 2 or array.dtype.kind not in "biu" or 0 in array.shape:
         raise RejectedImageError(
-            f"the dataset gave {name!r} as {array.dtype} {array.shape}; expected integers of shape (H, W)"
+            f"the dataset gave {name!r} as {array.dtype} {array.shape}; expected integers of shape (H, W), not empty"
         )
     return narrow_mask(array)
 

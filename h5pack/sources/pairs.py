@@ -96,7 +96,8 @@ def _files_by_stem(found: Listing) -> dict[str, dict[str, list[str]]]:
     for name in found.below(top):
         *folders, stem = os.path.splitext(name)[0].removeprefix(f"{top}/").split("/")
         if beside is not None:
-            role = "masks" if (stem if beside[2] != ".png" else name).endswith(beside[2]) else "images"
+            is_mask = name.lower().endswith(".png") if beside[2][0] == "." else stem.endswith(beside[2])
+            role = "masks" if is_mask else "images"
             stem = stem.removesuffix(beside[2])
         elif len(folders) <= position:
             role = ""

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files as sources: a column of encoded images, beside columns of labels and numbers.
+"""Parquet and Arrow files as sources: a column of encoded images, beside columns of labels and fields.
 
 A column of a Parquet file can only be read in whole row groups, so images of one row group are read together.
 """

@@ -169,7 +169,8 @@ def test_boxes_lie_in_the_image() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("flip", -0.1), ("flip", float("nan")), ("erase", 1.5), ("crop", -1), ("crop", 1.5), ("crop", True)),
+        *(("flip", -0.1), ("flip", float("nan")), ("erase", 1.5)),
+        *(("crop", -1), ("crop", 1.5), ("crop", 4.0), ("crop", True)),
         *(("erase_scale", value) for value in ((0.5, 0.2), (0.0, 0.2), (0.1,))),
         ("erase_ratio", (0.0, 1.0)),
         *(("crop", "8"), ("vertical_flip", 2), ("color", 0.5)),
@@ -181,6 +182,7 @@ def test_invalid_options_are_refused(name: str, value: Any) -> None:
     with pytest.raises(OptionsError) as caught:
         Augmentation(**{name: value})
     assert caught.value.parameters == (name,)
+    assert name != "crop" or repr(value) in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,9 @@ def test_factors_are_decimal_fractions(factor: Any, batches: int, length: int) -
 
 
 def test_a_state_can_be_stored_as_json_if_the_factor_is_a_numpy_integer(dataset: h5pack.H5Dataset) -> None:
-    state = EchoLoader(h5_loader(dataset), np.int64(2)).state_dict()
-    assert json.loads(json.dumps(state)) == EchoLoader(h5_loader(dataset), 2).state_dict()
+    for factor in (np.int64(2), Fraction(np.int64(2))):
+        state = EchoLoader(h5_loader(dataset), factor).state_dict()
+        assert json.loads(json.dumps(state)) == EchoLoader(h5_loader(dataset), 2).state_dict()
 
 
 def test_nested_echoes_count_repeats_of_both(dataset: h5pack.H5Dataset) -> None:

@@ -122,6 +122,17 @@ def test_what_is_no_pair_is_counted_or_rejected(tmp_path: Path) -> None:
     assert (some.rejects, some.ignored["not included"], some.ignored["excluded"]) == ((), 3, 1)
 
 
+@pytest.mark.parametrize("ending", [".png", ".PNG"])
+def test_masks_beside_images_of_the_same_names(tmp_path: Path, ending: str) -> None:
+    touch(tmp_path, *(f"{number}{suffix}" for number in range(3) for suffix in (".jpg", ending)))
+    with pytest.raises(SourceError) as caught:
+        open_source(tmp_path, SourceOptions())
+    assert f"exclude='*{ending}*'" in caught.value.parameters
+    catalog = open_source(tmp_path, SourceOptions("pairs"))
+    assert [*catalog.names] == ["0.jpg", "1.jpg", "2.jpg"]
+    assert [*catalog.pixel_fields[0].files] == [f"{number}{ending}" for number in range(3)]
+
+
 @pytest.mark.parametrize(
     "names",
     [
