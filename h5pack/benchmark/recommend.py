@@ -116,7 +116,7 @@ class Findings:
 
 
 def missing(findings: Findings, not_packed: Sequence[str] = ()) -> list[str]:
-    """Return phrases on what is missing for a recommendation: repeats of variants that neither failed nor are slow."""
+    """Return phrases on what is missing for a recommendation, such as repeats of variants that are not slow."""
     measured, cases = (*findings.measurements, *findings.run_off), findings.cases
     if cases.keys().isdisjoint(one.case for one in measured):
         return ["H5Loader in window shuffle (orders='window', engines='direct'), by which variants are compared"]

@@ -85,7 +85,7 @@ def problems(expected: Expectations) -> list[str]:
     try:
         if Path(expected.probe).read_text() != expected.token:
             found.append(f"sees other files in the output's folder {folder}")
-        own = Path(f"{expected.probe}-{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}")
+        own = Path(f"{expected.probe}-{secrets.token_hex(4)}")
         own.write_text(expected.token)
         own.unlink()
     except OSError as error:

@@ -32,6 +32,7 @@ from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Reject
 from h5pack.sources.folders import split_order
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
 from h5pack.sources.hdf5_rows import HDF5RowReader
+from h5pack.sources.hdf5_tables import dataset_source_error
 from h5pack.system.arrays import equal_runs
 from h5pack.system.files import absolute_path
 from h5pack.system.parameters import require_local
@@ -187,9 +188,9 @@ def stored_statistics(file: h5py.File) -> dict[str, Any]:
         )
     in_range = not numbers["rows"] or all(((one >= 0) & (one <= 1)).all() for one in found.values())
     if not in_range or any(one.shape != wanted for one in found.values()):
-        raise ValueError("its mean and std are not one number from 0 to 1 per channel")
+        raise ValueError("the mean and std of its statistics are not one number from 0 to 1 per channel")
     if numbers["rows"] < 0 or numbers["step"] < 1:
-        raise ValueError(f"its rows are {numbers['rows']}, and its step is {numbers['step']}")
+        raise ValueError(f"of its statistics, rows is {numbers['rows']} and step is {numbers['step']}")
     return {**found, **numbers, "split": text(group.attrs["split"])}
 
 
@@ -355,12 +356,25 @@ def _merge_field(parts: Sequence[Part], name: str) -> FieldValues:
     classes, data = ragged[0].classes, [one.data for one in ragged]
     if any(one.classes is not None for one in ragged):
         classes, maps = merge_classes((part.path, one.classes or ()) for part, one in zip(parts, ragged, strict=True))
+        for part, one in zip(parts, ragged, strict=True):
+            _require_classes(part, name, one)
+        fits = all(values.dtype.kind in "iu" and len(classes) <= np.iinfo(values.dtype).max for values in data)
         data = [
-            numbers[values].astype(values.dtype) if one.classes is not None else values
+            (values if one.classes is None else numbers[values]).astype(values.dtype if fits else np.int64)
             for one, numbers, values in zip(ragged, maps, data, strict=True)
         ]
     lengths = np.concatenate([np.diff(one.offsets) for one in ragged])
     return RaggedRows(ragged[0].kind, np.concatenate(data), np.append(0, np.cumsum(lengths)), classes)
+
+
+def _require_classes(part: Part, name: str, rows: RaggedRows) -> None:
+    """Raise SourceError if a field with class names has other values than the numbers of its classes, or -1."""
+    count, values = len(rows.classes or ()), rows.data
+    if rows.classes is None or not values.size:
+        return
+    if values.dtype.kind not in "iu" or not schema.NO_LABEL <= int(values.min()) <= int(values.max()) < count:
+        problem = f"has {count:,} classes, but values from {values.min()} to {values.max()}; correct the field"
+        raise dataset_source_error(part.path, schema.field_path(name), problem)
 
 
 def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:

@@ -173,9 +173,10 @@ def _check_same_fields(one: H5Dataset, other: H5Dataset) -> None:
         if mine != theirs:
             advice, parameters = "convert and open both with the same parameters", list[str]()
             if what == "images" and _is_encoded(one) and _is_encoded(other) and None in (one.decoder, other.decoder):
-                # Packs of the same images may differ in their first image, since packs are shuffled.
-                advice = "these are the sizes of their first images; give both the same decode, such as "
-                advice, parameters = advice + "RandomResizedCrop(224)", ["decode"]
+                advice, parameters = "give both the same decode, such as RandomResizedCrop(224)", ["decode"]
+                if one.decoder is other.decoder:
+                    # Packs of the same images may differ in their first image, since packs are shuffled.
+                    advice = f"these are the sizes of their first images; {advice}"
             raise OptionsError(
                 f"{one.path} and {other.path} differ in {what}: {mine or 'none'} and {theirs or 'none'}; {advice}",
                 path=other.path,

@@ -44,7 +44,8 @@ from h5pack.pack.plan import order_rows
 from h5pack.read.encoded import EncodedIndex
 from h5pack.sources.catalog import IMAGE_SUFFIXES, Catalog, NameTable, one_split
 from h5pack.sources.folders import split_order
-from h5pack.sources.manifest import LABEL_COLUMNS, is_number
+from h5pack.sources.manifest import LABEL_COLUMNS
+from h5pack.sources.text_tables import is_number
 from h5pack.system.text import counted
 
 MANIFEST = "manifest.csv"

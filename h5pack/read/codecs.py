@@ -120,8 +120,7 @@ def _to_malloc(data: MallocBuffer | Bytes) -> MallocBuffer:
 def _decode_gzip(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
     try:
         return np.frombuffer(fastest_zlib.decompress(data, bufsize=size), np.uint8)
-    except Exception as error:
-        # The error classes of zlib and isal have no common base class.
+    except fastest_zlib.error as error:
         raise ValueError(f"gzip: {error}") from error
 
 

@@ -11,7 +11,7 @@ from h5pack.errors import SourceError
 from h5pack.format.fields import FieldValues
 from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, Reject, one_split
 from h5pack.sources.folders import walk
-from h5pack.sources.manifest import TextTable, binary_table, integers, read_delimited, rectangular
+from h5pack.sources.text_tables import TextTable, binary_table, integers, read_delimited, rectangular
 
 _IMAGES = "img_align_celeba"
 # Possible folders of images and of tables: as in Kaggle's archive, in the university's archives, or side by side.

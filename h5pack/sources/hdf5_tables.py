@@ -26,7 +26,7 @@ from h5pack.read.hdf5 import attribute_names, open_file, require_dataset, text
 from h5pack.read.ragged import index_ragged, is_ragged, read_ragged
 from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import require_sources
-from h5pack.sources.manifest import class_ids
+from h5pack.sources.text_tables import class_ids
 from h5pack.system.files import absolute_path
 from h5pack.system.machine import available_memory
 from h5pack.system.text import format_bytes

@@ -19,8 +19,9 @@ import numpy.typing as npt
 from h5pack.errors import SourceError
 from h5pack.sources.archives import ArchiveFile, ArchiveReader, Storing
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable
-from h5pack.sources.manifest import IMAGE_COLUMNS, ManifestColumns, TextTable, with_columns
+from h5pack.sources.manifest import IMAGE_COLUMNS, ManifestColumns, with_columns
 from h5pack.sources.shards import Shards
+from h5pack.sources.text_tables import TextTable
 
 INDEX = "index.json"
 _IMAGES = ("jpeg", "png", "bytes")

@@ -21,8 +21,9 @@ from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.images.decode import read_header
 from h5pack.sources.archives import ArchiveFile
 from h5pack.sources.catalog import Catalog, NameTable, SourceReader, SurveyedImage, fingerprint
-from h5pack.sources.manifest import IMAGE_COLUMNS, ManifestColumns, TextTable, label_columns, with_columns
+from h5pack.sources.manifest import IMAGE_COLUMNS, ManifestColumns, label_columns, with_columns
 from h5pack.sources.shards import Shards
+from h5pack.sources.text_tables import TextTable
 from h5pack.system.machine import available_memory
 from h5pack.system.text import format_bytes
 

@@ -14,8 +14,9 @@ from h5pack.errors import SourceError
 from h5pack.sources.archives import REASONS, UNPLACED, ArchiveFile, ArchiveReader, Members, Storing
 from h5pack.sources.catalog import IMAGE_SUFFIXES, Catalog, NameFilter, NameTable, Note, Reject, unused_note
 from h5pack.sources.folders import is_visible
-from h5pack.sources.manifest import LABEL_COLUMNS, SPLIT_COLUMNS, ManifestColumns, TextTable, with_columns
+from h5pack.sources.manifest import LABEL_COLUMNS, SPLIT_COLUMNS, ManifestColumns, with_columns
 from h5pack.sources.shards import Shards
+from h5pack.sources.text_tables import TextTable
 from h5pack.system.text import counted
 
 _CLASS, _JSON, _TEXT = "cls", "json", "txt"

@@ -44,7 +44,7 @@ def first_names(names: Sequence[str], count: int = 8) -> str:
 
 
 def short_repr(value: object) -> str:
-    """Return the start of a value's repr, at most 60 characters, in one line."""
+    """Return a value's repr in one line, cut to 60 characters and "..." if it is longer."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:60]}..."
 

@@ -496,3 +496,38 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert cli.main(["append", "one.h5", "two"]) == 1
     errors = capsys.readouterr().err
     assert (errors.count("\n"), "--only-new" in errors) == (1, True)
+
+
+def tagged(path: Path, dtype: str, classes: list[str], numbers: list[int]) -> Path:
+    """A pack of two images with a ragged field of class numbers."""
+    source = path.with_suffix(".in.h5")
+    with h5py.File(source, "w") as file:
+        file["images"] = np.zeros((2, 8, 8, 3), np.uint8)
+        file["tags/data"], file["tags/offsets"] = np.array(numbers, dtype), np.array([0, 1, len(numbers)])
+        file["tags"].attrs["classes"] = classes
+    h5pack.convert(source, path, fields="tags", order="sorted", num_workers=1)
+    return path
+
+
+@pytest.mark.parametrize(("dtype", "count"), [("u1", 200), ("i1", 100), ("u1", 100)])
+def test_class_numbers_of_fields_are_not_cut_to_their_dtype(tmp_path: Path, dtype: str, count: int) -> None:
+    packs = [
+        tagged(
+            tmp_path / f"{name}.h5", dtype, [f"{name}{number}" for number in range(count)], [0, count // 2, count - 1]
+        )
+        for name in ("a", "b")
+    ]
+    h5pack.join(packs, tmp_path / "o.h5")
+    dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=["tags"])
+    names = [[dataset.field_classes["tags"][number] for number in dataset[row].tags.tolist()] for row in range(4)]
+    expected = [[[f"{name}0"], [f"{name}{count // 2}", f"{name}{count - 1}"]] for name in ("a", "b")]
+    assert names == [*expected[0], *expected[1]]
+    assert h5pack.verify(tmp_path / "o.h5", num_workers=1).ok
+
+
+@pytest.mark.parametrize(("dtype", "numbers"), [("i8", [0, 5, 1]), ("i8", [0, -2, 1]), ("f8", [0.5, 1, 1])])
+def test_numbers_of_no_class_are_not_joined(tmp_path: Path, dtype: str, numbers: list[int]) -> None:
+    packs = [tagged(tmp_path / f"{name}.h5", dtype, [name, "z"], numbers) for name in ("a", "b")]
+    with pytest.raises(SourceError) as caught:
+        h5pack.join(packs, tmp_path / "o.h5")
+    assert (caught.value.path, caught.value.dataset) == (str(packs[0]), "fields/tags")
