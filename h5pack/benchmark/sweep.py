@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 from torch.utils.data import DataLoader
 
 from h5pack.benchmark.cases import MIN_REPEATS, NO_TIME, REPEATS, BenchCase, FileVariant, Measurement, min_seconds
@@ -27,6 +26,8 @@ from h5pack.data.dataset import H5Dataset
 from h5pack.data.loader import H5Loader
 from h5pack.data.samplers import ChunkBatchSampler
 from h5pack.errors import H5PackError
+from h5pack.images.decode import MAX_PIXELS
+from h5pack.images.headers import open_image
 from h5pack.read.chunk_decoder import DECODED_BYTES
 from h5pack.read.encoded import is_encoded
 from h5pack.read.hdf5 import open_file, reopen_tuned, require_dataset
@@ -220,7 +221,7 @@ class LibraryReader(CaseReader):
         found: npt.NDArray[Any] = self._images[row]
         if not self._encoded:
             return found
-        with Image.open(io.BytesIO(found.tobytes())) as opened:
+        with open_image(io.BytesIO(found.tobytes()), MAX_PIXELS) as opened:
             return np.asarray(opened.convert("RGB"))
 
     def read_batch(self, rows: Sequence[int]) -> Epoch:

@@ -34,7 +34,16 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
 from PIL.TiffImagePlugin import TiffImageFile
 
 from h5pack.errors import RejectedImageError
-from h5pack.images.headers import SIDEWAYS, TURNS, DecodePath, ImageHeader, orientation_of, parse_jpeg, parse_png
+from h5pack.images.headers import (
+    SIDEWAYS,
+    TURNS,
+    DecodePath,
+    ImageHeader,
+    open_image,
+    orientation_of,
+    parse_jpeg,
+    parse_png,
+)
 from h5pack.system.files import held_stderr
 from h5pack.system.machine import optional_module
 from h5pack.version import __version__
@@ -50,7 +59,6 @@ _LONG_HEAD_BYTES = 65_536
 _ENCODER_SLACK_BYTES = 1_024
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_HEIF_BRANDS = (b"ftyphe", b"ftypmif1", b"ftypmsf1")
 _LIBTIFF = re.compile(rb"(?:tempfile\.tif: |(?=_?[A-Z]\w*(?<!Error)(?<!Exception)(?<!Warning): ))(.+)")
 """A message of libtiff: it begins with the name that Pillow gives to every TIFF file, or with the name of a function,
 such as LZWDecode. The last line of a Python traceback also begins with a name, which ends with one of the excluded
@@ -154,15 +162,13 @@ def read_header(head: bytes, open_file: Callable[[], BinaryIO], max_pixels: int)
             header = parse_jpeg(stream.read(_LONG_HEAD_BYTES)) if head.startswith(b"\xff\xd8") else parse_png(stream)
             if header is None:
                 stream.seek(0)
-                header = _pillow_header(stream)
+                header = _pillow_header(stream, max_pixels)
     refuse_bomb(header.height, header.width, max_pixels)
     return header
 
 
-def _pillow_header(stream: BinaryIO) -> ImageHeader:
-    _prepare_format(stream.read(12))
-    stream.seek(0)
-    with rejecting(), Image.open(stream) as image:
+def _pillow_header(stream: BinaryIO, max_pixels: int) -> ImageHeader:
+    with rejecting(), open_image(stream, max_pixels) as image:
         _refuse_deep(image)
         # Before a TIFF is loaded, some releases of Pillow report its stored size, others its upright size. Its tags
         # have the stored size.
@@ -208,10 +214,10 @@ class Decoder:
             else:
                 self._place(image_of(source), pixels)
         elif not (plain and self._decode_plain(source, decode_path, pixels)):
-            _prepare_format(source)
             messages = _libtiff_messages() if self._quiet and source[:4] in _TIFF_STARTS else contextlib.nullcontext()
-            with rejecting(), messages, Image.open(io.BytesIO(source)) as image:
-                refuse_bomb(image.height, image.width, self._options.max_pixels)
+            max_pixels = self._options.max_pixels
+            with rejecting(), messages, open_image(io.BytesIO(source), max_pixels) as image:
+                refuse_bomb(image.height, image.width, max_pixels)
                 self._place(self._upright(image), pixels)
         if pixels is not out:
             out[...] = pixels.transpose(2, 0, 1)
@@ -355,19 +361,6 @@ def _copy_pixels(image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
         out.data.cast("B")[:] = data
     else:
         out[...] = np.asarray(image).reshape(out.shape)
-
-
-def _prepare_format(head: bytes) -> None:
-    """Register pillow-heif for a HEIF file. Raise RejectedImageError if it is not installed, and for PostScript."""
-    if head.startswith((b"%!PS", b"\xc5\xd0\xd3\xc6")):
-        raise RejectedImageError("PostScript cannot be decoded without running a program; convert it to PNG")
-    if not head[4:].startswith(_HEIF_BRANDS) or "HEIF" in Image.OPEN:
-        return
-    heif = optional_module("pillow_heif")
-    if heif is not None:
-        heif.register_heif_opener()
-    elif head[4:].startswith(_HEIF_BRANDS[0]):  # Files of the other brands may be AVIF files, which Pillow can open.
-        raise RejectedImageError("HEIF needs the package pillow-heif; install it and convert again")
 
 
 def _refuse_deep(image: Image.Image) -> None:

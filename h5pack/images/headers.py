@@ -8,12 +8,16 @@ results. "Upright" means that the Exif orientation has been applied, or that the
 from __future__ import annotations
 
 import struct
+import threading
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import BinaryIO
 
 from PIL import Image
+
+from h5pack.errors import RejectedImageError
+from h5pack.system.machine import optional_module
 
 _SOF = (0xC0, 0xC1, 0xC2)
 _PROGRESSIVE, _ALL_COEFFICIENTS = 0xC2, (1 << 64) - 1
@@ -38,6 +42,15 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 """The operation that turns an image upright, by Exif orientation."""
+
+_FORMATS = frozenset({
+    "AVIF", "BMP", "DDS", "DIB", "GIF", "HEIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "PSD", "QOI",
+    "SGI", "TGA", "TIFF", "WEBP",
+})  # fmt: skip
+"""The formats of `IMAGE_SUFFIXES`. Pillow has more: it decodes EPS, also inside of IPTC, by running Ghostscript."""
+_HEIF_BRANDS = (b"ftyphe", b"ftypmif1", b"ftypmsf1")
+_ICONS = (b"\0\0\1\0", b"icns")
+_icon_lock = threading.Lock()
 
 
 class DecodePath(IntEnum):
@@ -79,6 +92,44 @@ def orientation_of(image: Image.Image) -> int:
     except (SyntaxError, ValueError, struct.error):  # Pillow raises these for damaged Exif data.
         return 1
     return value if isinstance(value, int) and value in TURNS else 1
+
+
+def open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
+    """Return ``Image.open(file)``, but only if the format is one of those of `IMAGE_SUFFIXES`.
+
+    Raise RejectedImageError or UnidentifiedImageError otherwise. Pillow decodes the images in an icon before it knows
+    their size, so they may have at most `max_pixels` pixels also where `strict_pillow` has disabled Pillow's limit.
+    """
+    head = file.read(12)
+    _prepare_format(head)
+    Image.init()
+    # Keep Pillow's order, because some formats have no signature.
+    formats = [name for name in Image.ID if name in _FORMATS]
+    if not head.startswith(_ICONS):
+        return Image.open(file, formats=formats)
+    with _icon_lock:
+        limit = Image.MAX_IMAGE_PIXELS
+        try:
+            if limit is None:
+                Image.MAX_IMAGE_PIXELS = (max_pixels + 1) // 2  # Pillow raises an error above twice this number.
+            image = Image.open(file, formats=formats)
+            image.load()
+            return image
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
+
+
+def _prepare_format(head: bytes) -> None:
+    """Register pillow-heif for a HEIF file. Raise RejectedImageError if it is not installed, and for PostScript."""
+    if head.startswith((b"%!PS", b"\xc5\xd0\xd3\xc6")):
+        raise RejectedImageError("PostScript cannot be decoded without running a program; convert it to PNG")
+    if not head[4:].startswith(_HEIF_BRANDS) or "HEIF" in Image.OPEN:
+        return
+    heif = optional_module("pillow_heif")
+    if heif is not None:
+        heif.register_heif_opener()
+    elif head[4:].startswith(_HEIF_BRANDS[0]):  # Files of the other brands may be AVIF files, which Pillow can open.
+        raise RejectedImageError("HEIF needs the package pillow-heif; install it and convert again")
 
 
 _last_prefix: tuple[bytes, ImageHeader] | None = None

@@ -19,7 +19,7 @@ from PIL import Image
 
 from h5pack.errors import RejectedImageError
 from h5pack.images.decode import MAX_PIXELS, PixelOptions, Upright, refuse_bomb, rejecting, resized
-from h5pack.images.headers import SIDEWAYS, TURNS, orientation_of
+from h5pack.images.headers import SIDEWAYS, TURNS, open_image, orientation_of
 
 _MODES = {"1": "|u1", "L": "|u1", "P": "|u1", "I;16": "<i4", "I;16L": "<i4", "I;16B": "<i4", "I;16N": "<i4", "I": "<i4"}
 """Pillow's modes of masks, and the dtypes of their pixels."""
@@ -52,7 +52,7 @@ def naming_mask(name: str, kind: str = "mask") -> Iterator[None]:
 
 def read_mask_header(open_file: Callable[[], BinaryIO], max_pixels: int) -> MaskHeader:
     """Return a mask's header; raise RejectedImageError if the file is not a mask, OSError if the storage fails."""
-    with open_file() as stream, rejecting(), Image.open(stream) as image:
+    with open_file() as stream, rejecting(), open_image(stream, max_pixels) as image:
         dtype = _dtype(image)
         refuse_bomb(image.height, image.width, max_pixels)
         return MaskHeader(image.height, image.width, dtype)
@@ -107,7 +107,7 @@ class MaskDecoder:
     def pixels(self, source: bytes | npt.NDArray[Any], image: Upright) -> npt.NDArray[Any]:
         """Return the numbers of a mask, turned upright like its `image` but not resized: uint8 or int32, (h, w)."""
         if isinstance(source, bytes):
-            with rejecting(), Image.open(io.BytesIO(source)) as mask:
+            with rejecting(), open_image(io.BytesIO(source), self._options.max_pixels) as mask:
                 refuse_bomb(mask.height, mask.width, self._options.max_pixels)
                 self._require_bits(_dtype(mask))
                 before = orientation_of(mask)

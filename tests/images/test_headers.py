@@ -14,9 +14,11 @@ import PIL
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageFile, ImageOps, PngImagePlugin
+from PIL import Image, ImageFile, ImageOps, PngImagePlugin, UnidentifiedImageError
 
-from h5pack.images.headers import DecodePath, ImageHeader, is_incomplete, parse_jpeg, parse_png
+from h5pack.images.decode import strict_pillow
+from h5pack.images.headers import DecodePath, ImageHeader, is_incomplete, open_image, parse_jpeg, parse_png
+from h5pack.sources.catalog import IMAGE_SUFFIXES
 from tests.makers import pixels
 from tests.read.encoded_files import encode, oriented
 
@@ -264,3 +266,42 @@ def test_any_chunks_behind_a_pngs_start(chunks: list[tuple[int, bytes, bytes]]) 
 
 def test_a_file_of_empty_chunks_comes_to_an_end() -> None:
     assert parse_png(io.BytesIO(PNG[:33] + chunk(b"abCd", b"") * 10_000)) is None
+
+
+def iptc(data: bytes) -> bytes:
+    """Return an IPTC file, whose image Pillow opens as a file of any format."""
+    values = ((3, 60, b"\1\0"), (3, 20, b"\0\x0e"), (3, 30, b"\0\x14"), (3, 120, b"\5"), (8, 10, data), (9, 10, b""))
+    return b"".join(struct.pack(">BBBH", 0x1C, record, number, len(value)) + value for record, number, value in values)
+
+
+@pytest.mark.parametrize("data", [iptc(jpeg()), b"GRIB\0\0\0\1", b"\x89HDF\r\n\x1a\n", b"8BPX"])
+def test_formats_without_a_suffix_of_images_are_not_opened(data: bytes) -> None:
+    with pytest.raises(UnidentifiedImageError):
+        open_image(io.BytesIO(data), 999)
+
+
+def test_the_formats_of_all_suffixes_are_opened() -> None:
+    Image.init()
+    for suffix in IMAGE_SUFFIXES & Image.EXTENSION.keys():
+        if (form := Image.EXTENSION[suffix]) in Image.SAVE and form not in ("AVIF", "HEIF"):
+            stream = io.BytesIO()
+            PICTURE.save(stream, form)
+            stream.seek(0)
+            with open_image(stream, 2**20) as image:
+                assert Image.EXTENSION[suffix] == image.format, suffix
+
+
+@pytest.mark.parametrize("form", ["ICO", "ICNS"])
+@pytest.mark.parametrize("limit", [None, 10**6])
+def test_images_in_icons_are_not_decoded_beyond_the_limit(
+    form: str, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+    large = PNG[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", 2_000, 1_001, 8, 0, 0, 0, 0)) + PNG[33:]
+    body = struct.pack("<HHHBBBBHHII", 0, 1, 1, 32, 32, 0, 0, 1, 32, len(large), 22) + large
+    if form == "ICNS":
+        body = struct.pack(">4sI4sI", b"icns", 16 + len(large), b"ic07", 8 + len(large)) + large
+    bomb = pytest.raises(Image.DecompressionBombError)
+    with strict_pillow() if limit is None else warnings.catch_warnings(), bomb:
+        open_image(io.BytesIO(body), 2_000 * 1_000)
+    assert limit == Image.MAX_IMAGE_PIXELS
