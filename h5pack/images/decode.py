@@ -56,6 +56,8 @@ MAX_SIDE = 2**31 - 1
 _TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_BITS, _TIFF_COMPRESSION, _TIFF_PHOTOMETRIC = 0x0100, 0x0101, 0x0102, 0x0103, 0x0106
 _TIFF_PLANAR, _SEPARATE = 0x011C, 2
 _LONG_HEAD_BYTES = 65_536
+# Decoders process the whole image for each scan of a progressive JPEG, which may have a few bytes. Usual are 10 scans.
+_MAX_SCANS, _SCANNED_PIXELS = 1_000, 1_000_000
 _ENCODER_SLACK_BYTES = 1_024
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -218,6 +220,8 @@ class Decoder:
             max_pixels = self._options.max_pixels
             with rejecting(), messages, open_image(io.BytesIO(source), max_pixels) as image:
                 refuse_bomb(image.height, image.width, max_pixels)
+                if _has_many_scans(source, image.height * image.width):
+                    raise RejectedImageError(f"decompression bomb: more than {_MAX_SCANS} scans")
                 self._place(self._upright(image), pixels)
         if pixels is not out:
             out[...] = pixels.transpose(2, 0, 1)
@@ -228,6 +232,9 @@ class Decoder:
         Return False if this fails or simplejpeg warns. The caller then decodes with ``Image.open``, which also gives
         the reason if the image must be rejected.
         """
+        header = parse_jpeg(data)
+        if header is None or _has_many_scans(data, header.height * header.width):
+            return False
         decode_jpeg = self._decode_jpeg
         if decode_jpeg is not None and not _is_exact(decode_jpeg, decode_path, self._options.channels):
             decode_jpeg = None
@@ -379,6 +386,11 @@ def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
         raise RejectedImageError(f"{height}x{width} is larger than any image that can be decoded")
     if height * width > max_pixels:
         raise RejectedImageError(f"decompression bomb: {height}x{width} is more than {max_pixels} pixels")
+
+
+def _has_many_scans(data: bytes, pixels: int) -> bool:
+    """Return whether decoding a JPEG of this many pixels might take minutes because of its scans."""
+    return pixels > _SCANNED_PIXELS and data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > _MAX_SCANS
 
 
 @contextlib.contextmanager

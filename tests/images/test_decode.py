@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 import re
@@ -458,6 +459,19 @@ def test_bombs_are_refused_by_the_survey_and_by_the_decoder(name: str) -> None:
     with pytest.raises(RejectedImageError, match="bomb"):
         Decoder(PixelOptions(4, 4, resize=True)).decode(bomb, DecodePath.PILLOW, np.zeros((4, 4, 3), np.uint8))
     assert header_of(bomb, 4 * 10**8).width == 20_000
+
+
+@pytest.mark.parametrize("exif", [b"", Image.Exif().tobytes()])
+def test_progressive_jpegs_of_thousands_of_scans_are_refused(exif: bytes) -> None:
+    data = encode(np.zeros((1_001, 1_000), np.uint8), "JPEG", progressive=True, exif=exif)
+    first = data.index(b"\xff\xda")
+    scan = data[first : data.index(b"\xff", first + 2)]
+    decoder, out = Decoder(PixelOptions(4, 4, resize=True)), np.ones((4, 4, 3), np.uint8)
+    header = header_of(data, 2**20)
+    for count in (10, 10_000):
+        with pytest.raises(RejectedImageError) if count > 10 else contextlib.nullcontext():
+            decoder.decode(data[:first] + count * scan + data[first:], header.decode_path, out)
+    assert not out.any()
 
 
 def test_messages_of_libtiff_become_the_reason(capfd: pytest.CaptureFixture[str]) -> None:
