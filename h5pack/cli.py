@@ -74,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print a message, and exit with status 2."""
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"h5pack: {printable(option_text(str(error), error.parameters, arguments.parser))}", file=sys.stderr)
         return 2 if isinstance(error, OptionsError) else 1
     except KeyboardInterrupt as error:
-        print(f"h5pack: {_interrupted(arguments)}", file=sys.stderr)
+        print(f"h5pack: {printable(_interrupted(arguments))}", file=sys.stderr)
         return 143 if isinstance(error, _Terminated) else 130
     except BrokenPipeError:
         # The program that reads standard output has closed it.

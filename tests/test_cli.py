@@ -14,6 +14,7 @@ import threading
 import weakref
 from pathlib import Path
 
+import h5py
 import pytest
 
 import h5pack
@@ -132,6 +133,28 @@ def test_errors_are_one_line(
     assert message in out + err
     assert (out + err).count("\n") == 1
     assert not (tmp_path / "o.h5").exists()
+
+
+def test_control_characters_in_names_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;x\x07\r\u202e\x9b"
+    class_folders(tmp_path / "in" / f"train{evil}", {f"a{evil}": 6, f"b{evil}": 6})
+    (tmp_path / "in" / f"train{evil}" / f"a{evil}" / f"{evil}.jpg").write_bytes(b"")
+    pack, one = tmp_path / "o.h5", ("--workers", 1)
+    options = (*one, "--source", "splits", "--overwrite")
+    codes = [run(capsys, "convert", tmp_path / "in", pack, *options)[0]]
+    with h5py.File(pack, "r+") as file:
+        file["images"][0] ^= 1
+        file[f"x{evil}"] = [1]
+    for arguments in (
+        ("convert", tmp_path / "in", pack, *options, "--dry-run"),
+        ("info", pack, "--stats", "--full"), ("verify", pack), ("preview", pack, tmp_path / "p.png"),
+        ("export", pack, tmp_path / "out", *one),
+    ):  # fmt: skip
+        code, out, err = run(capsys, *arguments)
+        codes.append(code)
+        assert all(line.isprintable() for line in (out + err).split("\n")), arguments
+        assert r"\x1b]0;x\x07\r\u202e\x9b" in out + err
+    assert codes == [0, 0, 0, 1, 1, 1]
 
 
 def test_misuse_and_abbreviated_options_exit_with_2() -> None:

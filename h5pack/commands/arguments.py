@@ -8,9 +8,10 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from h5pack.system.parameters import parameter_names
+from h5pack.system.text import printable
 
 
 def comma_names(value: str) -> tuple[str, ...]:
@@ -63,7 +64,12 @@ def print_report(report: Any, arguments: argparse.Namespace, **settings: Any) ->
         print(json.dumps(report.to_json(), indent=1), flush=True)
     else:
         text = report.to_text(**settings)
-        print(option_text(text, getattr(report, "parameters", ()), arguments.parser), flush=True)
+        print_text(option_text(text, getattr(report, "parameters", ()), arguments.parser))
+
+
+def print_text(text: str, file: TextIO | None = None) -> None:
+    """Print lines of text. Control characters are escaped, because names in files may contain them."""
+    print(*map(printable, text.split("\n")), sep="\n", file=file, flush=True)
 
 
 def add_hdf5(group: Any) -> None:

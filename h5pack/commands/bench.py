@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from h5pack.commands.arguments import add_options, is_verbose, keywords, option_text, print_report
+from h5pack.commands.arguments import add_options, is_verbose, keywords, option_text, print_report, print_text
 from h5pack.errors import OptionsError
 from h5pack.system.parameters import invalid
 
@@ -117,7 +117,7 @@ def _print_mixing(report: Any, arguments: argparse.Namespace) -> None:
         return
     # The first value of --window is the window to judge; the others are the windows to compare it with.
     text = report.to_text().replace("windows=SIZES", f"--window {report.window},SIZES")
-    print(option_text(text, (f"epochs={report.epochs}",), arguments.parser))
+    print_text(option_text(text, (f"epochs={report.epochs}",), arguments.parser))
 
 
 def _mixing(arguments: argparse.Namespace) -> Any:

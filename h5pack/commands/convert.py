@@ -10,7 +10,16 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from h5pack.commands.arguments import PROCESSES, add_hdf5, add_options, add_splits, is_verbose, keywords, option_text
+from h5pack.commands.arguments import (
+    PROCESSES,
+    add_hdf5,
+    add_options,
+    add_splits,
+    is_verbose,
+    keywords,
+    option_text,
+    print_text,
+)
 from h5pack.errors import OptionsError, OutputExistsError
 from h5pack.system.parameters import invalid, output_file
 from h5pack.system.text import counted
@@ -201,7 +210,7 @@ def _run_convert(arguments: argparse.Namespace) -> int:
             if not arguments.dry_run:
                 raise
             conversion = stack.enter_context(opened(**{**options, "overwrite": True, "resume": False}))
-            print(f"h5pack: {option_text(str(error), error.parameters, arguments.parser)}", file=sys.stderr)
+            print_text(f"h5pack: {option_text(str(error), error.parameters, arguments.parser)}", sys.stderr)
         report = conversion.existing_report()
         if report is None:
             plan = conversion.plan(resumable=not arguments.dry_run)
@@ -219,7 +228,7 @@ def _print_result(report: Any, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(asdict(report), indent=1))
     elif not arguments.quiet:
-        print(replace(report, path=arguments.out).to_text())
+        print_text(replace(report, path=arguments.out).to_text())
 
 
 def _refuse_combinations(arguments: argparse.Namespace) -> None:
@@ -235,7 +244,7 @@ def _print_plan(conversion: Any, plan: Any, arguments: argparse.Namespace) -> No
     if arguments.json:
         print(json.dumps({**plan.to_json(), "estimated_seconds": round(seconds, 3)}, indent=1))
     elif not arguments.quiet:
-        print(plan.to_text(lambda note: option_text(note.text, note.parameters, arguments.parser)))
+        print_text(plan.to_text(lambda note: option_text(note.text, note.parameters, arguments.parser)))
         workers = counted(conversion.num_workers, "worker")
         print(f"time     about {max(1, round(seconds))} s on {workers}", flush=True)
 

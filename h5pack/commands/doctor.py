@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from h5pack.commands.arguments import add_options, is_verbose, keywords, print_report
+from h5pack.commands.arguments import add_options, is_verbose, keywords, print_report, print_text
 from h5pack.errors import OptionsError
 from h5pack.system.text import error_line
 
@@ -83,7 +83,7 @@ def _print(report: Any, arguments: argparse.Namespace) -> None:
         _show("")
     print_report(report, arguments)
     for failure in report.failures:
-        print(f"h5pack: {failure}", file=sys.stderr)
+        print_text(f"h5pack: {failure}", sys.stderr)
     if arguments.plot is not None:
         from h5pack.doctor.report import draw_stages
 

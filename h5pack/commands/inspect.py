@@ -16,6 +16,7 @@ from h5pack.commands.arguments import (
     is_verbose,
     keywords,
     print_report,
+    print_text,
 )
 
 
@@ -128,7 +129,7 @@ def _preview(arguments: argparse.Namespace) -> int:
             num_classes = max(split.named for split in report.splits)
             print(f"  to show all classes, if they fit on a sheet: --max-classes {num_classes}")
         for row in report.damaged:
-            print(f"{arguments.file}: row {row.row} ({row.name}): {row.reason}", file=sys.stderr)
+            print_text(f"{arguments.file}: row {row.row} ({row.name}): {row.reason}", sys.stderr)
     return 0 if report.ok else 1
 
 
@@ -141,5 +142,5 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.json or not arguments.quiet:
         print_report(report if arguments.json else named, arguments)
     if not report.ok and not arguments.json:
-        print(named.damage_text(), file=sys.stderr)
+        print_text(named.damage_text(), sys.stderr)
     return 0 if report.ok else 1
