@@ -49,6 +49,8 @@ _MAX_NAME_BYTES = 4_096
 # A member of a zip file is a bomb if it exceeds both limits: on its size in bytes, and on its expansion by
 # decompression. The second limit alone is too strict, because harmless blank bitmaps expand up to 1,032 times.
 _BOMB_BYTES, _BOMB_RATIO = 64 * 1024 * 1024, 100
+_TAR_BOMB_BYTES = 1 << 30  # the same for a whole tar file that is compressed
+_MAX_SHARING = 10  # maximum ratio of the stored sizes of a zip file's members to its size; over 1 if it is damaged
 _COLUMNS = ("offsets", "sizes", "stored_sizes", "checksums", "storings")
 _LOCAL_HEADER, _LOCAL_HEADER_BYTES = b"PK\3\4", 30
 
@@ -388,6 +390,9 @@ def decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
                 data = stream.read(_COPY_BYTES)
             if not data:
                 break
+            if position > max(_TAR_BOMB_BYTES, _BOMB_RATIO * file.size):
+                problem = f"expands to over {_BOMB_RATIO} times its size; if it is no bomb, decompress and pack it"
+                raise SourceError.at(file.path, problem)
             write_all(target.fileno(), data, position)
             position += len(data)
         file.keep_copy(target.fileno())
@@ -466,6 +471,8 @@ def open_zip(path: Path) -> tuple[ArchiveFile, Members]:
                 min(value, _MAX_SIZE) for value in (entry.header_offset, entry.file_size, entry.compress_size)
             )
             members.add(name, offset, size, stored, entry.CRC, _zip_storing(entry))
+    if sum(min(stored, file.size) for stored in members.stored_sizes) > _MAX_SHARING * file.size:
+        raise file.damaged("is a zip bomb: its members share their bytes")
     return file, members
 
 

@@ -12,6 +12,7 @@ import importlib
 import lzma
 import os
 import posixpath
+import re
 import tarfile
 import zlib
 from pathlib import Path
@@ -24,6 +25,7 @@ from h5pack.sources.catalog import Note
 _BLOCK_BYTES = 512
 _MAX_HEADER_BYTES = 1024 * 1024
 _MAX_LINKS = 8
+_DIGITS = re.compile(rb"\d{300}")
 _SUFFIX = ".tar"
 _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
 
@@ -31,7 +33,8 @@ _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd
 class _Headers:
     """A file object from which `tarfile` reads the headers of the tar file in the bytes `start` to `stop` of `file`.
 
-    It refuses extended headers of more than 1 MiB.
+    It refuses extended headers of more than 1 MiB. It also refuses long numbers, because `tarfile` needs time quadratic
+    in the number of digits before Python 3.10.15, 3.11.10 and 3.12.6.
     """
 
     def __init__(self, file: ArchiveFile, start: int, stop: int) -> None:
@@ -41,6 +44,8 @@ class _Headers:
         if count > _MAX_HEADER_BYTES:
             raise tarfile.HeaderError(f"an extended header of {count:,} bytes")
         data = self._file.read_unchecked(min(count, self._stop - self._position), self._position)
+        if _DIGITS.search(data):
+            raise tarfile.HeaderError("an extended header with a number of hundreds of digits")
         self._position += len(data)
         return data
 

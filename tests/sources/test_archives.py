@@ -388,6 +388,33 @@ def test_zip_bombs_are_rejected_in_bounded_memory(tmp_path: Path, monkeypatch: p
         tracemalloc.stop()
 
 
+def test_members_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    data = zipped(tmp_path / "x.zip", bytes(20_000), *[b""] * 20, compression=zipfile.ZIP_STORED)
+    for number in range(21):
+        patched(patched(data, number, *STORED, 20_000), number, *HEADER, 0)
+    (tmp_path / "x.zip").write_bytes(data)
+    with pytest.raises(SourceError):
+        opened(tmp_path / "x.zip")
+
+
+def test_compressed_tar_files_that_expand_too_far_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tar_file(tmp_path / "x.tar", touch(tmp_path / "in", "1.jpg")).read_bytes() + bytes(4_000_000)
+    (tmp_path / "x.tar.gz").write_bytes(gzip.compress(data))
+    assert len(opened(tmp_path / "x.tar.gz")) == 1
+    monkeypatch.setattr(archives, "_TAR_BOMB_BYTES", 2_000_000)
+    with pytest.raises(SourceError):
+        opened(tmp_path / "x.tar.gz")
+
+
+def test_extended_headers_of_thousands_of_digits_are_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        add(archive, "pax", b"9" * 5_000, type=tarfile.XHDTYPE)
+        add(archive, "1.jpg", jpeg())
+    with pytest.raises(SourceError) as caught:
+        opened(tmp_path / "x.tar")
+    assert type(caught.value.__cause__) is tarfile.HeaderError
+
+
 def test_other_methods_of_zip_files_are_rejects(tmp_path: Path) -> None:
     zipped(tmp_path / "x.zip", jpeg(), compression=zipfile.ZIP_BZIP2)
     assert set(reasons(tmp_path / "x.zip")) == {"0.jpg"}
