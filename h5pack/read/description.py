@@ -35,6 +35,9 @@ from h5pack.system.arrays import RowNumbers, joined_ranges
 from h5pack.system.files import absolute_path
 from h5pack.system.parameters import invalid, require_local, texts
 
+# Datasets of more rows than both limits cannot be stored in a file. Lists of their rows would not fit in memory.
+_MAX_EMPTY_ROWS, _MAX_ROWS_PER_BYTE = 1_000_000, 1_000
+
 
 @dataclass(frozen=True)
 class FileDescription:
@@ -138,6 +141,9 @@ def _describe(
         parameter = {images: "images=NAME", labels: "labels=NAME"}.get(name, "fields=[NAME]")
         dataset = require_dataset(file, name, parameter)
         _require_rows(file, dataset, name == images)
+        if not dataset.is_virtual and len(dataset) > max(_MAX_EMPTY_ROWS, _MAX_ROWS_PER_BYTE * identity.size):
+            problem = f"has {len(dataset):,} rows, far too many for its file; restore the file"
+            raise dataset_error(file.filename, name, problem)
         rows = len(dataset) if rows < 0 else rows
         _require_length(file, name, len(dataset), images, rows)
         if is_encoded(dataset):

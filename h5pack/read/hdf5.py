@@ -28,6 +28,7 @@ from h5pack.system.parameters import require_local
 _MATLAB_CELLS = (b"#refs#/", b"#subsystem#/")
 BLOCK_NAMES = 65_536
 """Number of file names that are read from a file at a time."""
+_BLOCK_BYTES = 256 * 1024 * 1024
 _MAX_NAMED, _MAX_SORTED = 20, 1_000  # maximum number of datasets that a message lists, and sorts
 VERIFY_ADVICE = "run 'h5pack verify' on it, then restore the file or convert again"
 
@@ -398,8 +399,9 @@ def text(value: Any) -> str:
 
 def stored_names(dataset: h5py.Dataset) -> Iterator[str]:
     """Yield the strings of a dataset. Some are read at a time, because bytes objects take three times their memory."""
-    for low in range(0, len(dataset), BLOCK_NAMES):
-        yield from map(text, dataset[low : low + BLOCK_NAMES].tolist())
+    count = max(1, min(BLOCK_NAMES, _BLOCK_BYTES // dataset.dtype.itemsize))
+    for low in range(0, len(dataset), count):
+        yield from map(text, dataset[low : low + count].tolist())
 
 
 def attribute_names(dataset: h5py.Dataset, attribute: str) -> tuple[str, ...] | None:
@@ -425,7 +427,7 @@ def stored_options(file: h5py.File) -> dict[str, Any]:
     """Return the options of a pack's conversion; empty if they are unknown."""
     try:
         options = json.loads(text(file.attrs.get(schema.OPTIONS, b"")))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return options if isinstance(options, dict) else {}
 

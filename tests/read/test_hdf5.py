@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,8 +16,9 @@ import pytest
 
 import h5pack
 from h5pack.errors import H5PackError, PackFormatError, ReadError
+from h5pack.read import hdf5
 from h5pack.read.description import describe_file
-from h5pack.read.hdf5 import dataset_names, datasets_text, open_file, read_rows
+from h5pack.read.hdf5 import dataset_names, datasets_text, open_file, read_rows, stored_names
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
 from tests.makers import flat_folder, hdf5_file
@@ -139,3 +141,17 @@ def test_a_message_names_some_of_very_many_datasets(tmp_path: Path) -> None:
             file[f"d{number:04d}"] = 0
         found = datasets_text(file)
     assert (found.count("'d"), "1,080" in found) == (20, True)
+
+
+def test_names_of_many_bytes_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hdf5, "_BLOCK_BYTES", 10_000_000)
+    hdf5_file(tmp_path / "f.h5", names=np.array([b"a", b"b"] * 8, "S9"))
+    with h5py.File(tmp_path / "f.h5", "r+") as file:
+        file.create_dataset("long", (16,), "S4000000", chunks=(1,))
+        assert list(stored_names(file["names"])) == ["a", "b"] * 8
+        tracemalloc.start()
+        try:
+            assert list(stored_names(file["long"])) == [""] * 16
+            assert tracemalloc.get_traced_memory()[1] < 30_000_000
+        finally:
+            tracemalloc.stop()
