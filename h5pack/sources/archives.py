@@ -94,6 +94,8 @@ class ArchiveFile:
 
     def __init__(self, path: str) -> None:
         self.path = absolute_path(path)
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise SourceError.at(path, "not a regular file; check the path")  # To open a pipe might wait forever.
         self.identity = FileIdentity.of(self.path)
         self.size = self.identity.size  # in bytes; after `keep_copy`, the size of the decompressed copy
         self.descriptor: Descriptor | None = None

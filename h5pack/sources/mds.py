@@ -117,14 +117,15 @@ def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
                 raise ValueError(f"its format is {one['format']!r}, version {one['version']!r}, not 'mds', version 2")
             name = os.path.join(folder, str(one["raw_data"]["basename"]))
             encodings = dict(zip(map(str, one["column_names"]), map(str, one["column_encodings"]), strict=True))
-            sizes = [0 if size is None else int(size) for size in one["column_sizes"]]
-            if len(sizes) != len(encodings) or os.path.isabs(name) or ".." in name.split("/"):
+            sizes, samples = [0 if size is None else int(size) for size in one["column_sizes"]], int(one["samples"])
+            fits = len(sizes) == len(encodings) and all(0 <= number < 2**32 for number in (samples, *sizes))
+            if not fits or os.path.isabs(name) or ".." in name.split("/"):
                 raise ValueError("its shards are described wrongly")
             if one.get("zip_data") and not (root / name).is_file():
                 problem = "is missing, because the shards are compressed; decompress them, for example with 'zstd -d'"
                 raise SourceError.at(root / name, problem)
-            yield name, _read_shard(root / name, encodings, sizes, int(one["samples"]))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+            yield name, _read_shard(root / name, encodings, sizes, samples)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         if isinstance(error, SourceError):
             raise
         raise SourceError.at(path, f"cannot be read as an index of MDS shards ({error}); check it") from error

@@ -237,7 +237,7 @@ def _features(schema: Any) -> dict[str, dict[str, Any]]:
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {name: one for name, one in features.items() if isinstance(one, dict)}
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         return {}
 
 

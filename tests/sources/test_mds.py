@@ -183,3 +183,22 @@ def test_a_damaged_image_is_rejected(tmp_path: Path) -> None:
     assert (report.images, report.rejects) == (5, 1)
     with h5py.File(tmp_path / "k.h5") as file:
         assert file["rejects/filenames"].asstr()[()].tolist() == ["shard.00000/00000002"]
+
+
+@pytest.mark.parametrize("change", [{"samples": -2}, {"samples": 2**32}, {"column_sizes": [-1, None, 8, 4]}])
+def test_numbers_that_a_shard_cannot_have_are_an_error(tmp_path: Path, change: dict[str, Any]) -> None:
+    index = write_mds(tmp_path / "m", SAMPLES[:4]) / "index.json"
+    described = json.loads(index.read_text())
+    described["shards"][0] |= change
+    index.write_text(json.dumps(described))
+    with pytest.raises(SourceError) as caught:
+        open_source(tmp_path / "m", SourceOptions())
+    assert caught.value.path == str(index)
+
+
+def test_a_pipe_instead_of_a_shard_is_an_error(tmp_path: Path) -> None:
+    write_mds(tmp_path / "m", SAMPLES[:4])
+    (tmp_path / "m" / "shard.00000.mds").unlink()
+    os.mkfifo(tmp_path / "m" / "shard.00000.mds")
+    with pytest.raises(SourceError):
+        open_source(tmp_path / "m", SourceOptions())

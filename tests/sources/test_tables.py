@@ -283,6 +283,11 @@ def test_a_lack_of_memory_rejects_no_image(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "o.h5").exists()
 
 
+def test_deeply_nested_features_are_ignored(tmp_path: Path) -> None:
+    made = table(range(3)).replace_schema_metadata({"huggingface": "[" * 100_000})
+    assert len(opened(write(tmp_path / "x.parquet", made))) == 3
+
+
 def test_a_replaced_file_is_an_error(tmp_path: Path) -> None:
     catalog = opened(write(tmp_path / "x.parquet", table(range(9))))
     reader = pickle.loads(pickle.dumps(catalog.reader))
