@@ -140,13 +140,12 @@ def open_part(path: str | os.PathLike[str]) -> Part:
     """Open a complete pack; raise SourceError if it is no pack or lacks checksums, PackFormatError if it is damaged."""
     require_local(path)
     path = Path(absolute_path(path))
-    with open_file(path) as file:
+    with open_file(path) as file, reporting_damage(path):
         if schema.FORMAT not in file.attrs:
             raise SourceError.at(path, "is not a pack; make a pack of it with 'h5pack convert'")
-        with reporting_damage(path):
-            require_complete(file)
-            options, layout = stored_options(file), stored_layout(file)
-            rejects, statistics = rejects_of(file), stored_statistics(file)
+        require_complete(file)
+        options, layout = stored_options(file), stored_layout(file)
+        rejects, statistics = rejects_of(file), stored_statistics(file)
     catalog = hdf5_catalog(path, HDF5Datasets(), NameFilter())
     part = Part(path, catalog, layout, options, rejects, statistics)
     statistics["pixels"] = _measured_pixels(part)

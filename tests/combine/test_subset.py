@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import h5pack
-from h5pack.errors import NoImagesError, OptionsError, OutputExistsError
+from h5pack.errors import NoImagesError, OptionsError, OutputExistsError, PackFormatError
 from h5pack.format.checksums import row_checksums
 from tests.combine.packs import KINDS, contents, pack
 from tests.crashing import changes_in_child, leftovers
@@ -58,6 +58,16 @@ def test_a_sample_depends_on_its_seed_only(tmp_path: Path) -> None:
     assert names[0] == names[1] != names[2]
     assert [len(one) for one in names] == [6, 6, 6, 20]
     assert (tmp_path / "0.h5").read_bytes() == (tmp_path / "1.h5").read_bytes()
+
+
+def test_a_damaged_root_group_is_an_error(tmp_path: Path) -> None:
+    path = pack(tmp_path, "a", 14, ["cat", "dog"])
+    data = bytearray(path.read_bytes())
+    data[data.index(b"OHDR") + 30] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(PackFormatError) as caught:
+        h5pack.subset(path, tmp_path / "o.h5")
+    assert caught.value.path == str(path)
 
 
 def test_a_subset_is_resumed(tmp_path: Path) -> None:
