@@ -211,6 +211,19 @@ def test_all_kinds_of_datasets_are_described(tmp_path: Path) -> None:
     json.dumps(report.to_json(), allow_nan=False)
 
 
+@pytest.mark.parametrize("source", [".", "elsewhere.h5", "pipe"])
+def test_statistics_of_virtual_images_need_their_sources(tmp_path: Path, source: str) -> None:
+    """HDF5 crashes if a dataset refers to itself, waits for a pipe, and reads zeros in place of a missing file."""
+    os.mkfifo(tmp_path / "pipe")
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        layout = h5py.VirtualLayout((2, 8, 8, 3), "u1")
+        layout[:] = h5py.VirtualSource(source, "images", (2, 8, 8, 3))
+        file.create_virtual_dataset("images", layout)
+    assert h5pack.info(tmp_path / "f.h5").datasets[0].layout == "virtual"
+    with pytest.raises(PackFormatError):
+        h5pack.info(tmp_path / "f.h5", stats=True)
+
+
 def test_labels_of_a_pack_are_described(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 255, (6, 8, 8, 3), np.uint8)
     kinds = {"none": None, "integers": range(6), "6 columns, uint8": np.eye(6, dtype=np.uint8)}
