@@ -332,16 +332,18 @@ class ExportFolder:
             self.remove_replaced()
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(self.partial)
-        self.partial.mkdir(exist_ok=True)
+        self.partial.mkdir(exist_ok=keep)
         (self.partial / MANIFEST).touch()
 
     def make_folders(self, names: ExportNames) -> None:
-        """Create all folders in `partial`, and delete files and folders that a run with other options left there."""
+        """Create all folders in `partial`; delete what a run with other options left there, and links to elsewhere."""
         kept_files, kept_folders = {MANIFEST, *names.paths, *itertools.chain(*names.masks)}, set(names.folders)
         for parent, below, files in os.walk(self.partial, topdown=False):
             for found, kept, remove in ((files, kept_files, os.unlink), (below, kept_folders, os.rmdir)):
                 for path in (os.path.join(parent, name) for name in found):
-                    if os.path.relpath(path, self.partial) not in kept:
+                    if os.path.islink(path):
+                        os.unlink(path)
+                    elif os.path.relpath(path, self.partial) not in kept:
                         remove(path)
         for folder in names.folders:
             (self.partial / folder).mkdir(exist_ok=True)

@@ -531,6 +531,26 @@ def test_hostile_names_stay_inside_the_folder(tmp_path: Path) -> None:
     assert (leftovers(tmp_path), leftovers(tmp_path / "deep")) == ({"f.h5", "deep"}, {"er"})
 
 
+def test_links_in_an_unfinished_export_are_not_followed(tmp_path: Path, pack: Path) -> None:
+    """A folder, a file and the manifest that another user has replaced by links."""
+    out, other = tmp_path / "out", tmp_path / "other"
+    export(pack, out, **one())
+    out.rename(tmp_path / "out.partial")
+    (tmp_path / "out.partial.lock").touch()
+    out = tmp_path / "out.partial"
+    (out / "x").rename(other)
+    (out / "x").symlink_to(other)
+    (other / "00000.png").write_bytes(b"kept")
+    for name in ("manifest.csv", "y/00001.png"):
+        (tmp_path / "file").write_bytes(b"kept")
+        (out / name).unlink()
+        (out / name).symlink_to(tmp_path / "file")
+    report = export(pack, tmp_path / "out", **one(resume=True))
+    assert (report.files, report.resumed_files) == (9, 3)
+    assert (other / "00000.png").read_bytes() == (tmp_path / "file").read_bytes() == b"kept"
+    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+
+
 def test_an_invalid_value_is_refused_with_its_parameter(tmp_path: Path) -> None:
     wrong: dict[str, Any] = {"format": "gif", "quality": 0, "limit": 0, "num_workers": 0, "start_method": "thread"}
     for name, value in {**wrong, "channel_axis": "middle"}.items():
