@@ -8,10 +8,10 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from h5pack.system.parameters import parameter_names
-from h5pack.system.text import printable
+from h5pack.system.text import print_text
 
 
 def comma_names(value: str) -> tuple[str, ...]:
@@ -65,11 +65,6 @@ def print_report(report: Any, arguments: argparse.Namespace, **settings: Any) ->
     else:
         text = report.to_text(**settings)
         print_text(option_text(text, getattr(report, "parameters", ()), arguments.parser))
-
-
-def print_text(text: str, file: TextIO | None = None) -> None:
-    """Print lines of text. Control characters are escaped, because names in files may contain them."""
-    print(*map(printable, text.split("\n")), sep="\n", file=file, flush=True)
 
 
 def add_hdf5(group: Any) -> None:

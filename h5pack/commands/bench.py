@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from h5pack.commands.arguments import add_options, is_verbose, keywords, option_text, print_report, print_text
+from h5pack.commands.arguments import add_options, is_verbose, keywords, option_text, print_report
 from h5pack.errors import OptionsError
 from h5pack.system.parameters import invalid
+from h5pack.system.text import print_text
 
 _OF_SPEED = (
     "contiguous", "chunk_rows", "chunk_bytes", "orders", "engines", "caches", "compression", "num_threads",

@@ -10,19 +10,10 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from h5pack.commands.arguments import (
-    PROCESSES,
-    add_hdf5,
-    add_options,
-    add_splits,
-    is_verbose,
-    keywords,
-    option_text,
-    print_text,
-)
+from h5pack.commands.arguments import PROCESSES, add_hdf5, add_options, add_splits, is_verbose, keywords, option_text
 from h5pack.errors import OptionsError, OutputExistsError
 from h5pack.system.parameters import invalid, output_file
-from h5pack.system.text import counted
+from h5pack.system.text import counted, print_text
 
 _ORDER = {
     "--order ORDER": "order of the rows: shuffled (default), or sorted (the order of the source)",

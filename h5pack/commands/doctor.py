@@ -9,9 +9,9 @@ import sys
 import time
 from typing import Any
 
-from h5pack.commands.arguments import add_options, is_verbose, keywords, print_report, print_text
+from h5pack.commands.arguments import add_options, is_verbose, keywords, print_report
 from h5pack.errors import OptionsError
-from h5pack.system.text import error_line
+from h5pack.system.text import error_line, print_text
 
 
 def add(commands: Any) -> None:

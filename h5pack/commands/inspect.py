@@ -16,8 +16,8 @@ from h5pack.commands.arguments import (
     is_verbose,
     keywords,
     print_report,
-    print_text,
 )
+from h5pack.system.text import print_text
 
 
 def add(commands: Any) -> None:

@@ -43,7 +43,7 @@ from h5pack.images.headers import (
     orientation_of,
     parse_jpeg,
     parse_png,
-)
+)  # fmt: skip
 from h5pack.system.files import held_stderr
 from h5pack.system.machine import optional_module
 from h5pack.version import __version__

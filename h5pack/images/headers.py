@@ -95,16 +95,14 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
-    """Return ``Image.open(file)``, but only if the format is one of those of `IMAGE_SUFFIXES`.
+    """Return ``Image.open(file)`` for the formats of `IMAGE_SUFFIXES`; raise UnidentifiedImageError for others.
 
-    Raise RejectedImageError or UnidentifiedImageError otherwise. Pillow decodes the images in an icon before it knows
-    their size, so they may have at most `max_pixels` pixels also where `strict_pillow` has disabled Pillow's limit.
+    Pillow decodes images in icons before their size is known, so they are limited even if `strict_pillow` is active.
     """
     head = file.read(12)
     _prepare_format(head)
     Image.init()
-    # Keep Pillow's order, because some formats have no signature.
-    formats = [name for name in Image.ID if name in _FORMATS]
+    formats = [name for name in Image.ID if name in _FORMATS]  # in Pillow's order: some formats have no signature
     if not head.startswith(_ICONS):
         return Image.open(file, formats=formats)
     with _icon_lock:

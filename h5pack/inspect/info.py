@@ -438,7 +438,7 @@ def _stats(file: h5py.File, pack: dict[str, Any], name: str | None) -> dict[str,
     rows = len(file[images]) if isinstance(file[images], h5py.Dataset) and file[images].shape else 0
     labels = file.get(find_labels(file, images, rows) or "" if name is None else name)
     for one in (file[images], labels):
-        if isinstance(one, h5py.Dataset) and one.is_virtual:
+        if getattr(one, "is_virtual", False):
             require_sources(one)  # HDF5 would read fill values in place of a missing source.
     if isinstance(labels, h5py.Dataset) and labels.shape and labels.dtype.kind in "iu":
         result["labels"] = _label_counts(labels)

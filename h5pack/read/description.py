@@ -35,8 +35,7 @@ from h5pack.system.arrays import RowNumbers, joined_ranges
 from h5pack.system.files import absolute_path
 from h5pack.system.parameters import invalid, require_local, texts
 
-# Datasets of more rows than both limits cannot be stored in a file. Lists of their rows would not fit in memory.
-_MAX_EMPTY_ROWS, _MAX_ROWS_PER_BYTE = 1_000_000, 1_000
+_MAX_EMPTY_ROWS, _MAX_ROWS_PER_BYTE = 1_000_000, 1_000  # A file cannot hold more rows than both, even compressed.
 
 
 @dataclass(frozen=True)
@@ -142,8 +141,7 @@ def _describe(
         dataset = require_dataset(file, name, parameter)
         _require_rows(file, dataset, name == images)
         if not dataset.is_virtual and len(dataset) > max(_MAX_EMPTY_ROWS, _MAX_ROWS_PER_BYTE * identity.size):
-            problem = f"has {len(dataset):,} rows, far too many for its file; restore the file"
-            raise dataset_error(file.filename, name, problem)
+            raise dataset_error(file.filename, name, f"has {len(dataset):,} rows, too many for its file; restore it")
         rows = len(dataset) if rows < 0 else rows
         _require_length(file, name, len(dataset), images, rows)
         if is_encoded(dataset):

@@ -33,8 +33,7 @@ _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd
 class _Headers:
     """A file object from which `tarfile` reads the headers of the tar file in the bytes `start` to `stop` of `file`.
 
-    It refuses extended headers of more than 1 MiB. It also refuses long numbers, because `tarfile` needs time quadratic
-    in the number of digits before Python 3.10.15, 3.11.10 and 3.12.6.
+    It refuses extended headers of more than 1 MiB, and long numbers, for which `tarfile` needs quadratic time.
     """
 
     def __init__(self, file: ArchiveFile, start: int, stop: int) -> None:

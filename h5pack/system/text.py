@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 from h5pack.errors import H5PackError
 
@@ -64,6 +65,11 @@ def printable(text: str) -> str:
         sign if sign.isprintable() else sign.encode("unicode_escape", "backslashreplace").decode("ascii")
         for sign in text
     )
+
+
+def print_text(text: str, file: TextIO | None = None) -> None:
+    """Print lines of untrusted text with control characters escaped."""
+    print(*map(printable, text.split("\n")), sep="\n", file=file, flush=True)
 
 
 def error_line(error: BaseException) -> str:
