@@ -36,7 +36,7 @@ def describe_pack(file: h5py.File) -> dict[str, Any]:
     names, rows, described["splits"] = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS), {}
     pairs = () if names is None or rows is None else zip(names[()], rows[()].tolist(), strict=True)
     for name, (start, stop) in pairs:
-        described["splits"].setdefault(text(name), []).append([start, stop])
+        described["splits"].setdefault(text(name), []).append([int(start), int(stop)])
     labels = require_dataset(file, schema.LABELS) if schema.LABELS in file else None
     described["labels"] = "none"
     if labels is not None:
@@ -58,8 +58,10 @@ def describe_pack(file: h5py.File) -> dict[str, Any]:
 
 def _options(stored: str) -> Any:
     """Parse the stored options of a conversion; return the text itself if it is not valid JSON."""
-    with contextlib.suppress(ValueError):
-        return json.loads(stored)
+    with contextlib.suppress(ValueError, RecursionError):
+        options = json.loads(stored)
+        json.dumps(options, allow_nan=False)  # Python reads 1e999 and NaN, but JSON has no such numbers.
+        return options
     return stored
 
 

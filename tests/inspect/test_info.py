@@ -247,6 +247,15 @@ def test_names_of_classes_take_two_lines(count: int, length: int, shown: int, li
     assert text.endswith(", ...") == (shown < count)
 
 
+@pytest.mark.parametrize("options", ['{"size": 1e999}', '{"size": NaN}', "[" * 60_000])
+def test_stored_options_that_are_not_valid_json_are_text(tmp_path: Path, options: str) -> None:
+    h5pack.convert(class_folders(tmp_path / "in", {"x": 2}), tmp_path / "o.h5", **quick())
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        file.attrs["h5pack_options"] = options
+    report = h5pack.info(tmp_path / "o.h5").to_json()
+    assert json.loads(json.dumps(report, allow_nan=False))["pack"]["options"] == options
+
+
 def test_damaged_metadata_is_one_error(tmp_path: Path) -> None:
     source = class_folders(tmp_path / "in", {"a": 4})
     h5pack.convert(source, tmp_path / "o.h5", **quick())
