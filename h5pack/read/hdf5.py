@@ -224,7 +224,7 @@ def find_item(file: h5py.File, name: str) -> Any:
     """
     try:
         return file[name]
-    except KeyError as error:
+    except (KeyError, RuntimeError) as error:  # A loop of soft links is a RuntimeError.
         if isinstance(file.get(name, getlink=True), h5py.HardLink):
             problem = f"cannot be opened ({error.args[0]}); the file is damaged: restore it, or convert again"
             if (reason := failed_call(error)) is not None:

@@ -18,7 +18,7 @@ import h5pack
 from h5pack.errors import H5PackError, PackFormatError, ReadError
 from h5pack.read import hdf5
 from h5pack.read.description import describe_file
-from h5pack.read.hdf5 import dataset_names, datasets_text, open_file, read_rows, stored_names
+from h5pack.read.hdf5 import dataset_names, datasets_text, find_item, open_file, read_rows, stored_names
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
 from tests.makers import flat_folder, hdf5_file
@@ -155,3 +155,12 @@ def test_names_of_many_bytes_are_read_a_few_at_a_time(tmp_path: Path, monkeypatc
             assert tracemalloc.get_traced_memory()[1] < 30_000_000
         finally:
             tracemalloc.stop()
+
+
+def test_a_loop_of_soft_links_leads_to_no_object(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"], file["a"] = h5py.SoftLink("/a"), h5py.SoftLink("/images")
+        assert find_item(file, "images") is None
+    with pytest.raises(PackFormatError) as caught:
+        describe_file(tmp_path / "f.h5")
+    assert caught.value.dataset == "images"
