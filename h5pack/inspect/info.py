@@ -33,7 +33,7 @@ from h5pack.read.hdf5 import (
     reporting_damage,
     require_dataset,
 )
-from h5pack.read.virtual import require_sources
+from h5pack.read.virtual import files_of
 from h5pack.sources.hdf5_catalog import channel_axes, find_images, is_image_array, packing_options
 from h5pack.sources.hdf5_tables import find_labels
 from h5pack.system.text import counted, format_bytes
@@ -438,8 +438,8 @@ def _stats(file: h5py.File, pack: dict[str, Any], name: str | None) -> dict[str,
     rows = len(file[images]) if isinstance(file[images], h5py.Dataset) and file[images].shape else 0
     labels = file.get(find_labels(file, images, rows) or "" if name is None else name)
     for one in (file[images], labels):
-        if getattr(one, "is_virtual", False):
-            require_sources(one)  # HDF5 would read fill values in place of a missing source.
+        if isinstance(one, h5py.Dataset):
+            files_of(one)  # HDF5 would read fill values in place of a missing source.
     if isinstance(labels, h5py.Dataset) and labels.shape and labels.dtype.kind in "iu":
         result["labels"] = _label_counts(labels)
         if len(splits := pack.get("splits", {})) > 1:

@@ -144,10 +144,14 @@ def index_rows(
 
 
 def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
-    """Return the existing files of external storage, in the current folder and in the folder of the HDF5 file."""
+    """Return the existing files of external storage, in the current folder and in that of the HDF5 file."""
     folder = os.path.dirname(absolute_path(dataset.file.filename))
     names = [name for name, _, _ in dataset.external or ()]
     paths = [path for name in names for path in (os.path.abspath(name), os.path.join(folder, name))]
+    for path in paths:
+        if os.path.exists(path) and not os.path.isfile(path):  # HDF5 would wait for a pipe.
+            problem = f"has its data in {path}, which is not a regular file; restore that file"
+            raise dataset_error(dataset.file.filename, dataset.name.lstrip("/"), problem)
     return frozenset(SourceFile(path, FileIdentity.of(path)) for path in paths if os.path.isfile(path))
 
 

@@ -224,6 +224,17 @@ def test_statistics_of_virtual_images_need_their_sources(tmp_path: Path, source:
         h5pack.info(tmp_path / "f.h5", stats=True)
 
 
+def test_statistics_of_images_in_a_pipe_are_an_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        external = [(str(tmp_path / "pipe"), 0, h5py.h5f.UNLIMITED)]
+        file.create_dataset("images", (2, 8, 8, 3), "u1", external=external)
+    for call in (lambda path: h5pack.info(path, stats=True), h5pack.H5Dataset):
+        with pytest.raises(PackFormatError) as caught:
+            call(tmp_path / "f.h5")
+        assert caught.value.dataset == "images"
+
+
 def test_labels_of_a_pack_are_described(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 255, (6, 8, 8, 3), np.uint8)
     kinds = {"none": None, "integers": range(6), "6 columns, uint8": np.eye(6, dtype=np.uint8)}
