@@ -44,7 +44,7 @@ def _annotation_files(root: Path) -> dict[str, list[Path]]:
         return found
     for path in paths:
         match = _NAME.fullmatch(path.name)
-        if match is not None:
+        if match is not None and path.is_file():
             found.setdefault(match[2], []).append(path)
     return found
 

@@ -244,7 +244,9 @@ def _archive_format(path: Path) -> str:
 
 
 def _start(path: Path, count: int = _TAR_MAGIC_OFFSET + len(_TAR_MAGIC)) -> bytes:
-    """Return the first bytes of a file; b"" if it cannot be read."""
+    """Return the first bytes of a file; b"" if it cannot be read, or is not a regular file."""
+    if not path.is_file():
+        return b""
     try:
         with path.open("rb") as stream:
             return stream.read(count)

@@ -81,6 +81,7 @@ def walk(root: str, names: NameFilter, top: str = "") -> Listing:
     """
     found = Listing(root)
     stack: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
+    visits: Counter[tuple[int, int]] = Counter()
     while stack:
         folder, above = stack.pop()
         path = os.path.join(root, folder) if folder else root
@@ -90,6 +91,9 @@ def walk(root: str, names: NameFilter, top: str = "") -> Listing:
             if identity in above:
                 found.ignored["loops of links"] += 1
                 continue
+            visits[identity] += 1
+            if visits[identity] > _MAX_VISITS:  # A few folders of links to each other have billions of paths.
+                raise SourceError.at(path, f"links lead here on over {_MAX_VISITS:,} paths; remove some of them")
             wanted, below = _list_folder(path, folder, names, found.ignored)
         except OSError as error:
             if names.excludes_below(folder):
@@ -190,6 +194,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 # Names that denote a split, with the rank by which splits are ordered in a pack.
+_MAX_VISITS = 1_000
 _SPLIT_RANKS = {
     "train": 0, "training": 0, "tr": 0,
     "val": 1, "valid": 1, "validation": 1, "dev": 1,

@@ -62,7 +62,7 @@ def is_mds(path: Path) -> bool:
         entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
     except OSError:
         return False
-    return bool(entries) and all(_is_index(entry / INDEX) for entry in entries)
+    return bool(entries) and all((entry / INDEX).is_file() and _is_index(entry / INDEX) for entry in entries)
 
 
 def _is_index(path: Path) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from h5pack.errors import NoImagesError, SourceError
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
-from tests.makers import tar_file
+from tests.makers import save, tar_file
 from tests.sources.test_folders import touch
 
 
@@ -247,3 +247,11 @@ def test_objects_that_are_not_map_style_datasets_are_errors() -> None:
             open_source(value, SourceOptions())  # type: ignore[arg-type]
     with pytest.raises(NoImagesError):
         open_source([], SourceOptions())
+
+
+@pytest.mark.parametrize("name", ["x.json", "index.json", "a/index.json", "annotations/instances_train.json"])
+def test_pipes_in_a_folder_are_not_opened(tmp_path: Path, name: str) -> None:
+    save(tmp_path / "in" / "a" / "1.jpg")
+    (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / "in" / name)
+    assert len(open_source(tmp_path / "in", SourceOptions())) == 1

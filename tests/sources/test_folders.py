@@ -93,6 +93,16 @@ def test_broken_links_are_found_so_that_they_become_rejects(tmp_path: Path) -> N
     assert result.subfolders == {}
 
 
+def test_folders_of_links_to_each_other_are_refused(tmp_path: Path) -> None:
+    """Each of the folders has eight links to the next one, so that there are 8**10 paths."""
+    for number in range(11):
+        touch(tmp_path / str(number), "x.jpg")
+        for link in range(8):
+            (tmp_path / str(number) / f"link{link}").symlink_to(f"../{number + 1}")
+    with pytest.raises(SourceError):
+        walk(str(tmp_path), EVERYTHING)
+
+
 def test_loops_of_links_end_and_are_counted(tmp_path: Path) -> None:
     touch(tmp_path, "1.jpg", "a/2.jpg", "b/3.jpg")
     (tmp_path / "a" / "up").symlink_to("..")
