@@ -56,8 +56,8 @@ MAX_SIDE = 2**31 - 1
 _TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_BITS, _TIFF_COMPRESSION, _TIFF_PHOTOMETRIC = 0x0100, 0x0101, 0x0102, 0x0103, 0x0106
 _TIFF_PLANAR, _SEPARATE = 0x011C, 2
 _LONG_HEAD_BYTES = 65_536
-# Decoders process the whole image for each scan of a progressive JPEG, which may have a few bytes. Usual are 10 scans.
-_MAX_SCANS, _SCANNED_PIXELS = 1_000, 1_000_000
+# Decoders process the whole image for each scan of a progressive JPEG, of at least 11 bytes. Usual are 10 scans.
+_MAX_SCANS, _SCANNED_PIXELS, _SCAN_BYTES = 1_000, 1_000_000, 11
 _ENCODER_SLACK_BYTES = 1_024
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -232,8 +232,8 @@ class Decoder:
         Return False if this fails or simplejpeg warns. The caller then decodes with ``Image.open``, which also gives
         the reason if the image must be rejected.
         """
-        header = parse_jpeg(data)
-        if header is None or _has_many_scans(data, header.height * header.width):
+        header = parse_jpeg(data) if len(data) > _SCAN_BYTES * _MAX_SCANS else None
+        if header is not None and _has_many_scans(data, header.height * header.width):
             return False
         decode_jpeg = self._decode_jpeg
         if decode_jpeg is not None and not _is_exact(decode_jpeg, decode_path, self._options.channels):
