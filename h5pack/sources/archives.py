@@ -9,10 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import stat
-import struct
 import tempfile
-import zipfile
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +47,6 @@ _MAX_NAME_BYTES = 4_096
 # decompression. The second limit alone is too strict, because harmless blank bitmaps expand up to 1,032 times.
 _BOMB_BYTES, _BOMB_RATIO = 64 * 1024 * 1024, 100
 _TAR_BOMB_BYTES = 1 << 30  # the same for a whole tar file that is compressed
-_MAX_SHARING = 10  # maximum ratio of the stored sizes of a zip file's members to its size; over 1 if it is damaged
 _COLUMNS = ("offsets", "sizes", "stored_sizes", "checksums", "storings")
 _LOCAL_HEADER, _LOCAL_HEADER_BYTES = b"PK\3\4", 30
 
@@ -446,64 +442,3 @@ def _strip_only_folder(members: Members, kind: str) -> None:
         for name, storing in zip(members.names, members.storings, strict=True)
     ]
     members.folders = {path.removeprefix(base) for path in members.folders} - {base[:-1]}
-
-
-_ZIP_ENCRYPTED_FLAG, _ZIP_UTF8_FLAG, _ZIP_DOS = 0x1, 0x800, 0
-_ZIP_UNICODE_PATH = 0x7075  # extra field: version, CRC-32 of the stored name, name in UTF-8 (Info-ZIP, appnote.iz)
-_MAX_SIZE = 2**63 - 1
-_ZIP_STORINGS = {zipfile.ZIP_STORED: Storing.ZIP_STORED, zipfile.ZIP_DEFLATED: Storing.ZIP_DEFLATED}
-
-
-def open_zip(path: Path) -> tuple[ArchiveFile, Members]:
-    """Open a zip file and return its index."""
-    file, members = ArchiveFile(str(path)), Members()
-    with file.parsing("its directory of members is damaged or missing"), zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
-    file.require_unchanged()
-    for entry in entries:
-        name = _zip_name(entry)
-        if entry.create_system == _ZIP_DOS and "/" not in name:
-            # Some tools for Windows separate folders by backslashes, against the format's specification.
-            name = name.replace("\\", "/")
-        if name.endswith("/"):
-            members.add_folder(name)
-        else:
-            # The sizes in a damaged file may be too large for int64.
-            offset, size, stored = (
-                min(value, _MAX_SIZE) for value in (entry.header_offset, entry.file_size, entry.compress_size)
-            )
-            members.add(name, offset, size, stored, entry.CRC, _zip_storing(entry))
-    if sum(min(stored, file.size) for stored in members.stored_sizes) > _MAX_SHARING * file.size:
-        raise file.damaged("is a zip bomb: its members share their bytes")
-    return file, members
-
-
-def _zip_name(entry: zipfile.ZipInfo) -> str:
-    """Return a member's name in Unicode, whichever way the archiver stored it."""
-    # Use the stored name, because zipfile cuts off `entry.filename` at a NUL.
-    name, extra = entry.orig_filename, entry.extra
-    if entry.flag_bits & _ZIP_UTF8_FLAG:
-        return name
-    stored = name.encode("cp437")
-    while len(extra) > 9:
-        kind, count, version, checksum = struct.unpack_from("<HHBL", extra)
-        if (kind, version, checksum) == (_ZIP_UNICODE_PATH, 1, zlib.crc32(stored)):
-            stored = extra[9 : 4 + count]
-            break
-        extra = extra[4 + count :]
-    try:
-        # Some archivers, such as that of macOS, store UTF-8 without setting the flag.
-        return stored.decode()
-    except UnicodeDecodeError:
-        return name
-
-
-def _zip_storing(entry: zipfile.ZipInfo) -> Storing:
-    kind = stat.S_IFMT(entry.external_attr >> 16)
-    if kind == stat.S_IFLNK:
-        return Storing.LINK
-    if kind not in (0, stat.S_IFREG):
-        return Storing.SPECIAL
-    if entry.flag_bits & _ZIP_ENCRYPTED_FLAG:
-        return Storing.ZIP_ENCRYPTED
-    return _ZIP_STORINGS.get(entry.compress_type, Storing.ZIP_OTHER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
@@ -60,9 +61,11 @@ def format_bytes(count: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Return untrusted text with control characters and invalid Unicode escaped."""
+    """Return untrusted text with all but printable characters and spaces escaped, such as control characters."""
     return "".join(
-        sign if sign.isprintable() else sign.encode("unicode_escape", "backslashreplace").decode("ascii")
+        sign
+        if sign.isprintable() or unicodedata.category(sign) == "Zs"
+        else sign.encode("unicode_escape", "backslashreplace").decode("ascii")
         for sign in text
     )
 

@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from h5pack.errors import OptionsError
-from h5pack.system.text import counted, error_line, format_bytes, listed, one_of
+from h5pack.system.text import counted, error_line, format_bytes, listed, one_of, printable
 
 
 class _Failing(Dataset[int]):
@@ -46,3 +46,8 @@ def test_the_cause_of_a_workers_error_follows_its_traceback() -> None:
     with pytest.raises(ValueError, match="no such thing") as caught:
         next(iter(DataLoader(_Failing(), num_workers=1)))
     assert error_line(caught.value) == "ValueError: no such thing"
+
+
+def test_spaces_of_any_script_are_printable_and_controls_are_not() -> None:
+    assert printable("a b\u00a0c\u3000\u96ea") == "a b\u00a0c\u3000\u96ea"
+    assert printable("\x1b\t\n\u202e\ud800\u200b") == r"\x1b\t\n\u202e\ud800\u200b"
