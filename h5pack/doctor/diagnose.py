@@ -386,8 +386,8 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         runs = [*self._runs.values(), *([] if self._left_out is None else [self._left_out])]
         measuring = max(min_seconds, min_total_seconds(runs))
         if not self._measuring and Stage.EVERYTHING not in self._runs:
-            # `measuring` does not include the loop yet, which needs two batches. Each batch takes at least as long as
-            # all other stages together.
+            # `measuring` does not include the loop yet, which needs two batches. Assume that each takes as long as all
+            # other stages together.
             measuring *= 3
         # Recommend more seconds than were given, even if the estimate is lower.
         before = max(before, self._settings.seconds - measuring)

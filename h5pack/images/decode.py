@@ -259,8 +259,8 @@ class Decoder:
     def _decode_with_pillow(self, data: bytes) -> Image.Image | None:
         """Decode an upright JPEG with Pillow's decoder, without identifying the format or searching for tags.
 
-        Return None if the JPEG is damaged. The result is valid until the next call. Pillow's own header parser is not
-        used, because it is written in Python and takes a tenth of the time of decoding a small photo.
+        Return None if the JPEG is damaged or unusual (see `parse_jpeg`). The result is valid until the next call.
+        Pillow's own header parser is not used, because it takes a tenth of the time of decoding a small photo.
         """
         header = parse_jpeg(data)
         if header is None:

@@ -319,14 +319,14 @@ def describe_dataset(dataset: h5py.Dataset, labels: str | None = None, name: str
 
 
 def _index_kind(dataset: h5py.Dataset, filters: tuple[str, ...]) -> str | None:
-    """Return the kind of chunk index, derived from HDF5's own rules because h5py cannot query it."""
+    """Return the kind of chunk index, derived from the shape by HDF5's rules, because h5py cannot query it."""
     if dataset.chunks is None:
         return None
     if dataset.file.id.get_create_plist().get_version()[0] < 3:
         return "B-tree v1"
     if unlimited := sum(size is None for size in dataset.maxshape):
         return "extensible array" if unlimited == 1 else "B-tree v2"
-    if math.prod(chunk_grid(dataset)) <= 1:
+    if dataset.shape == dataset.maxshape == dataset.chunks:
         return "single chunk"
     early = dataset.id.get_create_plist().get_alloc_time() == h5py.h5d.ALLOC_TIME_EARLY
     return "implicit" if early and not filters else "fixed array"

@@ -150,7 +150,7 @@ class Advice:
 
 
 def advise(verdict: Verdict, evidence: Evidence) -> list[Advice]:
-    """Return advice on the bottleneck and on other findings, with the most common causes first."""
+    """Return advice on the bottleneck and on other findings, one subject after the other."""
     return list(_Rules(verdict, evidence))
 
 

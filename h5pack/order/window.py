@@ -292,7 +292,7 @@ class _ChunkSequence:
         return rounds * self.rows.chunk_count + number
 
     def groups(self, stream: int, first: int) -> Iterator[tuple[Rows, Rows, Rows, int]]:
-        """Yield each chunk group of a stream: (rows, indices, shuffled positions, the group's offset in the stream).
+        """Yield each chunk group of a stream: (rows, indices, positions, the group's offset in the stream).
 
         The first group contains offset `first` of the stream, and may start before it.
         """

@@ -52,7 +52,7 @@ class RowCounts(Protocol):
     def rows(self) -> int: ...
 
     def stored_rows(self, rows: int) -> int:
-        """Return the length of axis 0 of the images dataset with the first `rows` rows."""
+        """Return the images dataset's length with only the first `rows` rows; encoded rows count in bytes."""
 
 
 class Unfinished:

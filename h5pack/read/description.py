@@ -35,8 +35,6 @@ from h5pack.system.arrays import RowNumbers, joined_ranges
 from h5pack.system.files import absolute_path
 from h5pack.system.parameters import invalid, require_local, texts
 
-_MAX_EMPTY_ROWS, _MAX_ROWS_PER_BYTE = 1_000_000, 1_000  # A file cannot hold more rows than both, even compressed.
-
 
 @dataclass(frozen=True)
 class FileDescription:
@@ -140,8 +138,6 @@ def _describe(
         parameter = {images: "images=NAME", labels: "labels=NAME"}.get(name, "fields=[NAME]")
         dataset = require_dataset(file, name, parameter)
         _require_rows(file, dataset, name == images)
-        if not dataset.is_virtual and len(dataset) > max(_MAX_EMPTY_ROWS, _MAX_ROWS_PER_BYTE * identity.size):
-            raise dataset_error(file.filename, name, f"has {len(dataset):,} rows, too many for its file; restore it")
         rows = len(dataset) if rows < 0 else rows
         _require_length(file, name, len(dataset), images, rows)
         if is_encoded(dataset):

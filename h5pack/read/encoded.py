@@ -1,7 +1,7 @@
 """Encoded images: each row holds the bytes of a JPEG, PNG or other image file.
 
 A dataset of encoded images is read as if it held pixels: RGB, upright, (H, W, 3), where H and W are the size of row 0.
-Rows of another size can be read one by one, but not batched.
+Rows of another size can be read one by one, but batched only with `decode`.
 
 A pack stores encoded images in the group `/encoded`. Their bytes are read directly (`EncodedIndex`). Other files store
 them in a dataset, mostly of variable-length uint8 (see `is_encoded`). The HDF5 library fetches their bytes, in one

@@ -241,7 +241,7 @@ def numbered_splits(splits: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray
 
 
 def flat(found: Listing) -> Catalog:
-    """Return a catalog without labels of all images below the root, at any depth."""
+    """Return a catalog of all images below the root, at any depth, without labels."""
     names = NameTable.of(found.below(""))
     return Catalog("flat", FileReader(found.root), names, *one_split(len(names)), ignored=dict(found.ignored))
 

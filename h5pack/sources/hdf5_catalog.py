@@ -53,6 +53,7 @@ from h5pack.system.text import counted, first_names
 
 _SAMPLED_ROWS, _DARK = 8, 64
 _MATLAB_CLASS = "MATLAB_class"
+_MAX_EMPTY_ROWS, _MAX_ROWS_PER_BYTE = 1_000_000, 1_000  # A file cannot hold more rows than both, even compressed.
 HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
 
 
@@ -101,6 +102,11 @@ def hdf5_catalog(path: Path, datasets: HDF5Datasets, wanted: NameFilter) -> Cata
 
 def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     images = (datasets.images or find_images(file)).strip("/")
+    stored = find_item(file, images)
+    if isinstance(stored, h5py.Dataset) and stored.shape and not (stored.is_virtual or stored.external):
+        rows, size = stored.shape[0], os.path.getsize(stored.file.filename)
+        if rows > max(_MAX_EMPTY_ROWS, _MAX_ROWS_PER_BYTE * size):
+            raise dataset_source_error(path, images, f"has {rows:,} rows, too many for its file; restore it")
     pack = describe_file(path, images, None, sized=False)
     rows = pack.indexes[images].rows
     asked = tuple(find_field(file, name) for name in datasets.fields)

@@ -128,7 +128,8 @@ def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         if isinstance(error, SourceError):
             raise
-        raise SourceError.at(path, f"cannot be read as an index of MDS shards ({error}); check it") from error
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise SourceError.at(path, f"cannot be read as an index of MDS shards ({reason}); check it") from error
 
 
 def _read_shard(path: Path, encodings: dict[str, str], fixed: Sequence[int], samples: int) -> _Shard:

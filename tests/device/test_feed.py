@@ -55,11 +55,18 @@ def test_another_transform_is_that_of_the_next_iteration(dataset: h5pack.H5Datas
 def test_missing_devices_and_invalid_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert DeviceFeed([]).device == torch.device("cpu")
-    for wrong in ("cuda", "cuda:1", torch.device("cuda", 0)):
+    for wrong in ("cuda", "cuda:1", torch.device("cuda", 0), 0):
         with pytest.raises(OptionsError) as caught:
             DeviceFeed([], wrong)
-        assert caught.value.parameters == (f"device={str(wrong)!r}", "device='cpu'")
-    for wrong_arguments in ({"device": "gpu"}, {"prefetch_factor": 0}, {"loader": 7}):
+        name = "cuda:0" if wrong == 0 else str(wrong)
+        assert caught.value.parameters == (f"device={name!r}", "device='cpu'")
+    for wrong_arguments in (
+        {"device": "gpu"},
+        {"device": -1},
+        {"device": 2**70},
+        {"prefetch_factor": 0},
+        {"loader": 7},
+    ):
         with pytest.raises(OptionsError):
             DeviceFeed(**{"loader": [], **wrong_arguments})  # type: ignore[arg-type]
 

@@ -33,15 +33,6 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "o.h5"
 
 
-@pytest.mark.parametrize("chunks", [None, (1, 4, 4, 3)])
-def test_more_rows_than_the_file_can_hold_are_an_error(tmp_path: Path, chunks: tuple[int, ...] | None) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file.create_dataset("images", (10**12, 4, 4, 3), np.uint8, chunks=chunks)
-    with pytest.raises(PackFormatError) as caught:
-        describe_file(tmp_path / "f.h5")
-    assert caught.value.dataset == "images"
-
-
 @pytest.fixture
 def copy(pack: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(pack, tmp_path / "o.h5"))

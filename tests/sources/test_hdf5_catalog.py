@@ -279,3 +279,12 @@ def test_arrays_of_the_images_size_that_are_not_resized_are_named(tmp_path: Path
     with Conversion(path, tmp_path / "o.h5", size=size, fields=tuple(fields), num_workers=1) as conversion:
         notes = [note.text for note in conversion.plan().notes() if note.parameters == ("fields", "size")]
     assert [text.partition(": ")[2] for text in notes] == ["'depth', 'normals'"] * noted
+
+
+@pytest.mark.parametrize("chunks", [None, (1, 4, 4, 3)])
+def test_more_rows_than_the_file_can_hold_are_an_error(tmp_path: Path, chunks: tuple[int, ...] | None) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("images", (10**12, 4, 4, 3), np.uint8, chunks=chunks)
+    with pytest.raises(SourceError) as caught:
+        hdf5_catalog(tmp_path / "f.h5", HDF5Datasets(), NameFilter())
+    assert caught.value.dataset == "images"
