@@ -259,7 +259,7 @@ def speed_text(speed: float) -> str:
 
 
 def measured_text(speeds: Sequence[float]) -> str:
-    """Return the median and the largest deviation of any repeat from the median, such as 83.1k ±6%."""
+    """Return the median and, with enough repeats, the largest deviation from it: 83.1k ±6%; "-" without speeds."""
     if not speeds:
         return "-"
     median = statistics.median(speeds)

@@ -400,7 +400,7 @@ def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
 
 
 def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: EncodedFile | None) -> bytes:
-    """Return the bytes of an image's file, or those that `encoded` locates; raise if they have changed."""
+    """Return the bytes of an image's file, or those that `encoded` locates; raise if their size or CRC differs."""
     if encoded is not None:
         return read_encoded(encoded, size)
     try:

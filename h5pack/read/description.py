@@ -227,7 +227,7 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
     base, string = h5py.check_vlen_dtype(dtype), h5py.check_string_dtype(dtype)
     if isinstance(base, np.dtype):
         raise refuse(
-            f"holds variable-length {base} on {dataset.ndim} axes; only encoded images may have rows of variable "
+            f"holds variable-length {base} of shape {dataset.shape}; only encoded images may have rows of variable "
             "length (uint8 on one axis); name another dataset"
         )
     if images and string is not None:

@@ -397,7 +397,7 @@ def decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
 
 
 def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kind: str) -> Catalog:
-    """Return the catalog of an archive, as of a folder of its members; `kind` is "pairs" or as in `arranged`."""
+    """Catalog an archive as if its members were files in a folder; `kind` is "pairs" or as in `arranged`."""
     _strip_only_folder(members, kind)
     placed = {}
     rejects = []

@@ -346,11 +346,12 @@ def _relative(names: list[str], root: Any) -> list[str]:
     if isinstance(root, (str, bytes, os.PathLike)):
         folder = os.path.join(os.fsdecode(root), "")
         if all(name.startswith(folder) for name in names):
-            return [name[len(folder) :] for name in names]
+            return [name[len(folder) :].lstrip("/") for name in names]
     if not names or not all(map(os.path.isabs, names)):
         return names
-    # Names that end in several slashes, or contain some, would differ from the common folder, which has single ones.
-    names = list(map(os.path.normpath, names))
+    # Names with several slashes would differ from the common folder, which has single ones. `normpath` keeps two at the
+    # start.
+    names = ["/" + os.path.normpath(name).lstrip("/") for name in names]
     # All names sort between the smallest and the largest, so the common folder of these two contains all of them.
     common = os.path.commonpath([os.path.dirname(min(names)), os.path.dirname(max(names))])
     return [name[len(common) :].lstrip("/") for name in names]
