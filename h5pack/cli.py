@@ -84,7 +84,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 class _Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM, which is handled like Ctrl-C: worker processes are stopped, and unfinished output is kept."""
+    """Raised on SIGTERM, which is handled like Ctrl-C: workers are stopped, and output that can be resumed is kept."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -115,7 +115,7 @@ class BenchSettings:
         for compression in self.compression:
             parse_compression(compression)
         if self.scratch is not None:
-            require_local(self.scratch)
+            require_local(self.scratch, "scratch")
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def _windows(rows: EpochRows, asked: int, windows: Sequence[int] | None) -> list
     if windows is None:
         numbers = [1 << power for power in range(rows.chunk_count.bit_length())] + [rows.chunk_count]
         numbers = [number for number in numbers if number * rows.chunk_rows <= max(MAX_WINDOW_ROWS, rows.chunk_rows)]
-    elif np.ndim(windows) != 1 or not len(windows):
+    elif not hasattr(windows, "__len__") or getattr(windows, "ndim", 1) != 1 or not len(windows):
         raise OptionsError(f"windows is {windows!r}; give a list of whole numbers, or None for powers of two")
     else:
         numbers = [whole_number("windows", number, 1) for number in windows]

@@ -321,7 +321,7 @@ def _facts(report: BenchReport) -> list[str]:
     lines.append(f"time      {report.seconds.get('all', 0.0):.0f} s of {report.budget_seconds:g} s ({phases})")
     hot = [one for one in (*report.measurements, *report.run_off) if one.case.cache == "hot"]
     for one in report.ceilings:
-        # Leave out cold reads and readers with more threads, which may be faster even if nothing slowed the ceiling.
+        # Leave out readers with more threads, which may be faster even if nothing slowed the ceiling.
         alike = [
             found.median for found in hot if max(found.case.num_threads, found.case.num_workers or 0) <= one.num_threads
         ]

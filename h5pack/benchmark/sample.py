@@ -408,7 +408,7 @@ def _sizes_for(wanted: Sequence[int], default_chunk_rows: int, rows: int) -> lis
 def _sample_rows(
     source: BenchInput, settings: BenchSettings, scratch: Path, row_bytes: int, num_files: int, rows_in_time: int
 ) -> int:
-    """Return the number of sample rows that time, disk and memory allow; raise NoSpaceError if there is none."""
+    """Return how many rows to sample: those asked for, or as time, disk and memory allow. Raise NoSpaceError."""
     free = free_bytes(scratch)
     max_bytes = min(MAX_SAMPLE_BYTES, available_memory() // (3 * num_files), int(0.8 * free) // num_files)
     allowed = min(max_bytes // row_bytes, max(rows_in_time, _PROBE_IMAGES[0]))

@@ -110,7 +110,7 @@ def append(
     --------
     >>> h5pack.append("photos.h5", "new_photos")  # doctest: +SKIP
     """
-    require_local(pack)
+    require_local(pack, "pack")
     only_new, overwrite, resume = flags(only_new=only_new, overwrite=overwrite, resume=resume)
     if split is not None and (not isinstance(split, str) or not split or "\0" in split):
         raise invalid("split", split, " is not the name of a split")

@@ -300,7 +300,7 @@ class GroupReader:
         return blocks
 
     def fill(self, block: Block) -> None:
-        """Copy a block's rows from memory to its batches."""
+        """Copy a block's rows to its batches, if possible from memory."""
         # The kernel may have dropped pages since the group was planned. Copying from the mapping would wait for these
         # pages one by one, so read the rows with the engine instead.
         in_memory = time.monotonic() - block.checked < CHECK_SECONDS or self._ready(block.rows, block.rows)

@@ -23,7 +23,7 @@ from h5pack.data.iteration import serial_torch
 from h5pack.errors import OptionsError, RejectedImageError
 from h5pack.format import schema
 from h5pack.images.crops import DecodeCrop, RandomResizedCrop, Resize
-from h5pack.images.decode import MAX_PIXELS
+from h5pack.images.decode import MAX_PIXELS, refuse_scans
 from h5pack.images.geometry import Placement
 from h5pack.images.headers import DecodePath, ImageHeader, is_incomplete
 from h5pack.images.masks import PADDING, read_mask
@@ -240,6 +240,7 @@ class CropDecoder:
     def _window(self, data: bytes, header: ImageHeader, steps: Steps) -> Pixels:
         """Return the pixels of a window. The result may be valid only until the next call in this thread."""
         top, left, height, width = steps.window
+        refuse_scans(data, header.height * header.width)
         if not self.exact and (smaller := self._scaled(data, header, steps)) is not None:
             return smaller
         found = None

@@ -219,8 +219,8 @@ class BackgroundThreads:
 
         Do nothing in another process, in one of these threads, or in the thread that is inside ``next``.
         """
-        # The garbage collector may run this in one of the threads, and a signal handler inside ``next``. Waiting there
-        # could deadlock, because the threads may wait for a lock that this thread holds.
+        # The garbage collector may run this in one of the threads, which would wait for itself. A signal handler may
+        # run it inside ``next``, while this thread holds a lock that the threads need.
         inside = threading.current_thread() in self.threads or threading.get_ident() == self.consumer
         if self.process == os.getpid() and not inside:
             for ended in self._ended:

@@ -4,8 +4,7 @@ An order is a sequence of chunk groups (`OrderPlan.chunk_groups`): rows that are
 its slot (row index in the batch). The terms of the protocol:
 
 - A group is *issued* when memory is available for every batch with rows of the group. It is then cut into tasks, each
-  of which fills some rows of some batches. Only the third kind of group below needs no
-  memory yet.
+  of which fills some rows of some batches. Only the third kind of group below needs no memory yet.
 - A batch is *open* from the allocation of its memory until all its rows are written. It is then *done*, and is queued
   for the consumer, which restores the order of the batches.
 - A *credit* is the permission to open a batch. The consumer returns one for each batch that is delivered. So credits

@@ -23,8 +23,8 @@ def mark_echoed(batch: Any, repeats: int) -> Any:
 
     `repeats` is how often the batch was delivered before. A tuple, named tuple, list or dict becomes an instance of a
     subclass of its type. A tensor is detached. A mapping of any other type is copied shallowly; if it cannot be copied,
-    or cannot have attributes, it becomes a dict. Any other object is returned without
-    the attribute, and so is one of a type that cannot have subclasses.
+    or cannot have attributes, it becomes a dict. Any other object is returned without the attribute, and so is one of
+    a type that cannot have subclasses.
     """
     if isinstance(batch, (list, tuple, dict)):
         kind = type(batch)

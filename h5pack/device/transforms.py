@@ -224,8 +224,8 @@ class ImageTransform:
             found = name if name in elements else next((n for n, (index, _) in elements.items() if index == name), None)
             if found is None:
                 raise OptionsError(
-                    f"fields[{name!r}] names no element of the batch, or one that another key names; the elements are "
-                    f"{names}",
+                    f"fields[{name!r}] names no element of the batch, or one that another key names, too; the elements "
+                    f"are {names}",
                     parameters=("fields",),
                 )
             index, element = elements.pop(found)

@@ -242,10 +242,10 @@ def make_step(
 class ModuleStep:
     """A training step of a module: forward (autocast unless `dtype` is float32), loss, backward, SGD with momentum.
 
-    The learning rate is 0, so that the step does all of the work but leaves the weights unchanged. Buffers, such as
-    statistics of batch normalization, change. The default loss is cross-entropy for one integer label per image and
-    outputs of shape (N, K), binary cross-entropy for integer labels of the same shape as the outputs, and otherwise the
-    mean of the squared outputs.
+    The optimizer changes copies of the weights, so that the step does all of the work but leaves the weights unchanged,
+    even by gradients that are not finite. Buffers, such as statistics of batch normalization, change. The default loss
+    is cross-entropy for one integer label per image and outputs of shape (N, K), binary cross-entropy for integer
+    labels of the same shape as the outputs, and otherwise the mean of the squared outputs.
     """
 
     def __init__(self, module: nn.Module, loss: Loss | None, device: torch.device, dtype: torch.dtype) -> None:
@@ -263,9 +263,13 @@ class ModuleStep:
         if self._optimizer is None:
             # Make the optimizer after the first forward pass, in which lazy modules get the shapes of their parameters.
             trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-            self._optimizer = torch.optim.SGD(trained, lr=0.0, momentum=0.9)
+            self._copies = [(parameter.detach().clone(), parameter) for parameter in trained]
+            self._optimizer = torch.optim.SGD([copy for copy, _ in self._copies], lr=0.0, momentum=0.9)
+        self._module.zero_grad(set_to_none=True)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
+        for copy, parameter in self._copies:
+            copy.grad = parameter.grad
         self._optimizer.step()
 
 

@@ -174,7 +174,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             # The file is not a pack: a pack stores the sizes of its images, so `Target` takes crops of one size.
             path = target.dataset.path
             with open_file(path) as file:
-                options = packing_options(file, self.target.dataset.names[0], self.target.dataset.label_name or "")
+                options = packing_options(file, target.dataset.names[0], target.dataset.label_name)
             command = shlex.join(convert_command(path, {**options, "keep": "jpeg"}))
             text = f"{path}: its images differ in size; make a pack of it ({command}) and measure that"
             raise SizesDifferError(text, path=path, dataset=error.dataset, rows=error.rows) from error

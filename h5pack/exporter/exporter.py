@@ -246,7 +246,7 @@ class ExportFolder:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        require_local(folder)
+        require_local(folder, "folder")
         folder = os.fsdecode(folder)
         self.given = Path(folder)
         self.final = Path(os.path.realpath(folder))

@@ -274,7 +274,7 @@ def _shows(data: bytes, pixels: npt.NDArray[Any]) -> bool:
     if not data.endswith(_PNG_END):
         return False
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
             found = np.asarray(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return False

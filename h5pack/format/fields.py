@@ -219,8 +219,8 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
 
     If there are texts, `parse_texts` converts all values. Numbers, and arrays of one shape, become an array (N, ...),
     in which None becomes zeros. Arrays that differ only in length become ragged rows, in which None becomes a row
-    without entries. The dtype is the one to which NumPy promotes the dtypes of all values, but integers never become
-    floats. Bools become uint8.
+    without entries. The dtype is the one to which NumPy promotes the dtypes of all values, but integers alone never
+    become floats. Bools become uint8.
 
     Raises FieldValueError for values of other types, and for values that cannot be rows of one field.
     """
@@ -232,7 +232,7 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
     first = next(iter(arrays.values()), np.zeros(()))
     for row, array in arrays.items():
         if not is_numeric_dtype(array.dtype):
-            raise FieldValueError(row, f"is {short_repr(values[row])}, neither numbers nor texts")
+            raise FieldValueError(row, f"is {short_repr(values[row])}, neither texts nor numbers of up to 64 bits")
         beside_lists = not array.ndim and len(arrays) < len(given)
         expected = "others are lists" if beside_lists else f"others have {first.shape}"
         if beside_lists or array.ndim != first.ndim or array.shape[1:] != first.shape[1:]:

@@ -220,8 +220,7 @@ class Decoder:
             max_pixels = self._options.max_pixels
             with rejecting(), messages, open_image(io.BytesIO(source), max_pixels) as image:
                 refuse_bomb(image.height, image.width, max_pixels)
-                if _has_many_scans(source, image.height * image.width):
-                    raise RejectedImageError(f"decompression bomb: more than {_MAX_SCANS} scans")
+                refuse_scans(source, image.height * image.width)
                 self._place(self._upright(image), pixels)
         if pixels is not out:
             out[...] = pixels.transpose(2, 0, 1)
@@ -233,8 +232,8 @@ class Decoder:
         the reason if the image must be rejected.
         """
         header = parse_jpeg(data) if len(data) > _SCAN_BYTES * _MAX_SCANS else None
-        if header is not None and _has_many_scans(data, header.height * header.width):
-            return False
+        if header is not None:
+            refuse_scans(data, header.height * header.width)
         decode_jpeg = self._decode_jpeg
         if decode_jpeg is not None and not _is_exact(decode_jpeg, decode_path, self._options.channels):
             decode_jpeg = None
@@ -388,9 +387,10 @@ def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
         raise RejectedImageError(f"decompression bomb: {height}x{width} is more than {max_pixels} pixels")
 
 
-def _has_many_scans(data: bytes, pixels: int) -> bool:
-    """Return whether decoding a JPEG of this many pixels might take minutes because of its scans."""
-    return pixels > _SCANNED_PIXELS and data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > _MAX_SCANS
+def refuse_scans(data: bytes, pixels: int) -> None:
+    """Raise RejectedImageError for a JPEG of this many pixels whose scans might take minutes to decode."""
+    if pixels > _SCANNED_PIXELS and data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > _MAX_SCANS:
+        raise RejectedImageError(f"decompression bomb: more than {_MAX_SCANS} scans")
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ results. "Upright" means that the Exif orientation has been applied, or that the
 
 from __future__ import annotations
 
+import re
 import struct
-import threading
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
@@ -50,7 +50,10 @@ _FORMATS = frozenset({
 """The formats of `IMAGE_SUFFIXES`. Pillow has more: it decodes EPS, also inside of IPTC, by running Ghostscript."""
 _HEIF_BRANDS = (b"ftyphe", b"ftypmif1", b"ftypmsf1")
 _ICONS = (b"\0\0\1\0", b"icns")
-_icon_lock = threading.Lock()
+# The sides of PNG images, JPEG 2000 images and JPEG 2000 codestreams.
+_PARTS_OF_ICONS = re.compile(
+    rb"\x89PNG\r\n\x1a\n.{4}IHDR(.{4})(.{4})|\0\0\0\x16ihdr(.{4})(.{4})|\xff\x4f\xff\x51.{4}(.{4})(.{4})", re.DOTALL
+)
 
 
 class DecodePath(IntEnum):
@@ -97,24 +100,20 @@ def orientation_of(image: Image.Image) -> int:
 def open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
     """Return ``Image.open(file)`` for the formats of `IMAGE_SUFFIXES`; raise UnidentifiedImageError for others.
 
-    Pillow decodes images in icons before their size is known, so they are limited even if `strict_pillow` is active.
+    Pillow decodes images in icons before their size is known. So raise RejectedImageError here for an icon with an
+    image of more than `max_pixels`.
     """
     head = file.read(12)
     _prepare_format(head)
     Image.init()
     formats = [name for name in Image.ID if name in _FORMATS]  # in Pillow's order: some formats have no signature
-    if not head.startswith(_ICONS):
-        return Image.open(file, formats=formats)
-    with _icon_lock:
-        limit = Image.MAX_IMAGE_PIXELS
-        try:
-            if limit is None:
-                Image.MAX_IMAGE_PIXELS = (max_pixels + 1) // 2  # Pillow raises an error above twice this number.
-            image = Image.open(file, formats=formats)
-            image.load()
-            return image
-        finally:
-            Image.MAX_IMAGE_PIXELS = limit
+    if head.startswith(_ICONS):
+        for found in _PARTS_OF_ICONS.finditer(head + file.read()):
+            first, second = (int.from_bytes(side, "big") for side in found.groups() if side is not None)
+            if first * second > max_pixels:
+                raise RejectedImageError(f"decompression bomb: {first}x{second} is more than {max_pixels} pixels")
+    file.seek(0)
+    return Image.open(file, formats=formats)
 
 
 def _prepare_format(head: bytes) -> None:

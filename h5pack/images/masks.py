@@ -18,7 +18,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from h5pack.errors import RejectedImageError
-from h5pack.images.decode import MAX_PIXELS, PixelOptions, Upright, refuse_bomb, rejecting, resized
+from h5pack.images.decode import MAX_PIXELS, PixelOptions, Upright, refuse_bomb, refuse_scans, rejecting, resized
 from h5pack.images.headers import SIDEWAYS, TURNS, open_image, orientation_of
 
 _MODES = {"1": "|u1", "L": "|u1", "P": "|u1", "I;16": "<i4", "I;16L": "<i4", "I;16B": "<i4", "I;16N": "<i4", "I": "<i4"}
@@ -109,6 +109,7 @@ class MaskDecoder:
         if isinstance(source, bytes):
             with rejecting(), open_image(io.BytesIO(source), self._options.max_pixels) as mask:
                 refuse_bomb(mask.height, mask.width, self._options.max_pixels)
+                refuse_scans(source, mask.height * mask.width)
                 self._require_bits(_dtype(mask))
                 before = orientation_of(mask)
                 pixels = np.asarray(mask).astype(self._dtype, copy=False)

@@ -473,9 +473,10 @@ def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:
     scale = 255.0 if images.dtype == np.uint8 else 1.0
     sums = np.zeros((2, images.shape[axis]))
     others = tuple(other for other in range(3) if other != axis - 1)
-    for row in rows.tolist():
-        pixels = images[row].astype(np.float64) / scale
-        sums += [pixels.sum(others), (pixels * pixels).sum(others)]
+    with np.errstate(all="ignore"):
+        for row in rows.tolist():
+            pixels = images[row].astype(np.float64) / scale
+            sums += [pixels.sum(others), (pixels * pixels).sum(others)]
     if not np.isfinite(sums).all():
         return None
     mean, square = sums / (len(rows) * math.prod(images.shape[1:]) / images.shape[axis])

@@ -168,7 +168,7 @@ def preview(
     )
     require_local(path)
     if out is not None:
-        require_local(out)
+        require_local(out, "out")
     path = os.fsdecode(path)
     target = None if out is None else Path(absolute_path(out))
     file_format = "PNG" if target is None else _require_output(target, path)

@@ -145,8 +145,8 @@ class MixturePlan(OrderPlan):
     """The order of a mixture for a loader that sees all packs as one file.
 
     Each chunk group is one batch. If a pack has a small share, the rows of its shuffle window are spread over many
-    batches, and filling all these batches together could take any amount of memory. Instead, the rows of
-    each window are listed in `ChunkGroup.upcoming` one group early, so that they are read into the page cache.
+    batches, and filling all these batches together could take any amount of memory. Instead, the rows of each window
+    are listed in `ChunkGroup.upcoming` one group early, so that they are read into the page cache.
     """
 
     mixture: Mixture

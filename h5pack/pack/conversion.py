@@ -80,7 +80,7 @@ class Conversion:
             require_filter(self.options.filter)
         if isinstance(source, (str, bytes, os.PathLike)):
             source = os.fsdecode(source)
-            require_local(source)
+            require_local(source, "source")
         self.output = Output(output_path(out), f"-{secrets.token_hex(6)}" if self.options.part else "")
         self.output.permissions_of = self.output.final if self.options.overwrite else None
         path = source if isinstance(source, str) else ""

@@ -145,7 +145,7 @@ def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
 
 
 def _require_unchanged(task: EncodeTask) -> None:
-    """Raise ResumeError if an image has changed since the survey, because all parts of an array job use the result."""
+    """Raise ResumeError if an image has changed since the survey: all parts of an array job use this task's result."""
     changed = None if task.check is None else first_changed_of(task.check)
     if changed is not None:
         partial = task.job.journal.removesuffix(".journal")

@@ -280,7 +280,7 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
 
 def output_path(out: str | os.PathLike[str]) -> Path:
     """Return the absolute path of an output; raise OptionsError if it is a URL, names a folder or is no path."""
-    require_local(out)
+    require_local(out, "out")
     name = os.fsdecode(out)
     if name.endswith(os.sep):
         raise OptionsError.at(name, "names a folder; give the name of the file to create")

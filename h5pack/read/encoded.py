@@ -318,7 +318,7 @@ def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = Tru
     offsets = read_offsets(file, f"{name}/offsets", data, "bytes")
     rows = len(offsets) - 1
     if sizes.shape != (rows, 2) or sizes.dtype.kind not in "iu":
-        if name != schema.ENCODED and sizes.ndim == 2:
+        if name != schema.ENCODED and sizes.ndim == 2 and len(sizes) != rows:
             raise dataset_error(file.filename, name, f"has {rows:,} rows for {len(sizes):,} images; {VERIFY_ADVICE}")
         problem = f"is {sizes.dtype} {sizes.shape}, not int32 ({rows}, 2); {VERIFY_ADVICE}"
         raise dataset_error(file.filename, schema.ENCODED_SIZE, problem)

@@ -5,8 +5,8 @@ Rows that are not encoded images take one of these paths:
 - Rows in the page cache may be copied from a mapping of the file (`Engine.mapped`, `Engine.read_batch`).
 - Unfiltered rows of at least `SCATTER_BYTES` bytes are scattered: read straight into their buffers, which may be
   anywhere in memory (`Storage`).
-- Smaller unfiltered rows are read into a staging buffer and copied from it. Copying a small row takes less time than
-  passing its address to the system call.
+- Smaller unfiltered rows are read straight if they are consecutive, else into a staging buffer and copied from it.
+  Copying a small row takes less time than passing its address to the system call.
 - Rows in filtered chunks are copied from the decoded chunks (`ChunkDecoder`).
 - Rows that h5pack cannot read itself are read through h5py with a suitable chunk cache (`H5Reader`).
 """
@@ -20,7 +20,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -42,6 +42,7 @@ from h5pack.read.storage import FileIdentity, Storage
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import equal_runs
 from h5pack.system.properties import cached_property
+from h5pack.system.text import printable
 
 
 @dataclass
@@ -112,9 +113,8 @@ class Engine:
         self._lock = (os.getpid(), threading.RLock())
         for index in indexes.values():
             if warn and index.library_text is not None and not index.name.startswith(f"{schema.CHECKSUMS}/"):
-                _log.warning(
-                    "%s: %r is read through the HDF5 library, which is slower: %s", path, index.name, index.library_text
-                )
+                problem = f"{index.name!r} is read through the HDF5 library, which is slower: {index.library_text}"
+                _log.warning("%s", printable(f"{path}: {problem}"))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "_mapped": {}, "_decoded": {}, "stats": ReadStats()}
@@ -416,8 +416,10 @@ class Engine:
 
     def snapshot(self) -> ReadStats:
         """Return a copy of this process's statistics."""
-        with self._own_lock():
-            return replace(self.stats)
+        self._own_lock()
+        # Do not copy under the lock. Creating objects may run the garbage collector, which may join threads that wait
+        # for the lock.
+        return ReadStats(**vars(self.stats))
 
     def _own_lock(self) -> Any:
         process, lock = self._lock

@@ -53,8 +53,10 @@ class RaggedIndex:
 
 
 def is_ragged(file: h5py.File, name: str) -> bool:
-    """Return whether `name` is the group of a ragged field. Mask groups have the same datasets, but hold PNG files."""
+    """Return whether `name` is the group of a ragged field. Groups of masks and `/encoded` have the same datasets."""
     group = find_item(file, name)
+    if name.strip("/") == schema.ENCODED and schema.FORMAT in file.attrs:
+        return False
     if not isinstance(group, h5py.Group) or not {schema.FIELD_DATA, schema.FIELD_OFFSETS} <= set(group):
         return False
     return text(group.attrs.get(schema.KIND, schema.RAGGED)) != schema.MASK

@@ -149,7 +149,7 @@ def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
     names = [name for name, _, _ in dataset.external or ()]
     paths = [path for name in names for path in (os.path.abspath(name), os.path.join(folder, name))]
     for path in paths:
-        if os.path.exists(path) and not os.path.isfile(path):  # HDF5 would wait for a pipe.
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):  # HDF5 would wait for a pipe.
             problem = f"has its data in {path}, which is not a regular file; restore that file"
             raise dataset_error(dataset.file.filename, dataset.name.lstrip("/"), problem)
     return frozenset(SourceFile(path, FileIdentity.of(path)) for path in paths if os.path.isfile(path))

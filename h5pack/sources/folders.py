@@ -93,7 +93,8 @@ def walk(root: str, names: NameFilter, top: str = "") -> Listing:
                 continue
             visits[identity] += 1
             if visits[identity] > _MAX_VISITS:  # A few folders of links to each other have billions of paths.
-                raise SourceError.at(path, f"links lead here on over {_MAX_VISITS:,} paths; remove some of them")
+                problem = f"links lead here on over {_MAX_VISITS:,} paths; remove some of them"
+                raise SourceError.at(os.path.realpath(path), problem)
             wanted, below = _list_folder(path, folder, names, found.ignored)
         except OSError as error:
             if names.excludes_below(folder):
@@ -194,7 +195,6 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 # Names that denote a split, with the rank by which splits are ordered in a pack.
-_MAX_VISITS = 1_000
 _SPLIT_RANKS = {
     "train": 0, "training": 0, "tr": 0,
     "val": 1, "valid": 1, "validation": 1, "dev": 1,
@@ -287,6 +287,7 @@ TARGET_FOLDERS = frozenset((
     "segmentationclass", "segmentationobject", "groundtruth", "gt", "gtfine", "trimaps", "depth", "edges", "mattes",
     "anno", "annot",
 ))  # fmt: skip
+_MAX_VISITS = 10_000  # of one folder, by different paths
 # The limits of `mask_beside_image`: the number of folders, and the length of the joined file names in each folder.
 _PROBED_FOLDERS, _PROBED_LENGTH = 100, 4096
 
@@ -414,7 +415,8 @@ def _inferred(found: Listing) -> Catalog:
     catalog = _inside(found, _by_names)
     if (beside := mask_beside_image(found)) is not None:
         doubt = "{1!r} is probably the mask of {0!r}, not an image of its own".format(*beside)
-        raise _masks_error(found.root, doubt, f"*{beside[2]}*", catalog.kind)
+        # Names of folders may contain the ending, too.
+        raise _masks_error(found.root, doubt, f"*{beside[2]}{'' if beside[2][0] == '.' else '[._]'}*", catalog.kind)
     return catalog
 
 
@@ -427,7 +429,8 @@ def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
     for folder in found.order[:_PROBED_FOLDERS]:
         files = found.folders[folder][:_PROBED_LENGTH].split("\0")
         names = {os.path.splitext(name)[0]: name for name in files}
-        first = {os.path.splitext(name)[1].lower(): name for name in files[:2]}
+        stem = os.path.splitext(files[0])[0]
+        first = {os.path.splitext(name)[1].lower(): name for name in files[:2] if os.path.splitext(name)[0] == stem}
         image, mask = first.get(".jpg") or first.get(".jpeg"), first.get(".png")
         # An image and its mask share a stem. The last name may be cut off, so it may have a stem of its own.
         if image and mask and len(files) > 2 and 2 * len(names) <= len(files) + 1:

@@ -110,7 +110,8 @@ def read_labels(path: Path, file: h5py.File, name: str, rows: int) -> tuple[npt.
     if values.dtype.kind not in "biuf":
         raise _label_error(path, name, f"holds {values.dtype}, which cannot be labels", _OTHER, _NONE)
     if not are_whole(values) or (values.size and not -(2**63) <= int(values.min()) <= int(values.max()) < 2**63):
-        found = f"holds numbers that are not all 64-bit integers (it starts with {values.reshape(-1)[0]})"
+        odd = values[(values != np.floor(values)) | (values < -(2.0**63)) | (values >= 2.0**63)]
+        found = f"holds numbers that are not all 64-bit integers, such as {odd[0]}"
         raise _label_error(path, name, found, _OTHER, _NONE, as_field)
     if values.ndim == 2:
         columns = attribute_names(dataset, schema.COLUMNS) or ()

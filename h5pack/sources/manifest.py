@@ -115,8 +115,8 @@ def _paths(
     """Return a column's paths of files relative to `root`, and a note if some differ from the cells of the column.
 
     If none of the first files exists, look for a file below `root` whose path ends with the cell. The cell may lack the
-    suffix of the file, and may begin with the name of the folder `root`. Keep a cell without such a file. A cell of a
-    mask or further image may be empty; if it matches several files, the main images (`images`) do not count.
+    suffix of the file, and may begin with the name of the folder `root`. Keep a cell without such a file. Cells of
+    masks and further images may be empty, and do not match main images (`images`) if they also match other files.
     """
     names = table.column(column)
     for row, name in enumerate(names):

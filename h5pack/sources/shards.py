@@ -129,7 +129,8 @@ def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shar
             raise SourceError.at(path, f"names more than {_MAX_FILES:,} files; give a pattern of fewer files")
     missing = next((one for one in paths if not os.path.isfile(one)), None)
     if missing is not None:
-        raise SourceError.at(missing, "not a file; check the pattern")
+        what = "not a regular file" if os.path.exists(missing) else "no such file"
+        raise SourceError.at(missing, f"{what}; check the pattern")
     root = os.path.commonpath([os.path.dirname(one) for one in paths])
     return Shards(Path(root), [os.path.relpath(one, root) if root else one for one in paths], wanted)
 

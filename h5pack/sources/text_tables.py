@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -97,20 +98,21 @@ def read_delimited(path: Path) -> TextTable:
 
 
 def _read_cells(path: Path, stream: IO[str], delimiter: str) -> list[tuple[int, list[str]]]:
-    """Return the number of each line and its cells; raise SourceError if a quote is not closed."""
-    for strict in (True, False):
-        stream.seek(0)
-        reader = csv.reader(stream, delimiter=delimiter, strict=strict)
-        try:
-            lines = [(reader.line_num, cells) for cells in reader]
-        except csv.Error as error:
-            number, reason = reader.line_num, error
-            continue
-        # Other characters beside a quote, such as spaces, do no harm, unless the quote joins several lines.
-        if strict or not any("\n" in cell or "\r" in cell for _, cells in lines for cell in cells):
-            return lines
-    problem = f"line {number}: cannot be read ({reason}); look for an unclosed quote in or above it"
-    raise SourceError(f"{path} {problem}", path=path)
+    """Return the number of each row's last line, and its cells; raise SourceError if a quote joins lines wrongly."""
+    stream.seek(0)
+    texts = stream.readlines()
+    reader, rows, end = csv.reader(texts, delimiter=delimiter), [], 0
+    try:
+        for cells in reader:
+            # In a single line, other characters beside a quote, such as spaces, do no harm.
+            if reader.line_num > end + 1 or (cells and cells[-1].endswith(("\n", "\r"))):
+                list(csv.reader(texts[end : reader.line_num], delimiter=delimiter, strict=True))
+            end = reader.line_num
+            rows.append((end, cells))
+    except csv.Error as error:
+        problem = f"line {end + 1}: cannot be read ({error}); look for an unclosed quote from this line on"
+        raise SourceError(f"{path} {problem}", path=path) from error
+    return rows
 
 
 def rectangular(path: Path, header: tuple[str, ...], lines: list[tuple[int, list[str]]]) -> TextTable:
@@ -191,7 +193,10 @@ def _floats(table: TextTable, column: str, cells: list[str]) -> npt.NDArray[np.f
         row = next(row for row, cell in enumerate(cells) if cell and not is_number(cell))
         raise _number_error(table, column, row, "not a number") from None
     for row in np.flatnonzero(np.abs(found) >= 2**53).tolist():
-        if (whole := integers([cells[row]])) is not None and int(whole[0]) != int(found[row]):
+        exact = None
+        with contextlib.suppress(ValueError):
+            exact = int(parse_number(cells[row], int))
+        if exact is not None and exact != int(found[row]):
             problem = "which would be rounded, because other cells are empty or not integers"
             raise _number_error(table, column, row, problem)
     return found

@@ -166,8 +166,8 @@ def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator
 
     A full disk or an exhausted quota becomes a NoSpaceError about `path` that ends with `advice`; `parameters` are the
     parameters that `advice` names. A file that is too large becomes a NoSpaceError, too. Failed storage, a file that
-    another program has removed, and a name that the file system does not allow become H5PackErrors about
-    the file that the OSError names, or about `path` if it names none.
+    another program has removed, and a name that the file system does not allow become H5PackErrors about the file that
+    the OSError names, or about `path` if it names none.
     """
     try:
         yield
@@ -278,10 +278,14 @@ def require_writable(folder: Path) -> None:
     is_closed = not os.access(folder, os.W_OK | os.X_OK)
     with reporting_disk_errors(folder, "choose another folder"):
         try:
-            if not folder.is_dir():
-                raise SourceError.at(folder, "the folder for the output does not exist; create it")
+            # Not `Path.is_dir`, which in Python 3.14 is False for every error.
+            exists = stat.S_ISDIR(os.stat(folder).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            exists = False
         except PermissionError:  # A folder above it cannot be opened.
-            is_closed = True
+            exists = is_closed = True
+        if not exists:
+            raise SourceError.at(folder, "the folder for the output does not exist; create it")
     if is_closed:
         raise SourceError.at(folder, "no permission to create files in this folder; choose another")
 

@@ -24,21 +24,23 @@ def unfit(name: str, value: object, advice: str) -> OptionsError:
     return OptionsError(f"{name} is {short_repr(value)}; {advice}", parameters=(name,))
 
 
-def require_local(path: str | os.PathLike[str]) -> None:
+def require_local(path: str | os.PathLike[str], parameter: str = "path") -> None:
     """Raise OptionsError if a path is a URL, such as ``s3://bucket/pack.h5``, contains NUL, is empty, or is no path."""
     if not isinstance(path, (str, bytes, os.PathLike)):
-        raise unfit("path", path, "give the path of a file")
+        raise unfit(parameter, path, "give the path of a file or folder")
     name = os.fsdecode(path)
     if not name:
         # Without this check, an unset shell variable (an empty path) would mean the working directory.
-        raise OptionsError("path is empty; give the path of a file or folder", path=name, parameters=("path",))
+        problem = f"{parameter} is empty; give the path of a file or folder"
+        raise OptionsError(problem, path=name, parameters=(parameter,))
     if "\0" in name:
-        raise OptionsError(f"path is {name!r}; give a path without NUL characters", path=name, parameters=("path",))
+        problem = f"{parameter} is {name!r}; give a path without NUL characters"
+        raise OptionsError(problem, path=name, parameters=(parameter,))
     try:
         os.fsencode(name)
     except UnicodeEncodeError as error:
-        problem = f"path is {name!r}, which is not a valid file name ({error.reason})"
-        raise OptionsError(problem, parameters=("path",)) from error
+        problem = f"{parameter} is {name!r}, which is not a valid file name ({error.reason}); give another"
+        raise OptionsError(problem, path=name, parameters=(parameter,)) from error
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
         problem = "a URL; h5pack reads and writes files only, so mount or download the data, and give its path"
         raise OptionsError.at(name, problem)

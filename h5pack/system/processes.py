@@ -6,6 +6,7 @@ import ast
 import concurrent.futures
 import contextlib
 import copy
+import dis
 import gc
 import inspect
 import io
@@ -287,7 +288,9 @@ def _globals_of(function: types.FunctionType) -> Iterator[Any]:
     codes = [] if str(function.__module__).partition(".")[0] in _KNOWN_PACKAGES else [function.__code__]
     while codes:
         code = codes.pop()
-        yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+        # Not `co_names`, which has the names of attributes, too.
+        names = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        yield from (function.__globals__[name] for name in names if name in function.__globals__)
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 

@@ -16,6 +16,7 @@ import h5pack
 from h5pack.doctor import device_stages
 from h5pack.doctor.device_stages import (
     DeviceStages,
+    ModuleStep,
     copies_beyond_cache,
     default_loss,
     idle_gpus,
@@ -280,3 +281,18 @@ def test_factories_that_fail_say_why_in_a_line(factory: Any, word: str) -> None:
         made(factory)
     assert "\n" not in str(caught.value)
     assert name_of(factory) in str(caught.value)
+
+
+def test_gradients_that_are_not_finite_leave_the_weights_unchanged() -> None:
+    module = torch.nn.Linear(4, 2, bias=False)
+    before = module.weight.detach().clone()
+
+    def distances(output: torch.Tensor, _: Any) -> torch.Tensor:
+        return (output[:, None] - output[None]).square().sum(-1).sqrt().sum()
+
+    step = ModuleStep(module, distances, torch.device("cpu"), torch.float32)
+    for _ in range(2):
+        step(torch.rand(3, 4), None)
+    assert module.weight.grad is not None
+    assert module.weight.grad.isnan().any()
+    assert torch.equal(module.weight, before)

@@ -17,9 +17,9 @@ from h5pack.format.fields import RaggedRows
 from h5pack.read import ragged
 from h5pack.read.description import describe_file
 from h5pack.read.engine import Engine
-from h5pack.read.ragged import read_ragged
+from h5pack.read.ragged import is_ragged, read_ragged
 from h5pack.read.read_plan import MAX_GAP_BYTES
-from tests.makers import FIELDS, annotated_images, quick
+from tests.makers import FIELDS, annotated_images, flat_folder, quick
 
 NAMES = ["boxes", "points", "caption", "captions", "sizes", "score"]
 COUNT = 30
@@ -238,3 +238,11 @@ def test_labels_are_no_ragged_field(tmp_path: Path) -> None:
     assert h5pack.H5Dataset(tmp_path / "f.h5", labels=None, fields=["labels"])[2].labels_.tolist() == [2, 3, 4]
     with pytest.raises(PackFormatError):
         h5pack.H5Dataset(tmp_path / "f.h5", images="labels", labels=None)
+
+
+def test_kept_files_are_no_ragged_field(tmp_path: Path) -> None:
+    h5pack.convert(flat_folder(tmp_path / "in", 3), tmp_path / "k.h5", **quick(keep="jpeg"))
+    with h5py.File(tmp_path / "k.h5") as file:
+        assert not is_ragged(file, "encoded")
+    with pytest.raises(H5PackError):
+        h5pack.convert(tmp_path / "k.h5", tmp_path / "o.h5", **quick(size=8, fields="encoded"))

@@ -133,6 +133,11 @@ def test_masks_beside_images_of_the_same_names(tmp_path: Path, ending: str) -> N
     assert [*catalog.pixel_fields[0].files] == [f"{number}{ending}" for number in range(3)]
 
 
+def test_the_first_image_and_the_first_mask_must_have_one_name(tmp_path: Path) -> None:
+    touch(tmp_path, "a.png", *(f"{name}{suffix}" for name in "bcd" for suffix in (".jpg", ".png")))
+    assert len(open_source(tmp_path, SourceOptions())) == 7
+
+
 @pytest.mark.parametrize(
     "names",
     [

@@ -97,7 +97,7 @@ def test_numbers_are_exact_integers_or_float64(cells: list[Any], dtype: Any) -> 
         ([1, 2**64], 3), ([2**63, -1], 2), ([2**63, -(2**63) - 1], 3),
         *(([1, 2.5, cell, "worse"], 4) for cell in ("-", "cat", "1_0.5", "1,5")),
         # As floats, these integers would be others.
-        (["", 2**53, 2**53 + 1], 4), ([1.5, -(2**53) - 3], 3),
+        (["", 2**53, 2**53 + 1], 4), ([1.5, -(2**53) - 3], 3), (["", 2**64 - 1], 3), ([0.5, 2**63 + 1], 3),
     ],
 )  # fmt: skip
 def test_a_cell_that_is_not_a_number_or_fits_no_dtype_is_named(cells: list[Any], line: int) -> None:
@@ -129,6 +129,8 @@ def test_a_cell_outside_a_label_table_is_named(cells: list[str], line: int) -> N
 def test_a_quote_that_is_not_closed_is_named(tmp_path: Path) -> None:
     path = written(tmp_path / "m.csv", 'path,label\na.jpg,5" disk\n"b.jpg","c, ""d"""\n')
     assert read_delimited(path).column("label") == ['5" disk', 'c, "d"']
+    written(path, 'path,label\na.jpg,"two\nlines"\nb.jpg,"c" \n')
+    assert read_delimited(path).column("label") == ["two\nlines", "c"]
     for lines in ('a.jpg,"x\nb.jpg,y\nc.jpg,y\n', 'a.jpg,x\nb.jpg,y\n"c.jpg,y\n', 'a.jpg,"x\nb.jpg,y\nc.jpg,"z"\n'):
         written(path, f"path,label\n{lines}")
         with pytest.raises(SourceError, match=r"m\.csv line \d+: cannot be read") as caught:

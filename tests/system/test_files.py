@@ -217,14 +217,14 @@ def test_a_missing_or_closed_folder_is_no_place_for_an_output(tmp_path: Path, mo
         with pytest.raises(SourceError) as caught:
             files.require_writable(folder)
         assert caught.value.path == str(folder)
-    monkeypatch.setattr(Path, "is_dir", Mock(side_effect=PermissionError))
+    monkeypatch.setattr(os, "stat", Mock(side_effect=PermissionError))
     with pytest.raises(SourceError, match="permission"):
         files.require_writable(tmp_path / "closed" / "folder")
 
 
 def test_a_folder_on_a_disk_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("is_dir", "stat"):
-        monkeypatch.setattr(Path, name, Mock(side_effect=OSError(errno.EIO, "failed", str(tmp_path))))
+    for owner in (Path, os):
+        monkeypatch.setattr(owner, "stat", Mock(side_effect=OSError(errno.EIO, "failed", str(tmp_path))))
     monkeypatch.setattr(os, "open", Mock(side_effect=OSError(errno.EIO, "failed", str(tmp_path / "f"))))
     for action in (
         lambda: files.require_writable(tmp_path),

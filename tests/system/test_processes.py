@@ -255,6 +255,15 @@ class NamesAGlobal(HeldByClass):
         return [_HELD.read(1) for _ in range(1)]
 
 
+class NamesAnAttribute:
+    """A class with an attribute that has the name of a global."""
+
+    _HELD = 3
+
+    def read(self) -> int:
+        return self._HELD
+
+
 @pytest.mark.parametrize("place", ["class", "global", "function"])
 def test_files_held_by_classes_and_globals_are_found(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -270,6 +279,8 @@ def test_files_held_by_classes_and_globals_are_found(
             monkeypatch.setattr(process_of, "file", file, raising=False)
         shared_object = process_of if place == "function" else NamesAGlobal()
         with pytest.raises(WorkerError, match=re.escape(str(path))), open_executor(2, "fork", shared_object):
+            pass
+        with open_executor(2, "fork", NamesAnAttribute()):
             pass
 
 
