@@ -141,7 +141,7 @@ def test_a_batch_that_does_not_fit_on_the_device_is_an_error(tmp_path: Path, mon
 
     monkeypatch.setattr("h5pack.doctor.target.DeviceStages", Small)
     with pytest.raises(OptionsError) as caught:
-        h5pack.diagnose(write(tmp_path / "f.h5", images=values()), batch_size=20, seconds=1, device="cpu")
+        h5pack.diagnose(write(tmp_path / "f.h5", images=values()), batch_size=20, seconds=60, device="cpu")
     assert caught.value.parameters == ("batch_size",)
 
 
