@@ -346,11 +346,11 @@ class Manifest:
 def plan_manifest(source: SourceRows, names: ExportNames) -> Manifest:
     """Return the manifest of the rows of `source`, whose files have these `names`."""
     catalog = source.catalog
-    name = partial(_column_name, {"path", "split"})
+    name = partial(_column_name, {"path", "split"}, catalog.labels is None)
     lost: list[str] = []
     columns = [ManifestColumn("split", catalog.split_ids, catalog.split_names), *_labels(catalog, name, lost)]
     for field, values in sorted(catalog.fields.items()):
-        columns += _field(field, values, catalog.labels is None, name, lost)
+        columns += _field(field, values, name, lost)
     for one, files in zip(catalog.pixel_fields, names.masks, strict=True):
         columns.append(ManifestColumn(name(one.name), files, option=_OPTIONS[one.kind]))
         if columns[-1].name != one.name:
@@ -389,9 +389,11 @@ def is_header(cells: Sequence[str]) -> bool:
     return [*cells[:2]] == ["path", "split"] and any(cell.startswith("row") for cell in cells[-2:])
 
 
-def _column_name(used: set[str], wanted: str) -> str:
+def _column_name(used: set[str], unlabeled: bool, wanted: str) -> str:
     """Return a distinct name without white space around it, and without commas, which separate names in options."""
-    return distinct_name(one_line(wanted).strip().replace(",", ";") or "column", used)
+    name = one_line(wanted).strip().replace(",", ";") or "column"
+    # If a table has no labels, `h5pack convert` would take a column in LABEL_COLUMNS for labels.
+    return distinct_name(f"field_{name}" if unlabeled and name.lower() in LABEL_COLUMNS else name, used)
 
 
 def _labels(catalog: Catalog, name: Callable[[str], str], lost: list[str]) -> list[ManifestColumn]:
@@ -430,9 +432,7 @@ def _labels(catalog: Catalog, name: Callable[[str], str], lost: list[str]) -> li
     return [ManifestColumn(name("label"), labels, names)]
 
 
-def _field(
-    field: str, values: FieldValues, unlabeled: bool, name: Callable[[str], str], lost: list[str]
-) -> Iterator[ManifestColumn]:
+def _field(field: str, values: FieldValues, name: Callable[[str], str], lost: list[str]) -> Iterator[ManifestColumn]:
     data = field_data(values)
     # `h5pack convert` reads integers as int64, or in a column of numbers as uint64 if they are too large for int64.
     is_large = data is values and data.dtype == np.uint64 and int(data.max(initial=0)) >= 2**63
@@ -447,7 +447,7 @@ def _field(
         lost += dtypes
         if values.classes is not None:
             lost.append(f"the names of the classes of the field {field!r}")
-        yield _column_of(field, values, unlabeled, name, lost)
+        yield _column_of(field, values, name, lost)
         return
     count = math.prod(values.shape[1:])
     if count > _MAX_FIELD_NUMBERS:
@@ -460,15 +460,12 @@ def _field(
         for number in range(count):
             yield ManifestColumn(name(f"{field}.{number}"), flat[:, number], option=_OPTIONS[schema.ARRAY])
         return
-    yield _column_of(field, values, unlabeled, name, lost)
+    yield _column_of(field, values, name, lost)
 
 
-def _column_of(
-    field: str, values: FieldValues, unlabeled: bool, name: Callable[[str], str], lost: list[str]
-) -> ManifestColumn:
+def _column_of(field: str, values: FieldValues, name: Callable[[str], str], lost: list[str]) -> ManifestColumn:
     """Return the column of a field; append to `lost` if the column cannot have the field's name."""
-    # If a table has no labels, `h5pack convert` would take a column in LABEL_COLUMNS for labels, so rename the column.
-    column = name(f"field_{field}" if unlabeled and field.lower() in LABEL_COLUMNS else field)
+    column = name(field)
     if column != field:
         lost.append(f"the name of the field {field!r}, which becomes {column!r}")
     return ManifestColumn(column, values, option=_OPTIONS[field_kind(values)])

@@ -146,9 +146,8 @@ def parse_ragged(values: Sequence[Any], kind: str = schema.RAGGED, box_format: s
             if inner is None and (kind != schema.KEYPOINTS or array.shape[1:] in ((2,), (3,))):
                 inner = array.shape[1:]
             if array.shape[1:] != inner:
-                wanted = "2 or 3 numbers" if inner is None else _entries_text(inner)
-                held = _entries_text(array.shape[1:])
-                raise FieldValueError(row, f"has entries of {held}, but each entry must have {wanted}")
+                wanted = "lists of 2 or 3" if inner is None else _entries_text(inner)
+                raise FieldValueError(row, f"has {_entries_text(array.shape[1:])} as entries, which must be {wanted}")
             kinds.add(array.dtype.kind)
         arrays.append(array)
     dtype = np.int64 if kind == schema.RAGGED and kinds and kinds <= set("biu") else np.float64
@@ -186,7 +185,7 @@ def _is_rounded(value: Any, array: npt.NDArray[Any]) -> bool:
 
 
 def _entries_text(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) + " numbers" if shape else "one number"
+    return f"lists of {'x'.join(map(str, shape))}" if shape else "single numbers"
 
 
 def is_numeric_dtype(dtype: np.dtype[Any]) -> bool:

@@ -569,6 +569,18 @@ def test_a_table_with_long_texts_is_read_back(tmp_path: Path, monkeypatch: pytes
         assert len(file["fields/text/data"]) == 200_000
 
 
+@pytest.mark.parametrize("name", [" label", "Class ", "target"])
+def test_fields_do_not_come_back_as_labels(tmp_path: Path, name: str) -> None:
+    images = np.random.default_rng(0).integers(0, 255, (6, 9, 9, 3), np.uint8)
+    given = {name: np.arange(6), "category": np.zeros((6, 9, 9), np.uint8)}
+    hdf5_file(tmp_path / "f.h5", images=images, **given)
+    h5pack.convert(tmp_path / "f.h5", tmp_path / "a.h5", **quick(labels="", fields=[name, "category"]))
+    export(tmp_path / "a.h5", tmp_path / "out", **one())
+    h5pack.convert(tmp_path / "out" / "manifest.csv", tmp_path / "o.h5", **quick())
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert "labels" not in file
+
+
 def test_integers_of_numpy_are_accepted(tmp_path: Path) -> None:
     hdf5_file(tmp_path / "f.h5", images=np.zeros((2, 9, 9, 3), np.uint8))
     one = np.int64(1)
