@@ -361,8 +361,9 @@ class BenchRun:
             sweep.measure(cold, end - self._clock(), report.measurements)
         tried = {one.case for one in report.measurements if one.reason != NO_TIME}
         chosen, left_out = report.recommendation, len(set(every) - tried)
-        # Omit this note if the sample is too small to compare variants: then most cases are left out on purpose.
-        if left_out and (chosen is None or chosen.compared):
+        # Omit this note if there is no recommendation, because the report then says how many seconds are enough, and if
+        # the sample is too small to compare variants, because then most cases are left out on purpose.
+        if left_out and chosen is not None and chosen.compared:
             text = f"{left_out} of {len(every)} cases were not measured for lack of time; the answer needs none of them"
             report.notes.append(f"{text}. About {enough} seconds are enough for all tables.")
 

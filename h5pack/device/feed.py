@@ -219,6 +219,10 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     except (RuntimeError, TypeError, ValueError) as error:
         raise invalid("device", device, " is not a torch device; give 'cpu', 'cuda' or 'cuda:0'") from error
     if found.type != "cuda":
+        try:
+            torch.empty(0, device=found)
+        except Exception as error:  # torch raises errors of several types.
+            raise invalid("device", str(found), " does not exist here; give 'cpu', or 'cuda' for a GPU") from error
         return found
     if not torch.cuda.is_available():
         asked = f"device={str(found)!r}"

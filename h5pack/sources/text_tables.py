@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from h5pack.errors import SourceError
 from h5pack.format import schema
-from h5pack.system.text import short_repr
+from h5pack.system.text import counted, short_repr
 
 csv.field_size_limit(2**24)  # A text or list may have more characters than Python's default limit, 131,072.
 _TRUTH = {"True": "1", "False": "0"}
@@ -127,7 +127,8 @@ def rectangular(path: Path, header: tuple[str, ...], lines: list[tuple[int, list
             continue
         numbers.append(number)
         if len(cells) != len(header):
-            raise table.error(-1, f"has {len(cells)} cells, but the table has {len(header)} columns; correct the line")
+            problem = f"has {counted(len(cells), 'cell')}, but the table has {counted(len(header), 'column')}"
+            raise table.error(-1, f"{problem}; correct the line")
         rows.append(cells)
     return table
 

@@ -64,6 +64,8 @@ def test_missing_devices_and_invalid_options_are_refused(monkeypatch: pytest.Mon
         {"device": "gpu"},
         {"device": -1},
         {"device": 2**70},
+        {"device": "hip"},
+        {"device": "xpu"},
         {"prefetch_factor": 0},
         {"loader": 7},
     ):
