@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import tempfile
+import stat
+import struct
+import zipfile
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -36,19 +38,21 @@ from h5pack.sources.catalog import (
 )
 from h5pack.sources.folders import arranged, is_split_name, is_visible, list_names
 from h5pack.sources.pairs import pairs
-from h5pack.system.files import absolute_path, read_all, reporting_disk_errors, write_all
+from h5pack.system.files import absolute_path, read_all
 from h5pack.system.text import format_bytes
 
 _HEAD_BYTES = 2_048
-_COPY_BYTES = 1024 * 1024
 _MAX_OPEN_FILES = 64
 _MAX_NAME_BYTES = 4_096
 # A member of a zip file is a bomb if it exceeds both limits: on its size in bytes, and on its expansion by
 # decompression. The second limit alone is too strict, because harmless blank bitmaps expand up to 1,032 times.
-_BOMB_BYTES, _BOMB_RATIO = 64 * 1024 * 1024, 100
-_TAR_BOMB_BYTES = 1 << 30  # the same for a whole tar file that is compressed
+_BOMB_BYTES, BOMB_RATIO = 64 * 1024 * 1024, 100
 _COLUMNS = ("offsets", "sizes", "stored_sizes", "checksums", "storings")
 _LOCAL_HEADER, _LOCAL_HEADER_BYTES = b"PK\3\4", 30
+_ZIP_ENCRYPTED_FLAG, _ZIP_UTF8_FLAG, _ZIP_DOS = 0x1, 0x800, 0
+_ZIP_UNICODE_PATH = 0x7075  # extra field: version, CRC-32 of the stored name, name in UTF-8 (Info-ZIP, appnote.iz)
+_ZIP_MAX_SIZE = 2**63 - 1
+_ZIP_MAX_SHARING = 10  # maximum ratio of the stored sizes of a zip file's members to its size; over 1 if it is damaged
 
 
 class Storing(IntEnum):
@@ -80,6 +84,7 @@ REASONS = {
 """The reasons for rejecting members."""
 UNPLACED = (Storing.OUTSIDE, Storing.LONG_NAME, Storing.REPLACED)
 """Members with an invalid name, or with the same name as a later member. Their bytes are never read."""
+_ZIP_STORINGS = {zipfile.ZIP_STORED: Storing.ZIP_STORED, zipfile.ZIP_DEFLATED: Storing.ZIP_DEFLATED}
 
 
 class ArchiveFile:
@@ -340,9 +345,9 @@ class ArchiveReader(SourceReader):
         At most one byte more than the member's declared size is decompressed.
         """
         size, stored = int(self.sizes[index]), int(self.stored_sizes[index])
-        if size > max(_BOMB_BYTES, _BOMB_RATIO * stored):
+        if size > max(_BOMB_BYTES, BOMB_RATIO * stored):
             raise RejectedImageError(
-                f"zip bomb: {format_bytes(stored)} expand to {format_bytes(size)}, over {_BOMB_RATIO} times as much"
+                f"zip bomb: {format_bytes(stored)} expand to {format_bytes(size)}, over {BOMB_RATIO} times as much"
             )
         wanted = size if count is None else min(size, count)
         data = self._stored_bytes(index, stored if count is None else min(stored, count))
@@ -373,27 +378,6 @@ class ArchiveReader(SourceReader):
         if len(data) < count:
             raise RejectedImageError("it is cut off by the end of the archive")
         return data
-
-
-def decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
-    """Decompress `stream` into an unnamed file in `folder`, and make `file` read from it.
-
-    The unnamed file disappears with this process.
-    """
-    position = 0
-    advice = "make room there, or decompress the archive yourself and pack the result"
-    with stream, tempfile.TemporaryFile(dir=folder) as target, reporting_disk_errors(folder, advice):
-        while True:
-            with file.parsing("cannot be decompressed"):
-                data = stream.read(_COPY_BYTES)
-            if not data:
-                break
-            if position > max(_TAR_BOMB_BYTES, _BOMB_RATIO * file.size):
-                problem = f"expands to over {_BOMB_RATIO} times its size; if it is no bomb, decompress and pack it"
-                raise SourceError.at(file.path, problem)
-            write_all(target.fileno(), data, position)
-            position += len(data)
-        file.keep_copy(target.fileno())
 
 
 def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kind: str) -> Catalog:
@@ -442,3 +426,58 @@ def _strip_only_folder(members: Members, kind: str) -> None:
         for name, storing in zip(members.names, members.storings, strict=True)
     ]
     members.folders = {path.removeprefix(base) for path in members.folders} - {base[:-1]}
+
+
+def open_zip(path: Path) -> tuple[ArchiveFile, Members]:
+    """Open a zip file and return its index."""
+    file, members = ArchiveFile(str(path)), Members()
+    with file.parsing("its directory of members is damaged or missing"), zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    file.require_unchanged()
+    for entry in entries:
+        name = _zip_name(entry)
+        if entry.create_system == _ZIP_DOS and "/" not in name:
+            # Some tools for Windows separate folders by backslashes, against the format's specification.
+            name = name.replace("\\", "/")
+        if name.endswith("/"):
+            members.add_folder(name)
+        else:
+            # The sizes in a damaged file may be too large for int64.
+            offset, size, stored = (
+                min(value, _ZIP_MAX_SIZE) for value in (entry.header_offset, entry.file_size, entry.compress_size)
+            )
+            members.add(name, offset, size, stored, entry.CRC, _zip_storing(entry))
+    if sum(min(stored, file.size) for stored in members.stored_sizes) > _ZIP_MAX_SHARING * file.size:
+        raise file.damaged("is a zip bomb: its members share their bytes")
+    return file, members
+
+
+def _zip_name(entry: zipfile.ZipInfo) -> str:
+    """Return a member's name in Unicode, whichever way the archiver stored it."""
+    # Use the stored name, because zipfile cuts off `entry.filename` at a NUL.
+    name, extra = entry.orig_filename, entry.extra
+    if entry.flag_bits & _ZIP_UTF8_FLAG:
+        return name
+    stored = name.encode("cp437")
+    while len(extra) > 9:
+        kind, count, version, checksum = struct.unpack_from("<HHBL", extra)
+        if (kind, version, checksum) == (_ZIP_UNICODE_PATH, 1, zlib.crc32(stored)):
+            stored = extra[9 : 4 + count]
+            break
+        extra = extra[4 + count :]
+    try:
+        # Some archivers, such as that of macOS, store UTF-8 without setting the flag.
+        return stored.decode()
+    except UnicodeDecodeError:
+        return name
+
+
+def _zip_storing(entry: zipfile.ZipInfo) -> Storing:
+    kind = stat.S_IFMT(entry.external_attr >> 16)
+    if kind == stat.S_IFLNK:
+        return Storing.LINK
+    if kind not in (0, stat.S_IFREG):
+        return Storing.SPECIAL
+    if entry.flag_bits & _ZIP_ENCRYPTED_FLAG:
+        return Storing.ZIP_ENCRYPTED
+    return _ZIP_STORINGS.get(entry.compress_type, Storing.ZIP_OTHER)

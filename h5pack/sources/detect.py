@@ -9,7 +9,7 @@ from pathlib import Path
 
 from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError
 from h5pack.format import schema
-from h5pack.sources.archives import members_catalog
+from h5pack.sources.archives import members_catalog, open_zip
 from h5pack.sources.catalog import Catalog, NameFilter, Note, unused_note
 from h5pack.sources.celeba import attributes_of, celeba, is_celeba
 from h5pack.sources.coco import coco, is_coco
@@ -23,7 +23,6 @@ from h5pack.sources.shards import TABLE_SUFFIXES, TAR_SUFFIXES, Shards, find_sha
 from h5pack.sources.tables import tables
 from h5pack.sources.tar_files import open_tar
 from h5pack.sources.webdataset import is_webdataset, webdataset
-from h5pack.sources.zip_files import open_zip
 from h5pack.system.text import listed
 
 KINDS = (

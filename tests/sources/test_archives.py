@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import h5pack
 from h5pack.errors import H5PackError, NoImagesError, NoSpaceError, RejectedImageError, ResumeError, SourceError
 from h5pack.images.decode import MAX_PIXELS
-from h5pack.sources import archives, tar_files, zip_files
+from h5pack.sources import archives, tar_files
 from h5pack.sources.archives import ArchiveFile, member_path
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
@@ -401,7 +401,7 @@ def test_compressed_tar_files_that_expand_too_far_are_refused(tmp_path: Path, mo
     data = tar_file(tmp_path / "x.tar", touch(tmp_path / "in", "1.jpg")).read_bytes() + bytes(4_000_000)
     (tmp_path / "x.tar.gz").write_bytes(gzip.compress(data))
     assert len(opened(tmp_path / "x.tar.gz")) == 1
-    monkeypatch.setattr(archives, "_TAR_BOMB_BYTES", 2_000_000)
+    monkeypatch.setattr(tar_files, "_TAR_BOMB_BYTES", 2_000_000)
     with pytest.raises(SourceError):
         opened(tmp_path / "x.tar.gz")
 
@@ -454,7 +454,7 @@ def test_names_of_zip_files_are_unicode_however_they_are_stored(tmp_path: Path) 
         data += b"PK\3\4" + struct.pack("<H", 20) + fixed + stored + extra + b"x"
     end = struct.pack("<HHHHLLH", 0, 0, len(entries), len(entries), len(directory), len(data), 0)
     (tmp_path / "x.zip").write_bytes(data + directory + b"PK\5\6" + end)
-    _, members = zip_files.open_zip(tmp_path / "x.zip")
+    _, members = archives.open_zip(tmp_path / "x.zip")
     assert members.names == [*entries]
 
 
