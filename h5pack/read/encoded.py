@@ -5,9 +5,8 @@ Rows of another size can be read one by one, but batched only with `decode`.
 
 A pack stores encoded images in the group `/encoded`. Their bytes are read directly (`EncodedIndex`). Other files store
 them in a dataset, mostly of variable-length uint8 (see `is_encoded`). The HDF5 library fetches their bytes, in one
-thread at a time.
-In both cases, `h5pack.images.decode`, which `h5pack convert` also uses, decodes the images without the GIL, in any
-number of threads.
+thread at a time. In both cases, `h5pack.images.decode`, which `h5pack convert` also uses, decodes the images without
+the GIL, in any number of threads.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def _may_need_main(value: Any) -> bool:
         # `_reachable` does not find the elements of an array of objects.
         if isinstance(item, np.ndarray) and item.dtype.hasobject:
             return True
-        if str(named.__module__).partition(".")[0] not in _KNOWN_PACKAGES:
+        if not _is_known(named):
             return True
     return False
 
@@ -277,15 +277,20 @@ def _reachable(value: Any) -> Iterator[Any]:
         if isinstance(item, types.FunctionType):
             rest += [vars(item), item.__closure__, item.__defaults__, item.__kwdefaults__, *_globals_of(item)]
         elif isinstance(item, type):
-            if str(item.__module__).partition(".")[0] not in _KNOWN_PACKAGES:
+            if not _is_known(item):
                 rest += [*vars(item).values(), *item.__bases__]
         elif not isinstance(item, (types.ModuleType, types.FrameType, types.TracebackType, types.GeneratorType)):
             rest += gc.get_referents(item)
 
 
+def _is_known(item: Any) -> bool:
+    """Return whether a class or function is of one of the known packages."""
+    return str(item.__module__).partition(".")[0] in _KNOWN_PACKAGES
+
+
 def _globals_of(function: types.FunctionType) -> Iterator[Any]:
     """Yield the globals that a function of another package than the known ones refers to by name."""
-    codes = [] if str(function.__module__).partition(".")[0] in _KNOWN_PACKAGES else [function.__code__]
+    codes = [] if _is_known(function) else [function.__code__]
     while codes:
         code = codes.pop()
         # Not `co_names`, which has the names of attributes, too.
