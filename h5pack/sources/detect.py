@@ -131,18 +131,18 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
         text = "these are CelebA's images without their attributes; give its main folder, {}, for labels and splits"
         notes += (Note(text.format(whole)),)
     elif catalog.labels is None or notes or schema.NO_LABEL in catalog.labels:
-        notes += unused_note("tables", _tables(path, found), "to pack one, give it as the source")
+        notes += unused_note("tables", _tables(path, found, options.names), "to pack one, give it as the source")
     return replace(catalog, notes=notes)
 
 
-def _tables(path: Path, found: Listing) -> list[str]:
-    """Return the names of the manifests and of COCO's annotations in a folder.
+def _tables(path: Path, found: Listing, names: NameFilter) -> list[str]:
+    """Return the names of the manifests and of COCO's annotations in a folder that are not excluded.
 
     Leave out suffixes that very many files have, because each such file probably annotates a single image.
     """
     patterns = tuple(f"*{end}" for end in _TABLE_ENDINGS if 0 < found.ignored[f"{end} files"] <= _MAX_TABLES)
-    names = walk(str(path), NameFilter(patterns)).below("") if patterns else ()
-    return [name for name in names if not name.endswith(".json") or b'"images"' in _start(path / name, 65_536)]
+    below = walk(str(path), NameFilter(patterns, names.exclude)).below("") if patterns else ()
+    return [name for name in below if not name.endswith(".json") or b'"images"' in _start(path / name, 65_536)]
 
 
 def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:

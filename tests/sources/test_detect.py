@@ -187,6 +187,16 @@ def test_a_note_names_tables_beside_images_without_labels(tmp_path: Path) -> Non
         assert len(open_source(touch(tmp_path / f"{count}", *names.split()), SourceOptions()).notes) == count
 
 
+def test_tables_in_excluded_folders_are_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(tmp_path, "1.jpg", "a.csv", "closed/b.csv", "closed/2.jpg")
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: scandir(path if "closed" not in str(path) else "/nowhere"))
+    catalog = open_source(tmp_path, SourceOptions(names=NameFilter(exclude=("closed/*",))))
+    assert list(catalog.names) == ["1.jpg"]
+    (note,) = catalog.notes
+    assert ["a.csv" in note.text, "b.csv" in note.text] == [True, False]
+
+
 def test_folders_without_images_are_not_masks(tmp_path: Path) -> None:
     """As in the folders of YOLO, whose labels are text."""
     names = [f"{split}/{name}" for split in ("train", "val") for name in ("images/1.jpg", "labels/1.txt")]
