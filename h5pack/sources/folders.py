@@ -77,7 +77,7 @@ def walk(root: str, names: NameFilter, top: str = "") -> Listing:
     """Find all files that the filter `names` selects in the folder `top` of `root` and its visible subfolders.
 
     The order does not depend on the file system. Links to files and folders are followed, except loops of links. Raise
-    SourceError if a folder cannot be listed, unless the filter excludes everything below that folder.
+    SourceError if a folder or link cannot be read, unless the filter excludes everything below that folder.
     """
     found = Listing(root)
     stack: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
@@ -100,7 +100,7 @@ def walk(root: str, names: NameFilter, top: str = "") -> Listing:
             if names.excludes_below(folder):
                 found.ignored["excluded folders"] += 1
                 continue
-            problem = f"the folder cannot be listed ({error.strerror}); make it readable, or skip it with exclude"
+            problem = f"cannot be read ({error.strerror}); make it readable, or skip it with exclude"
             raise SourceError.at(path, problem, "exclude") from error
         stack += [(name, above | {identity}) for name in below]
         if below:
@@ -184,14 +184,12 @@ def is_path(text: str) -> bool:
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder, or a link to one."""
+    """Return whether an entry is a folder or a link to one, or, because it may be one, a link that cannot be read."""
     try:
         return entry.is_dir()
     except OSError as error:
         # A link that leads to itself is treated as a file, and becomes a rejected image when it cannot be read.
-        if error.errno != errno.ELOOP:
-            raise
-        return False
+        return error.errno != errno.ELOOP
 
 
 # Names that denote a split, with the rank by which splits are ordered in a pack.

@@ -93,6 +93,15 @@ def test_broken_links_are_found_so_that_they_become_rejects(tmp_path: Path) -> N
     assert result.subfolders == {}
 
 
+def test_a_link_that_cannot_be_followed_is_named_and_can_be_excluded(tmp_path: Path) -> None:
+    touch(tmp_path, "1.jpg", "a/2.jpg")
+    (tmp_path / "a" / "link").symlink_to("x" * 256)
+    with pytest.raises(SourceError) as caught:
+        walk(str(tmp_path), EVERYTHING)
+    assert caught.value.path == str(tmp_path / "a" / "link")
+    assert found(tmp_path, NameFilter(exclude=("a/link/*",))) == ["1.jpg", "a/2.jpg"]
+
+
 def test_folders_of_links_to_each_other_are_refused(tmp_path: Path) -> None:
     """Each of the folders has eight links to the next one, so that there are 8**10 paths."""
     for number in range(11):
