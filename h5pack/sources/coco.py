@@ -221,7 +221,7 @@ def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> Non
         return
     image.boxes.append([left, top, right, bottom])
     image.labels.append(label)
-    image.crowd.append(int(bool(annotation.get("iscrowd", 0))))
+    image.crowd.append(int(int(annotation.get("iscrowd") or 0) != 0))
 
 
 def _category(found: _Annotations, annotation: Any) -> int:

@@ -20,6 +20,7 @@ from h5pack.sources.coco import coco
 from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns
 from tests.makers import quick
+from tests.sources.test_manifest import rows_of
 
 CATEGORIES = [{"id": 7, "name": "dog"}, {"id": 3, "name": "cat"}, {"id": 90, "name": "car"}]
 NAMES = ["boxes", "box_labels", "crowd", "image_ids", "captions"]
@@ -29,7 +30,7 @@ def image(number: int, **more: Any) -> dict[str, Any]:
     return {"id": 100 + number, "file_name": f"{number:06d}.png", "height": 30, "width": 40, **more}
 
 
-def box(number: int, numbers: list[float], category: int = 7, **more: Any) -> dict[str, Any]:
+def box(number: int, numbers: list[float], category: int | str = 7, **more: Any) -> dict[str, Any]:
     return {"id": 1, "image_id": 100 + number, "category_id": category, "bbox": numbers, "iscrowd": 0, **more}
 
 
@@ -157,6 +158,13 @@ def test_boxes_outside_are_clipped_and_those_without_area_left_out(tmp_path: Pat
     sample = h5pack.H5Dataset(tmp_path / "o.h5", fields=["boxes", "box_labels"])[0]
     assert sample.boxes.tolist() == [[0, 25, 15, 30], [0, 0, 40, 30], [5, 5, 6, 6]]
     assert sample.box_labels.tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize(("iscrowd", "crowd"), [("0", 0), ("1", 1), (False, 0), (True, 1), (None, 0), (1.0, 1)])
+def test_iscrowd_may_be_written_in_several_ways(tmp_path: Path, iscrowd: Any, crowd: int) -> None:
+    path = write(tmp_path / "list.json", [image(0)], [box(0, [1, 2, 3, 4], "7", iscrowd=iscrowd)])
+    pictures(tmp_path, 0)
+    assert rows_of(open_source(path, SourceOptions()).fields["crowd"])[1] == [[crowd]]
 
 
 def test_the_first_image_may_be_missing(tmp_path: Path) -> None:
