@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -13,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+from PIL import Image
+from pyarrow import parquet
 
 import h5pack
 from h5pack import cli
@@ -24,8 +28,9 @@ from h5pack.pack.conversion import Conversion
 from h5pack.pack.journal import SurveyJournal
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import FileReader
+from h5pack.sources.tables import TableReader
 from tests.crashing import convert_in_child, interrupt, leftovers, wait_for
-from tests.makers import flat_folder, pair_folders, quick, save
+from tests.makers import expected, flat_folder, pair_folders, quick, save
 
 IMAGES, REJECTS = 80, 4
 TASK, IN_FLIGHT = 5, 10
@@ -186,6 +191,22 @@ def test_another_root_begins_the_survey_again(tmp_path: Path, reads: list[str]) 
     killed_after(10, manifest, out, {**settings, "root": roots[0]})
     report = h5pack.convert(manifest, out, **settings, root=roots[1], resume=True)
     assert (report.images, report.rejects, len(reads)) == (20, 0, 20)
+
+
+def test_another_column_of_images_begins_the_survey_again(tmp_path: Path) -> None:
+    """Both columns have the same names and sizes, but Exif turns the images of one of them."""
+    turned = Image.Exif()
+    turned[0x0112] = 3
+    images = {"a": save(tmp_path / "a.jpg", 1, (16, 16)), "b": save(tmp_path / "b.jpg", 2, (16, 16), exif=turned)}
+    source, out, survey, calls = tmp_path / "t.parquet", tmp_path / "o.h5", TableReader.survey, itertools.count()
+    parquet.write_table(pyarrow.table({name: [path.read_bytes()] * 20 for name, path in images.items()}), source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TableReader, "survey", lambda *parts: survey(*parts) if next(calls) < 10 else interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            h5pack.convert(source, out, **quick(path_column="a"))
+    assert leftovers(tmp_path) == {"a.jpg", "b.jpg", "t.parquet", "o.h5.partial.survey"}
+    h5pack.convert(source, out, **quick(path_column="b", resume=True))
+    assert all(np.array_equal(sample.image, expected(images["b"])) for sample in h5pack.H5Dataset(out))
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
