@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from h5pack.format import schema
 from h5pack.format.plans import DEFAULT_CHUNK_BYTES, ChunkPlan
+from h5pack.images.decode import MAX_PIXELS
 from h5pack.images.encode import fitted_size
 from h5pack.pack.file_structure import EncodedMasks, PixelRows
 from h5pack.pack.journal import EncodedFile
@@ -217,16 +218,20 @@ class KeptPlan(ConvertPlan):
 
 def make_kept_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> KeptPlan:
     """Return the plan of a conversion with `keep`; raises the errors of `plan_rows`."""
+    heights, widths, max_side = survey.heights.copy(), survey.widths.copy(), options.max_side or math.inf
+    sides = np.maximum(heights, widths)
+    for index in np.flatnonzero(sides > max_side).tolist():
+        heights[index], widths[index] = fitted_size(int(heights[index]), int(widths[index]), options.max_side)
+    pixels = heights.astype(np.int64) * widths
+    # Readers of packs refuse larger images, whatever `max_pixels` is.
+    for index in np.flatnonzero(pixels > MAX_PIXELS).tolist():
+        bomb = f"decompression bomb: {heights[index]}x{widths[index]} is more than {MAX_PIXELS} pixels"
+        survey.reasons.setdefault(index, bomb)
     rows = plan_rows(source, catalog, survey, options)
-    sides = np.maximum(survey.heights, survey.widths)
-    fits = (survey.jpeg_bytes > 0) & (sides <= (options.max_side or math.inf))
+    fits = (survey.jpeg_bytes > 0) & (sides <= max_side)
     usable = np.isin(np.arange(len(catalog)), rows.usable)
     by_group = catalog.reader.groups(rows.usable) is not None
-    heights, widths = survey.heights.copy(), survey.widths.copy()
-    for index in np.flatnonzero(usable & ~fits).tolist():
-        heights[index], widths[index] = fitted_size(int(heights[index]), int(widths[index]), options.max_side)
-    estimates = (heights.astype(np.int64) * widths * _BYTES_PER_PIXEL).astype(np.int64) + _HEADER_BYTES
-    sizes = np.where(fits, survey.jpeg_bytes, estimates)
+    sizes = np.where(fits, survey.jpeg_bytes, (pixels * _BYTES_PER_PIXEL).astype(np.int64) + _HEADER_BYTES)
     return KeptPlan(
         source=source,
         catalog=rows.catalog,

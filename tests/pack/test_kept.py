@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,21 @@ def test_a_pack_holds_the_very_bytes(source: Path, tmp_path: Path, order: str) -
     assert h5pack.verify(out, num_workers=1).ok
     rejects = [line.partition(",")[0] for line in (tmp_path / "o.h5.rejects.csv").read_text().splitlines()[1:]]
     assert rejects == ["train/x/10.jpg", "train/y/21.jpg", "train/y/31.jpg", "val/x/44.jpg"]
+
+
+@pytest.mark.parametrize(("settings", "rejects"), [({}, 1), ({"max_side": 13_377}, 0), ({"max_side": 13_378}, 1)])
+def test_images_that_readers_refuse_are_rejected(tmp_path: Path, settings: dict[str, int], rejects: int) -> None:
+    """Whatever `max_pixels` is. Only the header says that the image is huge."""
+    data = bytearray(save(tmp_path / "in" / "a.jpg").read_bytes())
+    frame = data.index(b"\xff\xc0")
+    data[frame + 5 : frame + 9] = struct.pack(">HH", 13_378, 13_378)
+    (tmp_path / "in" / "a.jpg").write_bytes(data)
+    save(tmp_path / "in" / "b.jpg")
+    with Conversion(tmp_path / "in", tmp_path / "o.h5", **options(max_pixels=10**9, **settings)) as conversion:
+        assert len(conversion.plan().rejects) == rejects
+        if rejects:
+            conversion.run()
+            assert [sample.image.shape for sample in h5pack.H5Dataset(tmp_path / "o.h5")] == [(20, 14, 3)]
 
 
 def test_statistics_are_those_of_all_pixels_of_the_train_split(whole: bytes, tmp_path: Path) -> None:
