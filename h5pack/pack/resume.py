@@ -305,12 +305,10 @@ def _row_keys(names: list[bytes], split_ids: npt.NDArray[Any], labels: npt.NDArr
 def _same_field(file: h5py.File, name: str, values: FieldValues, rows: npt.NDArray[np.int64]) -> bool:
     """Return whether rows of a pack have these values; boxes and points, which resizing moves, are not compared."""
     path = schema.field_path(name)
-    if path not in file:
+    if not isinstance(file.get(path), h5py.Group if isinstance(values, RaggedRows) else h5py.Dataset):
         return False
     if not isinstance(values, RaggedRows):
-        return isinstance(file[path], h5py.Dataset) and (
-            row_checksums(file[path][()][rows]).tolist() == row_checksums(values).tolist()
-        )
+        return row_checksums(file[path][()][rows]).tolist() == row_checksums(values).tolist()
     if values.kind in schema.POINT_KINDS:
         return True
     index = index_ragged(file, path)
