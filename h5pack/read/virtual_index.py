@@ -182,13 +182,13 @@ class _Builder:
         stop, shift = part.start + part.rows, part.start - part.first
         ranges = part.index.ranges(part.start, stop)
         sources = part.index.sources if isinstance(part.index, VirtualIndex) else [SourceDataset(part.file, part.index)]
-        numbers = np.array([self._number(source) for source in sources])
-        source_ids = numbers[ranges.source_ids]
-        counts = np.diff(np.append(ranges.firsts, stop))
-        for number in np.unique(source_ids).tolist():
-            source = self.sources[number].index
-            if not source.is_empty:
-                self._rows_by_group[source.group_rows] += int(counts[source_ids == number].sum())
+        source_ids, counts = np.empty_like(ranges.source_ids), np.diff(np.append(ranges.firsts, stop))
+        # The mapping may leave out some sources of a virtual dataset.
+        for number in np.unique(ranges.source_ids).tolist():
+            own, source = ranges.source_ids == number, sources[number]
+            source_ids[own] = self._number(source)
+            if not source.index.is_empty:
+                self._rows_by_group[source.index.group_rows] += int(counts[own].sum())
         self.columns.append((ranges.firsts - shift, source_ids, ranges.shifts + shift, ranges.addresses))
 
     def group_rows(self) -> int:

@@ -128,6 +128,15 @@ def test_an_epoch_reads_each_byte_once_and_logs_nothing(tmp_path: Path, caplog: 
     assert stats.reads >= 4
 
 
+def test_sources_that_a_nested_mapping_leaves_out_are_not_opened(tmp_path: Path) -> None:
+    values = four_sources(tmp_path)
+    write_virtual(tmp_path / "w.h5", (20, 30, 30), taken(0, "v.h5", (46, 30, 30), first=10, rows=20))
+    engine = engine_of(tmp_path / "w.h5")
+    assert {Path(file.path).name for file in engine.indexes["x"].files} == {"s1.h5", "s2.h5"}
+    assert np.array_equal(engine.read_batch("x", np.arange(20)), values[10:30])
+    require_rows(engine, values[10:30])
+
+
 # Shape and dtype of the virtual dataset, and its mappings: rows here, number of the source, rows there (None: all).
 OTHER_MAPPINGS: dict[str, tuple[tuple[int, ...], str, list[tuple[Any, int, Any]]]] = {
     "strided": ((5, 30, 30), "u1", [(ALL, 0, np.s_[::2])]),
