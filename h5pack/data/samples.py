@@ -328,11 +328,11 @@ class SampleBatch(Sequence[Any]):
 
         The samples are views of the batch, unless their images differ in size.
         """
-        source, key = self._source, self._key
+        source, key = self._source, self._key.at(np.arange(len(rows)))
         if not self._differ:
             try:
                 if self._batch is None:
-                    self._batch = source.read_batch(self.rows, key)
+                    self._batch = source.read_batch(self.rows, self._key)
                 return source.split_batch(self._batch, rows, source.read_lists(rows, key))
             except SizesDifferError:
                 self._differ = True

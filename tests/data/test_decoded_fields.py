@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 import h5pack
 from h5pack.data.draws import BatchKey, crop_windows
@@ -120,6 +120,19 @@ def test_fields_move_with_decoded_crops(path: Path, crop: Any) -> None:
         sampler = h5pack.ChunkBatchSampler(cropped, 4, seed=3)
         batches = DataLoader(cropped, batch_sampler=sampler, num_workers=workers)
         assert sorted(row for batch in batches for row in require(batch, crop, 0)) == list(range(len(SIZES)))
+
+
+def test_copies_of_a_row_have_fields_of_their_own_crops(path: Path) -> None:
+    dataset = h5pack.H5Dataset(path, fields=FIELDS, decode=CROPS[0])
+    order: dict[str, Any] = {"weights": [1, 2, 3, 1, 1, 2, 4], "seed": 3}
+    sampler = h5pack.ChunkBatchSampler(dataset, 5, **order)
+    loaded = list(h5pack.H5Loader(dataset, 5, **order))
+    assert sum(len(batch.images) for batch in loaded) == len(SIZES)
+    for collate in (None, dataset.collate, lambda batch: default_collate(list(batch))):
+        sampler.set_epoch(0)
+        for one, other in zip(DataLoader(dataset, batch_sampler=sampler, collate_fn=collate), loaded, strict=True):
+            for name in ("images", "mask", "boxes", "points"):
+                assert all(map(torch.equal, getattr(one, name), getattr(other, name))), name
 
 
 def test_single_samples_and_fields_without_places(path: Path) -> None:
