@@ -255,9 +255,12 @@ def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
 def _as_model(values: FieldValues, model: npt.NDArray[Any]) -> FieldValues:
     """Return the values with the dtype of `model` if no number changes. If empty, also take the shape of an entry."""
     data = field_data(values)
+    if len(data) and data.dtype == model.dtype:
+        return values
     with np.errstate(all="ignore"):
-        cast = data.astype(model.dtype, copy=False) if len(data) else model[:0]
-        if len(data) and (cast is data or not np.array_equal(cast.astype(data.dtype), data, equal_nan=True)):
+        cast = data.astype(model.dtype) if len(data) else model[:0]
+        # Both comparisons are needed: uint8 200 is 200 again after int8, and int64 2**53 + 1 equals float64 2**53.
+        if len(data) and not all(np.array_equal(one, data, equal_nan=True) for one in (cast, cast.astype(data.dtype))):
             return values
     return replace(values, data=cast) if isinstance(values, RaggedRows) else cast
 

@@ -255,7 +255,13 @@ def test_a_finished_join_is_complete_only_for_the_same_fields(tmp_path: Path, va
         h5pack.join([source.with_suffix(".h5") for source in packs], out, resume=True)
 
 
-@pytest.mark.parametrize(("first", "other"), [([1], [0.5]), ([0.5], [2**53 + 1]), ([1], [None]), ([[1]], [2])])
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        ([1], [0.5]), ([0.5], [2**53 + 1]), ([1], [None]), ([[1]], [2]), ([1], [2**63]), ([2**63], [-1]),
+        ([2**64 - 1], [-1]),
+    ],
+)  # fmt: skip
 def test_fields_whose_numbers_would_change_are_refused_before_any_work(tmp_path: Path, first: Any, other: Any) -> None:
     packed, more = records(tmp_path, "a", first), records(tmp_path, "b", other)
     for source in (packed, more):
