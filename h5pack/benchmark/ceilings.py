@@ -30,8 +30,8 @@ _PROBES = 16
 
 
 def touch(images: npt.NDArray[Any]) -> int:
-    """Read a byte of each page of a uint8 array, so that the whole array is in memory; return the sum of the bytes."""
-    return int(images.reshape(-1)[:: mmap.PAGESIZE].sum())
+    """Read a byte of each page of an array, so that the whole array is in memory; return the sum of the bytes."""
+    return int(images.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE].sum())
 
 
 def interleaved(names: Sequence[_T], repeats: int) -> Iterator[_T]:
