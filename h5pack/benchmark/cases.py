@@ -353,7 +353,7 @@ def all_cases(
             if "direct" in settings.engines and "window" in settings.orders:
                 # Change one setting at a time: batch size, window, number of threads or number of workers.
                 base = BenchCase(variant.label, "window", "direct", cache, batch_size, window, num_threads)
-                cases += [replace(base, batch_size=size) for size in settings.batch_size[1:]]
+                cases += [replace(base, batch_size=size) for size in settings.batch_size[1:] if size != batch_size]
                 cases += [replace(base, window=chunks) for chunks in settings.window[1:]]
                 cases += [replace(base, num_threads=count) for count in settings.num_threads if count != num_threads]
                 cases += [replace(base, num_threads=1, num_workers=count) for count in settings.num_workers]

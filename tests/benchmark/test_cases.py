@@ -86,6 +86,9 @@ def test_other_settings_are_tried_in_the_direct_window_shuffle_alone() -> None:
         "(64, 16, 4, None)", "(64, 4, 2, None)",
     ]  # fmt: skip
     assert {case.order for case in planned(variants=[variant(32)], orders=("full",), **settings)} == {"full"}
+    # A small sample reduces the first batch size to the second.
+    reduced = all_cases(VARIANTS, BenchSettings(**settings), 256, 2)
+    assert len(set(reduced)) == len(reduced)
 
 
 def test_a_full_shuffle_that_decodes_gigabytes_a_batch_is_left_out() -> None:
