@@ -453,7 +453,7 @@ def _code(variant: FileVariant, case: BenchCase, workload: Workload) -> str:
     names = "" if workload.split is None else f", split={workload.split!r}"
     if variant.is_input:
         names += "" if variant.images == schema.IMAGES else f", images={variant.images!r}"
-        names += "" if variant.labels in (None, schema.LABELS) else f", labels={variant.labels!r}"
+        names += "" if variant.labels == schema.LABELS else f", labels={variant.labels!r}"
         names += f", fields={list(workload.fields)}" if workload.fields else ""
     path = variant.path if variant.is_input else copy_name(workload.source)
     asked = workload.asked_batch_size

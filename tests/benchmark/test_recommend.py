@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
+import h5pack
 from h5pack.benchmark.cases import MIN_TURNS, NO_TIME, BenchCase, CaseRepeats, FileVariant, Measurement, ceiling_threads
 from h5pack.benchmark.loader_settings import Workload, deciding_caches
 from h5pack.benchmark.recommend import Findings, Recommendation, choose, finalists, missing
+from tests.benchmark.files import input_of
 from tests.benchmark.test_cases import ROW_BYTES, variant
+from tests.makers import hdf5_file
 
 WORKLOAD = Workload(
     source="./celeb A", options={}, num_images=20_000, row_bytes=ROW_BYTES, sample_rows=4_000, row_shape=(100, 100, 10),
@@ -520,3 +525,11 @@ def test_the_command_has_the_options_that_made_the_rows() -> None:
     command = chosen_from(VARIANTS, measured("32 rows", 9, 9, 9), options=options, source="MY_IMAGES").command
     expected = "--size 64x48 --images x --labels labels --layout nchw --mode gray --source hdf5 --chunk-rows 32"
     assert command == f"h5pack convert MY_IMAGES packed.h5 {expected}"
+
+
+def test_the_code_for_an_input_file_whose_labels_are_texts_reads_it(tmp_path: Path) -> None:
+    path = hdf5_file(tmp_path / "named.h5", images=np.zeros((40, 8, 8, 3), np.uint8), labels=["cat", "dog"] * 20)
+    file = input_of(path).variant
+    found: dict[str, Any] = {"h5pack": h5pack}
+    exec(chosen_from([file], measured(file.label, 9, 9, 9)).code, found)
+    assert sum(len(batch.images) for batch in found["loader"]) == 40
