@@ -312,9 +312,9 @@ class BenchRun:
         sweep = Sweep(sample.variants, settings.seed, self._on_progress, self._clock, sampled=sampled)
         with self._phase("warming up"):
             sweep.warm(_WARM_SHARE * (end - self._clock()))
-            most = min(workload.cpus, max(workload.num_threads, *settings.num_threads, 1) + 1)
+            most = min(workload.cpus, max(workload.num_threads, *(settings.num_threads or _TRIED)) + 1)
             ceilings = Ceilings(sample.variants, sample.rows, sample.row_bytes, batch_size, most)
-        if ceilings.copy is None:
+        if ceilings.copy_threads < min(workload.num_threads + 1, workload.cpus):
             report.notes.append("There is too little memory to measure a memory copy, the ceiling of warm reads.")
         comparison = _Comparison(report, workload, settings, sweep, ceilings, self._clock, end)
         try:

@@ -108,8 +108,9 @@ class Ceilings:
     def __init__(self, variants: Sequence[FileVariant], rows: int, row_bytes: int, batch_size: int, cpus: int) -> None:
         self._cpus = cpus
         rows = max(batch_size, min(rows, _COPY_BYTES // row_bytes))
-        needed = (rows + _BUFFERS_PER_THREAD * cpus * batch_size) * row_bytes
-        self.copy = MemoryCopy(rows, row_bytes, batch_size, cpus) if needed <= available_memory() // 4 else None
+        batches = (available_memory() // 4 // row_bytes - rows) // batch_size
+        self.copy_threads = min(cpus, batches // _BUFFERS_PER_THREAD)  # For more threads, there is too little memory.
+        self.copy = MemoryCopy(rows, row_bytes, batch_size, self.copy_threads) if self.copy_threads > 0 else None
         # Skip compressed files, whose bytes/s cannot be converted to images/s.
         plain = [variant.path for variant in variants if variant.compression == "none"]
         self._path = Path(plain[-1]) if plain else None
@@ -125,7 +126,7 @@ class Ceilings:
         return speed
 
     def _measure_copy(self, num_threads: int) -> float | None:
-        if self.copy is None:
+        if self.copy is None or num_threads > self.copy_threads:
             return None
         speeds: list[float] = []
         begin = time.perf_counter()

@@ -51,6 +51,10 @@ def test_too_little_memory_leaves_the_copy_out(monkeypatch: pytest.MonkeyPatch) 
     case = BenchCase("", "window", "direct", "hot", 8, 2, 1)
     assert [ceilings.measure(replace(case, cache=cache)) for cache in ("hot", "cold")] == [None, None]
     assert (ceilings.copy, ceilings.results()) == (None, [])
+    # Memory for two threads: 64 rows, and three batches of 8 rows for each.
+    monkeypatch.setattr("h5pack.benchmark.ceilings.available_memory", lambda: 4 * (64 + 2 * 3 * 8) * 1_000)
+    ceilings = Ceilings([], rows=64, row_bytes=1_000, batch_size=8, cpus=4)
+    assert [ceilings.measure(replace(case, num_threads=count)) is None for count in (1, 2, 3)] == [False, True, True]
 
 
 def test_ceilings_have_the_threads_of_the_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
