@@ -26,6 +26,7 @@ from typing import Any
 from h5pack.errors import ResumeError
 from h5pack.images.decode import decoder_versions
 from h5pack.sources.catalog import Catalog
+from h5pack.system.files import write_atomically
 from h5pack.system.processes import ElasticExecutor
 
 _IDLE_SECONDS = 1.0
@@ -55,7 +56,7 @@ class PartsFolder:
         before = self.agreed()
         if before is None:
             temporary.mkdir()
-            (temporary / "job.json").write_text(json.dumps(job, indent=1))
+            write_atomically(temporary / "job.json", json.dumps(job, indent=1).encode())
             try:
                 # Renaming is atomic and fails if the folder exists, because an existing one is not empty.
                 temporary.rename(self.folder)

@@ -574,6 +574,14 @@ def test_parts_that_ended_in_their_survey_are_not_finished(
     assert out.read_bytes() == local(source, tmp_path / "local.h5", {})
 
 
+def test_the_record_of_an_array_job_is_on_the_disk_before_other_parts_see_it(tmp_path: Path) -> None:
+    """Otherwise a power cut may leave an empty record, with which no part begins again."""
+    source = flat_folder(tmp_path / "in", 6)
+    changes = convert_in_child(source, tmp_path / "o.h5", {"num_workers": 1, "part": "1/2"}, None)
+    seen = next(at for at, change in enumerate(changes) if change.startswith("rename o.h5.partial.parts-"))
+    assert "fsync job.json.tmp" in changes[:seen]
+
+
 def squared(number: int) -> int:
     return number * number
 
