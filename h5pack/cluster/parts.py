@@ -50,7 +50,7 @@ class PartsFolder:
 
     def agree(self, count: int, options: dict[str, Any], catalog: Catalog) -> None:
         """Record the number of parts, options, packages and source, or raise ResumeError if the record differs."""
-        job = {_COUNT: count, "options": options, "packages": decoder_versions(), "source": catalog.identity()}
+        job = {_COUNT: count, "packages": decoder_versions(), "options": options, "source": catalog.identity()}
         job = json.loads(json.dumps(job))
         temporary = self.folder.with_name(f"{self.folder.name}-{secrets.token_hex(6)}")
         before = self.agreed()
@@ -93,7 +93,7 @@ class PartsFolder:
 
 def _difference(old: Any, new: Any) -> str:
     if isinstance(old, dict) and isinstance(new, dict):
-        name = next(name for name in {**old, **new} if old.get(name) != new.get(name))
+        name = next(name for name in {**old, **new} if (name in old, old.get(name)) != (name in new, new.get(name)))
         return f"{name}: {_difference(old.get(name), new.get(name))}"
     return f"{old!r} before, {new!r} now"
 

@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 
 import h5pack
-from h5pack.cluster.parts import SharedResults
+from h5pack.cluster.parts import PartsFolder, SharedResults
 from h5pack.errors import (
     H5PackError,
     IncompletePackError,
@@ -580,6 +580,13 @@ def test_the_record_of_an_array_job_is_on_the_disk_before_other_parts_see_it(tmp
     changes = convert_in_child(source, tmp_path / "o.h5", {"num_workers": 1, "part": "1/2"}, None)
     seen = next(at for at, change in enumerate(changes) if change.startswith("rename o.h5.partial.parts-"))
     assert "fsync job.json.tmp" in changes[:seen]
+
+
+def test_parts_of_a_release_with_a_further_option_are_refused(tmp_path: Path) -> None:
+    folder, catalog = PartsFolder(tmp_path / "parts"), Mock(identity=dict)
+    folder.agree(2, {"size": 8}, catalog)
+    with pytest.raises(ResumeError):
+        folder.agree(2, {"size": 8, "further": None}, catalog)
 
 
 def squared(number: int) -> int:
