@@ -68,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
             # Private API: argparse has no public list of a parser's options.
             known = [option for action in command._actions for option in action.option_strings]
             name = unknown[0].partition("=")[0]
-            hint = _OTHER_WAYS.get((command.prog.rpartition(" ")[2], name)) or _nearest(name, known)
+            hint = _OTHER_WAYS.get((command.prog.rpartition(" ")[2], name)) or _option_hint(name, known)
             command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return arguments
 
@@ -77,8 +77,10 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    """Return " (did you mean X?)", where the known option X starts with `name` or is similar; "" if there is none."""
+def _option_hint(name: str, known: Sequence[str]) -> str:
+    """Return a hint: which known option starts with `name` or is similar, or that `name` is in the wrong place."""
+    if name in known:
+        return "; give it after the command"
     found = [one for one in known if one.startswith(name)] or difflib.get_close_matches(name, known, 1)
     return f" (did you mean {found[0]}?)" if found else ""
 

@@ -182,6 +182,7 @@ def test_misuse_and_abbreviated_options_exit_with_2() -> None:
         (["convert", "a", "b", "--overwrit"], "--overwrite"),
         (["info", "a", "--jsno"], "--json"),
         (["info", "a", "--zzzz"], None),
+        (["--json", "info", "a"], None),  # Its place is wrong.
     ],
 )
 def test_a_mistyped_option_is_answered_with_the_nearest(
@@ -190,7 +191,7 @@ def test_a_mistyped_option_is_answered_with_the_nearest(
     with pytest.raises(SystemExit):
         cli.main(arguments)
     out, err = capsys.readouterr()
-    assert (out, err.count("\n"), f"did you mean {nearest}?" in err) == ("", 1, nearest is not None)
+    assert (out, err.count("\n"), f"did you mean {nearest or ''}" in err) == ("", 1, nearest is not None)
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
