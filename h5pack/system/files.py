@@ -214,7 +214,11 @@ def drop_pages(descriptor: int, start: int = 0) -> None:
     So they are read from the disk again. They may differ from it: after a failed flush, Linux treats pages that it
     could not write as written.
     """
-    os.fsync(descriptor)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # A file system that is always read-only, such as squashfs, cannot flush.
+            raise
     with contextlib.suppress(OSError, AttributeError):
         os.posix_fadvise(descriptor, start, 0, os.POSIX_FADV_DONTNEED)
 
