@@ -213,7 +213,7 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
         return catalog.filtered(shards.wanted)
     (column,) = label_columns(columns, table)
     stored = [one.get(column, {}).get("names") for one in features]
-    return _with_class_names(catalog, files, column, stored).filtered(shards.wanted)
+    return _with_class_names(catalog, table, files, column, stored).filtered(shards.wanted)
 
 
 def _partitions(names: Sequence[str]) -> dict[str, list[Any]]:
@@ -325,23 +325,26 @@ def _values(file: ArchiveFile, name: str) -> list[Any]:
     return values  # type: ignore[no-any-return]
 
 
-def _with_class_names(catalog: Catalog, files: Sequence[ArchiveFile], column: str, stored: Sequence[Any]) -> Catalog:
+def _with_class_names(
+    catalog: Catalog, table: TextTable, files: Sequence[ArchiveFile], column: str, stored: Sequence[Any]
+) -> Catalog:
     """Return the catalog with the class names that Hugging Face datasets stored for a label column of integers.
 
     `stored` has the names in each file's feature of the column, or None for a file without them.
     """
-    labels, file, names = catalog.labels, files[0], stored[0]
-    assert labels is not None
+    file, names = files[0], stored[0]
     for one, others in zip(files, stored, strict=True):
         if others != names:
             problem = f"column {column!r} has other classes than in the first file; pack the files separately"
             raise SourceError.at(one.path, problem)
     if not isinstance(names, list) or not names:
         return catalog
+    # Without names, labels of only -1 and 1 would be 0 and 1. With names, -1 is no label.
+    labels = np.array([int(cell or -1) for cell in table.column(column)], np.int64)
     if len(labels) and not -1 <= labels.min() <= labels.max() < len(names):
         problem = (
             f"column {column!r} has {len(names)} classes, but values from {labels.min()} to "
             f"{labels.max()}; name another column with label_columns"
         )
         raise SourceError.at(file.path, problem, "label_columns")
-    return replace(catalog, label_names=tuple(map(str, names)))
+    return replace(catalog, labels=labels, label_names=tuple(map(str, names)))

@@ -187,6 +187,15 @@ def test_nulls_are_rejects_and_labels_of_minus_one(tmp_path: Path) -> None:
         assert file["labels"][()].tolist() == [-1]
 
 
+def test_minus_one_is_no_label_if_the_classes_have_names(tmp_path: Path) -> None:
+    for features, labels in ((NAMES, [1, -1, 1, -1]), (None, [1, 0, 1, 0])):
+        made = table(range(4)).set_column(1, "label", pa.array([1, -1, 1, None if features else -1]))
+        described = None if features is None else {"huggingface": json.dumps({"info": {"features": features}})}
+        catalog = opened(write(tmp_path / "x.parquet", made.replace_schema_metadata(described)))
+        assert catalog.labels is not None
+        assert catalog.labels.tolist() == labels
+
+
 def test_the_column_of_images_is_found_or_asked_for(tmp_path: Path) -> None:
     data = [png(0), png(1)]
     for columns, features, found in (
