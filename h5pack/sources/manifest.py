@@ -79,6 +79,11 @@ class ManifestColumns:
         """All columns that become fields."""
         return (*self.fields, *self.texts, *self.boxes, *self.keypoints, *self.paths)
 
+    @property
+    def named(self) -> tuple[str, ...]:
+        """All columns that are given, which are not looked for by their names."""
+        return (*self.labels, *self.all_fields, *(name for name in (self.path, self.split) if name is not None))
+
     def points_kind(self, name: str) -> tuple[str, str] | None:
         """Return the kind of a field of boxes or keypoints, and the parameter that names it; None for others."""
         if name in self.boxes:
@@ -164,7 +169,7 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
     """
     require_field_names(str(table.path), columns.all_fields, table.path)
     chosen = label_columns(columns, table)
-    split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, (*columns.all_fields, *table.unreadable))
+    split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, (*columns.named, *table.unreadable))
     labels, label_names = _labels(table, chosen)
     packed = {*used, split_column, *chosen, *columns.all_fields}
     ways: dict[str, tuple[str, ...]] = {} if chosen else {"labels": ("label_columns",)}
@@ -266,7 +271,7 @@ def _joined_classes_note(columns: Sequence[str], names: Sequence[str]) -> tuple[
 
 def label_columns(columns: ManifestColumns, table: TextTable) -> tuple[str, ...]:
     """Return the label columns: the given ones, or else the one with a usual name, if any."""
-    usual = _usual(table.header, LABEL_COLUMNS, (*columns.all_fields, *table.unreadable))
+    usual = _usual(table.header, LABEL_COLUMNS, (*columns.named, *table.unreadable))
     return columns.labels or ((usual,) if usual is not None else ())
 
 

@@ -63,9 +63,8 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
     The label is the ``.cls`` member, or else a value of the ``.json`` member. The keys of ``.json`` members are treated
     like columns of a manifest, and a ``.txt`` member like a column "txt".
     """
-    named = [*columns.labels, *columns.all_fields, *([columns.split] if columns.split else [])]
-    kept = [*named, *LABEL_COLUMNS, *SPLIT_COLUMNS]
-    samples = _Samples(frozenset(name.lower() for name in kept))
+    named = columns.named
+    samples = _Samples(frozenset(name.lower() for name in (*named, *LABEL_COLUMNS, *SPLIT_COLUMNS)))
     for (file, members), prefix in zip(opened, shards.prefixes, strict=True):
         _add_shard(samples, file, members, prefix, shards, (_JSON,) * bool(named) + (_TEXT,) * (_TEXT in named))
         file.close()

@@ -177,6 +177,16 @@ def test_a_usual_column_that_is_named_as_a_field_is_only_that(tmp_path: Path) ->
     assert (labels_of(both), both.split_names) == ([3, 4], ("3", "4"))
 
 
+def test_a_usual_column_that_has_another_role_is_only_that(tmp_path: Path) -> None:
+    lines = ["image,class,set", "1.jpg,a,x", "2.jpg,b,y"]
+    catalog = read(tmp_path / "m.csv", *lines, labels=("set",))
+    assert (catalog.label_names, catalog.split_names) == (("x", "y"), ("all",))
+    catalog = read(tmp_path / "m.csv", *lines, split="class")
+    assert (catalog.labels, catalog.split_names) == (None, ("a", "b"))
+    catalog = read(tmp_path / "m.csv", *lines, path="class")
+    assert (list(catalog.names), catalog.labels, catalog.split_names) == (["a", "b"], None, ("x", "y"))
+
+
 def test_fields_and_several_labels_are_columns_of_numbers(tmp_path: Path) -> None:
     catalog = read(tmp_path / "m.csv", "path,age,weight", "1.jpg,30,0.5", "2.jpg,-4,2", fields=("weight", "age"))
     assert list(catalog.fields) == ["weight", "age"]
