@@ -181,12 +181,11 @@ def read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
 
 
 def _byte_table(path: Path, name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Convert a label table to uint8. Its numbers must be 0 to 255, or -1 to 1 as in CelebA, where -1 becomes 0."""
+    """Convert a table of 0 to 255 to uint8. In a column of only -1 and 1, as in CelebA, -1 becomes 0."""
+    values = np.where((np.abs(values) == 1).all(axis=0), values > 0, values)
     low, high = (values.min(), values.max()) if values.size else (0, 0)
-    if low == -1 and high <= 1:
-        values = values > 0
-    elif low < 0 or high > 255:
-        found = f"holds numbers from {low} to {high}, but a label table holds 0 to 255 (or -1 and 1)"
+    if low < 0 or high > 255:
+        found = f"holds numbers from {low} to {high}, but a column of labels holds 0 to 255 (or only -1 and 1)"
         raise _label_error(path, name, found, _OTHER, _NONE, f"fields={name!r}")
     return values.astype(np.uint8)
 

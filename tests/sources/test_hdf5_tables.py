@@ -35,6 +35,7 @@ from tests.sources.test_hdf5_catalog import IMAGES, LABELS, ROWS, catalog, write
         (np.array([True, False] * 3), [1, 0] * 3, None),
         (np.array([-1, 1] * 3), [0, 1] * 3, None),
         (np.array([[-1, 1], [1, 1]] * 3), [[0, 1], [1, 1]] * 3, ("label_0", "label_1")),
+        (np.array([[-1, 0], [1, 7]] * 3), [[0, 0], [1, 7]] * 3, ("label_0", "label_1")),
         (np.array([[0.0, 255.0]] * ROWS), [[0, 255]] * ROWS, ("label_0", "label_1")),
     ],
 )
@@ -51,6 +52,7 @@ def test_labels_are_converted_to_int64_or_uint8(tmp_path: Path, stored: Any, lab
         (np.arange(ROWS) / 2, ["fields='y'", "labels=''", "labels=NAME"]),
         (np.full(ROWS, np.nan), ["fields='y'", "labels=''", "labels=NAME"]),
         (np.full(ROWS, 2**63, np.uint64), ["fields='y'", "labels=''", "labels=NAME"]),
+        (np.array([[-1, 0], [0, 1]] * 3), ["fields='y'", "labels=''", "labels=NAME"]),
         (np.arange(2 * ROWS).reshape(ROWS, 2) * 30, ["fields='y'", "labels=''", "labels=NAME"]),
         (np.zeros(ROWS, "c8"), ["labels=''", "labels=NAME"]),
     ],
