@@ -33,8 +33,8 @@ _TABLE_ENDINGS = (*_MANIFEST_SUFFIXES, ".json")
 _FOLDER_KINDS = ("folder", "flat", "classes", "splits", "pairs")
 _SHARD_KINDS = ("webdataset", "parquet", "mds")
 _TABLES = "a source with columns, such as a manifest"
-# The library `datasets` of Hugging Face caches transformed data in files with these names, beside the data.
-_CACHES = ("cache-*.arrow", "tmp*")
+# The library `datasets` of Hugging Face caches transformed data in files with such names, beside the data.
+_CACHES = "cache-*.arrow"
 _MAX_TABLES = 100
 _PARQUET_MAGIC = b"PAR1"
 _ZIP_STARTS = (b"PK\3\4", b"PK\5\6")
@@ -210,7 +210,7 @@ def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -
     _refuse_unused(str(path), kind, options)
     names = options.names
     if kind == "parquet":
-        names = replace(names, exclude=(*names.exclude, *_CACHES))
+        names = replace(names, exclude=(*names.exclude, _CACHES))
     shards = find_shards(path, names, TAR_SUFFIXES if kind == "webdataset" else TABLE_SUFFIXES)
     if not shards.names:
         what = "tar" if kind == "webdataset" else "Parquet or Arrow"

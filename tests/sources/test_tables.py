@@ -120,6 +120,12 @@ def test_a_dataset_saved_to_disk_is_read(form: str, tmp_path: Path) -> None:
     assert [catalog.reader.read(index, "") for index in range(6)] == [png(index) for index in range(6)]
 
 
+def test_files_are_packed_whatever_their_names(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "tmp_b", "tmp/c", "cache-d")):
+        write(tmp_path / f"{name}.parquet", table(range(number, number + 1)))
+    assert list(opened(tmp_path).names) == ["a/00000000", "cache-d/00000000", "tmp_b/00000000", "tmp/c/00000000"]
+
+
 @pytest.mark.skipif(not hasattr(pa, "binary_view"), reason="pip install 'pyarrow>=16'")
 def test_views_of_bytes_and_strings_are_read(tmp_path: Path) -> None:
     """As Polars writes them by default."""
