@@ -86,7 +86,7 @@ class UnfinishedPack(Unfinished):
         before = self.journal.plan() if plan.options.continues else None
         self.overwrite = plan.options.overwrite or (before is not None and bool(before["overwrite"]))
         if output.final.exists() and not self.overwrite:
-            problem = "was created by another program meanwhile; add overwrite=True to replace it"
+            problem = "exists; add overwrite=True to replace it"
             raise OutputExistsError.at(output.final, problem, "overwrite=True")
         if before is None and plan.options.finish:
             problem = "no part wrote any rows; run all parts, or write all rows with resume=True instead of finish=True"
