@@ -142,7 +142,26 @@ def read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: npt.NDArr
             reason = failed_call(error) or error
             problem = f"{name!r} {which} cannot be read ({reason}); run 'h5pack verify' on it, or restore the file"
             raise kind.at(path, problem, dataset=name, rows=range(start, start + count)) from error
+    require_open_sources(dataset)
     return len(edges) - 1
+
+
+def require_open_sources(dataset: h5py.Dataset) -> None:
+    """Raise ReadError if rows that were read from a virtual dataset may be wrong because too many files are open.
+
+    In place of a source that it cannot open, HDF5 reads fill values. It keeps all other sources open, so if another
+    file can be opened now, none was missing.
+    """
+    try:
+        if dataset.is_virtual:
+            os.close(os.open(os.sep, os.O_RDONLY))
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            name = dataset.name.lstrip("/")
+            problem = f"{name!r} is virtual, and its source files cannot all be opened ({error.strerror}); raise the "
+            raise ReadError.at(
+                dataset.file.filename, f"{problem}limit on open files ('ulimit -n')", dataset=name
+            ) from error
 
 
 def require_complete(file: h5py.File) -> None:
@@ -401,7 +420,9 @@ def stored_names(dataset: h5py.Dataset) -> Iterator[str]:
     """Yield the strings of a dataset. Some are read at a time, because bytes objects take three times their memory."""
     count = max(1, min(BLOCK_NAMES, _BLOCK_BYTES // dataset.dtype.itemsize))
     for low in range(0, len(dataset), count):
-        yield from map(text, dataset[low : low + count].tolist())
+        names = dataset[low : low + count].tolist()
+        require_open_sources(dataset)
+        yield from map(text, names)
 
 
 def attribute_names(dataset: h5py.Dataset, attribute: str) -> tuple[str, ...] | None:

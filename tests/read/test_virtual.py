@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,16 +15,19 @@ import h5py
 import numpy as np
 import pytest
 
-from h5pack.errors import PackChangedError, PackFormatError
+from h5pack.errors import PackChangedError, PackFormatError, ReadError
+from h5pack.format.fields import RaggedRows
 from h5pack.read import virtual as module
 from h5pack.read.chunk_index import index_dataset
 from h5pack.read.description import describe_file
+from h5pack.sources.hdf5_tables import read_field
 from tests.read.encoded_files import encode, write_encoded
-from tests.read.files import Mapped, create_virtual, described, save, write_virtual
+from tests.read.files import Mapped, create_virtual, described, in_child, save, write_virtual
 
 ALL = slice(None)
 SHAPE = (24, 5, 4, 3)
 ROWS = np.arange(np.prod(SHAPE), dtype=np.uint8).reshape(SHAPE)
+TEXTS = np.arange(10, 40).astype("S2")
 
 
 def virtual(path: Path) -> Path:
@@ -173,6 +177,34 @@ def test_replaced_sources_of_library_reads_are_noticed(
         with pytest.raises(PackChangedError, match=r"source\.h5"):
             engine.check_unchanged()
         source.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("kind", ["pixels", "texts"])
+def test_sources_beyond_the_limit_on_open_files_are_an_error(tmp_path: Path, kind: str) -> None:
+    """HDF5 keeps sources open, and silently reads fill values of those that it cannot open."""
+    expected = np.arange(10, 40).repeat(16).reshape(30, 4, 4).astype("u1") if kind == "pixels" else TEXTS
+    for number in range(30):
+        save(tmp_path / f"{number}.h5", x=expected[number])
+    mapped = [Mapped(number, f"{number}.h5", expected.shape[1:]) for number in range(30)]
+    path = write_virtual(tmp_path / "v.h5", expected.shape, *mapped, dtype=expected.dtype)
+
+    def read(room: int) -> bool:
+        used = {int(name) for name in os.listdir("/proc/self/fd")}
+        limit = next(limit for limit in itertools.count(room) if len({*range(limit)} - used) == room)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        if kind == "pixels":
+            return np.array_equal(described(path, "x", None).read("x", range(30)), expected)
+        with h5py.File(path) as file:
+            texts = read_field(path, file, "x")
+        return isinstance(texts, RaggedRows) and texts.values() == [text.decode() for text in expected.tolist()]
+
+    def fails() -> bool:
+        with pytest.raises(ReadError, match="open files") as caught:
+            read(20)
+        return (caught.value.path, caught.value.dataset) == (str(path), "x")
+
+    assert in_child(fails)
+    assert in_child(lambda: read(50))
 
 
 def test_a_source_with_many_paths_is_visited_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
