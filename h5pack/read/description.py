@@ -177,26 +177,30 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
 
     The first and the last row of each source are compared with the checksums in the pack.
     """
-    index, name = indexes[images], images
+    index, path = indexes[images], schema.checksums_path(images)
     data = index.data if isinstance(index, EncodedIndex) else index
-    if not isinstance(data, VirtualIndex) or schema.checksums_path(images) not in indexes:
+    if not isinstance(data, VirtualIndex) or path not in indexes:
         return
-    stops = np.append(data.starts[1:], data.rows)
+    checksums, stops = file[path], np.append(data.starts[1:], data.rows)
     for number, source in enumerate(data.sources):
         own = np.flatnonzero(data.source_ids == number)
-        for row in (int(data.starts[own[0]]), int(stops[own[-1]]) - 1):
-            start, stop = row, row + 1
-            if isinstance(index, EncodedIndex):
-                row, name = int(np.searchsorted(index.offsets, row, "right")) - 1, data.name
-                start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
-            if crc32(np.ascontiguousarray(file[name][start:stop])) != int(file[schema.checksums_path(images)][row]):
-                raise PackFormatError(
-                    f"{file.filename}: row {row} differs from its checksum, because {source.file.path} was changed; "
-                    "restore that file, or join the packs again",
-                    path=source.file.path,
-                    dataset=images,
-                    rows=(row,),
-                )
+        # Through `file`, HDF5 would keep all sources open.
+        with open_file(source.file.path) as holder:
+            stored = holder[source.index.name]
+            for row, at in ((int(data.starts[own[0]]), own[0]), (int(stops[own[-1]]) - 1, own[-1])):
+                start, stop = row, row + 1
+                if isinstance(index, EncodedIndex):
+                    row = int(np.searchsorted(index.offsets, row, "right")) - 1
+                    start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
+                shift = int(data.shifts[at])
+                if crc32(np.ascontiguousarray(stored[start + shift : stop + shift])) != int(checksums[row]):
+                    raise PackFormatError(
+                        f"{file.filename}: row {row} differs from its checksum, because {source.file.path} was "
+                        "changed; restore that file, or join the packs again",
+                        path=source.file.path,
+                        dataset=images,
+                        rows=(row,),
+                    )
 
 
 def _single_labels(dataset: h5py.Dataset, index: ChunkIndex) -> ChunkIndex:

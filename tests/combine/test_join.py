@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shlex
 import shutil
 import subprocess
@@ -33,6 +32,7 @@ from h5pack.pack.output import Output
 from tests.combine.packs import KINDS, contents, pack, two_packs
 from tests.crashing import changes_in_child, distinct_steps, leftovers, small_file_system
 from tests.makers import class_folders, flat_folder, hdf5_file, pixels, quick, save, truncate
+from tests.read.files import limit_open_files
 
 
 @pytest.mark.parametrize("virtual", [False, True])
@@ -132,16 +132,15 @@ def test_a_join_may_be_resumed_with_another_overwrite(tmp_path: Path, overwrite:
 
 
 def test_many_packs_are_joined_with_few_open_files(tmp_path: Path) -> None:
-    first = pack(tmp_path, "a", 4, ["x"])
-    packs = [shutil.copy(first, tmp_path / f"{number}.h5") for number in range(40)]
+    h5pack.convert(flat_folder(tmp_path / "in", 4), tmp_path / "a.h5", **quick())
+    packs = [shutil.copy(tmp_path / "a.h5", tmp_path / f"{number}.h5") for number in range(40)]
 
     def join() -> None:
-        limit = 20 + max(map(int, os.listdir("/proc/self/fd")))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        limit_open_files(20)
         h5pack.join(packs, tmp_path / "o.h5", virtual=True)
+        assert len(h5pack.H5Dataset(tmp_path / "o.h5")) == 160
 
     changes_in_child(join, kill_at=None)
-    assert len(h5pack.H5Dataset(tmp_path / "o.h5")) == 160
 
 
 def damage(path: Path) -> None:

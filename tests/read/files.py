@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import shutil
 import signal
 import tempfile
@@ -283,6 +284,13 @@ def descriptors(path: Path) -> int:
     # The descriptor of the listing itself is closed by now.
     links = (f"/proc/self/fd/{entry}" for entry in os.listdir("/proc/self/fd"))
     return [os.readlink(link) for link in links if os.path.lexists(link)].count(str(path))
+
+
+def limit_open_files(room: int) -> None:
+    """Let this process open only `room` more files."""
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    limit = next(limit for limit in itertools.count(room) if len({*range(limit)} - used) == room)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
 def in_child(check: Any) -> bool:

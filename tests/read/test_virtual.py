@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from h5pack.read.chunk_index import index_dataset
 from h5pack.read.description import describe_file
 from h5pack.sources.hdf5_tables import read_field
 from tests.read.encoded_files import encode, write_encoded
-from tests.read.files import Mapped, create_virtual, described, in_child, save, write_virtual
+from tests.read.files import Mapped, create_virtual, described, in_child, limit_open_files, save, write_virtual
 
 ALL = slice(None)
 SHAPE = (24, 5, 4, 3)
@@ -189,9 +188,7 @@ def test_sources_beyond_the_limit_on_open_files_are_an_error(tmp_path: Path, kin
     path = write_virtual(tmp_path / "v.h5", expected.shape, *mapped, dtype=expected.dtype)
 
     def read(room: int) -> bool:
-        used = {int(name) for name in os.listdir("/proc/self/fd")}
-        limit = next(limit for limit in itertools.count(room) if len({*range(limit)} - used) == room)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        limit_open_files(room)
         if kind == "pixels":
             return np.array_equal(described(path, "x", None).read("x", range(30)), expected)
         with h5py.File(path) as file:
