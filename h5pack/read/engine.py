@@ -390,11 +390,14 @@ class Engine:
                 yield part, *self.reader.read_bytes(index.name, rows[part])
             return
         for part, start, stop in index.reads(rows):
-            data = np.empty(stop - start, np.uint8)
             if index.library_reason is None:
+                data = np.empty(stop - start, np.uint8)
                 calls = index.read_into(partial(self.files.storage, index.data), data, start, rows[part])
             else:
-                calls = self.reader.read(index.data.name, np.arange(start, stop), data) if len(data) else 0
+                runs = index.data.split_by_source(np.arange(start, stop))
+                read = [self.files.decoder(file).read_through_library(source, there) for file, source, there in runs]
+                data = np.concatenate([np.empty(0, np.uint8), *(one.values for one in read)])
+                calls = sum(one.calls for one in read)
             yield part, split_rows(index, rows[part], start, data), calls
 
     def read_bytes(self, name: str, rows: npt.NDArray[np.int64]) -> list[bytes]:

@@ -15,6 +15,8 @@ from h5pack.errors import DamagedRowsError, PackFormatError, SizesDifferError
 from h5pack.read import encoded as encoded_module
 from h5pack.read.description import describe_file
 from h5pack.read.encoded import EncodedIndex
+from h5pack.read.engine import Engine
+from h5pack.read.several import join_descriptions
 from tests.makers import pixels
 from tests.read.encoded_files import SIZE, decoded, encode, jpegs, write_kept
 from tests.read.files import described, flip, in_child, read_in_threads
@@ -51,6 +53,19 @@ def test_bytes_and_pixels_in_every_layout(
     assert caught.value.rows == (5,)
     assert pickle.loads(pickle.dumps(engine)).read_bytes("encoded", np.array([3])) == [rows[3]]
     assert in_child(lambda: engine.read_bytes("encoded", np.array([30, 2])) == [rows[30], rows[2]])
+
+
+@pytest.mark.parametrize("layouts", [("small chunks", "gzip"), ("gzip", "adjacent chunks"), ("gzip", "gzip")])
+def test_files_of_every_layout_are_read_as_one(tmp_path: Path, layouts: tuple[str, str]) -> None:
+    rows = jpegs(20)
+    paths = [tmp_path / "a.h5", tmp_path / "b.h5"]
+    for path, part, layout in zip(paths, (rows[:9], rows[9:]), layouts, strict=True):
+        write_kept(path, part, **LAYOUTS[layout])
+    pack = join_descriptions([describe_file(path) for path in paths])
+    engine = Engine(pack.path, pack.identity, pack.indexes, files=pack.files)
+    wanted = np.random.default_rng(3).permutation(20)
+    assert engine.read_bytes("encoded", wanted) == [rows[row] for row in wanted]
+    assert np.array_equal(engine.read("encoded", wanted), [decoded(rows[row]) for row in wanted])
 
 
 def test_adjacent_rows_are_read_together_and_counted(tmp_path: Path) -> None:
