@@ -174,7 +174,7 @@ def _require_no_leftovers(*paths: Path) -> None:
 
 def _shard_path(old: Part) -> Path:
     """Return the path for a further pack of the virtual file `old`: the first shard path that it does not use yet."""
-    used = {os.path.basename(file.path) for file in old.files}
+    used = {os.path.basename(file.path) for file in old.index.files}
     return next(path for path in map(partial(shard_path, old.path), itertools.count()) if path.name not in used)
 
 

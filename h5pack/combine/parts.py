@@ -26,7 +26,6 @@ from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import open_file, reporting_damage, require_complete, stored_options, text
-from h5pack.read.storage import SourceFile
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Reject
 from h5pack.sources.folders import split_order
@@ -77,20 +76,16 @@ class Part:
         return self.reader.index
 
     @property
-    def files(self) -> tuple[SourceFile, ...]:
-        """The files that store the rows of a virtual images dataset, in row order; empty if it is not virtual."""
-        data = self.index.data if isinstance(self.index, EncodedIndex) else self.index
-        return tuple(source.file for source in data.sources) if isinstance(data, VirtualIndex) else ()
-
-    @property
     def is_encoded(self) -> bool:
         """Whether the pack keeps JPEG files."""
         return isinstance(self.index, EncodedIndex)
 
     @property
     def is_virtual(self) -> bool:
-        """Whether the pack is a virtual file, or only the HDF5 library can read its images for another reason."""
-        return bool(self.files) or self.index.library_reason is not None
+        """Whether other files hold all its pixels, or its encoded images, and h5pack knows which rows they hold."""
+        index, indexes = self.index, self.engine.indexes
+        found = [index.data] if isinstance(index, EncodedIndex) else [indexes[name] for name in self.pixel_datasets]
+        return all(isinstance(one, VirtualIndex) for one in found)
 
     def checksums(self, dataset: str) -> npt.NDArray[np.uint32]:
         """Return the checksums of all rows of a dataset."""

@@ -343,6 +343,38 @@ def test_a_virtual_file_gets_a_further_pack(tmp_path: Path, kind: str) -> None:
     assert {"v-00000.h5", "v-00001.h5"} < leftovers(tmp_path)
 
 
+def store_again(path: Path, name: str, **storage: Any) -> None:
+    """Store a dataset of a pack in another way, as h5repack does."""
+    with h5py.File(path, "a") as file:
+        data, attributes = file[name][()], dict(file[name].attrs)
+        del file[name]
+        file.create_dataset(name, data=data, **storage).attrs.update(attributes)
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "name", "storage"),
+    [
+        ("jpeg", "encoded/data", {"compression": "gzip"}), ("pixels", "images", {"scaleoffset": 0}),
+        ("pixels", "fields/mask", {"scaleoffset": 0}),
+    ],
+)  # fmt: skip
+def test_rows_that_only_the_hdf5_library_reads_are_kept(
+    tmp_path: Path, kind: str, name: str, storage: dict[str, Any], virtual: bool
+) -> None:
+    path, more, wanted = parts(tmp_path, kind)
+    store_again(path, name, **storage)
+    if virtual:
+        third = pack(tmp_path, "c", 5, ["fox"], **KINDS[kind])
+        wanted |= contents(third)
+        store_again(third, name, **storage)
+        h5pack.join([path, third], tmp_path / "v.h5", virtual=True)
+        path = tmp_path / "v.h5"
+    assert h5pack.append(path, more, **quick(**SOURCE)).images == len(wanted)
+    assert contents(path) == wanted
+    assert h5pack.verify(path, num_workers=1).ok
+
+
 @pytest.mark.parametrize("settings", [{}, {"compression": "gzip"}, {"shard_bytes": "2MB"}], ids=str)
 def test_a_pack_that_is_overwritten_keeps_its_permissions(tmp_path: Path, settings: dict[str, Any]) -> None:
     path, folder = tmp_path / "o.h5", flat_folder(tmp_path / "in", 3)
