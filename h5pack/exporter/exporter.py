@@ -300,7 +300,8 @@ class ExportFolder:
                     raise ValueError
                 known = {MANIFEST}
                 for line in lines:
-                    others = (cell for cell in line[1:] if cell.endswith((".png", ".jpg")))
+                    # The last column has no paths of files, but stored names or row numbers.
+                    others = (cell for cell in line[1:-1] if cell.endswith((".png", ".jpg")))
                     known.update(cell.removeprefix("./") for cell in (line[0], *others))
         except (OSError, ValueError, IndexError, csv.Error):
             raise OutputExistsError.at(self.final, f"has no {MANIFEST} of an export; {advice}") from None

@@ -393,6 +393,13 @@ def test_existing_files_are_replaced_only_if_an_export_wrote_them(pack: Path, tm
     out.mkdir()
     export(pack, f"{out}/", **one())
     require_refused(pack, out)
+    # The manifest has the names of the originals, but an export does not write these.
+    originals = [
+        Path(shutil.copy(path, out / path.relative_to(tmp_path / "in"))) for path in (tmp_path / "in").rglob("*.jpg")
+    ]
+    require_refused(pack, out, overwrite=True)
+    for path in originals:
+        path.unlink()
     assert export(pack, out, **one(overwrite=True, format="jpeg")).files == 9
     assert {path.suffix for path in out.rglob("*") if path.is_file()} == {".jpg", ".csv"}
     (out / "notes.txt").write_text("mine")
