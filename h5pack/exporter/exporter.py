@@ -442,6 +442,8 @@ class _Export:
         form, index = source.reader.form, source.reader.index
         if self.work.format == "jpeg" and results.copied < files:
             lost = (*lost, "the exact pixels, which PNG files would keep")
+        elif self.work.format == "png" and isinstance(index, EncodedIndex):
+            lost = (*lost, "the JPEG files, because PNG files are encoded as JPEG again")
         elif isinstance(form, ExportForm) and not form.is_exact(index.dtype, index.row_shape):
             lost = (*lost, f"the exact {index.dtype} values, which were converted to 8 bits")
         return ExportReport(

@@ -310,6 +310,19 @@ def test_encoded_rows_of_the_wanted_format_are_copied(tmp_path: Path) -> None:
     assert export(tmp_path / "jpegs.h5", tmp_path / "out", **one(format="jpeg")).lost == ()
 
 
+@pytest.mark.parametrize(("format", "is_lost"), [("jpeg", False), ("png", True)])
+def test_jpeg_files_that_packing_again_would_encode_again_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, is_lost: bool
+) -> None:
+    h5pack.convert(flat_folder(tmp_path / "in", 3), tmp_path / "a.h5", **quick(keep="jpeg"))
+    report = export(tmp_path / "a.h5", tmp_path / "out", **one(format=format))
+    again = pack_again(report, tmp_path, monkeypatch)
+    assert (
+        not np.array_equal(h5pack.H5Dataset(again)[0].image, h5pack.H5Dataset(tmp_path / "a.h5")[0].image)
+    ) == is_lost
+    assert len(report.lost) == is_lost
+
+
 def test_damaged_rows_are_reported_and_not_exported(tmp_path: Path) -> None:
     source = split_folders(tmp_path / "in", {"train": {"x": 20, "y": 11}, "test": {"x": 3}})
     h5pack.convert(source, tmp_path / "a.h5", **quick(chunk_rows=7))
