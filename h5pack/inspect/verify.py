@@ -63,7 +63,7 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         """Whether the file has neither structural problems nor damaged rows."""
-        return not self.problems and not any(self.damaged.values())
+        return not self.problems and not self.damaged
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-serializable dict. The keys are stable across versions."""
@@ -282,8 +282,8 @@ def _add_kept(file: h5py.File, index: EncodedIndex, found: _Structure) -> None:
     elif checksums is not None and index.library_reason is None and index.base is not None:
         offsets = EncodedOffsets.of(index.base, index.offsets)
         found.large.append(_Rows(index.name, checksums, offsets))
-    elif checksums is not None:
-        found.damaged[index.name] = _damaged_kept(file, index, checksums)
+    elif checksums is not None and (wrong := _damaged_kept(file, index, checksums)):
+        found.damaged[index.name] = wrong
 
 
 def _damaged_kept(file: h5py.File, index: EncodedIndex, checksums: npt.NDArray[np.uint32]) -> list[int]:

@@ -116,6 +116,16 @@ def test_a_pack_compressed_by_another_tool_is_checked_through_the_library(copy: 
     assert h5pack.verify(tmp_path / "gzip.h5").damaged == {"images": [33]}
 
 
+def test_only_datasets_with_damaged_rows_are_listed(tmp_path: Path) -> None:
+    h5pack.convert(split_folders(tmp_path / "in", {"train": {"x": 2, "y": 1}}), tmp_path / "o.h5", **quick(keep="jpeg"))
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        data = file["encoded/data"][()]
+        del file["encoded/data"]
+        file.create_dataset("encoded/data", data=data, compression="gzip")
+        file["labels"][2] ^= 1
+    assert h5pack.verify(tmp_path / "o.h5").damaged == {"labels": [2]}
+
+
 @pytest.mark.parametrize("chunks", [None, (3, 20, 20, 3), (7, 80, 70, 1)])
 def test_rows_are_checked_in_the_layouts_of_h5repack(copy: Path, chunks: tuple[int, ...] | None) -> None:
     with h5py.File(copy, "r+") as file:
