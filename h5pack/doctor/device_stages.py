@@ -82,7 +82,8 @@ class DeviceStages:
         self._normalize = normalize
         self._meter = Meter(device)
         self._count = len(images_of(batch))
-        on_device = map_tensors(batch, lambda tensor: tensor.to(device))
+        # A transform may have parameters; the graph behind its tensors can be used only once.
+        on_device = map_tensors(batch, lambda tensor: tensor.detach().to(device))
         raw = images_of(on_device)
         self.images = raw if normalize is None else normalize(raw)
         self.labels = labels_of(on_device)

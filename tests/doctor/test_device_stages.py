@@ -74,6 +74,13 @@ def test_stages_on_the_cpu(dataset: h5pack.H5Dataset) -> None:
     assert torch.equal(alone.images, images)
 
 
+def test_a_batch_that_depends_on_parameters_of_a_transform_is_passed_again_and_again() -> None:
+    images = torch.rand(8, 3, 16, 12) * torch.ones(1, requires_grad=True)
+    stages = DeviceStages(CPU, [images, torch.arange(8)], None)
+    step, _ = make_step(None, (3, 16, 12), 8, CPU, torch.float32)
+    assert [stages.step(step, 0.0).images for _ in range(3)] == [8] * 3
+
+
 def test_images_to_normalize_in_turns_exceed_the_cache() -> None:
     images = uint8(2, 8, 8, 3)
     for cache_bytes, count in ((0, 1), (images.nbytes // 2, 1), (images.nbytes, 2), (1000, 6), (1 << 20, 16)):
