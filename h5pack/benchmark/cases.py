@@ -104,7 +104,7 @@ class BenchSettings:
         several = ("batch_size", "window", "num_threads", "num_workers", "chunk_rows", "chunk_bytes")
         for name in (*several, "rows", "num_images", "seed"):
             found, bound = getattr(self, name), int(name not in ("num_workers", "seed"))
-            if found is None:
+            if found is None and name != "seed":
                 continue
             # Convert NumPy's numbers, because reports are written as JSON.
             made = [whole_number(name, value, bound) for value in (found if name in several else (found,))]

@@ -110,7 +110,7 @@ def test_more_to_compare_needs_more_time() -> None:
     [
         ("seconds", 0), ("seconds", float("nan")), ("orders", ("random",)), ("engines", ()), ("caches", ("warm",)),
         ("num_threads", (0,)), ("num_workers", (-1,)), ("chunk_rows", (0,)), ("rows", 0), ("batch_size", ()),
-        ("compression", ("zip",)), ("seed", -1), ("rows", True), ("rows", (2,)),
+        ("compression", ("zip",)), ("seed", -1), ("seed", None), ("rows", True), ("rows", (2,)),
         ("num_images", (2, 1)),
     ],
 )  # fmt: skip
