@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import reduce
 from typing import Any
 
 from h5pack.pack.compression import parse_compression
@@ -251,12 +253,8 @@ class CaseRepeats:
     @classmethod
     def of(cls, sweep: Measurement | None, run_off: Measurement | None) -> CaseRepeats:
         """Join the two measurements of a case, one of which may be None."""
-        if sweep is None or run_off is None:
-            one = sweep or run_off
-            assert one is not None
-            return cls(one, one)
-        every = sweep.with_repeats_of(run_off)
-        return cls(run_off if len(run_off.speeds) >= MIN_TURNS else every, every)
+        every = reduce(Measurement.with_repeats_of, [one for one in (sweep, run_off) if one is not None])
+        return cls(run_off if run_off is not None and len(run_off.speeds) >= MIN_TURNS else every, every)
 
     def beside(self, other: CaseRepeats) -> tuple[Measurement, Measurement]:
         """Return the measurements to compare: `stated` of both cases if these share `MIN_TURNS` turns, else `every`."""
@@ -338,25 +336,22 @@ def all_cases(
     """Return all cases that `settings` ask for and the variants allow, regardless of time."""
     cases = []
     window = settings.window[0]
-    for variant in variants:
-        for cache in settings.caches:
-            for engine in settings.engines:
-                # A dataset without chunks has no chunk cache to tune.
-                if engine == "tuned" and variant.chunk_rows is None:
-                    continue
-                for order in settings.orders:
-                    if order == "full" and exceeds_decode_budget(variant, batch_size):
-                        continue
-                    rows = 1 if order == "single" else batch_size
-                    threads = 1 if order == "single" or engine == "default" else num_threads
-                    cases.append(BenchCase(variant.label, order, engine, cache, rows, window, threads))
-            if "direct" in settings.engines and "window" in settings.orders:
-                # Change one setting at a time: batch size, window, number of threads or number of workers.
-                base = BenchCase(variant.label, "window", "direct", cache, batch_size, window, num_threads)
-                cases += [replace(base, batch_size=size) for size in settings.batch_size[1:] if size != batch_size]
-                cases += [replace(base, window=chunks) for chunks in settings.window[1:]]
-                cases += [replace(base, num_threads=count) for count in settings.num_threads if count != num_threads]
-                cases += [replace(base, num_threads=1, num_workers=count) for count in settings.num_workers]
+    for variant, cache in itertools.product(variants, settings.caches):
+        for engine, order in itertools.product(settings.engines, settings.orders):
+            # A dataset without chunks has no chunk cache to tune.
+            cannot_tune = engine == "tuned" and variant.chunk_rows is None
+            if cannot_tune or (order == "full" and exceeds_decode_budget(variant, batch_size)):
+                continue
+            rows = 1 if order == "single" else batch_size
+            threads = 1 if order == "single" or engine == "default" else num_threads
+            cases.append(BenchCase(variant.label, order, engine, cache, rows, window, threads))
+        if "direct" in settings.engines and "window" in settings.orders:
+            # Change one setting at a time: batch size, window, number of threads or number of workers.
+            base = BenchCase(variant.label, "window", "direct", cache, batch_size, window, num_threads)
+            cases += [replace(base, batch_size=size) for size in settings.batch_size[1:] if size != batch_size]
+            cases += [replace(base, window=chunks) for chunks in settings.window[1:]]
+            cases += [replace(base, num_threads=count) for count in settings.num_threads if count != num_threads]
+            cases += [replace(base, num_threads=1, num_workers=count) for count in settings.num_workers]
     return cases
 
 
@@ -388,15 +383,14 @@ class SweepTable:
         self.orders = [name for name in ORDERS if any(case.order == name for case in cases)]
         self.engines = [name for name in ENGINES if any(case.engine == name for case in cases)]
         self.others: list[Measurement] = []
-        usual: dict[tuple[str, str, str], tuple[Any, ...]] = {}
+        usual: dict[tuple[str, str, str], BenchCase] = {}
         self._found: dict[tuple[str, str, str, str], Measurement] = {}
         by_case = {one.case: one for one in run_off}
         for one in measurements:
-            case = one.case
-            first = usual.setdefault((case.order, case.engine, case.cache), _settings(case))
-            updated = CaseRepeats.of(one, by_case.get(case)).stated
-            if _settings(case) == first:
-                self._found[case.variant, case.order, case.engine, case.cache] = updated
+            case = replace(one.case, variant="")
+            updated = CaseRepeats.of(one, by_case.get(one.case)).stated
+            if usual.setdefault((case.order, case.engine, case.cache), case) == case:
+                self._found[one.case.variant, case.order, case.engine, case.cache] = updated
             else:
                 self.others.append(updated)
 
@@ -412,10 +406,6 @@ class SweepTable:
         made = [one.compression for one in self.variants if not one.is_input and one.chunk_rows is not None]
         first = made[0] if made else "none"
         return [one for one in self.variants if one.is_input or one.compression in ("none", first)]
-
-
-def _settings(case: BenchCase) -> tuple[Any, ...]:
-    return case.batch_size, case.window, case.num_threads, case.num_workers
 
 
 def _variant_key(variant: FileVariant) -> tuple[Any, ...]:
