@@ -34,7 +34,7 @@ from typing import Any
 from h5pack.errors import H5PackError, NoSpaceError, OptionsError, WorkerError
 from h5pack.images.decode import decoder_versions
 from h5pack.sources.catalog import SourceReader
-from h5pack.system.files import NO_SPACE
+from h5pack.system.files import NO_SPACE, absolute_path
 from h5pack.system.libc import libc_function
 from h5pack.system.processes import ElasticExecutor, LostTaskError, open_executor, using_shared
 
@@ -61,7 +61,7 @@ class Expectations:
     def here(cls, source: str | None, partial: Path) -> Expectations:
         """Return the versions and the source of this process as expectations, and create the probe file."""
         token = secrets.token_hex(8)
-        source = None if source is None or not os.path.exists(source) else os.path.abspath(source)
+        source = None if source is None or not os.path.exists(source) else absolute_path(source)
         size = os.path.getsize(source) if source is not None and os.path.isfile(source) else None
         probe = partial.with_name(f"{partial.name}.probe-{token}")
         probe.write_text(token)

@@ -30,7 +30,7 @@ from h5pack.images.decode import read_header
 from h5pack.images.headers import ImageHeader
 from h5pack.images.masks import MaskHeader, read_mask_header
 from h5pack.system.arrays import RowNumbers
-from h5pack.system.files import read_all
+from h5pack.system.files import absolute_path, read_all
 from h5pack.system.text import first_names
 
 IMAGE_SUFFIXES = frozenset(
@@ -276,6 +276,10 @@ class FileReader(SourceReader):
     """Reads image files. Names are absolute, or relative to the folder `root`."""
 
     root: str
+
+    def __post_init__(self) -> None:
+        # Workers of a cluster may have another working directory.
+        object.__setattr__(self, "root", absolute_path(self.root))
 
     def read(self, index: int, name: str) -> bytes:
         descriptor, size, _ = self._open(name)

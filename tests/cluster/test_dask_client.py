@@ -252,6 +252,20 @@ def test_an_unusable_scheduler_is_one_error(error: Exception, monkeypatch: pytes
     assert "\n" not in str(caught.value)
 
 
+def test_a_relative_source_is_that_of_this_process(
+    tmp_path: Path, client: Any, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers have another working directory, with other images of the same names."""
+    (tmp_path / "link").symlink_to(tmp_path / "other" / "deep")
+    (tmp_path / "other" / "deep").mkdir(parents=True)
+    for seed, folder in enumerate(("in", "other/there", cluster.file.parent / "in")):
+        save(tmp_path / folder / "0.png", seed)
+    monkeypatch.chdir(tmp_path)
+    for source, seed in (("in", 0), ("link/../there", 1)):
+        h5pack.convert(source, "o.h5", client=client, overwrite=True)
+        assert np.array_equal(h5pack.H5Dataset("o.h5")[0].image, pixels(seed))
+
+
 def test_what_a_worker_does_not_see_is_named(tmp_path: Path) -> None:
     source = save(tmp_path / "in.jpg")
     expected = Expectations.here(str(source), tmp_path / "o.h5.partial")
