@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 
 from h5pack.data.samples import can_join
-from h5pack.device.batch import images_of, map_tensors, named_elements, tensors_of, with_elements
+from h5pack.device.batch import images_of, map_tensors, named_elements, repeats_of, tensors_of, with_elements
 from h5pack.device.loader_wrapper import FetchedBatch
 from h5pack.device.profiling import profiler_range
 from h5pack.device.transforms import ImageTransform
@@ -105,9 +105,9 @@ class DeviceCopier:
 
     The prefetch thread calls `enter` and `copy`; the consumer's thread calls the other methods.
 
-    With `keep_images`, consecutive batches that have the same tensor of images, such as the repeats of an `EchoLoader`,
-    share one copy of it. The first transform must not change this copy in place. So `keep_images` only has an effect
-    if the first transform is a `Normalize`, or `Views` whose transforms are all `Normalize`.
+    With `keep_images`, the repeats of an `EchoLoader` share one copy of their images. The first transform must
+    not change this copy in place. So `keep_images` only has an effect if the first transform is a `Normalize`, or
+    `Views` whose transforms are all `Normalize`.
     """
 
     def __init__(self, operations: CudaOperations, transform: ImageTransform | None, keep_images: bool = False) -> None:
@@ -126,6 +126,9 @@ class DeviceCopier:
             # Wait for tensors that the loader made on the device, because the device may not have finished them.
             stream.wait_event(operations.event(operations.current_stream()))
         images = images_of(fetched.batch, self._transform.image_key) if self._keeps_images and self._transform else None
+        if not repeats_of(fetched.batch):
+            # The loader may have written new images into the tensor of its last batch.
+            self._kept = None
         with operations.on(stream), profiler_range("copy"):
             lists = {
                 index: self._copied_list(element)

@@ -268,6 +268,17 @@ def test_repeated_images_are_copied_once_for_normalize(dataset: h5pack.H5Dataset
     assert sum(len(shape) == 4 for shape in copied) == (9 if once else 27)
 
 
+@every_feed
+def test_repeats_of_a_loader_that_fills_one_tensor_again_and_again_are_its_batches(feed_of: Any) -> None:
+    def batches() -> Iterator[Any]:
+        images = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
+        for number in range(3):
+            yield [images.fill_(number)]
+
+    feed = feed_of(h5pack.EchoLoader(batches(), 2), transform=h5pack.Normalize())
+    assert [round(255 * float(images.mean())) for (images,) in feed] == [0, 0, 1, 1, 2, 2]
+
+
 class KeyedBatch:
     """A transform of whole batches that leaves the images as they are."""
 
