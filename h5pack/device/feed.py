@@ -161,6 +161,13 @@ class _FeedIterator(BatchIterator):
         self._feed, self._cursor = feed, cursor
         self._batches: DevicePrefetcher | _DirectFetcher | None = batches
 
+    def close(self) -> None:
+        batches = self._batches
+        super().close()
+        if isinstance(batches, DevicePrefetcher):
+            # An error or an interrupt does not wait, because the loader may need long for the batch it is reading.
+            batches.thread.join()
+
     def _next_batch(self) -> Any:
         assert self._batches is not None
         try:

@@ -48,6 +48,18 @@ def test_batches_are_delivered_while_the_loader_waits() -> None:
     assert threads_end()
 
 
+def test_closing_an_iterator_waits_until_the_loader_is_no_longer_read() -> None:
+    loader = Gated(released=1)
+    iterator: Any = iter(PrefetchingFeed(loader))
+    next(iterator)
+    wait_for(lambda: loader.begun == 2)
+    waiting = threading.Timer(0.05, loader.tokens.release)
+    waiting.start()
+    iterator.close()
+    assert loader.left.is_set()
+    waiting.join()
+
+
 @pytest.mark.parametrize("prefetch_factor", [1, 3])
 def test_abandoned_iterations_leave_no_thread_and_no_batch(dataset: h5pack.H5Dataset, prefetch_factor: int) -> None:
     loader = h5_loader(dataset)
