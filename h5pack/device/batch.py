@@ -143,9 +143,10 @@ def images_of(batch: Any, image_key: Hashable | None = None) -> torch.Tensor:
     with contextlib.suppress(LookupError, TypeError, ValueError):
         images = batch[_resolve_key(batch, image_key)] if images is None else images
     if not isinstance(images, torch.Tensor):
+        problem = "found no tensor of images" if images is None else f"the images are a {type(images).__name__}"
         raise OptionsError(
-            f"found no tensor of images in a batch {_describe_batch(batch)} (image_key={image_key!r}); give the "
-            "index or key of the images as image_key",
+            f"{problem} in a batch {_describe_batch(batch)} (image_key={image_key!r}); give the index or key of a "
+            "tensor of images as image_key",
             parameters=("image_key",),
         )
     return images

@@ -174,8 +174,6 @@ class ImageTransform:
 
     def _apply_to_batch(self, transform: Callable[..., Any], batch: Any, key: BatchKey | None) -> Any:
         changed = self._call(transform, unmark_echoed(batch), key)
-        if changed is None:
-            raise OptionsError(f"the transform {_name_of(transform)} returned None; return the batch")
         return mark_echoed(changed, repeats_of(batch)) if is_echoed(batch) else changed
 
     def _apply_to_images(self, transform: Callable[..., Any], batch: Any, key: BatchKey | None) -> Any:
@@ -213,6 +211,9 @@ class ImageTransform:
 
     def _call(self, transform: Callable[..., Any], argument: Any, key: BatchKey | None) -> Any:
         result = _call(transform, argument, key)
+        if result is None:
+            wanted = "batch" if _takes_batches(transform) else "images"
+            raise OptionsError(f"the transform {_name_of(transform)} returned None; return the {wanted}")
         return map_tensors(result, torch.clone) if any(transform is one for one in self._overwriting) else result
 
     def _kinds(self, transform: Normalize, batch: Any, images: torch.Tensor, size: tuple[int, int]) -> dict[Any, str]:

@@ -87,6 +87,9 @@ def test_wrong_transforms_are_refused() -> None:
         assert caught.value.parameters == ("transform",)
     with pytest.raises(OptionsError):
         ImageTransform(Whole(result=None), None)([images, "x", rows], 0)
+    for transform in (lambda _: None, h5pack.Views(torch.neg, lambda _: None)):
+        with pytest.raises(OptionsError):
+            ImageTransform(transform, None)([images, "x", rows], 0)
     with pytest.raises(OptionsError):
         ImageTransform([Whole(), Whole(keyed=True)], None)([images, "x"], 0)
     for wrong in ((), (3,), (torch.neg, Whole()), (h5pack.Views(torch.neg),)):
