@@ -309,7 +309,7 @@ class FeedRecorder:
         now = self._read(time.perf_counter())
         is_new = now.batches > self._last.batches or self._interval is None
         last = self._close_interval(now) if is_new else None
-        self._final = self._report("epoch", self._first, now)
+        self._final, self.due = self._report("epoch", self._first, now), float("inf")
         # Call the outputs after setting `_final`: if the user's `on_report` raises an error, the next call of `finish`
         # must not report again.
         try:

@@ -82,6 +82,15 @@ def test_intervals_are_disjoint_and_complete(clock: FakeClock) -> None:
         assert all(report.stall_fraction == pytest.approx(1 / 3) for report in intervals[:-1])
 
 
+def test_requests_after_the_end_are_not_reported(clock: FakeClock) -> None:
+    reports: list[FeedReport] = []
+    iterator = iter(FeedMonitor(SlowLoader(clock, 0.25, 3), warn_stall=None, on_report=reports.append))
+    assert len(list(iterator)) == 3
+    clock.now += 10
+    assert next(iterator, None) is None
+    assert [report.over for report in reports] == ["interval", "epoch"]
+
+
 def test_a_slow_loader_is_named_once_in_a_process(clock: FakeClock) -> None:
     with pytest.warns(UserWarning, match="SlowLoader") as seen:
         run(FeedMonitor(SlowLoader(clock, 0.3, 12)), clock, 0.1)
