@@ -293,8 +293,8 @@ def _judge_interval(evidence: Evidence) -> Verdict:
     if (evidence.transform_wait_fraction or 0.0) > 0.5:
         found = Bottleneck.TRANSFORM
     elif evidence.wait_fraction is not None and evidence.wait_fraction < 0.5:
-        # The step mostly waits for what comes after the loader: the copy or, without a GPU, a DeviceFeed's transform.
-        found = Bottleneck.TRANSFORM if evidence.gpus == 0 else Bottleneck.COPY
+        # Only a CUDA device waits longer than the process. It waits for what comes after the loader.
+        found = Bottleneck.COPY
     elif evidence.num_workers == 0 or (evidence.num_workers is None and evidence.num_threads is None):
         found = Bottleneck.LOADER
     elif evidence.library_reason is not None or (evidence.full_shuffle and evidence.encoding is Encoding.CHUNKS):

@@ -177,8 +177,8 @@ def test_whatever_was_measured_all_advice_can_be_followed_here() -> None:
     ("known", "expected"),
     [
         ({**THREADS, "transform_wait_fraction": 0.8}, "TRANSFORM_ON_DEVICE CHEAPER_TRANSFORM"),
+        ({**THREADS, "transform_wait_fraction": 0.8, "gpus": 0}, "CHEAPER_TRANSFORM"),
         ({**THREADS, "wait_fraction": 0.02}, "CHEAPER_COPY"),
-        ({**THREADS, "wait_fraction": 0.02, "gpus": 0}, "CHEAPER_TRANSFORM"),
         ({"cpus": 8}, "READ_IN_WORKERS"),
         ({"cpus": 8, "num_workers": 0}, "START_WORKERS USE_H5LOADER"),
         ({**THREADS, "library_reason": "its filter is unknown"}, "CONVERT_FOR_DIRECT_READS"),
