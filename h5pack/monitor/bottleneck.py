@@ -290,11 +290,12 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _judge_interval(evidence: Evidence) -> Verdict:
     busy = evidence.feed_is_busy
-    if (evidence.transform_wait_fraction or 0.0) > 0.5:
-        found = Bottleneck.TRANSFORM
-    elif evidence.wait_fraction is not None and evidence.wait_fraction < 0.5:
-        # Only a CUDA device waits longer than the process. It waits for what comes after the loader.
+    if evidence.wait_fraction is not None and evidence.wait_fraction < 0.5:
+        # Only a CUDA device waits longer than the process. It waits for what comes after the loader. The process may
+        # need most of its short wait to launch the kernels of a transform.
         found = Bottleneck.COPY
+    elif (evidence.transform_wait_fraction or 0.0) > 0.5:
+        found = Bottleneck.TRANSFORM
     elif evidence.num_workers == 0 or (evidence.num_workers is None and evidence.num_threads is None):
         found = Bottleneck.LOADER
     elif evidence.library_reason is not None or (evidence.full_shuffle and evidence.encoding is Encoding.CHUNKS):

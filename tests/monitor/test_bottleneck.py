@@ -258,6 +258,7 @@ WORKERS = {"num_workers": 2, "cpus": 8}
         ({**THREADS, "transform_wait_fraction": 0.4, "cpus_used": 1.8}, Bottleneck.LOADER),
         # The device waits, and the process does not.
         ({**THREADS, "wait_fraction": 0.02}, Bottleneck.COPY),
+        ({**THREADS, "wait_fraction": 0.02, "transform_wait_fraction": 0.8}, Bottleneck.COPY),
         ({"cpus": 8}, Bottleneck.LOADER),
         ({"cpus": 8, "num_workers": 0, "cpus_used": 0.1, **ENCODED}, Bottleneck.LOADER),
         ({**THREADS, "library_reason": "its filter is unknown", "cpus_used": 0.1}, Bottleneck.DECODING),
