@@ -386,8 +386,8 @@ def open_locked(path: Path, busy: str) -> int:
 def cached_pages(path: Path) -> int:
     """Return how many pages of a file are in the page cache, without reading the file.
 
-    If the file is another user's, and this process may not write it, Linux reports all pages as cached. Raises OSError if
-    the system has no mincore(2).
+    If the file is another user's, and this process may not write it, Linux reports all pages as cached. Raises OSError
+    if the system has no mincore(2).
     """
     mincore = libc_function("mincore", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     if mincore is None:
