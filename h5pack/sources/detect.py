@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -65,9 +66,11 @@ def open_source(
         except H5PackError:
             raise
         except OSError as error:
-            failed = error.filename or source
-            problem = f"cannot be read ({error.strerror or error}); make it readable, or repair the storage"
-            raise SourceError.at(failed, problem) from error
+            advice = "make it readable, or repair the storage"
+            if error.errno == errno.EMFILE:  # Each compressed tar file takes one until the conversion ends.
+                advice = "decompress archives first, or raise the limit of 'ulimit -n'"
+            problem = f"cannot be read ({error.strerror or error}); {advice}"
+            raise SourceError.at(error.filename or source, problem) from error
         where, path = str(Path(source)), source
     else:
         catalog = _open_dataset(source, options)

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from h5pack.errors import NoImagesError, SourceError
+from h5pack.sources import detect
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from tests.makers import save, tar_file
@@ -241,6 +242,12 @@ def test_a_failing_disk_is_no_missing_source(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(SourceError, match="failed") as caught:
         open_source(tmp_path, SourceOptions(kind))
     assert caught.value.path == str(tmp_path)
+
+
+def test_too_many_open_files_are_no_unreadable_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "walk", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    with pytest.raises(SourceError, match="'ulimit -n'"):
+        open_source(tmp_path, SourceOptions())
 
 
 def test_a_limit_applies_to_every_kind(tmp_path: Path) -> None:
