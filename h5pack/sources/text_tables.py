@@ -18,7 +18,8 @@ from h5pack.errors import SourceError
 from h5pack.format import schema
 from h5pack.system.text import counted, short_repr
 
-csv.field_size_limit(2**24)  # A text or list may have more characters than Python's default limit, 131,072.
+# A text or list may have more characters than Python's default limit, 131,072. The limit is that of the whole process.
+csv.field_size_limit(max(csv.field_size_limit(), 2**24))
 _TRUTH = {"True": "1", "False": "0"}
 
 

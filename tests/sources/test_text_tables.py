@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -35,6 +37,11 @@ def test_byte_order_marks_line_endings_spaces_and_quotes(tmp_path: Path, ending:
     assert result.header == ("path", "label")
     assert [result.column(name) for name in result.header] == [["a.jpg", "b.jpg"], ["x, y", "z"]]
     assert [result.place(row) for row in range(2)] == [" line 2", " line 4"]
+
+
+def test_a_higher_limit_of_the_program_on_cells_is_kept() -> None:
+    code = "import csv; csv.field_size_limit(2**25); import h5pack.sources.text_tables; print(csv.field_size_limit())"
+    assert int(subprocess.check_output([sys.executable, "-c", code])) == 2**25
 
 
 def test_semicolons_separate_cells_if_the_first_line_has_no_comma(tmp_path: Path) -> None:
