@@ -58,7 +58,9 @@ class H5Reader:
         if handles is None or handles.process != os.getpid():
             # A forked child must open the file itself, because its copy of the HDF5 library's state is not safe to use.
             self.identity.require(self.path)
-            handles = self._handles = _Handles(self.path)
+            handles = _Handles(self.path)
+            self.identity.require(self.path)  # The file may have been replaced just before it was opened.
+            self._handles = handles
         return handles
 
 

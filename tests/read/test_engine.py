@@ -23,6 +23,7 @@ from h5pack.errors import DamagedRowsError, PackChangedError
 from h5pack.format.checksums import row_checksums
 from h5pack.read import engine as engine_module
 from h5pack.read.engine import Engine, ReadStats
+from h5pack.read.hdf5 import open_file
 from h5pack.read.hdf5_reader import H5Reader
 from h5pack.read.read_plan import plan_scatter
 from h5pack.read.storage import FileIdentity
@@ -294,6 +295,22 @@ def test_forked_while_another_thread_counts(tmp_path: Path) -> None:
     engine = engine_of(path)
     with engine._lock[1]:
         assert in_child(lambda: np.array_equal(engine.read("x", [3]), values[[3]]))
+
+
+def test_a_file_replaced_just_before_the_library_opens_it_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "f.h5"
+    write(path, numbers((20, 30), "i4"), "compact")
+    engine = engine_of(path)
+
+    def open_another(name: str) -> h5py.File:
+        files.replaced(path)
+        return open_file(name)
+
+    monkeypatch.setattr("h5pack.read.hdf5_reader.open_file", open_another)
+    with pytest.raises(PackChangedError):
+        engine.read("x", [3])
 
 
 @pytest.mark.parametrize("storage", ["rows", "whole_gzip"])
