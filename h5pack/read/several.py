@@ -170,7 +170,12 @@ def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] |
 
 
 def read_filenames(pack: FileDescription, rows: RowNumbers) -> list[str] | None:
-    """Return the stored file name of each row's original; None if one of the files has no file names."""
+    """Return the stored file name of each row's original; None if one of the files has no file names.
+
+    Raises PackChangedError if a file was replaced or rewritten since it was described.
+    """
+    for source in {SourceFile(pack.path, pack.identity)}.union(*(index.files for index in pack.indexes.values())):
+        source.identity.require(source.path)
     found = [""] * len(rows)
     numbers = row_array(rows)
     order = np.argsort(numbers, kind="stable")

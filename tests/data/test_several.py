@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader, Subset
 
 import h5pack
 from h5pack.combine.parts import open_part
-from h5pack.errors import DamagedRowsError, OptionsError, PackFormatError
+from h5pack.errors import DamagedRowsError, OptionsError, PackChangedError, PackFormatError
 from h5pack.format.checksums import row_checksums
 from h5pack.read import hdf5, several
 from tests.combine.packs import FIELD_NAMES, KINDS, pack
 from tests.makers import flat_folder, hdf5_file, quick
+from tests.read.files import replaced
 
 
 def three(root: Path, kind: str = "pixels", **settings: Any) -> list[Path]:
@@ -75,6 +76,16 @@ def test_a_loader_reads_each_row_once_and_resumes_in_another_file(tmp_path: Path
         again.load_state_dict(first.state_dict())
         assert len(begun) + len(rest := batches(again)) == len(whole)
         assert rest == whole[stop:]
+
+
+@pytest.mark.parametrize("changed", ["a.h5", "c.h5"])
+def test_file_names_of_a_replaced_file_are_not_those_of_the_samples(tmp_path: Path, changed: str) -> None:
+    dataset = h5pack.H5Dataset(three(tmp_path))
+    assert len(dataset.filenames or ()) == 29
+    replaced(tmp_path / changed)
+    with pytest.raises(PackChangedError) as caught:
+        _ = dataset.filenames
+    assert caught.value.path == str(tmp_path / changed)
 
 
 def test_a_loader_and_samplers_take_a_concat_pack(tmp_path: Path) -> None:
