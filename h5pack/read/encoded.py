@@ -23,13 +23,22 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from h5pack.errors import DamagedRowsError, RejectedImageError, SizesDifferError
+from h5pack.errors import DamagedRowsError, PackFormatError, RejectedImageError, SizesDifferError
 from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, read_header
 from h5pack.images.headers import ImageHeader
 from h5pack.images.masks import read_mask
 from h5pack.read.chunk_index import ChunkIndex, contiguous_group_rows
-from h5pack.read.hdf5 import VERIFY_ADVICE, dataset_error, find_item, read_offsets, read_rows, require_dataset, text
+from h5pack.read.hdf5 import (
+    VERIFY_ADVICE,
+    dataset_error,
+    find_item,
+    read_offsets,
+    read_rows,
+    require_dataset,
+    require_filters,
+    text,
+)
 from h5pack.read.read_plan import MAX_GAP_BYTES
 from h5pack.read.storage import SourceFile, Storage
 from h5pack.read.virtual import index_rows
@@ -93,8 +102,9 @@ def is_encoded(dataset: h5py.Dataset) -> bool:
     if not is_bytes or not len(dataset):
         return False
     try:
+        require_filters(dataset)
         return bool(dataset[0].tobytes().startswith((b"\xff\xd8\xff", b"\x89PNG\r\n")))
-    except OSError:
+    except (OSError, PackFormatError):
         return False  # Reading the rows will raise an error with advice.
 
 

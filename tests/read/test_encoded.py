@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import hdf5plugin
 import numpy as np
 import pytest
 from PIL import Image
@@ -85,6 +86,17 @@ def test_rows_of_equal_length_that_begin_like_an_image_file(
     assert not any(describe_file(tmp_path / "f.h5", name).indexes[name].is_encoded for name in ("features", "none"))
     h5pack.convert(tmp_path / "f.h5", tmp_path / "o.h5", **quick(order="sorted"))
     assert np.array_equal(h5pack.H5Dataset(tmp_path / "o.h5")[5].image, decoded(rows[5]))
+
+
+def test_compressed_rows_are_recognized_before_their_filter_is_loaded(tmp_path: Path) -> None:
+    rows = [data.ljust(2000, b"\0") for data in jpegs(3)]
+    table = np.frombuffer(b"".join(rows), np.uint8).reshape(3, 2000)
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("images", data=table, chunks=(1, 2000), **hdf5plugin.Zstd())
+    # Here, hdf5plugin is loaded already, so read in a new process.
+    code = "import sys, h5pack; print(*h5pack.H5Dataset(sys.argv[1])[0][0].shape)"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "f.h5"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["20", "14", "3"]
 
 
 def test_virtual_over_encoded_rows(tmp_path: Path) -> None:
