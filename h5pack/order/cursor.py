@@ -149,7 +149,9 @@ class EpochCursor:
         next iteration.
         """
         if count is not None:
-            count = whole_number(f"{self.unit}_consumed", count, 0)
+            # `load` would refuse a state past the end of the epoch.
+            left = self.length - self.iteration.start if self._running else None
+            count = whole_number(f"{self.unit}_consumed", count, 0, left)
         if not self._running:
             return self.state_of(None)
         iteration, received = self.iteration, self.iteration.received_count(count)
