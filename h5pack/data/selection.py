@@ -125,7 +125,9 @@ def _select_rows(
         subsets.append(base)
         base = base.dataset
     if isinstance(base, ConcatPack):
-        base, digested = base.joined(), True
+        # Not `joined`, which refuses transforms: a DataLoader calls them.
+        first, *others = base.datasets
+        base, digested = first.joined_with(others), True
     if not isinstance(base, H5Dataset):
         advice = "give an H5Dataset or a ConcatPack, or a torch Subset of one"
         if isinstance(base, Sampler):

@@ -104,6 +104,15 @@ def test_a_loader_and_samplers_take_a_concat_pack(tmp_path: Path) -> None:
     sampler = h5pack.ChunkBatchSampler(concat, 4, seed=1)
     images = [image.numpy().tobytes() for batch in DataLoader(concat, batch_sampler=sampler) for image in batch.images]
     assert sorted(images) == sorted(one.image.numpy().tobytes() for part in parts for one in part)
+    for part in parts:
+        part.transform = np.asarray
+    sampler.set_epoch(0)
+    again = h5pack.ChunkBatchSampler(concat, 4, seed=1)
+    assert list(again) == list(sampler)
+    batches_of_arrays = DataLoader(concat, batch_sampler=again, collate_fn=lambda batch: [one.image for one in batch])
+    assert sorted(image.tobytes() for batch in batches_of_arrays for image in batch) == sorted(images)
+    with pytest.raises(OptionsError):
+        h5pack.H5Loader(concat, 4)
 
 
 def test_file_names_are_read_in_blocks_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
