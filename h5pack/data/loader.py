@@ -387,7 +387,7 @@ class H5Loader(Closeable, Resumable):
         return sum(iterator.waiting for iterator in list(self._iterators))
 
     def stats(self) -> ReadStats:
-        """Return statistics of the loader's dataset: what this process has read of it, through any loader."""
+        """Return statistics of the dataset's reads in this process: by any loader, of a `ConcatPack` by this one."""
         return self._base.stats()
 
     def use_memory_of(self, other: H5Loader) -> bool:
