@@ -383,6 +383,8 @@ def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str)
     dataset, shape = require_dataset(file, name, FIELDS_ADVICE), file[images].shape
     own, wanted, is_pack = dataset.shape or (), (shape[0], *form.size(shape[1:])), schema.FORMAT in file.attrs
     stored = text(dataset.attrs.get(schema.KIND, b""))
+    if stored == schema.ARRAY:
+        return None
     if stored == schema.IMAGE or (not is_pack and own == shape and form.channels(shape[1:]) > 2):
         return schema.IMAGE if own == shape and dataset.dtype == file[images].dtype else None
     if is_pack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from h5pack.combine.write import RowCopier
 from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from tests.combine.packs import KINDS, SOURCE, contents, pack, source
 from tests.crashing import changes_in_child, distinct_steps, leftovers, small_file_system
-from tests.makers import class_folders, flat_folder, quick, save, split_folders, truncate
+from tests.makers import class_folders, flat_folder, numbers, pixels, quick, save, split_folders, truncate
 
 
 def parts(root: Path, kind: str) -> tuple[Path, Path, dict[str, tuple[Any, ...]]]:
@@ -341,6 +342,39 @@ def test_a_virtual_file_gets_a_further_pack(tmp_path: Path, kind: str) -> None:
     h5pack.append(out, source(tmp_path / "d", "d", 3, ["gnu"]), **quick(**SOURCE))
     assert len(contents(out)) == 32
     assert {"v-00000.h5", "v-00001.h5"} < leftovers(tmp_path)
+
+
+@dataclass
+class Maps:
+    """A dataset in Python whose samples have a field with the height and width of their images."""
+
+    names: str
+    dtype: str
+
+    @property
+    def filenames(self) -> list[str]:
+        return [f"{name}.png" for name in self.names]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": pixels(index), "map": numbers(index, (20, 14)).astype(self.dtype)}
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "float32"])
+def test_arrays_of_the_size_of_images_do_not_become_masks(tmp_path: Path, dtype: str) -> None:
+    path, other = tmp_path / "a.h5", tmp_path / "b.h5"
+    for names, out in (("abc", path), ("de", other)):
+        h5pack.convert(Maps(names, dtype), out, **quick(fields="map", order="sorted"))
+    h5pack.join([path, other], tmp_path / "o.h5")
+    h5pack.append(path, Maps("de", dtype), **quick(fields="map", order="sorted"))
+    h5pack.subset(path, tmp_path / "s.h5", rows="0:5")
+    for found in (path, tmp_path / "o.h5", tmp_path / "s.h5"):
+        with h5py.File(found) as file:
+            assert (file["fields/map"].attrs["kind"], file["fields/map"].dtype) == (b"array", dtype)
+            assert np.array_equal(file["fields/map"], [numbers(index, (20, 14)) for index in (0, 1, 2, 0, 1)])
+        assert h5pack.verify(found, num_workers=1).ok
 
 
 def store_again(path: Path, name: str, **storage: Any) -> None:
