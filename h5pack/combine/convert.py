@@ -404,6 +404,7 @@ class ShardedConversion(Conversion):
         if output.final.exists() and overwrite:
             os.replace(output.final, self._replaced)
         if self._replaced.exists():
+            output.permissions_of = self._replaced
             for path in finish.shards_of(self._replaced, output.final) - shards:
                 path.unlink(missing_ok=True)
         for path in sorted(shards):

@@ -413,9 +413,9 @@ def test_rows_that_only_the_hdf5_library_reads_are_kept(
 def test_a_pack_that_is_overwritten_keeps_its_permissions(tmp_path: Path, settings: dict[str, Any]) -> None:
     path, folder = tmp_path / "o.h5", flat_folder(tmp_path / "in", 3)
     h5pack.convert(folder, path, overwrite=True, **quick(**settings))
-    path.chmod(0o600)
+    path.chmod(0o440)
     h5pack.convert(folder, path, overwrite=True, **quick(**settings))
-    assert {permissions(one)[0] for one in tmp_path.glob("o*.h5")} == {0o600}
+    assert {permissions(one)[0] for one in tmp_path.glob("o*.h5")} == {0o440}
     h5pack.convert(folder, tmp_path / "p.h5", **quick())
     h5pack.subset(tmp_path / "p.h5", path, overwrite=True)
-    assert permissions(path)[0] == 0o600 != permissions(tmp_path / "p.h5")[0]
+    assert permissions(path)[0] == 0o440 != permissions(tmp_path / "p.h5")[0]
