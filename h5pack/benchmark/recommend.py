@@ -370,16 +370,12 @@ def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workloa
         ("Slower than {} in this run", slower, ""),
     ):
         if some:
-            how = f"by the ratio of speeds in {_turns_text(picked, some)}"
+            counts = [len(picked.ratios(one, all_turns=True)) for one in some]
+            low, high = min(counts), max(counts)
+            number = counted(high, "turn") if low == high else f"{low} to {counted(high, 'turn')}"
+            how = f"by the ratio of speeds in {number}"
             texts.append(f"{begin.format(label)}, {how}: {_relative(some, picked, workload)}{end}.")
     return texts
-
-
-def _turns_text(picked: _Compared, found: Sequence[_Compared]) -> str:
-    """Return how many turns have measured the recommended variant and others, such as "7 turns" or "5 to 7 turns"."""
-    turns = {len(picked.ratios(one, all_turns=True)) for one in found}
-    low, high = min(turns), max(turns)
-    return counted(high, "turn") if low == high else f"{low} to {counted(high, 'turn')}"
 
 
 def _why(picked: _Compared, others: Sequence[_Compared], workload: Workload) -> str:
@@ -411,25 +407,21 @@ def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) 
 
 def _gain(findings: Findings, picked: Measurement, compared: Sequence[Measurement]) -> tuple[float | None, list[str]]:
     """Return the speedup of `picked` over h5py reading the input file, and sentences with the input file's speeds."""
-    images, measurements = findings.workload.num_images, findings.measurements
-    label = next((one.label for one in findings.variants if one.is_input), None)
-    if label == picked.case.variant:
+    images = findings.workload.num_images
+    read = [one for one in findings.measurements if one.speeds]
+    given = next((one for one in findings.variants if one.is_input), None)
+    if given is None or given.label == picked.case.variant:
         return None, []
-    baseline = (label, "default", "single", picked.case.cache)
-    own = [one for one in compared if one.case.variant == label]
+    own = [one for one in compared if one.case.variant == given.label]
     when, where = "", ""
     if picked.case.cache == "hot":
         first = [replace(one.case, cache="cold") for one in own]
-        cold = [one.median for one in measurements if one.speeds and one.case in first]
-        decoded = any(one.is_input and one.compression != "none" for one in findings.variants)
-        how = "read from the disk" + " and decoded" * decoded
+        cold = [one.median for one in read if one.case in first]
+        how = "read from the disk" + " and decoded" * (given.compression != "none")
         when = "".join(f"{epoch_text(images, speed)} for a first epoch, {how}; then " for speed in cold)
         where = ", from the page cache"
-    plain = [
-        one
-        for one in measurements
-        if one.speeds and (one.case.variant, one.case.engine, one.case.order, one.case.cache) == baseline
-    ]
+    baseline = BenchCase(given.label, "single", "default", picked.case.cache, 1, findings.workload.window, 1)
+    plain = [one for one in read if one.case == baseline]
     reasons = []
     # If H5Loader can read the input file, h5py's speed matters only if it is higher than the recommended variant's.
     shown = plain if not own or (plain and plain[0].median > picked.median) else []

@@ -210,11 +210,15 @@ class LibraryReader(CaseReader):
         self._encoded = is_encoded(self._images)
 
     def _reads(self) -> Epoch:
-        if self._case.order == "single":
+        order, size, rows = self._case.order, self._case.batch_size, np.arange(self._num_rows)
+        if order == "single":
             yield from ((1, self.read_row(row)) for row in self._singles)
             return
-        for rows in self._batches():
-            yield from self.read_batch(rows)
+        if order == "full":
+            self._random.shuffle(rows)
+        batches: Iterable[Any] = np.array_split(rows, range(size, len(rows), size))
+        for batch in self._sampler if order == "window" else batches:
+            yield from self.read_batch(batch)
 
     def read_row(self, row: int) -> npt.NDArray[Any]:
         """Return the pixels of one row."""
@@ -235,14 +239,6 @@ class LibraryReader(CaseReader):
                 self._batch = np.empty((len(rows), *pixels.shape), pixels.dtype)
             self._batch[slot] = pixels
             yield 1, self._batch[slot]
-
-    def _batches(self) -> Iterable[Any]:
-        if self._case.order == "window":
-            return self._sampler
-        size, rows = self._case.batch_size, np.arange(self._num_rows)
-        if self._case.order == "full":
-            self._random.shuffle(rows)
-        return np.array_split(rows, range(size, len(rows), size))
 
 
 class WorkerReader(CaseReader):
