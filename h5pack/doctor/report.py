@@ -131,9 +131,7 @@ class DoctorReport:
             feeder = f"H5Loader with {counted(evidence.parallel, 'thread')}"
             if evidence.num_workers is not None:
                 feeder = f"a DataLoader with {counted(evidence.num_workers, 'worker')}"
-            few = ""
-            if target.asked_batch_size is not None:
-                few = f" (there are only {counted(target.rows, 'image')})"
+            few = "" if target.asked_batch_size is None else f" (there are only {counted(target.rows, 'image')})"
             lines.append(
                 f"fed by {feeder} in batches of {evidence.batch_rows:,}{few}{pinned}; "
                 f"{counted(evidence.cpus, 'CPU')}; device {target.device}"
@@ -149,19 +147,17 @@ class DoctorReport:
         """Return the report as text: what limits the training and what to do about it, then a bar per stage."""
         interrupted = "Interrupted: no verdict. The table shows what was measured before."
         lines = _wrapped(self.verdict_text or interrupted)
-        lines += _listed("What would make the training faster, most likely first:", self, moves=True)
+        title = "What would make the training faster, most likely first:"
+        lines += _listed(title, self.advice_texts(moves=True), "1. ")
         lines += ["", *self.head(), "", *_waterfall(self)]
         lines += ["", *_wrapped(self.first_epoch_text)] if self.first_epoch_text is not None else []
-        lines += _listed("Other findings:", self, moves=False)
-        if self.unknown:
-            lines += ["", "Not determined:", *(line for text in self.unknown for line in _wrapped(text, "- "))]
-        return "\n".join(lines)
+        lines += _listed("Other findings:", self.advice_texts(moves=False))
+        return "\n".join([*lines, *_listed("Not determined:", self.unknown)])
 
 
-def _listed(title: str, report: DoctorReport, *, moves: bool) -> list[str]:
-    """Return a title and the lines of the advice that `moves` selects (see `DoctorReport.advice_texts`)."""
-    texts = report.advice_texts(moves=moves)
-    lines = [line for number, text in enumerate(texts, 1) for line in _wrapped(text, f"{number}. " if moves else "- ")]
+def _listed(title: str, texts: Sequence[str], mark: str = "- ") -> list[str]:
+    """Return an empty line, the title and the texts, numbered if `mark` is "1. "; nothing without texts."""
+    lines = [line for number, text in enumerate(texts, 1) for line in _wrapped(text, mark.replace("1", str(number)))]
     return ["", title, *lines] if lines else []
 
 
@@ -292,8 +288,7 @@ def _slowed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) ->
 
 def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
     stall, threads = evidence.stall_fraction or 0.0, threads_advice(evidence)
-    names = _named(verdict.bottlenecks)
-    text = f"{names[0].upper()}{names[1:]} limits the training"
+    text = _limits_text(verdict)
     if threads is not None and threads.moves:
         times, step_threads = evidence.one_thread_ratio, evidence.step_threads
         text += f", slowed by PyTorch's {step_threads} threads (with one, the training is {times:.1f} times as fast)"
@@ -325,8 +320,7 @@ def _unsteady_text(evidence: Evidence) -> str:
 
 
 def _limited_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
-    names = _named(verdict.bottlenecks)
-    text = f"{names[0].upper()}{names[1:]} limits the training: the step waits {_stall_text(evidence)} of the time"
+    text = f"{_limits_text(verdict)}: the step waits {_stall_text(evidence)} of the time"
     if len(verdict.bottlenecks) > 1:
         text += " (the measurements cannot show which of the named bottlenecks it is)"
     grounds = "; ".join(dict.fromkeys(_grounds(name, evidence) for name in verdict.bottlenecks))
@@ -362,8 +356,9 @@ _VERDICT_TEXTS: dict[Outcome, Callable[[Verdict, Evidence, float], str]] = {
 }
 
 
-def _named(bottlenecks: Sequence[Bottleneck]) -> str:
-    return " or ".join(name.words for name in bottlenecks)
+def _limits_text(verdict: Verdict) -> str:
+    names = " or ".join(name.words for name in verdict.bottlenecks)
+    return f"{names[0].upper()}{names[1:]} limits the training"
 
 
 def bottleneck_stage(name: Bottleneck, evidence: Evidence) -> Stage:
