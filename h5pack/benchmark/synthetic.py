@@ -84,7 +84,7 @@ def _color(random: np.random.Generator, label: int) -> tuple[float, float, float
 
 def _make_class(folder: Path, numbers: list[int], label: int, size: tuple[int, int], quality: int, seed: int) -> None:
     height, width = size
-    canvas = dead_leaves(seed, label, max(256, MAX_SIDE if max(size) > 64 else 256))
+    canvas = dead_leaves(seed, label, MAX_SIDE if max(size) > 64 else 256)
     random = np.random.default_rng([seed, label, 1])
     for number in numbers:
         top = int(random.integers(0, canvas.shape[0] - height + 1))

@@ -195,13 +195,13 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         # Cold stages drop the file from the page cache. They run last, so that the cache has to be filled only once.
         needed, left = min_total_seconds(hot), self._left()
         for_hot = max(needed, left * len(hot) / (len(hot) + _COLD_STAGES + (not target.fits_cache)))
-        self._take_turns(hot, min(self._end, self._measuring + for_hot))
+        measure_in_turns(hot, min(self._end, self._measuring + for_hot), self._repeat, time.perf_counter)
         # If other processes slowed a stage down, it may have too few repeats. Repeat it before the cold stages.
         needed_runs = [run for run in hot if self._is_needed(run.stage)]
         while late := next((run for run in needed_runs if self._lacks_repeats(run)), None):
             self._repeat(late, late.min_seconds)
         measured = self._small_measurements()
-        self._take_turns(self._try_out(target.cold_runs()), self._end)
+        measure_in_turns(self._try_out(target.cold_runs()), self._end, self._repeat, time.perf_counter)
         self._complete = True
         self._collect_evidence(measured)
 
@@ -266,9 +266,6 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         """Return whether a stage has too few repeats, and there is time for another repeat."""
         fits = _LEEWAY * run.total_seconds <= self._left()
         return fits and len(run.repeats) < MIN_REPEATS and run.stage not in self.target.reasons
-
-    def _take_turns(self, runs: Sequence[StageRun], end: float) -> None:
-        measure_in_turns(runs, end, self._repeat, time.perf_counter)
 
     def _repeat(self, run: StageRun, seconds: float) -> bool:
         """Measure a repeat of a stage; return whether that succeeded."""

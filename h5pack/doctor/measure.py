@@ -271,8 +271,7 @@ class ChunkReader:
         self._dataset = dataset
         self._index = index = dataset.engine.indexes[dataset.names[0]]
         # An encoded chunk has to be decoded completely even for a few of its rows, so it is never split.
-        whole = index.codec is not None
-        max_rows = index.group_rows if whole else max(1, _MAX_BLOCK_BYTES // max(1, index.row_bytes))
+        max_rows = index.group_rows if index.codec is not None else _MAX_BLOCK_BYTES // max(1, index.row_bytes)
         self.block_rows = max(1, min(index.group_rows, max_rows))
 
     def warm(self, seconds: float, min_rows: int) -> int:

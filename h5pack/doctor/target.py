@@ -114,7 +114,7 @@ class Target:
     def warm(self, seconds: float) -> None:
         """Read rows into the page cache for about `seconds`, but at least one shuffle window and two batches."""
         min_rows = max(self._settings.window * self.index.group_rows, 2 * self.batch_size)
-        self.hot_rows = max(self.reader.warm(seconds, min(min_rows, len(self.dataset))), 1)
+        self.hot_rows = self.reader.warm(seconds, min(min_rows, len(self.dataset)))
 
     def load_sample(self) -> None:
         """Load one batch, with the user's transform if that works."""
@@ -235,11 +235,7 @@ class Target:
         some = f"{self.hot_rows:,} of {len(self.dataset):,} rows" if self.hot_rows < len(self.dataset) else None
         how = "read by system calls, but H5Loader may copy rows from a memory map" if self.index.raw else None
         how = "; ".join(filter(None, (some, how))) or None
-        threads = max(1, self.loaders.parallel)
-
-        def read(seconds: float) -> Repeat:
-            return self.reader.run(seconds, threads, self.hot_rows)
-
+        read = partial(self.reader.run, num_threads=max(1, self.loaders.parallel), rows=self.hot_rows)
         runs = [StageRun(Stage.HOT, read, note=how), self._loader_run(Stage.LOADER, note=some)]
         if not self.has_transform:
             self.reasons[Stage.TRANSFORM] = "there is no transform"
