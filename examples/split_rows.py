@@ -27,9 +27,8 @@ def open_rows(pack: str, val_pack: str | None, val_split: str | None, seed: int)
     if train is None:
         # Do not train with rows of a held-out split.
         apart = [val, *(split_of(pack, name) for name in HELD_OUT)]
-        held = [part.rows for part in apart if part and part.path == whole.path]
-        train = Subset(whole, [row for row in range(len(whole)) if not any(row in rows for rows in held)])
-        train = train if held else whole
+        held = [np.asarray(part.rows) for part in apart if part and part.path == whole.path]
+        train = Subset(whole, np.setdiff1d(whole.rows, np.concatenate(held)).tolist()) if held else whole
     if not len(train):
         raise SystemExit(f"{pack}: no rows are left to train with; all are in splits for validation and testing")
     if val_pack is not None and val.classes and whole.classes and val.classes != whole.classes:
