@@ -60,7 +60,7 @@ def scratch_folder(parent: Path | None) -> Iterator[Path]:
     """A temporary folder, removed in the end."""
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=parent)).absolute()
     try:
         yield folder
     finally:

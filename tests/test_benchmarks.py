@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import chunk_size, cluster, compare, compressed, convert, crops, foreign, plots, read, several, tables
-from benchmarks.common import RESULTS, spread
+from benchmarks.common import RESULTS, scratch_folder, spread
 from h5pack.benchmark.bench import BenchRun
 from h5pack.benchmark.ceilings import interleaved
 from tests.makers import class_folders, run_benchmark
@@ -158,7 +158,10 @@ def test_committed_results_name_their_machine(path: Path) -> None:
     assert result["command"].startswith("python -m benchmarks.")
 
 
-def test_common() -> None:
+def test_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with scratch_folder(Path("scratch")) as folder:
+        assert folder.is_absolute(), "processes with another working directory use it"
     assert list(interleaved(["a", "b"], 3)) == ["a", "b", "b", "a", "a", "b"]
     assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0, "repeats": 3}
 
