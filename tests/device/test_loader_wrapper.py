@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import pickle
 from typing import Any
@@ -17,7 +18,18 @@ import h5pack
 from h5pack.device.feed import DeviceFeed
 from h5pack.errors import LoaderError, OptionsError, StateError
 from tests.data.packs import same
-from tests.device.feeds import LOADERS, Keyed, Numbers, PrefetchingFeed, data_loader, every_feed, h5_loader, rest_of
+from tests.device.feeds import (
+    BATCH,
+    FEEDS,
+    LOADERS,
+    Keyed,
+    Numbers,
+    PrefetchingFeed,
+    data_loader,
+    every_feed,
+    h5_loader,
+    rest_of,
+)
 
 
 @every_feed
@@ -85,6 +97,19 @@ def test_a_loader_with_persistent_workers_has_one_iteration(dataset: h5pack.H5Da
     assert rest_of(feed) == rest_of(DeviceFeed(h5_loader(dataset)))
     with pytest.raises(LoaderError):
         list(held)
+
+
+@pytest.mark.skipif("in_order" not in inspect.signature(DataLoader).parameters, reason="torch is older than 2.6")
+@pytest.mark.parametrize("wrapper", [*FEEDS.values(), h5pack.EchoLoader, h5pack.FeedMonitor])
+@pytest.mark.parametrize("kind", ["batches", "rows"])
+def test_epochs_of_a_loader_that_delivers_out_of_order(dataset: h5pack.H5Dataset, wrapper: Any, kind: str) -> None:
+    order: dict[str, Any] = {"batch_sampler": h5pack.ChunkBatchSampler(dataset, BATCH)}
+    if kind == "rows":
+        order = {"batch_size": BATCH, "sampler": h5pack.ChunkSampler(dataset), "drop_last": True}
+    wrapped = wrapper(DataLoader(dataset, **order, num_workers=2, in_order=False))
+    for epoch in range(2):
+        assert len(list(wrapped)) == len(wrapped)
+        assert (wrapped.epoch, wrapped.state_dict()["epoch"]) == (epoch, epoch + 1)
 
 
 @every_feed
