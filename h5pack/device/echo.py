@@ -334,17 +334,17 @@ class _AdaptiveEcho(_EchoIterator):
 class _FetchClock:
     """A clock that measures how long a prefetch thread takes for a batch, to predict when the next one is ready.
 
-    `device` is the device to which the wrapped loader copies batches; None if it copies none.
+    `device` is the wrapped loader's attribute `device`: where a DeviceFeed copies batches. Other loaders may have any.
     """
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(self, device: Any) -> None:
         # When the thread began to fetch its current batch, and how many seconds a batch takes on average.
         self.begun, self.seconds = time.monotonic(), 0.0
         # Each thread has its own current CUDA stream. If the wrapped loader is a DeviceFeed, it delivers batches in the
         # prefetch thread, and must make them ready for the stream of the consumer's thread.
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         # Each device has its own current stream. The feed's device may differ from the consumer's current one (None).
-        devices = [device, None] if device is not None and device.type == "cuda" else [None]
+        devices = [device, None] if isinstance(device, torch.device) and device.type == "cuda" else [None]
         self._streams = [torch.cuda.current_stream(one) for one in devices] if in_use else []
 
     def enter(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
+from h5pack.data.dataset import H5Dataset
 from h5pack.data.iteration import BatchIterator
 from h5pack.data.loader import H5Loader
 from h5pack.device.batch import batch_size_and_bytes
@@ -414,9 +415,9 @@ def interval_evidence(layers: list[Any], report: FeedReport, transform_seconds: 
     encoding: Encoding | None = None
     decodes_once = isinstance(loader, H5Loader) and loader.decodes_once
     library_reason = None
-    for dataset in base_datasets(first_attribute(layers, "dataset")):
-        indexes = getattr(getattr(dataset, "engine", None), "indexes", {})
-        for index in (indexes[name] for name in getattr(dataset, "names", ()) if name in indexes):
+    datasets = base_datasets(first_attribute(layers, "dataset"))
+    for dataset in (one for one in datasets if isinstance(one, H5Dataset)):
+        for index in (dataset.engine.indexes[name] for name in dataset.names):
             encoding = encoding or (None if decodes_once else Encoding.of(index))
             if index.library_reason is not None and not index.is_encoded:
                 library_reason = f"{dataset.path}: {index.library_reason}"

@@ -36,6 +36,7 @@ from tests.device.feeds import (
     Breaking,
     Gated,
     Keyed,
+    Numbers,
     data_loader,
     h5_loader,
     needs_gpu,
@@ -414,6 +415,12 @@ def test_auto_resumes_at_the_same_batch_or_the_next(dataset: h5pack.H5Dataset, k
         assert {row for one in rest for row in one[-1].tolist()} - set(rows) == set(behind)
     assert (given, {*given}) == (sorted(given), {*range(BATCHES)})
     assert echo.state_dict()["loader"]["epoch"] == 1
+
+
+def test_auto_takes_loaders_whose_device_is_a_name() -> None:
+    loader = Numbers(3)
+    loader.device = "cuda:0"  # type: ignore[attr-defined]
+    assert len({int(batch[0, 0]) for batch in EchoLoader(loader, "auto")}) == 3
 
 
 def test_auto_ends_its_thread_with_the_iterator() -> None:

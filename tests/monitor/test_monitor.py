@@ -433,6 +433,12 @@ def test_evidence_of_a_loader(dataset: h5pack.H5Dataset) -> None:
     assert found.library_reason == f"{dataset.path}: its filter is unknown"
 
 
+def test_other_datasets_may_have_any_attributes() -> None:
+    rows: Any = TensorDataset(torch.zeros(8, 2))
+    rows.names, rows.engine = lambda: ["cat"], "fast"
+    assert evidence(DataLoader(rows, 4)).encoding is None
+
+
 def test_a_full_shuffle_is_seen_in_samplers_and_loaders(tmp_path: Path) -> None:
     packed = h5pack.H5Dataset(packs.labeled(tmp_path / "z.h5", 40, compression="gzip"))
     for loader, full in (
