@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -194,12 +193,8 @@ class LoaderWrapper(Closeable):
         if hasattr(self.loader, "state_dict"):
             return
         for sampler in with_samplers(self.loader):
-            # If set_epoch or load_state_dict was called during the iteration, the sampler's state already describes the
-            # next iteration and must not be changed. In this case, `state_dict` ignores its argument. With
-            # DataLoader(in_order=False), it raises StateError for counts within the epoch.
-            beyond = sys.maxsize
-            if isinstance(sampler, (BatchOrder, ChunkSampler)) and sampler.state_dict(0) != sampler.state_dict(beyond):
-                sampler.set_epoch(sampler.epoch + 1)
+            if isinstance(sampler, (BatchOrder, ChunkSampler)):
+                sampler.finish_epoch()
 
     def _loader_state(self) -> dict[str, Any] | None:
         """Return the loader's own current state; None if it keeps no state."""
