@@ -288,7 +288,10 @@ def _known_of_subset(dataset: Any, count: int) -> _Known | None:
     whole, indices = _attribute(dataset, "dataset"), _attribute(dataset, "indices")
     if not hasattr(whole, "__len__") or not hasattr(indices, "__len__") or len(indices) != count:
         return None
-    positions = np.asarray(indices)
+    try:
+        positions = np.asarray(indices)
+    except ValueError:  # lists of different lengths
+        return None
     known = _known(whole)
     if positions.ndim != 1 or (count and positions.dtype.kind not in "iu"):
         return None
@@ -379,9 +382,10 @@ def _class_names(dataset: Any) -> tuple[str, ...] | None:
 def _splits(dataset: Any, count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]] | None:
     """Return the splits of an `H5Dataset`, whose samples are the rows ``dataset.rows`` of a file; else None."""
     chosen, ranges = _attribute(dataset, "rows"), _attribute(dataset, "splits")
-    if not isinstance(chosen, (range, np.ndarray)) or len(chosen) != count or not isinstance(ranges, Mapping):
+    parts = (chosen, *ranges.values()) if isinstance(ranges, Mapping) else ()
+    fit = [isinstance(rows, range) or (isinstance(rows, np.ndarray) and rows.dtype.kind in "iu") for rows in parts]
+    if not parts or not all(fit) or len(chosen) != count or not all(isinstance(name, str) for name in ranges):
         return None
-    parts = (chosen, *ranges.values())
     ends = [rows.stop if isinstance(rows, range) else int(rows.max(initial=-1)) + 1 for rows in parts]
     names, ids = split_ids(ranges, max(ends), f"the {type(dataset).__name__}")
     return names, ids[np.asarray(chosen, np.int64)]

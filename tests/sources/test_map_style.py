@@ -249,6 +249,20 @@ def test_a_property_that_fails_is_no_reason_to_refuse_a_dataset() -> None:
     assert list(map_style_catalog(Failing(NAMES)).names) == NAMES
 
 
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"dataset": Folder(NAMES), "indices": [[0, 1], [2], [3], [1, 2, 3]]},
+        {"rows": np.arange(4), "splits": {"train": [0, 1, 2], "val": [3]}},
+        {"rows": np.arange(4), "splits": {0: np.arange(2), 1: np.arange(2, 4)}},
+        {"rows": range(4), "splits": {"train": np.array([0.5, 1])}},
+    ],
+)
+def test_attributes_that_mean_something_else_are_ignored(attributes: dict[str, Any]) -> None:
+    catalog = map_style_catalog(Folder(NAMES, **attributes))
+    assert (list(catalog.names), catalog.split_names) == (NAMES, ("all",))
+
+
 def test_subsets_and_concatenations_keep_names_and_classes() -> None:
     whole = Folder(NAMES)
     some = map_style_catalog(Subset(Subset(whole, [3, -4, 1]), np.array([0, 1])))
