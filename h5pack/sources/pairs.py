@@ -82,7 +82,7 @@ def _files_by_stem(found: Listing) -> dict[str, dict[str, list[str]]]:
     """Return the files of each role by their stems. A role distinguishes images, masks and other files.
 
     "masks/train/a.png", "train/masks/a.png", "train_masks/a.png" and, if no folder is named like images or masks,
-    "train/a_mask.png" have the role "masks" and the stem "train/a". Files in no folder have the role "".
+    "train/a_mask.png" have the role "masks" and the stem "train/a". Files in too few folders have the role "".
     """
     top = only_folder(found)
     filled = found.filled(top)
