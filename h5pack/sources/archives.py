@@ -27,15 +27,7 @@ import numpy.typing as npt
 from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.images.decode import read_header
 from h5pack.read.storage import Descriptor, FileIdentity
-from h5pack.sources.catalog import (
-    Catalog,
-    NameFilter,
-    Note,
-    Reject,
-    SourceReader,
-    SurveyedImage,
-    fingerprint,
-)
+from h5pack.sources.catalog import Catalog, NameFilter, Note, Reject, SourceReader, SurveyedImage, fingerprint
 from h5pack.sources.folders import arranged, is_split_name, is_visible, list_names
 from h5pack.sources.pairs import pairs
 from h5pack.system.files import absolute_path, read_all

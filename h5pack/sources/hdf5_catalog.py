@@ -15,12 +15,7 @@ import numpy as np
 
 from h5pack.errors import H5PackError, OptionsError, PackFormatError, SourceError
 from h5pack.format import schema
-from h5pack.format.fields import (
-    field_name,
-    is_field_name,
-    is_numeric_dtype,
-    require_field_names,
-)
+from h5pack.format.fields import field_name, is_field_name, is_numeric_dtype, require_field_names
 from h5pack.read.description import describe_file
 from h5pack.read.encoded import has_kept_images, is_encoded, is_mask_group
 from h5pack.read.hdf5 import (
@@ -73,9 +68,8 @@ class HDF5Datasets:
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise invalid(name, getattr(self, name), " is not text")
         if self.channel_axis is not None and self.channel_axis not in CHANNEL_AXES:
-            raise invalid(
-                "channel_axis", self.channel_axis, f" is invalid; it must be one of {', '.join(CHANNEL_AXES)}"
-            )
+            wrong = f" is invalid; it must be one of {', '.join(CHANNEL_AXES)}"
+            raise invalid("channel_axis", self.channel_axis, wrong)
         if self.value_range is not None:
             low, high = self.value_range
             if not (math.isfinite(high - low) and low < high):

@@ -39,7 +39,12 @@ class TextTable:
 
     def column(self, name: str) -> list[str]:
         """Return the stripped cells of a column as text; raise SourceError for a list or dict."""
-        return [self._cell(row, name, value).strip() for row, value in enumerate(self.values(name))]
+        values = self.values(name)
+        for row, value in enumerate(values):
+            if isinstance(value, (list, dict)):
+                problem = f"column {name!r} contains {value!r:.60}, not a number or a text"
+                raise self.error(row, f"{problem}; pack lists with field_columns", "field_columns")
+        return [cell_text(value).strip() for value in values]
 
     def values(self, name: str) -> list[Any]:
         """Return the values of a column; raise SourceError unless exactly one column has this name."""
@@ -47,12 +52,6 @@ class TextTable:
             found = "several columns are named" if name in self.header else "no column"
             raise SourceError.at(self.path, f"{found} {name!r}; its columns are {', '.join(self.header):.500}")
         return self.load(name)
-
-    def _cell(self, row: int, name: str, value: Any) -> str:
-        if isinstance(value, (list, dict)):
-            problem = f"column {name!r} contains {value!r:.60}, not a number or a text; pack lists with field_columns"
-            raise self.error(row, problem, "field_columns")
-        return value if isinstance(value, str) else cell_text(value)
 
 
 def read_json_lines(path: Path) -> TextTable:

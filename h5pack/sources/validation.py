@@ -38,8 +38,9 @@ def training_split(source: str, catalog: Catalog, val: float) -> int:
     training, validation = ([number for number, one in enumerate(ranks) if one == rank] for rank in (0, 1))
     if len(training) == 1 and not validation:
         return training[0]
-    parameter, listed = f"val={val!r}", ", ".join(map(repr, names))
-    problem = f"{'several of its splits are' if training else 'none of its splits is'} for training ({listed})"
+    parameter = f"val={val!r}"
+    found = "several of its splits are" if training else "none of its splits is"
+    problem = f"{found} for training ({', '.join(map(repr, names))})"
     if validation:
         problem = f"the source already has the split {names[validation[0]]!r} for validation"
     raise OptionsError(
