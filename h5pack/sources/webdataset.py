@@ -77,10 +77,13 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
         ignored=dict(samples.ignored),
         notes=samples.notes,
     )
+    unlabeled = sum(_CLASS not in cells for cells in samples.cells) if _CLASS in samples.header else 0
     table = TextTable(
         shards.named, tuple(samples.header),
         lambda column: [cells.get(column) for cells in samples.cells],
         lambda row: f": {samples.names[row]}",
+        # Unless a column is named, these were read only for samples without a .cls.
+        frozenset(samples.header) - {_CLASS} if unlabeled and not named else frozenset(),
     )  # fmt: skip
     if _CLASS in samples.header and not columns.labels:
         columns = replace(columns, labels=(_CLASS,))
@@ -92,8 +95,7 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
         catalog = replace(catalog, notes=(*catalog.notes, Note(text)))
     others = [f".{ending}" for ending in sorted(samples.others)]
     notes = unused_note("members", others, "a .txt member can be packed with text_columns", "text_columns")
-    unlabeled = sum(_CLASS not in cells for cells in samples.cells) if columns.labels == (_CLASS,) else 0
-    if unlabeled:
+    if unlabeled and columns.labels == (_CLASS,):
         notes += (Note(f"{counted(unlabeled, 'sample')} without a .cls: the label is -1"),)
     return replace(catalog, notes=catalog.notes + notes)
 

@@ -173,6 +173,16 @@ def test_fields_and_splits_come_from_json_and_file_names(tmp_path: Path) -> None
         assert caught.value.parameters == unused
 
 
+def test_json_that_is_read_for_some_samples_only_names_no_splits(tmp_path: Path) -> None:
+    values = {"split": "val", "label": 7}
+    members = {"0.png": picture(), "0.cls": "3", "0.json": values, "1.png": picture(), "1.json": values}
+    path = shard(tmp_path / "train-0.tar", members)
+    catalog = opened(path)
+    assert (catalog.labels.tolist(), catalog.split_names) == ([3, -1], ("train",))
+    catalog = opened(path, columns=ManifestColumns(split="split"))
+    assert (catalog.labels.tolist(), catalog.split_names) == ([3, -1], ("val",))
+
+
 def test_what_is_not_packed_is_noted(tmp_path: Path) -> None:
     members = {"1.png": picture(), "1.cls": "1", "1.txt": "a cat", "1.seg.png": picture(), "2.png": picture()}
     catalog = opened(shard(tmp_path / "x.tar", {**members, "3.cls": "1", ".hidden.png": b"", "../4.png": b""}))
