@@ -122,12 +122,15 @@ class Conversion:
         if output.parts.exists() and Journal(output.journal).written() is None:
             # All parts that have begun are still in their survey, or ended there, so the output is from an earlier run.
             return None
-        rows, rejects = verify_existing(output.final, self.catalog, self.options)
+        shards = finish.shards_of(output.final, output.final)
+        rows, rejects = verify_existing(output.final, shards, self.catalog, self.options)
         if not output.partial.exists():
             output.remove_leftovers()
             output.owner.unlink(missing_ok=True)
-        size = output.final.stat().st_size
-        return ConvertReport(str(output.final), rows, rejects, size, self.num_workers, already_complete=True)
+        size = sum(path.stat().st_size for path in (output.final, *shards))
+        return ConvertReport(
+            str(output.final), rows, rejects, size, self.num_workers, already_complete=True, shards=len(shards)
+        )
 
     @functools.cached_property
     def catalog(self) -> Catalog:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -229,11 +229,11 @@ def _refused(plan: ConvertPlan, journal: Journal, difference: str, *parameters: 
     return ResumeError.at(partial, f"{difference}; {advice}", *parameters)
 
 
-def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tuple[int, int]:
+def verify_existing(path: Path, shards: Iterable[Path], catalog: Catalog, options: ConvertOptions) -> tuple[int, int]:
     """Check that a complete output was made with these options from this source; return the counts (rows, rejects).
 
-    Only names of images, splits, labels, classes and fields are compared, because a complete pack has no fingerprints
-    of its source's images.
+    `shards` are the packs to which it refers. Only names of images, splits, labels, classes and fields are compared,
+    because a complete pack has no fingerprints of its source's images.
     """
     with open_file(path) as file:
         if schema.FORMAT not in file.attrs:
@@ -243,6 +243,8 @@ def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tu
             raise _different(path, "was not made with these options")
         if not _same_source(file, catalog, options.val):
             raise _different(path, "was not made from this source")
+        if missing := sorted(shard.name for shard in shards if not shard.exists()):
+            raise _different(path, f"lacks its shard {missing[0]}")
         rejects = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
         return len(file[schema.FILENAMES]), rejects
 

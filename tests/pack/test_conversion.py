@@ -808,6 +808,17 @@ def test_resume_of_a_finished_output_only_checks_it(tmp_path: Path) -> None:
     assert out.read_bytes() == b"precious"
 
 
+def test_a_finished_output_that_has_lost_a_shard_is_not_complete(tmp_path: Path) -> None:
+    source, out = flat_folder(tmp_path / "in", 20), tmp_path / "o.h5"
+    settings = quick(chunk_rows=4, shard_bytes=1_090_000)
+    first = h5pack.convert(source, out, **settings)
+    report = h5pack.convert(source, out, **settings, resume=True)
+    assert (report.already_complete, report.shards, report.bytes) == (True, first.shards, first.bytes)
+    (tmp_path / "o-00000.h5").unlink()
+    with pytest.raises(OutputExistsError):
+        h5pack.convert(source, out, **settings, resume=True)
+
+
 TABLE = "filename,label,mask,kind\n00000.jpg,cat,m/0.png,a\n00001.jpg,dog,m/1.png,b\n00002.jpg,dog,m/2.png,b\n"
 REPEATED = TABLE + "00001.jpg,dog,m/1.png,b\n"
 
