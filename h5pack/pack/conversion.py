@@ -214,8 +214,9 @@ class Conversion:
                 return self._write_part(pack) if in_parts else self._write_and_finish(pack)
         except NoRowsError:
             # There is nothing to resume. All tasks have ended, so keep the workers: the next shard may use them.
-            output.remove_leftovers()
-            output.partial.unlink(missing_ok=True)
+            if not in_parts:  # Other parts may still use the files.
+                output.remove_leftovers()
+                output.partial.unlink(missing_ok=True)
             raise
         except BaseException:
             # Stop the workers before the lock is released, so that none of them writes afterwards.
@@ -362,7 +363,7 @@ class Conversion:
 
 def _refuse_rejects(plan: ConvertPlan, record: RowRecord) -> None:
     for row, reason in record.reasons.items():
-        refuse_reject(plan.source, plan.reject(row, reason), begun=plan.options.resumable)
+        refuse_reject(plan.source, plan.reject(row, reason), plan.options, begun=True)
 
 
 def _source_name(source: str | os.PathLike[str] | MapStyleDataset) -> str:

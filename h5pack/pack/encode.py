@@ -228,7 +228,7 @@ def encode_images(
             advance(len({*record.images["index"].tolist()}) + len(record.reasons))
             if options.strict:
                 for index, reason in record.reasons.items():
-                    refuse_reject(plan.source, plan.catalog.reject(index, reason), begun=resumable)
+                    refuse_reject(plan.source, plan.catalog.reject(index, reason), options, begun=True)
     finally:
         # With one worker, this process did the work, and its lock on its journal file would block a resumed run.
         release()

@@ -213,6 +213,11 @@ class ConvertOptions:
         return not self.in_array_job
 
     @property
+    def start_over_advice(self) -> str:
+        """The end of messages that advise to change the source: an array job has saved what it found there before."""
+        return ", then delete all of OUT.partial* and run all parts again" if self.in_array_job else ""
+
+    @property
     def continues(self) -> bool:
         """Whether this run may continue the work of an earlier run."""
         return self.resume or self.in_array_job
@@ -344,16 +349,14 @@ def parse_bytes(size: int | str, name: str = "chunk_bytes") -> int:
     return int(Fraction(match[1]) * base ** " kmg".index(match[2] or " "))
 
 
-def refuse_reject(source: str, reject: Reject, *, begun: bool) -> None:
-    """Raise RejectedImageError, as ``strict=True`` requires; `begun` says whether the run can be resumed."""
-    advice = "or run again without strict=True to leave it out"
-    if begun:
-        advice = "and start over with overwrite=True, or continue with resume=True and without strict=True"
-    raise RejectedImageError.at(
-        source,
-        f"{reject.shown}: {reject.reason}; repair or remove it, {advice}",
-        *("overwrite=True", "resume=True", "strict=True") if begun else ("strict=True",),
-    )
+def refuse_reject(source: str, reject: Reject, options: ConvertOptions, *, begun: bool) -> None:
+    """Raise RejectedImageError, as ``strict=True`` requires; `begun` says whether encoding or writing has begun."""
+    advice = f"{options.start_over_advice}, or run again without strict=True to leave it out"
+    parameters: tuple[str, ...] = ("strict=True",)
+    if begun and options.resumable:
+        advice = ", and start over with overwrite=True, or continue with resume=True and without strict=True"
+        parameters = ("overwrite=True", "resume=True", "strict=True")
+    raise RejectedImageError.at(source, f"{reject.shown}: {reject.reason}; repair or remove it{advice}", *parameters)
 
 
 def lacks_labels(command: Sequence[str]) -> bool:

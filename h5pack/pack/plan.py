@@ -389,6 +389,7 @@ class NoRowsError(NoImagesError):
     def __init__(self, plan: ConvertPlan, rejects: Sequence[Reject]) -> None:
         advice, parameters = "check the images", ("value_range",) if plan.catalog.kind == "hdf5" else ()
         advice += ", or give value_range if the values of its arrays have another range" if parameters else ""
+        advice += plan.options.start_over_advice
         problem = f"none of its images can be packed ({rejects[0].shown}: {rejects[0].reason}); {advice}"
         super().__init__(f"{plan.source}: {problem}", path=plan.source, parameters=parameters)
         self.rejects = tuple(rejects)
@@ -409,7 +410,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
     rejects = [*catalog.rejects]
     rejects += [catalog.reject(index, reason) for index, reason in sorted(survey.reasons.items())]
     if options.strict and rejects:
-        refuse_reject(source, rejects[0], begun=False)
+        refuse_reject(source, rejects[0], options, begun=False)
     is_usable = np.ones(len(catalog), np.bool_)
     is_usable[[*survey.reasons]] = False
     usable = np.flatnonzero(is_usable)
@@ -421,7 +422,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
             advice = f"relative paths start from {folder}; if that is wrong, give root"
         problem = (
             f"none of its {counted(len(catalog), 'image')} can be packed (such as {rejects[0].shown}: "
-            f"{rejects[0].reason}); {advice}"
+            f"{rejects[0].reason}); {advice}{options.start_over_advice}"
         )
         raise NoImagesError.at(source, problem, "root")
     if survey.labels is not None or catalog.reader.has_labels:

@@ -181,7 +181,7 @@ def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -
 
 
 def _require_missing(catalog: Catalog, reasons: dict[int, str], options: ConvertOptions) -> None:
-    """Raise WorkerError if another machine could not find or open a file, but this one does not have that problem."""
+    """Raise WorkerError if another machine or part could not open a file, but this one does not have that problem."""
     for index, reason in reasons.items():
         # The reason may be that of a mask, see `naming_mask`.
         if not reason.endswith(tuple(MISSING_FILE_REASONS)):
@@ -193,8 +193,9 @@ def _require_missing(catalog: Catalog, reasons: dict[int, str], options: Convert
             if str(error) == reason:
                 continue
         raise WorkerError(
-            f"{catalog.shown(index)}: another machine cannot read it ({reason}), but this one finds no such problem; "
-            "give all machines the same mounts"
+            f"{catalog.shown(index)}: another {'part' if options.in_array_job else 'machine'} could not read it "
+            f"({reason}), but this one finds no such problem; give all machines the same mounts"
+            f"{options.start_over_advice}"
         )
 
 

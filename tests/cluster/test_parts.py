@@ -26,6 +26,7 @@ from h5pack.cluster.parts import PartsFolder, SharedResults
 from h5pack.errors import (
     H5PackError,
     IncompletePackError,
+    NoImagesError,
     NoSpaceError,
     OptionsError,
     OutputBusyError,
@@ -410,6 +411,20 @@ def test_rejected_images_are_surveyed_again_at_the_end(keep: str | None, tmp_pat
     bad.write_bytes(whole[:40])
     assert h5pack.convert(source, out, finish=True, **options).rejects == 1
     assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
+
+
+@pytest.mark.parametrize("error", ["survey", "encode", "strict"])
+def test_parts_without_images_leave_shared_files_and_say_so(error: str, tmp_path: Path) -> None:
+    """Parts that run at the same time still use the files, and those that begin later take the results in them."""
+    source, out = tmp_path / "in", tmp_path / "o.h5"
+    options = {"num_workers": 1, "keep": "jpeg", "strict": error == "strict"}
+    data = save(source / "a.png").read_bytes()
+    (source / "a.png").write_bytes(data[:40] if error == "survey" else data[:200] + bytes(50) + data[250:])
+    expected = RejectedImageError if error == "strict" else NoImagesError
+    for part in ("1/2", "2/2"):
+        with pytest.raises(expected, match=r"OUT\.partial\*"):
+            h5pack.convert(source, out, part=part, **options)
+        assert "o.h5.partial.parts" in leftovers(tmp_path)
 
 
 def test_an_unchanged_image_is_surveyed_at_most_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
