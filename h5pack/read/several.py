@@ -23,6 +23,7 @@ from h5pack.read.hdf5 import (
     find_item,
     open_file,
     reporting_damage,
+    require_filters,
     text,
 )
 from h5pack.read.ragged import RaggedIndex
@@ -190,6 +191,7 @@ def read_filenames(pack: FileDescription, rows: RowNumbers) -> list[str] | None:
                     return None
                 problem = f"does not have a name for each of the {count:,} rows; {VERIFY_ADVICE}"
                 raise dataset_error(path, schema.FILENAMES, problem)
+            require_filters(stored)
             own = numbers - start
             for low, high in limited_runs(np.array(edges[number : number + 2]), own, own + 1, BLOCK_NAMES):
                 names = stored[int(own[low]) : int(own[high - 1]) + 1]

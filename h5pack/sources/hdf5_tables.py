@@ -22,7 +22,14 @@ from h5pack.format.fields import FieldValueError, FieldValues, is_numeric_dtype,
 from h5pack.read.chunk_index import index_checksums
 from h5pack.read.description import describe_file
 from h5pack.read.engine import Engine
-from h5pack.read.hdf5 import attribute_names, open_file, require_dataset, require_open_sources, text
+from h5pack.read.hdf5 import (
+    attribute_names,
+    open_file,
+    require_dataset,
+    require_filters,
+    require_open_sources,
+    text,
+)
 from h5pack.read.ragged import index_ragged, is_ragged, read_ragged
 from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import require_sources
@@ -208,6 +215,7 @@ def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
             return values
         if dataset.is_virtual:
             require_sources(dataset)
+        require_filters(dataset)
         values = np.asarray(dataset[()])
         require_open_sources(dataset)
         return values

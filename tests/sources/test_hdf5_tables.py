@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import h5py
+import hdf5plugin
 import numpy as np
 import pytest
 
@@ -44,6 +47,25 @@ def test_labels_are_converted_to_int64_or_uint8(tmp_path: Path, stored: Any, lab
     wanted = np.array(labels, np.int64 if np.ndim(labels) == 1 else np.uint8)
     np.testing.assert_array_equal(made.labels, wanted, strict=True)
     assert made.label_names == names
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print(*h5pack.H5Dataset(path).filenames)",
+        "h5pack.convert(path, out, labels='', num_workers=1); print(*sorted(h5pack.H5Dataset(out).filenames))",
+        "h5pack.convert(path, out, labels='filenames', num_workers=1); print(*h5pack.H5Dataset(out).classes)",
+    ],
+    ids=["names", "names to pack", "labels"],
+)
+def test_texts_are_read_before_their_filter_is_loaded(tmp_path: Path, code: str) -> None:
+    names = [f"{row}.png" for row in range(ROWS)]
+    with h5py.File(write(tmp_path / "f.h5", images=IMAGES), "a") as file:
+        file.create_dataset("filenames", data=np.array(names, "S"), chunks=(2,), **hdf5plugin.Zstd())
+    # Here, hdf5plugin is loaded already, so read in a new process.
+    words = [sys.executable, "-c", f"import sys, h5pack; path, out = sys.argv[1:]; {code}", tmp_path / "f.h5"]
+    done = subprocess.run([*words, tmp_path / "o.h5"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == names
 
 
 @pytest.mark.parametrize(
