@@ -297,12 +297,11 @@ class MappedDataset:
     @classmethod
     def of_sources(cls, index: VirtualIndex, storage_of: Callable[[SourceFile], Storage]) -> MappedDataset | None:
         """Map the files that store the rows of a virtual dataset; return None if there are too many, or on failure."""
-        owners = [source.file for source in index.sources]
-        found = list(dict.fromkeys(owners))
-        files = np.array([found.index(file) for file in owners])[index.source_ids]
-        mapping = None
-        if len(found) <= min(_MAX_FILES, max_open_files() // 2):
-            mapping = FileMapping.open([storage_of(file) for file in found], _grid_bases(found, files, index))
+        numbers = {file: number for number, file in enumerate(dict.fromkeys(source.file for source in index.sources))}
+        if len(numbers) > min(_MAX_FILES, max_open_files() // 2):
+            return None
+        files = np.array([numbers[source.file] for source in index.sources])[index.source_ids]
+        mapping = FileMapping.open([storage_of(file) for file in numbers], _grid_bases(list(numbers), files, index))
         return None if mapping is None else cls(index, mapping, files)
 
     def positions(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

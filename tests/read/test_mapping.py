@@ -17,6 +17,7 @@ import pytest
 from h5pack.errors import PackChangedError
 from h5pack.read import mapping
 from h5pack.read.mapping import MappedDataset
+from h5pack.read.storage import FileIdentity, SourceFile
 from h5pack.system.files import cached_pages, drop_cache, file_system_type, make_hot
 from tests.read.files import STORAGES, engine_of, in_child, numbers, write
 
@@ -228,6 +229,16 @@ def test_mapped_sources_take_at_most_half_of_the_open_files(
     with h5py.File(tmp_path / "v.h5", "w", libver="latest") as file:
         file.create_virtual_dataset("x", layout)
     assert (engine_of(tmp_path / "v.h5").mapped("x") is None) == (limit == 2)
+
+
+def test_very_many_sources_are_refused_without_comparing_each_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = mapping._MAX_FILES + 1
+    files = [SourceFile(f"{number}.h5", FileIdentity(number, 1, 1)) for number in range(count)]
+    compared = Mock(side_effect=lambda one, other: one.path == other.path)
+    monkeypatch.setattr(SourceFile, "__eq__", lambda one, other: compared(one, other))
+    index = Mock(sources=[Mock(file=file) for file in files], source_ids=np.arange(count))
+    assert MappedDataset.of_sources(index, Mock()) is None
+    assert compared.call_count < count
 
 
 def test_a_file_that_became_shorter_is_not_mapped(tmp_path: Path) -> None:
