@@ -11,7 +11,7 @@ import torch
 
 from h5pack.data.buffers import SharedMemory
 from h5pack.data.dataset import H5Dataset, batch_fields
-from h5pack.data.decoding import NO_KEY, DrawKey
+from h5pack.data.decoding import NO_KEY, DrawKey, DrawnIndex
 from h5pack.data.samples import IMAGES, LABELS, ROWS, BatchSource, SampleBatch, positions_of
 from h5pack.errors import OptionsError
 
@@ -61,7 +61,7 @@ class ConcatPack(BatchSource):
     @property
     def _plain(self) -> bool:
         # Not computed once, because users may set the transforms of the datasets later.
-        return all(one.transform is None and one.target_transform is None for one in self.datasets)
+        return all(one.is_plain for one in self.datasets)
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
@@ -82,14 +82,14 @@ class ConcatPack(BatchSource):
         Raises
         ------
         OptionsError
-            If a dataset has transforms, because the datasets may have different ones.
+            If a dataset has transforms, because the datasets may have different ones, or a `__getitem__` of its own.
         PackFormatError
             If the files differ in their classes or other metadata.
         """
         first, *others = self.datasets
         if not self._plain:
             raise OptionsError(
-                "the datasets have transforms of samples; leave them out, and transform batches instead",
+                "the datasets change samples by transforms or a subclass's __getitem__; transform batches instead",
                 parameters=("transform", "target_transform"),
             )
         return first.joined_with(others)
@@ -117,7 +117,7 @@ class ConcatPack(BatchSource):
     def _load(self, indices: Rows, key: DrawKey) -> list[Any]:
         samples: list[Any] = [None] * len(indices)
         for dataset, positions, inner in self._by_dataset(indices):
-            found = dataset.samples_at(dataset.file_rows(inner), key.at(positions))
+            found = dataset.__getitems__(DrawnIndex.of(inner.tolist(), key.at(positions)))
             for position, sample in zip(positions.tolist(), found, strict=True):
                 samples[position] = sample
         return samples

@@ -259,13 +259,13 @@ class H5Dataset(BatchSource):
 
         Without transforms the result is a `SampleBatch`, which reads when a sample is accessed or `collate` is called.
         """
-        return self.samples_at(self._rows(indices), self.draw_key(indices))
+        rows, key = self._rows(indices), self.draw_key(indices)
+        return SampleBatch(rows, self, key) if self.is_plain else self._load(rows, key)
 
-    def samples_at(self, rows: npt.NDArray[np.int64], key: DrawKey) -> Sequence[Any]:
-        """Return the samples in `rows` of the file, int64 (n,), like `__getitems__`. `key` determines random crops."""
-        if self.transform is not None or self.target_transform is not None:
-            return self._load(rows, key)
-        return SampleBatch(rows, self, key)
+    @property
+    def is_plain(self) -> bool:
+        """Whether samples are what the file holds: no transforms, and no `__getitem__` of a subclass, change them."""
+        return type(self).__getitems__ is H5Dataset.__getitems__ and self.transform is self.target_transform is None
 
     def file_rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the rows of the file, int64 (n,), of samples with indices from 0 to ``len(self) - 1``."""

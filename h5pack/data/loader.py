@@ -131,7 +131,7 @@ class H5Loader(Closeable, Resumable):
     Parameters
     ----------
     dataset : H5Dataset, ConcatPack or Subset
-        Must have no `transform` or `target_transform`, which take single samples. The loader's transforms take batches.
+        Must have no `transform`, `target_transform` or `__getitem__` of a subclass, which handle single samples.
     batch_size, shuffle, seed, window, drop_last, rank, num_replicas, streams, lanes, indices, weights, num_samples
         As for `ChunkBatchSampler`, which yields the same order for the same parameters.
     batch_sampler : MixtureSampler, optional

@@ -202,6 +202,15 @@ class BatchSource(Closeable, Dataset[Any]):
     is_random: bool
     _lists: tuple[str, ...]  # names of the fields that are lists in a batch
 
+    def __init_subclass__(cls) -> None:
+        if "__getitem__" in vars(cls) and "__getitems__" not in vars(cls):
+            # A DataLoader prefers `__getitems__`, and would ignore the `__getitem__` of a user's subclass.
+            cls.__getitems__ = BatchSource.__getitems__  # type: ignore[method-assign]
+
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
+        """Return the samples at many indices."""
+        return [self[index] for index in indices]
+
     def collate(self, samples: Sequence[Any]) -> Any:
         """Collate samples as torch's ``default_collate`` does, but read the rows directly into the batch.
 

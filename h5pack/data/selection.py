@@ -158,14 +158,14 @@ def _select_rows(
 
 
 def require_no_transform(dataset: Any) -> None:
-    """Raise an OptionsError if a transform was set on a user's dataset, of which an H5Loader may read a copy."""
+    """Raise an OptionsError if a user's dataset, of which an H5Loader may read a copy, changes single samples."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     for one in dataset.datasets if isinstance(dataset, ConcatPack) else (dataset,):
-        if one.transform is not None or one.target_transform is not None:
+        if not one.is_plain:
             raise OptionsError(
-                "H5Loader handles whole batches, so it cannot call the dataset's transform for each sample; give "
-                "H5Loader transform= (and target_transform=) instead, or use a DataLoader",
+                "H5Loader handles whole batches, so it cannot call a dataset's transform or a subclass's __getitem__ "
+                "for each sample; give H5Loader transform= (and target_transform=) instead, or use a DataLoader",
                 parameters=("transform=", "target_transform="),
             )
 

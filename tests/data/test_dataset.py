@@ -441,6 +441,32 @@ def test_collate_of_another_dataset_gives_the_samples_own_rows(rich_file: Path, 
     assert torch.equal(one.collate(halved.__getitems__([4]))[0][0], one[4][0] // 2)
 
 
+class Halved(h5pack.H5Dataset):
+    def __getitem__(self, index: Any) -> Any:
+        image, label = super().__getitem__(index)
+        return {"image": image // 2, "label": -label}
+
+
+class Negated(h5pack.ConcatPack):
+    def __getitem__(self, index: Any) -> Any:
+        return -super().__getitem__(index)[1]
+
+
+def test_a_dataloader_calls_the_method_of_a_subclass(rich_file: Path) -> None:
+    one, halved = h5pack.H5Dataset(rich_file), Halved(rich_file)
+    indices = [5, 3, 3]
+    for dataset in (halved, Subset(halved, range(len(halved))), h5pack.ConcatPack([one, halved])):
+        offset = len(dataset) - len(halved)
+        (batch,) = DataLoader(dataset, batch_sampler=[[offset + index for index in indices]])
+        assert torch.equal(batch["image"], torch.stack([one[index].image // 2 for index in indices]))
+        assert batch["label"].tolist() == [-one[index].label for index in indices]
+    (labels,) = DataLoader(Negated([one]), batch_sampler=[indices])
+    assert labels.tolist() == [-one[index].label for index in indices]
+    for dataset in (halved, h5pack.ConcatPack([one, halved])):
+        with pytest.raises(OptionsError):
+            h5pack.H5Loader(dataset, 4)
+
+
 def test_damaged_rows_are_named(tmp_path: Path) -> None:
     path = packs.converted(tmp_path)
     assert len(list(h5pack.H5Dataset(path, check=True)[:])) == 45, "nothing is wrong yet"

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import h5pack
 from h5pack.data.concat import ConcatPack
+from h5pack.data.decoding import DrawnIndex
 from h5pack.data.mixture import MixtureSampler
 from h5pack.data.samplers import draw_key
 from h5pack.errors import DamagedRowsError, OptionsError, SizesDifferError, StateError
@@ -312,7 +313,7 @@ def test_a_loader_mixes_packs_of_every_kind(tmp_path: Path, kind: str) -> None:
         found = [plain(batch) for batch in loader]
     # The loader reads all packs as one file, so row numbers, from which crops are drawn, too, are those of that file.
     joined = both.joined().with_decode(crop.get("decode"), True)
-    keyed = [joined.collate(joined.samples_at(joined.file_rows(np.array(batch)), key)) for batch, key in keys(again)]
+    keyed = [joined.collate(joined.__getitems__(DrawnIndex.of(batch, key))) for batch, key in keys(again)]
     assert found == [plain(batch) for batch in keyed]
     assert not crop or len({json.dumps(batch[0]) for batch in found}) == len(found)
 
