@@ -51,7 +51,7 @@ def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArr
         yield open_batches.pop(batch)
 
 
-def _watch_loop(iteration: IterationState) -> None:
+def _watch_loop(iteration: IterationState, unit: str) -> None:
     """Set `iteration.received` and `iteration.in_order` if a DataLoader with workers runs the iteration.
 
     Such a DataLoader requests items before the training loop does. Only the DataLoader's iterator counts the batches
@@ -63,14 +63,14 @@ def _watch_loop(iteration: IterationState) -> None:
         # returns.
         found: Any = frame.f_locals.get("self") if frame.f_globals.get("__name__") == _LOADER_MODULE else None
         if any(one.__name__ == "_MultiProcessingDataLoaderIter" for one in type(found).__mro__):
-            iteration.received = partial(_received, weakref.ref(found), iteration)
+            iteration.received = partial(_received, weakref.ref(found), iteration, unit)
             # torch has no parameter in_order before version 2.6.
             iteration.in_order = getattr(found, "_in_order", True) or found._num_workers == 1
             return
 
 
-def _received(loader: weakref.ref[Any], iteration: IterationState) -> int | None:
-    """Return how many of the sampler's items the training loop has received; None if that is no longer known."""
+def _received(loader: weakref.ref[Any], iteration: IterationState, unit: str) -> int | None:
+    """Return how many of the sampler's batches or rows (`unit`) the loop has received; None if no longer known."""
     found = loader()
     batches = getattr(found, "_num_yielded", None)
     if batches is None and not iteration.exhausted:
@@ -81,7 +81,7 @@ def _received(loader: weakref.ref[Any], iteration: IterationState) -> int | None
     if batches is None:
         return None
     index_sampler = getattr(found, "_index_sampler", None)
-    rows = 1 if isinstance(index_sampler, BatchOrder) else getattr(index_sampler, "batch_size", 1)
+    rows = 1 if unit == "batches" else getattr(index_sampler, "batch_size", 1)
     received = min(int(batches) * rows, iteration.count)
     # With `drop_last`, the loop never receives the rows of a smaller last batch.
     dropped = getattr(index_sampler, "drop_last", False) and iteration.count - received < rows
@@ -138,7 +138,7 @@ class SamplerIterator(Iterator[Item]):
 
     def _begin(self) -> IterationState:
         self._iteration = iteration = self._cursor.begin()
-        _watch_loop(iteration)
+        _watch_loop(iteration, self._cursor.unit)
         self._remaining = self._items(iteration)
         return iteration
 

@@ -381,6 +381,23 @@ def test_a_state_after_the_last_batch_from_workers_is_the_next_epoch(
     assert [(state["epoch"], state[kind] > 0) for state in states] == [(0, True)] * (len(states) - 1) + [(1, False)]
 
 
+class Wrapped:
+    """A batch sampler around another one, with its batch size, as those of Accelerate have."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler, self.batch_size, self.drop_last = sampler, BATCH, False
+
+    def __iter__(self) -> Any:
+        return iter(self.sampler)
+
+
+def test_a_state_inside_the_loop_over_a_wrapped_batch_sampler(dataset: h5pack.H5Dataset) -> None:
+    sampler = h5pack.ChunkBatchSampler(dataset, BATCH)
+    loader = DataLoader(dataset, batch_sampler=Wrapped(sampler), num_workers=1, collate_fn=rows_of)  # type: ignore[arg-type]
+    states = [sampler.state_dict()["batches"] for _ in loader]
+    assert states == [*range(1, 8), 0]
+
+
 @KINDS
 def test_naming_the_epoch_that_was_loaded_keeps_its_place(dataset: h5pack.H5Dataset, kind: str) -> None:
     expected = Fed(kind, dataset)
