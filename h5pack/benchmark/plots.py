@@ -11,6 +11,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from h5pack.benchmark.cases import FileVariant, SweepTable
 from h5pack.benchmark.report import BenchReport, machine_text, speed_text
 from h5pack.errors import OptionsError
@@ -124,11 +126,8 @@ def bench_figure(report: BenchReport) -> Figure:
         panels[0].text(0.5, 0.5, "nothing was measured", ha="center", color=_GRAY, transform=panels[0].transAxes)
     for panel, cache in zip(panels, caches, strict=False):
         _draw_panel(panel, report, table, series, cache)
-    handles = {
-        label: handle
-        for panel in panels
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }  # fmt: skip
+    legends = [panel.get_legend_handles_labels() for panel in panels]
+    handles = {label: one for drawn, labels in legends for one, label in zip(drawn, labels, strict=True)}
     if handles:
         figure.legend(
             list(handles.values()), list(handles), loc="outside lower center", ncols=3 if len(caches) > 1 else 2,
@@ -169,17 +168,14 @@ def _draw_panel(panel: Axes, report: BenchReport, table: SweepTable, series: lis
         speeds = [_speeds(table, variant, one, cache) for variant in variants]
         for slots in (chunked, *alone):
             drawn = [slot for slot in slots if speeds[slot]]
-            medians = [statistics.median(speeds[slot]) for slot in drawn]
-            whiskers = [
-                [median - min(speeds[slot]) for slot, median in zip(drawn, medians, strict=True)],
-                [max(speeds[slot]) - median for slot, median in zip(drawn, medians, strict=True)],
-            ]
+            low, medians, high = ([of(speeds[slot]) for slot in drawn] for of in (min, statistics.median, max))
             if drawn:
                 panel.errorbar(
-                    drawn, medians, yerr=whiskers, label=one.label, color=one.color, marker=one.marker,
-                    linestyle=one.line, linewidth=1.5, markersize=5, capsize=2.5, elinewidth=0.9,
+                    drawn, medians, yerr=[np.subtract(medians, low), np.subtract(high, medians)], label=one.label,
+                    color=one.color, marker=one.marker, linestyle=one.line, linewidth=1.5, markersize=5, capsize=2.5,
+                    elinewidth=0.9,
                 )  # fmt: skip
-                top = max(top, *(max(speeds[slot]) for slot in drawn))
+                top = max(top, *high)
     top = max(top, _draw_ceiling(panel, report, cache, top))
     chosen = report.recommendation
     labels = [one.label for one in variants]
