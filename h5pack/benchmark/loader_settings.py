@@ -73,9 +73,11 @@ def pick_settings(
     best = max([usual, *(one for one in allowed if one.is_faster(usual))], key=lambda one: one.median)
     reasons = []
     for name in ("num_threads", "window"):
-        tried = {getattr(one.case, name): one for one in (usual, *others)}
+        # Compare only cases that differ in nothing else.
+        same = [one for one in (usual, *others) if replace(one.case, **{name: getattr(case, name)}) == case]
+        tried, value = {getattr(one.case, name): one for one in same}, getattr(best.case, name)
         if len(tried) > 1:
-            reasons.append(f"{name}={getattr(best.case, name)} for H5Loader; {_by_count(name, tried, best)}.")
+            reasons.append(f"{name}={value} for H5Loader; {_by_count(name, tried, tried[value])}.")
     return best, reasons
 
 

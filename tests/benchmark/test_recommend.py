@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -328,6 +329,18 @@ def test_only_unclear_differences_are_called_so() -> None:
     slower, equal = measured("32 rows", 50, 51, 52, num_threads=1), measured("32 rows", 97, 99, 102, num_threads=3)
     (text,) = (reason for reason in settings_of(slower, equal, cpus=4).reasons if "num_threads=1 gives" in reason)
     assert text.endswith("the difference to num_threads=3 is not clear.")
+
+
+@pytest.mark.parametrize("speed", [80, 200])
+def test_a_setting_is_compared_with_cases_that_differ_in_it_alone(speed: int) -> None:
+    fewer, window = measured("32 rows", 50, 50, 50, num_threads=1), measured("32 rows", speed, speed, speed, window=4)
+    chosen = settings_of(fewer, window)
+    reasons = [one.split("; ") for one in chosen.reasons if " for H5Loader" in one]
+    found = [(first.split()[0], *re.findall(r"(\w+=\d+) gives ([\d.]+)", others)) for first, others in reasons]
+    assert found == [
+        ("num_threads=2", ("num_threads=1", "0.50")),
+        ("window=4", ("window=16", "0.50")) if speed == 200 else ("window=16", ("window=4", "0.80")),
+    ]
 
 
 def test_more_threads_than_cpus_are_never_recommended() -> None:
