@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,15 +70,16 @@ def pick_settings(
     alike = [one for one in run_off if replace(one.case, window=case.window, num_threads=case.num_threads) == case]
     usual = next((one for one in alike if one.case == case and len(one.speeds) >= MIN_REPEATS), picked)
     others = [one for one in alike if one.case != case and len(one.speeds) >= MIN_REPEATS]
-    allowed = [one for one in others if one.case.num_threads <= max(workload.cpus, workload.num_threads)]
+    max_threads = max(workload.cpus, workload.num_threads)
+    allowed = [one for one in others if one.case.num_threads <= max_threads]
     best = max([usual, *(one for one in allowed if one.is_faster(usual))], key=lambda one: one.median)
     reasons = []
-    for name in ("num_threads", "window"):
+    for name, most in (("num_threads", max_threads), ("window", sys.maxsize)):
         # Compare only cases that differ in nothing else.
         same = [one for one in (usual, *others) if replace(one.case, **{name: getattr(case, name)}) == case]
         tried, value = {getattr(one.case, name): one for one in same}, getattr(best.case, name)
         if len(tried) > 1:
-            reasons.append(f"{name}={value} for H5Loader; {_by_count(name, tried, tried[value])}.")
+            reasons.append(f"{name}={value} for H5Loader; {_by_count(name, tried, tried[value], most)}.")
     return best, reasons
 
 
@@ -107,14 +109,22 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
     return number, [f"If you use a DataLoader instead of H5Loader: num_workers={number} ({speed}), {why}."]
 
 
-def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> str:
-    """Return a text with the speeds of other values of a setting, as multiples of the recommended value's speed."""
+def _by_count(name: str, tried: dict[int, Measurement], best: Measurement, most: int = sys.maxsize) -> str:
+    """Return a text with the speeds of other values of a setting, as multiples of the recommended value's speed.
+
+    Values above `most`, the number of CPUs, are not recommended.
+    """
     ratios = {value: one.ratios(best) or (one.median / best.median,) for value, one in tried.items() if one is not best}
     others = [f"{name}={value} gives {ratio_text(found)}" for value, found in sorted(ratios.items())]
     text = f"{', '.join(others)} of its speed"
-    if faster := [found for found in ratios.values() if min(found) > 1]:
-        few = min(map(len, faster)) < MIN_REPEATS
-        return f"{text}; {'too few turns measured both' if few else 'the ratios vary too much'} to prefer another value"
+    whys = [
+        "there are too few CPUs" if value > most
+        else "too few turns measured both" if len(found) < MIN_REPEATS
+        else "the ratios are too low or vary too much"
+        for value, found in ratios.items() if min(found) > 1
+    ]  # fmt: skip
+    if whys:
+        return f"{text}; {' or '.join(dict.fromkeys(whys))} to prefer another value"
     unclear = [f"{name}={value}" for value, found in sorted(ratios.items()) if max(found) >= 1]
     which = f" to {listed(unclear)}" if len(ratios) > 1 else ""
     return f"{text}; the difference{which} is not clear" if unclear else text

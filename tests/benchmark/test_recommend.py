@@ -346,6 +346,12 @@ def test_a_setting_is_compared_with_cases_that_differ_in_it_alone(speed: int) ->
 def test_more_threads_than_cpus_are_never_recommended() -> None:
     faster = [measured("32 rows", 120 * n, 121 * n, 122 * n, num_threads=n) for n in (3, 8)]
     assert settings_of(*faster).num_threads == 2
+    for found, few_cpus, uncertain in (
+        (faster, True, False),
+        ([measured("32 rows", 103, 103, 103, num_threads=1)], False, True),
+    ):
+        (reason,) = (one for one in settings_of(*found).reasons if one.startswith("num_threads=2 for H5Loader"))
+        assert ("too few CPUs" in reason, "vary too much" in reason) == (few_cpus, uncertain)
     assert settings_of(*faster, cpus=4).num_threads == 3
 
 
