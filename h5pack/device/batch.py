@@ -235,7 +235,11 @@ def _with_elements(batch: Any, elements: Sequence[Any]) -> Any:
 def _with_values(batch: Any, values: dict[Any, Any]) -> Any:
     if hasattr(batch, "__setitem__") and hasattr(batch, "copy"):
         changed = copy.copy(batch)
+        # The items of a dict may also be its attributes, by ``self.__dict__ = self`` in its constructor.
+        attributes = getattr(changed, "__dict__", {})
         for key, value in values.items():
+            if key in attributes and attributes[key] is batch[key]:
+                attributes[key] = value
             changed[key] = value
         return changed
     # Build a new mapping of any other type: `copy.copy` may fail, or share the memory that holds the original's values.

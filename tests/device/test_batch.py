@@ -182,6 +182,25 @@ def test_a_transform_changes_the_images_and_nothing_else(feed_of: Any) -> None:
     assert batches[0][0] is images
 
 
+class AttributeDict(dict[str, Any]):
+    """A dict whose items are its attributes, too."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+@every_feed
+@pytest.mark.parametrize("factor", [1, 2])
+def test_attributes_that_are_items_change_with_them(feed_of: Any, factor: int) -> None:
+    batch: Any = AttributeDict(images=torch.ones(2), labels=torch.zeros(2))
+    for found in feed_of(h5pack.EchoLoader([batch], factor), transform=lambda images: images + 1):
+        assert found.images is found["images"]
+        assert found.labels is found["labels"]
+        assert found.images.tolist() == [2, 2]
+    assert batch.images.tolist() == [1, 1]
+
+
 @every_feed
 def test_image_key_says_where_the_images_are(feed_of: Any) -> None:
     one, two = torch.ones(2), torch.full((2,), 2)
