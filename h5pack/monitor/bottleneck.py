@@ -154,7 +154,7 @@ class Evidence:
 
     # Set by `FeedMonitor` only, for loops whose stages are not measured:
     full_shuffle: bool = False  # whether rows are shuffled individually, regardless of their chunks
-    # The process's wait for the loader, divided by the step's wait, which also includes the wait for the copy.
+    # The process's wait for the loader, divided by the step's wait, which includes copy and transform on the device.
     wait_fraction: float | None = None
     # The fraction of the process's wait for the loader in which a transform ran in the step's thread.
     transform_wait_fraction: float | None = None

@@ -104,7 +104,7 @@ class DeviceWait:
 
     def end(self, host_seconds: float) -> None:
         """Record that a batch arrived, and how many seconds the process waited for it."""
-        # The current stream is the one that waits for the copy, so this event is reached when the copy is done.
+        # The current stream waits for the copy and the transform, so this event is reached when they are done.
         self._open[1].record(torch.cuda.current_stream(self._device))
         self._pending.append((*self._open, host_seconds))
         self._count_finished()

@@ -36,7 +36,7 @@ class FeedReport:
     seconds: float  #: length of the period
     wait_seconds: float  #: how long the process waited inside next(loader)
     #: How long the step waited. On a CPU: `wait_seconds`. On a CUDA device: how long the step's stream had no work
-    #: left, because the process was still waiting for the batch, or the batch was still being copied.
+    #: left, because the process was waiting for the batch, or the device was still copying or transforming it.
     stall_seconds: float
     stall_fraction: float  #: `stall_seconds` divided by `seconds`, 0 to 1
     images_per_s: float | None
