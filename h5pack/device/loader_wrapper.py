@@ -161,6 +161,9 @@ class LoaderWrapper(Closeable):
             # sampler repeats its order, and the epochs are counted here.
             self._next_iteration = sampler_epoch
         self._seen_epoch = sampler_epoch
+        # A DataLoader's `sampler` begins when the first batch is requested. Until then, its state would be that of an
+        # iteration that was left early.
+        self._leave_epoch()
         iterator = iter(self.loader)
         self._iteration, self._next_iteration = self._next_iteration, self._next_iteration + 1
         state = self._loader_state() if record else None
@@ -187,9 +190,12 @@ class LoaderWrapper(Closeable):
 
     def _finish(self, cursor: DeliveryCursor) -> None:
         """Move the state to the beginning of the next epoch. Called when an iteration has no more batches."""
-        if self._cursor is not cursor:
-            return
-        self._cursor = None
+        if self._cursor is cursor:
+            self._cursor = None
+            self._leave_epoch()
+
+    def _leave_epoch(self) -> None:
+        """Make the samplers' states describe the beginning of the next epoch, if they describe an iteration."""
         if hasattr(self.loader, "state_dict"):
             return
         for sampler in with_samplers(self.loader):

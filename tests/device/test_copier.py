@@ -222,6 +222,26 @@ def test_random_transforms_continue_after_a_resume(dataset: h5pack.H5Dataset, ki
 
 
 @every_feed
+@pytest.mark.parametrize("kind", LOADERS)
+def test_an_epoch_after_one_that_was_resumed_and_left(dataset: h5pack.H5Dataset, feed_of: Any, kind: str) -> None:
+    def feed() -> DeviceFeed:
+        return feed_of(LOADERS[kind](dataset), transform=lambda images: images + torch.rand(()))
+
+    torch.manual_seed(3)
+    first = feed()
+    iterator = iter(first)
+    for _ in range(5):
+        next(iterator)
+    state = first.state_dict()
+    first.set_epoch(1)
+    expected = [batch[0] for batch in first]
+    resumed = feed()
+    resumed.load_state_dict(state)
+    next(iter(resumed))
+    assert all_same([batch[0] for batch in resumed], expected)
+
+
+@every_feed
 def test_batches_requested_in_inference_mode_can_be_trained_on(feed_of: Any) -> None:
     """Those of a loader that makes its tensors in the caller's thread, too; and those changed in place, or cloned."""
     weight = torch.ones(3, requires_grad=True)
