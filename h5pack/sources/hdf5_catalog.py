@@ -167,8 +167,10 @@ def _transposed(file: h5py.File, name: str, *, labeled: bool) -> Iterator[Note]:
     images = file[name]
     if not isinstance(images, h5py.Dataset) or images.ndim < 3:
         return
-    last = images.shape[-1]
-    labels = None if labeled or images.ndim > 3 else find_labels(file, name, last, transposed=True)
+    last, labels = images.shape[-1], None
+    if not labeled and images.ndim == 3:
+        with contextlib.suppress(PackFormatError):  # Labels are not packed, so they may be damaged.
+            labels = find_labels(file, name, last, transposed=True)
     if labels is not None:
         text = f"{labels!r} has {last:,} rows, the length of the last axis of {name!r}; if images are along it, store"
         yield Note(f"{text} np.moveaxis(array, -1, 0)")

@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import DamagedRowsError, H5PackError, SourceError
+from h5pack.errors import DamagedRowsError, H5PackError, PackFormatError, SourceError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValueError, FieldValues, is_numeric_dtype, parse_texts
 from h5pack.read.chunk_index import index_checksums
@@ -24,6 +24,7 @@ from h5pack.read.description import describe_file
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import (
     attribute_names,
+    find_item,
     open_file,
     require_dataset,
     require_filters,
@@ -50,7 +51,8 @@ def find_labels(
     """Return the path of the dataset beside `images` with a usual name for labels, and not among `fields`, or None.
 
     Its shape is (rows,) or (rows, K), apart from axes of length 1. With `transposed`, it may also be (1, rows), as
-    MATLAB stores a column; only `convert` reads such labels.
+    MATLAB stores a column; only `convert` reads such labels. Raise PackFormatError if an object of such a name is
+    damaged.
     """
     if schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
         # Only "labels" has the labels of a pack. A field may be called "label".
@@ -58,7 +60,7 @@ def find_labels(
     folder, _, own = images.rpartition("/")
     prefix = f"{folder}/" if folder else ""
     for name in _label_names(own):
-        found = file.get(f"{prefix}{name}")
+        found = find_item(file, f"{prefix}{name}")
         if not isinstance(found, h5py.Dataset) or name == own or f"{prefix}{name}" in fields:
             continue
         shape = found.shape or ()
@@ -71,7 +73,8 @@ def find_labels(
 @functools.cache
 def log_unused_labels(path: str, images: str) -> None:
     """Warn, once per process and dataset, if a file that is opened without labels seems to have labels of `images`."""
-    with open_file(path) as file:
+    found = None
+    with open_file(path) as file, contextlib.suppress(PackFormatError):
         images = images.strip("/")
         found = find_labels(file, images, len(file[images]))
     if found is not None:

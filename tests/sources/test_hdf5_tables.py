@@ -107,6 +107,24 @@ def test_a_column_of_matlab_is_read_by_convert_only(tmp_path: Path) -> None:
     assert caught.value.dataset == "y"
 
 
+def damage(path: Path, name: str) -> None:
+    """Make the header of a dataset unreadable: the version of its dataspace becomes 255."""
+    with h5py.File(path) as file:
+        place = h5py.h5o.get_info(file[name].id).addr + 24
+    data = bytearray(path.read_bytes())
+    data[place] = 255
+    path.write_bytes(data)
+
+
+def test_damaged_labels_are_an_error_unless_there_are_to_be_none(tmp_path: Path) -> None:
+    damage(path := write(tmp_path / "f.h5", images=IMAGES[..., 0], label=LABELS), "label")
+    with pytest.raises(PackFormatError) as caught:
+        catalog(path)
+    assert caught.value.dataset == "label"
+    assert catalog(path, labels="").labels is None
+    assert len(h5pack.H5Dataset(path, labels=None)) == ROWS
+
+
 def test_labels_are_not_packed_as_a_field_too(tmp_path: Path) -> None:
     path = write(tmp_path / "f.h5", images=IMAGES, grade=LABELS, boxes=np.zeros((ROWS, 4)))
     found = catalog(path, labels="grade", fields=("boxes", "grade"))
