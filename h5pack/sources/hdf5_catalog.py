@@ -21,6 +21,7 @@ from h5pack.read.encoded import has_kept_images, is_encoded, is_mask_group
 from h5pack.read.hdf5 import (
     dataset_names,
     datasets_text,
+    external_links,
     find_item,
     open_file,
     reporting_damage,
@@ -202,27 +203,33 @@ def _pixel_notes(reader: HDF5RowReader) -> Iterator[Note]:
 def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, labeled: bool) -> tuple[Note, ...]:
     """Return notes that list the datasets that are not packed, except the tables that h5pack itself writes."""
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
-    names = [name for name in dataset_names(file) if name not in used]
+    if _filenames(file, images, rows) is not None:
+        used = {*used, schema.FILENAMES}
+    links = external_links(file)
+    names = [name for name in dataset_names(file, links) if name not in used]
     names = [name for name in names if name.partition("/")[0] not in own]
     names += [name for name in own_fields(file) if own and name not in used]
-    # `_has_rows` is false for a damaged dataset. That is no error here, because the dataset is not packed.
     fits = {name: _has_rows(file, name, rows) for name in names}
-    fitting, others = ([name for name in names if fits[name] == fit] for fit in (True, False))
+    fitting, others, damaged = ([name for name in names if fits[name] == fit] for fit in (True, False, None))
+    missing = [link.name for link in links if not link.found]
     or_labels = "" if labeled else ", or one of them with labels"
     advice = f"datasets of numbers or texts can be packed with fields{or_labels}"
     return (
         *unused_note("datasets", fitting, advice, "fields", *(() if labeled else ("labels",))),
         *unused_note("datasets", others, f"they do not have the length of {images!r}, which is {rows:,}"),
+        *unused_note("datasets", damaged, "they cannot be opened"),
+        *unused_note("links", missing, "the files or objects that they lead to are missing"),
     )
 
 
-def _has_rows(file: h5py.File, name: str, rows: int) -> bool:
+def _has_rows(file: h5py.File, name: str, rows: int) -> bool | None:
+    """Return whether a dataset or field has `rows` rows; None if it cannot be opened."""
     try:
         if is_ragged(file, name):
             return index_ragged(file, name).rows == rows
         return bool(file[name].shape) and len(file[name]) == rows
     except Exception:
-        return False
+        return None
 
 
 def find_images(file: h5py.File) -> str:
@@ -392,15 +399,22 @@ def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str)
     return schema.MASK if fits and mask_dtype(dataset.dtype) is not None else None
 
 
-def _names(file: h5py.File, images: str, rows: int) -> NameTable:
-    """Return the file names stored in a pack, or else names that consist of the dataset's path and the row number."""
-    stored = file.get(schema.FILENAMES)
-    own = images in (schema.IMAGES, schema.ENCODED)
-    if own and isinstance(stored, h5py.Dataset) and stored.shape == (rows,):
-        # A file written by another program may contain empty names, or names with NUL, which a NameTable cannot store.
-        names = (name.replace("\0", "\\x00") for name in stored_names(stored))
-        return NameTable.of(name or f"{images}/{row:08d}" for row, name in enumerate(names))
-    if own and isinstance(stored, h5py.Dataset) and schema.FORMAT in file.attrs:
+def _filenames(file: h5py.File, images: str, rows: int) -> h5py.Dataset | None:
+    """Return the dataset of the images' file names; None if there is none. Raise SourceError if it does not fit."""
+    stored = find_item(file, schema.FILENAMES)
+    if images not in (schema.IMAGES, schema.ENCODED) or not isinstance(stored, h5py.Dataset):
+        return None
+    if stored.shape != (rows,) and schema.FORMAT in file.attrs:
         problem = f"has shape {stored.shape}, but there are {rows:,} images; restore the file, or delete it with h5py"
         raise dataset_source_error(Path(file.filename), schema.FILENAMES, problem)
-    return NameTable.of(f"{images}/{row:08d}" for row in range(rows))
+    return stored if stored.shape == (rows,) else None
+
+
+def _names(file: h5py.File, images: str, rows: int) -> NameTable:
+    """Return the file names stored in a pack, or else names that consist of the dataset's path and the row number."""
+    stored = _filenames(file, images, rows)
+    if stored is None:
+        return NameTable.of(f"{images}/{row:08d}" for row in range(rows))
+    # A file written by another program may contain empty names, or names with NUL, which a NameTable cannot store.
+    names = (name.replace("\0", "\\x00") for name in stored_names(stored))
+    return NameTable.of(name or f"{images}/{row:08d}" for row, name in enumerate(names))

@@ -38,6 +38,15 @@ def write(path: Path, **datasets: Any) -> Path:
     return path
 
 
+def damage(path: Path, name: str) -> None:
+    """Make the header of a dataset unreadable: the version of its dataspace becomes 255."""
+    with h5py.File(path) as file:
+        place = h5py.h5o.get_info(file[name].id).addr + 24
+    data = bytearray(path.read_bytes())
+    data[place] = 255
+    path.write_bytes(data)
+
+
 def catalog(path: Path, wanted: NameFilter | None = None, **datasets: Any) -> Catalog:
     return hdf5_catalog(path, HDF5Datasets(**datasets), wanted or NameFilter())
 
@@ -144,6 +153,17 @@ def test_datasets_that_are_not_packed_are_named(tmp_path: Path) -> None:
     assert "'labels'" in catalog(path, labels="boxes").notes[0].text
     h5pack.convert(path, tmp_path / "o.h5", **quick(fields=("boxes",)))
     assert catalog(tmp_path / "o.h5").notes == ()
+
+
+def test_notes_say_why_datasets_are_not_packed(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.h5", images=IMAGES, filenames=[f"{row}.jpg" for row in range(ROWS)], bad=LABELS)
+    with h5py.File(path, "a") as file:
+        file["gone"] = h5py.ExternalLink("missing.h5", "labels")
+    damage(path, "bad")
+    found = catalog(path)
+    assert found.names[1] == "1.jpg"
+    damaged, missing = (note.text for note in found.notes)
+    assert ("datasets 'bad';" in damaged, "length" in damaged, "links 'gone';" in missing) == (True, False, True)
 
 
 @pytest.mark.parametrize(

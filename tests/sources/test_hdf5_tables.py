@@ -17,7 +17,7 @@ from h5pack.errors import OptionsError, PackFormatError, SourceError
 from h5pack.sources.hdf5_tables import find_labels
 from tests.exporter.folders import flip
 from tests.makers import quick
-from tests.sources.test_hdf5_catalog import IMAGES, LABELS, ROWS, catalog, write
+from tests.sources.test_hdf5_catalog import IMAGES, LABELS, ROWS, catalog, damage, write
 
 
 @pytest.mark.parametrize(
@@ -105,15 +105,6 @@ def test_a_column_of_matlab_is_read_by_convert_only(tmp_path: Path) -> None:
     with pytest.raises(PackFormatError) as caught:
         h5pack.H5Dataset(path, images="x", labels="y")
     assert caught.value.dataset == "y"
-
-
-def damage(path: Path, name: str) -> None:
-    """Make the header of a dataset unreadable: the version of its dataspace becomes 255."""
-    with h5py.File(path) as file:
-        place = h5py.h5o.get_info(file[name].id).addr + 24
-    data = bytearray(path.read_bytes())
-    data[place] = 255
-    path.write_bytes(data)
 
 
 def test_damaged_labels_are_an_error_unless_there_are_to_be_none(tmp_path: Path) -> None:
