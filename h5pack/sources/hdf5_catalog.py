@@ -328,21 +328,22 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
 def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[str]:
     """Return the paths of the datasets, other than images and labels, that can be packed as fields.
 
-    Leave out the datasets of a group with other images, such as those of another split. Also leave out names with a
-    comma, or with spaces at an end, because a list of names is separated by commas.
+    Leave out the datasets of a group with other images, such as those of another split, and those that cannot be
+    opened. Also leave out names with a comma, or with spaces at an end, because a list of names is separated by commas.
     """
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
-    rows, axes, names = len(file[images]), file[images].ndim, dataset_names(file)
+    rows, axes = len(file[images]), file[images].ndim
+    known = {name: fit for name in dataset_names(file) if (fit := _has_rows(file, name, rows)) is not None}
     # Datasets in a group with other images belong to these, unless `images` is in that group, too. Arrays of fewer axes
     # are not counted as other images, because they may be masks.
-    groups = {os.path.dirname(name) for name in names if file[name].ndim == axes and _looks_like_images(file[name])}
+    groups = {os.path.dirname(name) for name in known if file[name].ndim == axes and _looks_like_images(file[name])}
     others = tuple(f"{group}/" for group in groups if group and not images.startswith(f"{group}/"))
     found: dict[str, str] = {}
-    for name in names:
+    for name, has_rows in known.items():
         if name in (images, labels) or name.startswith(others) or name.split(",") != [name.strip()]:
             continue
         base, is_own = field_name(name), name.partition("/")[0] in own
-        fits = not is_own and is_field_name(base) and _has_rows(file, name, rows)
+        fits = has_rows and not is_own and is_field_name(base)
         if fits and (is_numeric_dtype(file[name].dtype) or is_text(file[name])):
             found.setdefault(base, name)
     return list(found.values())

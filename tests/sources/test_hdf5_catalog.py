@@ -204,6 +204,9 @@ def test_datasets_beside_other_images_or_with_commas_are_no_further_datasets(tmp
     names = ("a,b", " c", "g,h__i", "j k")
     with h5py.File(write(tmp_path / "f.h5", images=IMAGES, **dict.fromkeys(names, LABELS))) as file:
         assert further_datasets(file, "images", None) == ["j k"]
+    damage(tmp_path / "f.h5", "a,b")
+    with h5py.File(tmp_path / "f.h5") as file:
+        assert further_datasets(file, "images", None) == ["j k"]
 
 
 def test_a_pack_keeps_its_names_labels_and_splits(tmp_path: Path) -> None:
