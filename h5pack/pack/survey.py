@@ -141,10 +141,11 @@ def survey(
     done = set()
     for payload in () if journal is None else journal.payloads():
         start, part = Survey.decode(payload, columns)
-        if start not in done:
+        # Survey images again whose files were missing: the disk may have been mounted since.
+        if start not in done and not _missing(part.reasons):
             result.add(start, part, columns)
             advance(len(part.heights))
-        done.add(start)
+            done.add(start)
     shares = (share for share in _shares(count) if share.start not in done)
     tasks = (_task(catalog, options, list(range(count)[share])) for share in shares)
     for start, part, found in run(executor, _survey, tasks, max_in_flight, resumable=journal is not None):
@@ -182,10 +183,7 @@ def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -
 
 def _require_missing(catalog: Catalog, reasons: dict[int, str], options: ConvertOptions) -> None:
     """Raise WorkerError if another machine or part could not open a file, but this one does not have that problem."""
-    for index, reason in reasons.items():
-        # The reason may be that of a mask, see `naming_mask`.
-        if not reason.endswith(tuple(MISSING_FILE_REASONS)):
-            continue
+    for index, reason in _missing(reasons).items():
         try:
             image = catalog.reader.survey(index, catalog.names[index], options.max_pixels)
             _with_masks(catalog.reader, image, 0, _task(catalog, options, [index]))
@@ -197,6 +195,12 @@ def _require_missing(catalog: Catalog, reasons: dict[int, str], options: Convert
             f"({reason}), but this one finds no such problem; give all machines the same mounts"
             f"{options.start_over_advice}"
         )
+
+
+def _missing(reasons: dict[int, str]) -> dict[int, str]:
+    """Return those of `reasons` that say that a file is missing or cannot be opened."""
+    # The reason may be that of a mask, see `naming_mask`.
+    return {index: reason for index, reason in reasons.items() if reason.endswith(tuple(MISSING_FILE_REASONS))}
 
 
 def with_size_note(catalog: Catalog, survey: Survey, options: ConvertOptions) -> Catalog:
