@@ -310,7 +310,7 @@ def _same_field(file: h5py.File, name: str, values: FieldValues, rows: npt.NDArr
     if not isinstance(file.get(path), h5py.Group if isinstance(values, RaggedRows) else h5py.Dataset):
         return False
     if not isinstance(values, RaggedRows):
-        return row_checksums(file[path][()][rows]).tolist() == row_checksums(values).tolist()
+        return np.array_equal(row_checksums(file[path][()][rows]), row_checksums(values))
     if values.kind in schema.POINT_KINDS:
         return True
     index = index_ragged(file, path)
