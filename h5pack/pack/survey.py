@@ -166,13 +166,13 @@ def survey(
 def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -> dict[str, Any]:
     """Return the properties that an interrupted survey and its continuation must share, as a JSON-serializable dict.
 
-    The images themselves are not compared, because that would take as long as surveying them.
+    Image files are not compared, because that would take as long as surveying them.
     """
     where: list[str | int] = []
     if isinstance(source, (str, os.PathLike)):
         where = [os.path.abspath(os.fspath(source))]
-        if os.path.isfile(source):
-            status = os.stat(source)
+        for path in (*[source] * os.path.isfile(source), *sorted(catalog.reader.paths())):
+            status = os.stat(path)
             where += [status.st_size, status.st_mtime_ns]
     if options.root is not None:
         where.append(os.path.abspath(options.root))

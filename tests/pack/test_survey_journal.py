@@ -204,19 +204,24 @@ def test_another_root_begins_the_survey_again(tmp_path: Path, reads: list[str]) 
     assert (report.images, report.rejects, len(reads)) == (20, 0, 20)
 
 
-def test_another_column_of_images_begins_the_survey_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replaces", [False, True])
+def test_another_column_or_file_of_images_begins_the_survey_again(tmp_path: Path, replaces: bool) -> None:
     """Both columns have the same names and sizes, but Exif turns the images of one of them."""
     turned = Image.Exif()
     turned[0x0112] = 3
     images = {"a": save(tmp_path / "a.jpg", 1, (16, 16)), "b": save(tmp_path / "b.jpg", 2, (16, 16), exif=turned)}
-    source, out, survey, calls = tmp_path / "t.parquet", tmp_path / "o.h5", TableReader.survey, itertools.count()
-    parquet.write_table(pyarrow.table({name: [path.read_bytes()] * 20 for name, path in images.items()}), source)
+    columns = {name: [path.read_bytes()] * 20 for name, path in images.items()}
+    source, out, survey, calls = tmp_path / "in", tmp_path / "o.h5", TableReader.survey, itertools.count()
+    source.mkdir()
+    parquet.write_table(pyarrow.table(columns), source / "t.parquet")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TableReader, "survey", lambda *parts: survey(*parts) if next(calls) < 10 else interrupt())
         with pytest.raises(KeyboardInterrupt):
             h5pack.convert(source, out, **quick(path_column="a"))
-    assert leftovers(tmp_path) == {"a.jpg", "b.jpg", "t.parquet", "o.h5.partial.survey"}
-    h5pack.convert(source, out, **quick(path_column="b", resume=True))
+    assert leftovers(tmp_path) == {"a.jpg", "b.jpg", "in", "o.h5.partial.survey"}
+    if replaces:
+        parquet.write_table(pyarrow.table({"a": columns["b"]}), source / "t.parquet")
+    h5pack.convert(source, out, **quick(path_column="a" if replaces else "b", resume=True))
     assert all(np.array_equal(sample.image, expected(images["b"])) for sample in h5pack.H5Dataset(out))
 
 
