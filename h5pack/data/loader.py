@@ -32,7 +32,6 @@ from h5pack.order.cursor import EpochCursor, IterationState, Resumable
 from h5pack.order.permutation import derive_key
 from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.read.engine import SCATTER_BYTES, ReadStats
-from h5pack.system.arrays import row_array
 from h5pack.system.machine import available_cpus, available_memory
 from h5pack.system.parameters import flags, launched_number, parameter_names, require_callable, whole_number
 from h5pack.system.text import counted
@@ -239,9 +238,10 @@ class H5Loader(Closeable, Resumable):
         self.num_threads = whole_number("num_threads", num_threads, 1, 1_024)
         self.pin_memory = flags(pin_memory=pin_memory)[0] and _can_pin()
         self._transforms = {
-            name: (function, "generator" in parameter_names(function))
-            for name, function in ((self._base.names[0], transform), (self._base.label_name, target_transform))
-            if name is not None and function is not None
+            # The signature of a module is (*args, **kwargs), whatever parameters its `forward` has.
+            name: (one, "generator" in parameter_names(one) + parameter_names(getattr(one, "forward", None)))
+            for name, one in ((self._base.names[0], transform), (self._base.label_name, target_transform))
+            if name is not None and one is not None
         }
         super().__init__(cursor)
         self._plan_memory(memory_bytes, prefetch_factor)
@@ -362,7 +362,7 @@ class H5Loader(Closeable, Resumable):
         require_no_transform(self.dataset)
         self._base.engine.check_unchanged()
         if self._held is None:
-            numbers = row_array(self._list_rows)
+            numbers = np.arange(self._list_rows.start, self._list_rows.stop)
             self._held_lists = {name: self._base.read_ragged(name, numbers) for name in self._list_sizes}
             rows = self.plan.rows.unique_rows() if self._held_names else range(0)
             self._held = {name: HeldRows(self._base, name, rows) for name in self._held_names}

@@ -446,18 +446,23 @@ def idle_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == IDLE}
 
 
-class Noise(torch.nn.Module):
+class Noise:
     """Random, from the generator that it is given."""
 
-    def __call__(self, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def __call__(self, images: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
         return images + torch.randint(0, 100, images.shape, generator=generator, dtype=torch.uint8)
 
 
-def test_a_seeded_transform_is_the_same_in_every_run(dataset: h5pack.H5Dataset, way: str) -> None:
+class NoiseModule(torch.nn.Module):
+    forward = Noise.__call__
+
+
+@pytest.mark.parametrize("noise", [Noise, NoiseModule])
+def test_a_seeded_transform_is_the_same_in_every_run(dataset: h5pack.H5Dataset, noise: Any, way: str) -> None:
     def noisy(labels: torch.Tensor, *, generator: torch.Generator) -> torch.Tensor:
         return labels + torch.randint(0, 1000, labels.shape, generator=generator)
 
-    settings: dict[str, Any] = {"transform": Noise(), "target_transform": noisy}
+    settings: dict[str, Any] = {"transform": noise(), "target_transform": noisy}
     first = loader_of(dataset, num_threads=1, **settings)
     epochs = [list(first) for _ in range(2)]
     loader = loader_of(dataset, num_threads=3, **settings)
@@ -468,9 +473,9 @@ def test_a_seeded_transform_is_the_same_in_every_run(dataset: h5pack.H5Dataset, 
     resumed.load_state_dict(loader.state_dict())
     require_epochs(resumed, [epochs[1][4:]])
     plain = expected_of(dataset, 2)
-    noise = [epochs[at][batch][0] - plain[at][batch][0] for at, batch in ((0, 0), (0, 1), (1, 0))]
-    assert not torch.equal(noise[0], noise[1])
-    assert not torch.equal(noise[0], noise[2])
+    added = [epochs[at][batch][0] - plain[at][batch][0] for at, batch in ((0, 0), (0, 1), (1, 0))]
+    assert not torch.equal(added[0], added[1])
+    assert not torch.equal(added[0], added[2])
     one, other = (next(iter(loader_of(dataset, seed=seed, shuffle=False, **settings))) for seed in (7, 8))
     assert not same(one, other), "another seed is other noise"
 
