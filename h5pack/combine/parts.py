@@ -224,38 +224,51 @@ def _content(part: Part) -> tuple[Any, ...]:
 
 
 def field_forms(catalog: Catalog, dtypes: Iterable[Any]) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return name, kind and dtype of each field, and the shape of its entries; `dtypes` are those of its pixels."""
+    """Return of each field: name, kind, dtype, the shape of an entry, and "classes" if entries have class names.
+
+    `dtypes` are those of the fields of pixels, which have neither a shape nor classes.
+    """
     columns = ((name, values, field_data(values)) for name, values in catalog.fields.items())
-    forms = [(name, (field_kind(values), str(data.dtype), data.shape[1:])) for name, values, data in columns]
+    forms = [
+        (name, (field_kind(values), str(data.dtype), data.shape[1:], *["classes"] * _has_classes(values)))
+        for name, values, data in columns
+    ]
     pixels = zip(catalog.pixel_fields, dtypes, strict=True)
     return sorted([*forms, *((one.name, (one.kind, str(np.dtype(dtype)))) for one, dtype in pixels)])
+
+
+def _has_classes(values: FieldValues) -> bool:
+    return isinstance(values, RaggedRows) and values.classes is not None
 
 
 def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
     """Return the catalogs with equal dtypes of fields, as far as no number changes.
 
     The dtype of a field is that of the first catalog in which its rows have entries. Catalogs in which they have none
-    also get the shape of an entry from there.
+    also get the shape of an entry from there, and no classes instead of numbers without class names.
     """
     fields = [dict(catalog.fields) for catalog in catalogs]
     for name in fields[0]:
         columns = [found[name] for found in fields if name in found]
-        model = next((values for values in columns if len(field_data(values))), columns[0])
+        model = max(columns, key=lambda values: (len(field_data(values)) > 0, _has_classes(values)))
         for found in fields:
             if name in found and field_kind(found[name]) == field_kind(model):
-                found[name] = _as_model(found[name], field_data(model))
+                found[name] = _as_model(found[name], model)
     return [replace(catalog, fields=found) for catalog, found in zip(catalogs, fields, strict=True)]
 
 
-def _as_model(values: FieldValues, model: npt.NDArray[Any]) -> FieldValues:
-    """Return the values with the dtype of `model` if no number changes. If empty, also take the shape of an entry."""
-    data = field_data(values)
-    if len(data) and data.dtype == model.dtype:
-        return values
+def _as_model(values: FieldValues, model: FieldValues) -> FieldValues:
+    """Return the values with the dtype of `model` if no number changes; if there are none, in the form of `model`."""
+    data, dtype = field_data(values), field_data(model).dtype
+    if isinstance(values, RaggedRows) and not len(data):
+        classes = values.classes or (() if _has_classes(model) else None)
+        return replace(values, data=field_data(model)[:0], classes=classes)
     with np.errstate(all="ignore"):
-        cast = data.astype(model.dtype) if len(data) else model[:0]
+        cast = data.astype(dtype)
         # Both comparisons are needed: uint8 200 is 200 again after int8, and int64 2**53 + 1 equals float64 2**53.
-        if len(data) and not all(np.array_equal(one, data, equal_nan=True) for one in (cast, cast.astype(data.dtype))):
+        if data.dtype == dtype or not all(
+            np.array_equal(one, data, equal_nan=True) for one in (cast, cast.astype(data.dtype))
+        ):
             return values
     return replace(values, data=cast) if isinstance(values, RaggedRows) else cast
 
@@ -351,14 +364,14 @@ def _merge_field(parts: Sequence[Part], name: str) -> FieldValues:
     if not ragged:
         return np.concatenate([np.asarray(one) for one in columns])
     classes, data = ragged[0].classes, [one.data for one in ragged]
-    if any(one.classes is not None for one in ragged):
+    if classes is not None:
         classes, maps = merge_classes((part.path, one.classes or ()) for part, one in zip(parts, ragged, strict=True))
         for part, one in zip(parts, ragged, strict=True):
             _require_classes(part, name, one)
         fits = all(values.dtype.kind in "iu" and len(classes) <= np.iinfo(values.dtype).max for values in data)
         data = [
-            (values if one.classes is None else numbers[values]).astype(values.dtype if fits else np.int64)
-            for one, numbers, values in zip(ragged, maps, data, strict=True)
+            numbers[values.astype(np.int64)].astype(values.dtype if fits else np.int64)
+            for numbers, values in zip(maps, data, strict=True)
         ]
     lengths = np.concatenate([np.diff(one.offsets) for one in ragged])
     return RaggedRows(ragged[0].kind, np.concatenate(data), np.append(0, np.cumsum(lengths)), classes)
@@ -367,7 +380,7 @@ def _merge_field(parts: Sequence[Part], name: str) -> FieldValues:
 def _require_classes(part: Part, name: str, rows: RaggedRows) -> None:
     """Raise SourceError if a field with class names has other values than the numbers of its classes, or -1."""
     count, values = len(rows.classes or ()), rows.data
-    if rows.classes is None or not values.size:
+    if not values.size:
         return
     if values.dtype.kind not in "iu" or not schema.NO_LABEL <= int(values.min()) <= int(values.max()) < count:
         problem = f"has {count:,} classes, but values from {values.min()} to {values.max()}; correct the field"

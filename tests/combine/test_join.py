@@ -503,13 +503,17 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert (errors.count("\n"), "--only-new" in errors) == (1, True)
 
 
-def tagged(path: Path, dtype: str, classes: list[str], numbers: list[int]) -> Path:
+def tagged(path: Path, dtype: str, classes: list[str] | None, numbers: list[int]) -> Path:
     """A pack of two images with a ragged field of class numbers."""
     source = path.with_suffix(".in.h5")
     with h5py.File(source, "w") as file:
         file["images"] = np.zeros((2, 8, 8, 3), np.uint8)
-        file["tags/data"], file["tags/offsets"] = np.array(numbers, dtype), np.array([0, 1, len(numbers)])
-        file["tags"].attrs["classes"] = classes
+        file["tags/data"], file["tags/offsets"] = (
+            np.array(numbers, dtype),
+            np.array([0, len(numbers[:1]), len(numbers)]),
+        )
+        if classes is not None:
+            file["tags"].attrs["classes"] = classes
     h5pack.convert(source, path, fields="tags", order="sorted", num_workers=1)
     return path
 
@@ -536,3 +540,31 @@ def test_numbers_of_no_class_are_not_joined(tmp_path: Path, dtype: str, numbers:
     with pytest.raises(SourceError) as caught:
         h5pack.join(packs, tmp_path / "o.h5")
     assert (caught.value.path, caught.value.dataset) == (str(packs[0]), "fields/tags")
+
+
+@pytest.mark.parametrize("named", ["a", "b"])
+def test_numbers_without_class_names_do_not_get_names(tmp_path: Path, named: str) -> None:
+    packs = [
+        tagged(tmp_path / f"{name}.h5", "i8", ["cat", "dog"] if name == named else None, [0, 1, 1]) for name in "ab"
+    ]
+    with pytest.raises(SourceError):
+        h5pack.join(packs, tmp_path / "o.h5")
+    with pytest.raises(SourceError):
+        h5pack.append(packs[0], packs[1].with_suffix(".in.h5"), fields="tags", num_workers=1)
+    assert not [*tmp_path.glob("a.h5.*")]
+
+
+@pytest.mark.parametrize(("dtype", "classes"), [("i8", ["cat", "emu"]), ("f8", ["cat", "emu"]), ("f8", None)])
+@pytest.mark.parametrize("numbers", [[], [0, 1, 1]])
+def test_class_names_of_fields_without_entries_are_merged(
+    tmp_path: Path, dtype: str, classes: list[str] | None, numbers: list[int]
+) -> None:
+    packs = [tagged(tmp_path / "a.h5", "i8" if numbers else dtype, ["dog", "cat"], numbers)]
+    packs.append(tagged(tmp_path / "b.h5", dtype, classes, []))
+    for order in (packs, packs[::-1]):
+        h5pack.join(order, tmp_path / "o.h5", overwrite=True)
+        dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=["tags"])
+        assert set(dataset.field_classes["tags"]) == {"cat", "dog", *(classes or ())}
+        names = [dataset.field_classes["tags"][number] for row in range(4) for number in dataset[row].tags.tolist()]
+        assert names == (["dog", "cat", "cat"] if numbers else [])
+        assert h5pack.verify(tmp_path / "o.h5", num_workers=1).ok
