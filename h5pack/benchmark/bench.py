@@ -353,7 +353,6 @@ class BenchRun:
         cases = plan_cases(others, left)
         enough = enough_seconds(self._settings.seconds, left, others)
         hot, cold = ([case for case in cases if case.cache == cache] for cache in CACHES)
-        left = end - self._clock()
         hot_seconds = left * sum(map(min_seconds, hot)) / (sum(map(min_seconds, cases)) or 1.0)
         with self._phase("other cases (warm)"):
             sweep.measure(hot, hot_seconds, report.measurements)

@@ -292,17 +292,12 @@ def usable_seconds(budget: float) -> float:
 
 def plan_cases(cases: Sequence[BenchCase], seconds: float) -> list[BenchCase]:
     """Return the most important cases that fit into `seconds`."""
-    levels: dict[int, list[BenchCase]] = {}
-    for case in cases:
-        levels.setdefault(_level(case), []).append(case)
     taken: list[BenchCase] = []
-    spent = 0.0
-    for level in sorted(levels):
-        cost = sum(map(min_seconds, levels[level]))
+    for _, level in itertools.groupby(sorted(cases, key=_level), _level):
         # Take all cases of a level or none, because variants can only be compared if all of them are measured.
-        if spent + cost <= seconds:
-            spent += cost
-            taken += levels[level]
+        more = [*taken, *level]
+        if sum(map(min_seconds, more)) <= seconds:
+            taken = more
     return taken
 
 

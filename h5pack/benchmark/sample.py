@@ -121,17 +121,16 @@ class BenchInput:
 
 def find_input(path: str | os.PathLike[str] | None, scratch: Path, settings: BenchSettings) -> BenchInput:
     """Open the input of a benchmark. If `path` is None, generate images in `scratch`; large samples repeat them."""
-    given = {name: getattr(settings, name) for name in ("size", "images", "labels", "source_kind")}
-    options = {name: value for name, value in given.items() if value is not None}
+    names = ("size", "images", "labels", "source_kind")
+    options = {name: value for name in names if (value := getattr(settings, name)) is not None}
     if path is None:
         folder, (height, width) = scratch / "images", options.get("size") or _GENERATED_SIZE
         row_bytes = 3 * height * width
         count = min(max(_GENERATED_IMAGES, _GENERATED_BYTES // row_bytes), MAX_SAMPLE_BYTES // row_bytes)
         count = max(MIN_IMAGES, settings.rows or min(count, settings.num_images or count))
         make_folder(folder, min(count, _FILES), (min(height, MAX_SIDE), min(width, MAX_SIDE)))
-        options = {name: value for name, value in options.items() if name != "source_kind"}
-        made = _repeated(folder, count)
-        return BenchInput(kind="generated", source=made, num_images=count, options=options)
+        options.pop("source_kind", None)
+        return BenchInput(kind="generated", source=_repeated(folder, count), num_images=count, options=options)
     require_local(path)
     source = os.fsdecode(path)
     if os.path.isfile(source) and is_hdf5(Path(source)):
@@ -299,7 +298,7 @@ def make_sample(
         left_out = listed([f"{count:,}" for count in wanted if count not in chunk_rows])
         packer.notes.append(f"Omitted chunks of {left_out} rows: the sample's {rows:,} rows do not fill two of them.")
     if report.rejects:
-        packer.notes.append(f"{report.rejects:,} images of the sample cannot be packed; 'h5pack convert' lists them.")
+        packer.notes.append(f"Rejected: {counted(report.rejects, 'image')} of the sample; 'h5pack convert' says why.")
     dataset = H5Dataset(base)
     index = dataset.engine.indexes[dataset.names[0]]
     end = begin + 2 * _PACKING_SHARE * seconds
