@@ -204,6 +204,9 @@ class FeedMonitor(LoaderWrapper):
         if cuda is not None and self._probe is None and torch.version.hip is None:
             # Do this before the clock starts, because NVIDIA's driver library takes long to initialize.
             self._probe = GpuProbe(cuda)
+        if self._recorder is not None:
+            # Its iterator may still exist. Report now, while the loader's epoch and the progress bar are those of it.
+            self._recorder.finish()
         begun = time.perf_counter()
         cursor, fetcher = self._begin(record=False)
         if self._recorder is not None:

@@ -91,6 +91,19 @@ def test_requests_after_the_end_are_not_reported(clock: FakeClock) -> None:
     assert [report.over for report in reports] == ["interval", "epoch"]
 
 
+def test_an_iteration_is_reported_before_the_next_begins(clock: FakeClock) -> None:
+    reports: list[FeedReport] = []
+    monitor = FeedMonitor(SlowLoader(clock, 0.125, 9), warn_stall=None, on_report=reports.append)
+    iterator = None
+    for _ in range(2):
+        # The iterator of the first epoch is freed after this one was made.
+        iterator = iter(monitor)
+        assert sum(next(iterator)[1].sum() for _ in range(4)) == 24
+    del iterator
+    found = [(report.over, report.epoch, report.step, report.batches) for report in reports]
+    assert found == [("interval", 0, 4, 4), ("epoch", 0, 4, 4), ("interval", 1, 8, 4), ("epoch", 1, 8, 4)]
+
+
 def test_a_slow_loader_is_named_once_in_a_process(clock: FakeClock) -> None:
     with pytest.warns(UserWarning, match="SlowLoader") as seen:
         run(FeedMonitor(SlowLoader(clock, 0.3, 12)), clock, 0.1)
