@@ -280,11 +280,8 @@ def _ragged(rows: Sequence[list[int]]) -> RaggedRows:
 
 def _notes(found: _Annotations) -> tuple[Note, ...]:
     notes = unused_note("values of annotations", sorted(found.unused), "only boxes, categories and captions are packed")
-    texts = {
-        "empty": ("box", "left out for having no area"),
-        "unknown": ("annotation", "left out for belonging to no image"),
-    }
-    for kind, (noun, text) in texts.items():
+    reasons = {"empty": ("box", "having no area"), "unknown": ("annotation", "belonging to no image")}
+    for kind, (noun, reason) in reasons.items():
         if found.counts[kind]:
-            notes += (Note(f"{counted(found.counts[kind], noun)} {text}"),)
+            notes += (Note(f"{counted(found.counts[kind], noun)} left out for {reason}"),)
     return notes

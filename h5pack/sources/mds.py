@@ -87,9 +87,8 @@ def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
     readers = []
     for shard, name in zip(opened, shards.names, strict=True):
         if shard.encodings != opened[0].encodings:
-            raise SourceError.at(
-                shard.file.path, "has other columns or encodings than the first shard; pack the shards separately"
-            )
+            problem = "has other columns or encodings than the first shard; pack the shards separately"
+            raise SourceError.at(shard.file.path, problem)
         images += [f"{name.removesuffix('.mds')}/{row:08d}" for row in range(len(shard.begins))]
         readers.append(_reader(shard, image))
     counts = [len(shard.begins) for shard in opened]

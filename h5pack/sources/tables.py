@@ -188,13 +188,8 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
         file_ids.append(np.full(counts[-1], number, np.int32))
         row_groups.append(np.repeat(np.arange(len(one.counts), dtype=np.int32), one.counts))
         rows += [np.arange(count, dtype=np.int64) for count in one.counts]
-    reader = TableReader(
-        files,
-        image,
-        np.concatenate(file_ids),
-        np.concatenate(row_groups),
-        np.concatenate([*rows, np.zeros(0, np.int64)]),
-    )
+    rows.append(np.zeros(0, np.int64))  # because there may be no row group
+    reader = TableReader(files, image, *map(np.concatenate, (file_ids, row_groups, rows)))
     catalog = Catalog("parquet", reader, NameTable.of(names), *shards.split_ids(counts), about=f"images {image!r}")
     of_folders = {name: values for name, values in _partitions(shards.names).items() if name not in schema.names}
 
@@ -209,11 +204,11 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
         frozenset(field.name for field in schema if not _is_plain(field.type)),
     )  # fmt: skip
     catalog = with_columns(catalog, table, columns, {image})
-    if catalog.labels is None or catalog.labels.ndim > 1 or catalog.label_names is not None:
-        return catalog.filtered(shards.wanted)
-    (column,) = label_columns(columns, table)
-    stored = [one.get(column, {}).get("names") for one in features]
-    return _with_class_names(catalog, table, files, column, stored).filtered(shards.wanted)
+    if catalog.labels is not None and catalog.labels.ndim == 1 and catalog.label_names is None:
+        (column,) = label_columns(columns, table)
+        stored = [one.get(column, {}).get("names") for one in features]
+        catalog = _with_class_names(catalog, table, files, column, stored)
+    return catalog.filtered(shards.wanted)
 
 
 def _partitions(names: Sequence[str]) -> dict[str, list[Any]]:
@@ -278,19 +273,15 @@ def _is_view(kind: Any, name: str) -> bool:
 def _require_columns(file: ArchiveFile, table: _Table, schema: Any, image: str) -> None:
     """Raise SourceError unless a file has the columns of the first file, and row groups that fit into memory."""
     if image not in table.schema.names or not _is_images(table.schema.field(image).type):
-        problem = (
-            f"has no column {image!r} of images (its columns are {', '.join(table.schema.names)}); name "
-            "another column with path_column"
-        )
+        found = f"has no column {image!r} of images (its columns are {', '.join(table.schema.names)})"
+        problem = f"{found}; name another column with path_column"
         raise SourceError.at(file.path, problem, "path_column")
     if sorted(table.schema.names) != sorted(schema.names):
         raise SourceError.at(file.path, "has other columns than the first file; pack the files separately")
     size = table.largest_group_bytes(image)
     if size > available_memory() // 2:
-        problem = (
-            f"a row group takes {format_bytes(size)}, over half of the free memory; write the file again "
-            "with smaller row groups"
-        )
+        problem = f"a row group takes {format_bytes(size)}, over half of the free memory"
+        problem += "; write the file again with smaller row groups"
         raise SourceError.at(file.path, problem)
 
 
@@ -301,15 +292,9 @@ def _is_plain(kind: Any) -> bool:
     value = kind.value_type if types.is_dictionary(kind) else kind
     while types.is_list(value) or types.is_large_list(value) or types.is_fixed_size_list(value):
         value = value.value_type
-    plain = (
-        types.is_integer,
-        types.is_floating,
-        types.is_boolean,
-        types.is_string,
-        types.is_large_string,
-        types.is_null,
-    )
-    return any(check(value) for check in plain) or _is_view(value, "string")
+    is_number = types.is_integer(value) or types.is_floating(value) or types.is_boolean(value)
+    is_text = types.is_string(value) or types.is_large_string(value) or _is_view(value, "string")
+    return is_number or is_text or types.is_null(value)
 
 
 def _values(file: ArchiveFile, name: str) -> list[Any]:
@@ -332,7 +317,7 @@ def _with_class_names(
 
     `stored` has the names in each file's feature of the column, or None for a file without them.
     """
-    file, names = files[0], stored[0]
+    names = stored[0]
     for one, others in zip(files, stored, strict=True):
         if others != names:
             problem = f"column {column!r} has other classes than in the first file; pack the files separately"
@@ -342,9 +327,7 @@ def _with_class_names(
     # Without names, labels of only -1 and 1 would be 0 and 1. With names, -1 is no label.
     labels = np.array([int(cell or -1) for cell in table.column(column)], np.int64)
     if len(labels) and not -1 <= labels.min() <= labels.max() < len(names):
-        problem = (
-            f"column {column!r} has {len(names)} classes, but values from {labels.min()} to "
-            f"{labels.max()}; name another column with label_columns"
-        )
-        raise SourceError.at(file.path, problem, "label_columns")
+        found = f"{len(names)} classes, but values from {labels.min()} to {labels.max()}"
+        problem = f"column {column!r} has {found}; name another column with label_columns"
+        raise SourceError.at(files[0].path, problem, "label_columns")
     return replace(catalog, labels=labels, label_names=tuple(map(str, names)))
