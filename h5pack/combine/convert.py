@@ -258,8 +258,7 @@ def open_conversion(
     source: str | os.PathLike[str] | MapStyleDataset, out: str | os.PathLike[str], **keywords: Any
 ) -> Conversion:
     """Return a conversion, into one file or into shards, with the parameters of `h5pack.convert`."""
-    kind = Conversion if keywords.get("shard_bytes") is None else ShardedConversion
-    return kind(source, out, **keywords)
+    return ShardedConversion(source, out, **keywords)
 
 
 def shard_path(out: Path, number: int) -> Path:
@@ -273,13 +272,15 @@ def _rejects_path(shard: Path) -> Path:
 
 
 class ShardedConversion(Conversion):
-    """A conversion with `shard_bytes`."""
+    """A conversion that writes shards if `shard_bytes` is given, and first completes the renames of earlier shards."""
 
     def _write_all(self, plan: ConvertPlan) -> ConvertReport:
         """Write all shards and the virtual file; return a report with their totals."""
         output, edges = self.output, plan.shard_edges()
         if self.options.overwrite and not self.options.continues and output.shards.exists():
             self._finish_renames()
+        if self.options.shard_bytes is None:
+            return super()._write_all(plan)
         plans = [plan.between(start, stop) for start, stop in itertools.pairwise(edges)]
         needed = plan.needed_bytes
         if self.options.filter is not None:

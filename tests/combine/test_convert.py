@@ -216,8 +216,8 @@ def test_an_output_with_shards_is_replaced_by_one_file(tmp_path: Path, compressi
         assert leftovers(tmp_path) == {"old", "new", "o.h5"}
 
 
-@pytest.mark.parametrize("replaces", [True, False])
-def test_killed_while_files_are_renamed_and_started_over(tmp_path: Path, replaces: bool) -> None:
+@pytest.mark.parametrize(("replaces", "into_one"), [(True, False), (False, False), (True, True), (False, True)])
+def test_killed_while_files_are_renamed_and_started_over(tmp_path: Path, replaces: bool, into_one: bool) -> None:
     sources = [class_folders(tmp_path / name, {name: count}) for name, count in (("c", 20), ("b", 26), ("a", 36))]
     out, keywords = tmp_path / "o.h5", quick(chunk_rows=4, shard_bytes=1_090_000)
     made = []
@@ -225,10 +225,13 @@ def test_killed_while_files_are_renamed_and_started_over(tmp_path: Path, replace
         h5pack.convert(found, out, overwrite=True, **keywords)
         made.append(files(tmp_path))
     assert len(made[2]) > len(made[1]) > len(made[0]) > 2
+    if into_one:
+        h5pack.convert(sources[0], out, overwrite=True, **unsharded(keywords))
+        made[0] = files(tmp_path)
 
     def start(number: int, kill_at: int | None) -> list[str]:
-        work = lambda: h5pack.convert(sources[number], out, overwrite=True, **keywords)  # noqa: E731
-        return changes_in_child(work, kill_at)
+        settings = unsharded(keywords) if into_one and number == 0 else keywords
+        return changes_in_child(lambda: h5pack.convert(sources[number], out, overwrite=True, **settings), kill_at)
 
     before = made[2] if replaces else {}
     restore(tmp_path, before)
