@@ -356,6 +356,7 @@ class SurveyJournal:
             end += _PREFIX.size + len(payload)
         # Cut off a damaged end, so that new records follow the last intact one.
         os.ftruncate(self._descriptor, end)
+        os.lseek(self._descriptor, end, os.SEEK_SET)
         if end:
             self._waiting.clear()
 
