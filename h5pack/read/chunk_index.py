@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.format import schema
-from h5pack.format.plans import DEFAULT_CHUNK_BYTES, plan_chunks
+from h5pack.format.plans import plan_chunks
 from h5pack.read.codecs import Codec, UnsupportedFilterError, find_codec
 from h5pack.read.hdf5 import (
     ChunkTable,
@@ -277,8 +277,6 @@ def _stored_checksums(file: h5py.File, name: str, table: ChunkTable) -> npt.NDAr
 
 def contiguous_group_rows(rows: int, row_bytes: int) -> int:
     """Return the number of rows per chunk group of a dataset without chunks: as in `plan_chunks`, but at most 4,096."""
-    if row_bytes >= DEFAULT_CHUNK_BYTES:
-        return 1
     return min(_MAX_GROUP_ROWS, plan_chunks(max(1, rows), max(1, row_bytes)).rows)
 
 

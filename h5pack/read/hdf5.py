@@ -55,7 +55,7 @@ def _open_failure(name: str, error: Exception) -> str:
     text = str(error)
     if isinstance(error, PermissionError):
         return "no permission to read it; change its mode, or ask its owner"
-    if isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EACCES):
+    if isinstance(error, BlockingIOError):
         return "another process is writing it; wait until that process has finished"
     if isinstance(error, OSError) and error.errno in (errno.ENOLCK, errno.ENOTSUP):
         return "its file system has no file locks; set HDF5_USE_FILE_LOCKING=FALSE in the environment and try again"
