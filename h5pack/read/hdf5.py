@@ -29,7 +29,7 @@ _MATLAB_CELLS = (b"#refs#/", b"#subsystem#/")
 BLOCK_NAMES = 65_536
 """Number of file names that are read from a file at a time."""
 _BLOCK_BYTES = 256 * 1024 * 1024
-_MAX_NAMED, _MAX_SORTED = 20, 1_000  # maximum number of datasets that a message lists, and sorts
+_MAX_NAMED, _MAX_SORTED = 20, 1_000  # maximum number of datasets that a message lists, and that are opened for it
 VERIFY_ADVICE = "run 'h5pack verify' on it, then restore the file or convert again"
 
 
@@ -193,7 +193,7 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
         parameter = parameter or ("images=NAME" if name == schema.IMAGES else "")
         names = dataset_names(file)
         alike = [found for found in names if found.endswith(f"/{name}")]
-        if not alike and parameter == "images=NAME":
+        if not alike and parameter == "images=NAME" and len(names) <= _MAX_SORTED:
             alike = [found for found in names if file[found].ndim >= 3]
         likely = f", perhaps {alike[0]!r}" if len(alike) == 1 else ""
         advice = f"; give {parameter}{likely}" if parameter else ""

@@ -22,6 +22,7 @@ from h5pack.read.hdf5 import dataset_names, datasets_text, find_item, open_file,
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
 from tests.makers import flat_folder, hdf5_file
+from tests.read.files import save
 
 HDF5_TEXT = (
     "Can't synchronously read data (file read failed: time = Sat Nov 28 23:06:36 2026\n, filename = 'a.h5', file "
@@ -164,3 +165,14 @@ def test_a_loop_of_soft_links_leads_to_no_object(tmp_path: Path) -> None:
     with pytest.raises(PackFormatError) as caught:
         describe_file(tmp_path / "f.h5")
     assert caught.value.dataset == "images"
+
+
+def test_few_of_very_many_datasets_are_opened_for_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "f.h5", **{f"photos/{number}": np.zeros((2, 2, 3), np.uint8) for number in range(30)})
+    monkeypatch.setattr(hdf5, "_MAX_SORTED", 5)
+    opened: set[str] = set()
+    real = h5py.Group.__getitem__
+    monkeypatch.setattr(h5py.Group, "__getitem__", lambda group, name: (opened.add(name), real(group, name))[1])
+    with pytest.raises(PackFormatError, match="photos/0"):
+        describe_file(tmp_path / "f.h5")
+    assert len([name for name in opened if name.startswith("photos/")]) == 5
