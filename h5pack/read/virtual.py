@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import lt
 from typing import Any, NamedTuple
 
@@ -144,15 +145,28 @@ def index_rows(
 
 
 def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
-    """Return the existing files of external storage, in the current folder and in that of the HDF5 file."""
+    """Return the existing files of external storage, in the current folder and in that of the HDF5 file.
+
+    Raises PackFormatError if one is cut short, because HDF5 would read zeros, or is not a regular file.
+    """
     folder = os.path.dirname(absolute_path(dataset.file.filename))
-    names = [name for name, _, _ in dataset.external or ()]
-    paths = [path for name in names for path in (os.path.abspath(name), os.path.join(folder, name))]
-    for path in paths:
-        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):  # HDF5 would wait for a pipe.
-            problem = f"has its data in {path}, which is not a regular file; restore that file"
-            raise dataset_error(dataset.file.filename, dataset.name.lstrip("/"), problem)
-    return frozenset(SourceFile(path, FileIdentity.of(path)) for path in paths if os.path.isfile(path))
+    refuse = partial(dataset_error, dataset.file.filename, dataset.name.lstrip("/"))
+    left = math.prod(dataset.shape or ()) * dataset.id.get_type().get_size()
+    files: set[SourceFile] = set()
+    for name, offset, size in dataset.external or ():
+        count = min(size, left)
+        left -= count
+        paths = [path for path in (os.path.abspath(name), os.path.join(folder, name)) if os.path.exists(path)]
+        for path in paths:
+            if not (os.path.isfile(path) or os.path.isdir(path)):  # HDF5 would wait for a pipe.
+                raise refuse(f"has its data in {path}, which is not a regular file; restore that file")
+        found = [SourceFile(path, FileIdentity.of(path)) for path in paths if os.path.isfile(path)]
+        stored = max((file.identity.size for file in found), default=offset + count)
+        if count and stored < offset + count:
+            problem = f"needs the first {offset + count:,} bytes of {found[0].path}, which has only {stored:,}"
+            raise refuse(f"{problem}; restore that file")
+        files.update(found)
+    return frozenset(files)
 
 
 def _index_linked(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, depth: int) -> ChunkIndex:

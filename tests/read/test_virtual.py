@@ -178,6 +178,26 @@ def test_replaced_sources_of_library_reads_are_noticed(
         source.unlink(missing_ok=True)
 
 
+def test_external_storage_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+    """HDF5 would silently read zeros."""
+    sizes, size = (200, 300, h5py.h5f.UNLIMITED), ROWS.nbytes
+    starts = np.cumsum([0, *sizes[:2], size - 500])
+    for number in range(3):
+        data = ROWS.tobytes()[starts[number] : starts[number + 1]]
+        (tmp_path / f"{number}.raw").write_bytes(bytes(number) + data)
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        stored = [(str(tmp_path / f"{number}.raw"), number, sizes[number]) for number in range(3)]
+        file.create_dataset("images", SHAPE, np.uint8, external=stored)
+    assert np.array_equal(rows_of(tmp_path / "f.h5"), ROWS)
+    for number in range(3):
+        whole = (tmp_path / f"{number}.raw").read_bytes()
+        (tmp_path / f"{number}.raw").write_bytes(whole[:-1])
+        with pytest.raises(PackFormatError, match=rf"{number}\.raw") as caught:
+            describe_file(tmp_path / "f.h5")
+        assert caught.value.dataset == "images"
+        (tmp_path / f"{number}.raw").write_bytes(whole)
+
+
 @pytest.mark.parametrize("kind", ["pixels", "texts"])
 def test_sources_beyond_the_limit_on_open_files_are_an_error(tmp_path: Path, kind: str) -> None:
     """HDF5 keeps sources open, and silently reads fill values of those that it cannot open."""
