@@ -159,10 +159,13 @@ def _select_rows(
 
 def require_no_transform(dataset: Any) -> None:
     """Raise an OptionsError if a user's dataset, of which an H5Loader may read a copy, changes single samples."""
+    methods = {type(dataset).__getitem__}
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
+        methods.add(type(dataset).__getitem__)
+    is_plain = methods <= {Subset.__getitem__, ConcatPack.__getitem__, H5Dataset.__getitem__}
     for one in dataset.datasets if isinstance(dataset, ConcatPack) else (dataset,):
-        if not one.is_plain:
+        if not (is_plain and one.is_plain):
             raise OptionsError(
                 "H5Loader handles whole batches, so it cannot call a dataset's transform or a subclass's __getitem__ "
                 "for each sample; give H5Loader transform= (and target_transform=) instead, or use a DataLoader",

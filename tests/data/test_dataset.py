@@ -452,6 +452,14 @@ class Negated(h5pack.ConcatPack):
         return -super().__getitem__(index)[1]
 
 
+class Transformed(Subset[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        return -super().__getitem__(index)[1]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:  # torch requires it.
+        return [self[index] for index in indices]
+
+
 def test_a_dataloader_calls_the_method_of_a_subclass(rich_file: Path) -> None:
     one, halved = h5pack.H5Dataset(rich_file), Halved(rich_file)
     indices = [5, 3, 3]
@@ -462,9 +470,10 @@ def test_a_dataloader_calls_the_method_of_a_subclass(rich_file: Path) -> None:
         assert batch["label"].tolist() == [-one[index].label for index in indices]
     (labels,) = DataLoader(Negated([one]), batch_sampler=[indices])
     assert labels.tolist() == [-one[index].label for index in indices]
-    for dataset in (halved, h5pack.ConcatPack([one, halved])):
-        with pytest.raises(OptionsError):
-            h5pack.H5Loader(dataset, 4)
+    for dataset in (halved, h5pack.ConcatPack([one, halved]), Negated([one]), Transformed(one, indices)):
+        for source in (dataset, Subset(dataset, range(3))):
+            with pytest.raises(OptionsError):
+                h5pack.H5Loader(source, 4)
 
 
 def test_damaged_rows_are_named(tmp_path: Path) -> None:
