@@ -202,7 +202,8 @@ class BatchSource(Closeable, Dataset[Any]):
     is_random: bool
     _lists: tuple[str, ...]  # names of the fields that are lists in a batch
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
         if "__getitem__" in vars(cls) and "__getitems__" not in vars(cls):
             # A DataLoader prefers `__getitems__`, and would ignore the `__getitem__` of a user's subclass.
             cls.__getitems__ = BatchSource.__getitems__  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import h5py
 import numpy as np
@@ -29,6 +29,7 @@ from tests.data.packs import all_same, same
 from tests.makers import class_folders, numbers, pair_folders, quick, save
 from tests.read.files import run_threads
 
+T = TypeVar("T")
 FIELDS = ("boxes", "masks", "weight")
 WRONG_TYPES = [("fields", 5), ("fields", [5]), ("images", None), ("images", b"images"), ("labels", 5), ("labels", True)]
 FORK = {"num_workers": 1, "multiprocessing_context": "fork"}
@@ -441,7 +442,7 @@ def test_collate_of_another_dataset_gives_the_samples_own_rows(rich_file: Path, 
     assert torch.equal(one.collate(halved.__getitems__([4]))[0][0], one[4][0] // 2)
 
 
-class Halved(h5pack.H5Dataset):
+class Halved(h5pack.H5Dataset, Generic[T]):
     def __getitem__(self, index: Any) -> Any:
         image, label = super().__getitem__(index)
         return {"image": image // 2, "label": -label}
@@ -461,7 +462,7 @@ class Transformed(Subset[Any]):
 
 
 def test_a_dataloader_calls_the_method_of_a_subclass(rich_file: Path) -> None:
-    one, halved = h5pack.H5Dataset(rich_file), Halved(rich_file)
+    one, halved = h5pack.H5Dataset(rich_file), Halved[int](rich_file)
     indices = [5, 3, 3]
     for dataset in (halved, Subset(halved, range(len(halved))), h5pack.ConcatPack([one, halved])):
         offset = len(dataset) - len(halved)
