@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from h5pack.combine.parts import (
 from h5pack.combine.write import CombineReport, write_combination, write_virtual
 from h5pack.errors import NoImagesError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from h5pack.pack.conversion import Conversion
-from h5pack.pack.output import Output
+from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan
 from h5pack.read.hdf5 import encode_text, text
 from h5pack.sources.catalog import Catalog, Reject, one_split
@@ -136,6 +137,8 @@ def append(
     with _Addition(source, new_path, old, only_new, split, **settings) as conversion:
         notes = _pack_new(conversion, old.rejects if only_new else ())
         if notes is None:
+            if overwrite:
+                _discard(new_path, path)
             return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
     new = _with_split(old, open_part(new_path), split)
     parts = [old, new]
@@ -298,6 +301,15 @@ def _with_latest_rejects(merged: Catalog, new: Part) -> Catalog:
     names = {*new.catalog.names, *(reject.name for reject in new.rejects)}
     old = (reject for reject in merged.rejects if reject.name not in names)
     return replace(merged, rejects=(*old, *new.rejects))
+
+
+def _discard(new_path: Path, path: Path) -> None:
+    """Remove the files that an interrupted call left; raise OutputBusyError if another call is writing them."""
+    for output in (Output(path), Output(new_path)):
+        with contextlib.closing(OutputLock(output)) as lock:
+            lock.renew()
+            output.remove_leftovers()
+    _remove(new_path)
 
 
 def _remove(path: Path) -> None:

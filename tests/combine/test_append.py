@@ -110,6 +110,23 @@ def test_an_interrupted_append_is_not_forgotten(tmp_path: Path) -> None:
     assert contents(path) == wanted
 
 
+@pytest.mark.parametrize("last", ["replace t.h5.new.partial", "replace t.h5.partial", "unlink t.h5.new.rejects.csv"])
+def test_what_an_interrupted_append_left_is_discarded_without_new_images(tmp_path: Path, last: str) -> None:
+    folder, path = flat_folder(tmp_path / "in", 3), tmp_path / "t.h5"
+    h5pack.convert(folder, path, **quick())
+    before = path.read_bytes()
+    new = save(folder / "new.jpg")
+    changes = changes_in_child(lambda: h5pack.append(path, folder, only_new=True, **quick()), None)
+    path.write_bytes(before)
+    step = len(changes) - changes[::-1].index(last)
+    changes_in_child(lambda: h5pack.append(path, folder, only_new=True, **quick()), step)
+    assert (tmp_path / "t.h5.new").exists()
+    new.unlink()
+    assert h5pack.append(path, folder, only_new=True, overwrite=True, **quick()).already_complete
+    assert leftovers(tmp_path) == {"in", "t.h5"}
+    assert len(h5pack.H5Dataset(path)) == 3 + (last != "replace t.h5.new.partial")
+
+
 def test_the_pack_of_another_user_is_an_early_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, more, _ = parts(tmp_path, "pixels")
     before = leftovers(tmp_path)
