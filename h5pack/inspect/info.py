@@ -268,7 +268,7 @@ def _opening_fix(file: h5py.File, opening: tuple[tuple[int, int], ...]) -> tuple
     if len(opening) < 2:
         return None
     if schema.FORMAT in file.attrs:
-        return convert_command(file.filename, {})
+        return ("h5pack", "subset", file.filename, copy_name(file.filename))
     total = sum(stop - start for start, stop in opening)
     # Make the metadata block larger than `total`, because metadata that does not fit is stored elsewhere.
     block = -(-min(2 * total, total + _OPENING_GAP_BYTES // 2) // 2**16) * 2**16

@@ -373,6 +373,25 @@ def test_files_that_open_with_many_ranges_get_a_command(tmp_path: Path) -> None:
     assert h5pack.info(tmp_path / "b.h5").opening_fix is None
 
 
+@pytest.mark.parametrize("settings", [{"mode": "gray", "layout": "nchw"}, {"keep": "jpeg"}], ids=str)
+def test_a_pack_that_opens_with_many_ranges_is_copied_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    h5pack.convert(class_folders(tmp_path / "in", {"x": 5, "y": 6}), "a.h5", **quick(**settings))
+    with h5py.File("a.h5", "r+") as file:
+        file["other/large"] = np.zeros(2**18)
+        file.create_dataset("other/far", data=np.ones((10, 10)), chunks=(1, 1))
+    fix = h5pack.info("a.h5").opening_fix
+    assert main([*fix[1:], "--quiet"]) == 0
+    old, new = h5pack.H5Dataset("a.h5"), h5pack.H5Dataset(fix[-1])
+    assert (new.filenames, new.targets.tolist()) == (old.filenames, old.targets.tolist())
+    assert all(np.array_equal(one.image, other.image) for one, other in zip(old, new, strict=True))
+    assert h5pack.info(fix[-1]).opening_fix is None
+    with h5py.File("a.h5") as file, h5py.File(fix[-1]) as copy:
+        assert {*file} - {*copy} == {"other"}
+
+
 def test_datasets_behind_links_to_other_files_are_described(tmp_path: Path) -> None:
     foreign(tmp_path / "target.h5", (40, 96, 96, 3), chunks=(40, 8, 8, 3))
     with h5py.File(tmp_path / "good.h5", "w") as file:
