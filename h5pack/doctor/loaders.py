@@ -136,10 +136,11 @@ class HostLoaders:
         else:
             _stop_workers(loader)
 
-    def stop_workers(self) -> None:
-        """Stop the workers of all DataLoaders, which start new ones for their next epoch."""
+    def release_file(self) -> None:
+        """Stop all workers, and close the dataset with the transform; the next epoch starts and opens them again."""
         for loader in self._made:
             _stop_workers(loader)
+        self.transformed_dataset.close()
 
     def start_workers(self, loader: Any) -> None:
         """Start the persistent workers of a DataLoader, without reading; ignore an H5Loader."""

@@ -299,7 +299,7 @@ class Target:
 
     def _drop(self, loader: Any = None) -> None:
         """Drop the file from the page cache; then start the workers of `loader`, if it is a DataLoader."""
-        self.loaders.stop_workers()  # Their mappings would keep pages in the page cache.
+        self.loaders.release_file()  # Mappings would keep pages in the page cache.
         reason = self._pages.drop()
         if reason is not None:
             raise NotMeasured(reason)

@@ -304,6 +304,25 @@ def test_no_workers_map_the_file_when_it_is_dropped(path: Path, monkeypatch: pyt
 
 @hasty
 @pytest.mark.parametrize("memory", [1_000, 1 << 40])
+def test_the_file_is_closed_when_it_is_dropped(path: Path, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
+    """A mapping, which is made only while the file is open, would keep its pages in the page cache."""
+    monkeypatch.setattr(target_module, "available_memory", lambda: memory)
+    opened: list[list[str]] = []
+
+    def drop(_: Path) -> int:
+        links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        opened.append([link for link in links if link == os.path.realpath(path)])
+        return 0
+
+    monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", drop)
+    report = diagnose(path, num_workers=0, transform=users.of_one_image)
+    assert {"transform", "storage_cold", "storage_cold_stored_order"} <= set(medians(report))
+    assert len(opened) > 2
+    assert not any(opened)
+
+
+@hasty
+@pytest.mark.parametrize("memory", [1_000, 1 << 40])
 def test_the_loop_is_run_with_one_thread(path: Path, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     """The result is a number if it is certain, else it is listed as unknown."""
     monkeypatch.setattr(target_module, "available_memory", lambda: memory)
