@@ -126,7 +126,7 @@ class HostLoaders:
         """Return how many batches a loader prefetches, and a function that counts its ready images (0: unknown)."""
         if self._settings.num_workers is not None:
             return int((loader.prefetch_factor or 0) * loader.num_workers), lambda: 0
-        return 2 * loader.plan.max_group_batches + 2, lambda: loader.queue_depth * loader.plan.batch_rows(0)
+        return loader.prefetch_factor, lambda: loader.queue_depth * loader.plan.batch_rows(0)
 
     def stop(self, loader: Any) -> None:
         """Stop a loader's threads or workers, and forget the loader."""

@@ -255,6 +255,13 @@ def test_ready_images_are_counted_in_an_h5loader(make: Make) -> None:
     assert ready() % 16 == 0
 
 
+def test_an_h5loader_prefetches_fewer_batches_if_memory_is_short(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5pack.data.loader.available_memory", lambda: 300_000)
+    loaders = make(num_threads=1, window=8)
+    loader = loaders.make()
+    assert loaders.prefetch_of(loader)[0] == loader.prefetch_factor < 2 * loader.plan.max_group_batches + 2
+
+
 def test_batches_of_any_kind_are_touched() -> None:
     images = torch.zeros(4, 3, 8, 8)
     assert touch_batch([images, torch.zeros(4)]) == 4
