@@ -453,8 +453,10 @@ class Sweep:
                     state.bytes_per_row.append(timing.bytes_per_row)
                 if isinstance(reader, LoaderReader):
                     state.hit_rate = reader.hit_rate()
-                    speed = None if ceilings is None else ceilings.measure(state.case)
-                    state.ceilings += [] if speed is None else [speed]
+            # Measure the ceiling when the file is closed, because mapped pages cannot be dropped.
+            if isinstance(reader, LoaderReader) and ceilings is not None:
+                speed = ceilings.measure(state.case)
+                state.ceilings += [] if speed is None else [speed]
         except (H5PackError, OSError, MemoryError, RuntimeError) as error:
             # The death of a DataLoader worker, for example for lack of shared memory, raises a RuntimeError.
             state.reason = str(error) or type(error).__name__

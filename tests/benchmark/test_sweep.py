@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,22 @@ def test_a_ceiling_is_measured_beside_each_repeat(variants: list[FileVariant], m
     assert asked == len(found.speeds) * [WINDOW]
     assert (found.ceilings, other.ceilings) == (tuple(range(1, len(asked) + 1)), ())
     assert len(found.of_ceiling) == len(found.speeds) > 0
+
+
+def test_the_ceiling_of_a_cold_read_is_measured_with_the_file_closed(
+    variants: list[FileVariant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drop(path: Path) -> int:
+        """Pages of an open file may be mapped, so that they stay."""
+        return sum(os.path.samefile(path, f"/proc/self/fd/{number}") for number in open_files())
+
+    def open_files() -> list[str]:
+        return [number for number in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{number}")]
+
+    monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", drop)
+    ceilings = Ceilings(variants, 8, ROW_BYTES, 4, 1)
+    (found,) = measure(variants, [replace(WINDOW, cache="cold")], 1.0, FakeClock(tick=0.05), ceilings=ceilings)
+    assert len(found.of_ceiling) == len(found.speeds) > 1
 
 
 def test_repeats_run_forwards_and_backwards(variants: list[FileVariant], faked: Faked) -> None:
