@@ -297,11 +297,14 @@ def require_writable(folder: Path) -> None:
 def require_replaceable(*paths: Path, writable: bool = True) -> None:
     """Raise SourceError if one of the `paths` exists and cannot be replaced or, with `writable`, cannot be written.
 
-    In a folder with the sticky bit, such as /tmp, only the owner of a file, or of the folder, can rename or delete it.
+    What is neither a file nor a folder, such as /dev/null, must not be replaced. In a folder with the sticky bit, such
+    as /tmp, only the owner of a file, or of the folder, can rename or delete it.
     """
     for path in paths:
         with reporting_disk_errors(path, "choose another folder"), contextlib.suppress(FileNotFoundError):
             folder, status = path.parent.stat(), path.lstat()
+            if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
+                raise SourceError.at(path, "is neither a file nor a folder; give another name")
             is_sticky = folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid, status.st_uid)
             # Another process may have removed the file in between.
             if is_sticky or (writable and not os.access(path, os.W_OK) and path.exists()):

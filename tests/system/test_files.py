@@ -257,6 +257,14 @@ def test_a_file_of_another_user_is_not_replaced(tmp_path: Path, monkeypatch: pyt
     files.require_replaceable(others)
 
 
+def test_a_pipe_or_device_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # like /dev/null, which root could replace
+    for writable in (False, True):
+        with pytest.raises(SourceError):
+            files.require_replaceable(tmp_path / "pipe", writable=writable)
+    files.require_replaceable(tmp_path, writable=False)
+
+
 def test_two_dots_after_a_link_lead_to_the_parent_of_its_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
