@@ -11,7 +11,6 @@ claimed. At worst a task runs several times, which gives the same result.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import random
 import secrets
@@ -136,18 +135,14 @@ class SharedResults(ElasticExecutor):
         result = self._load(number)
         if result is not _MISSING:
             outer.set_result(result)
-        elif self._claim(number):
-            self._run(number, outer, fn, task)
-        else:
-            self._awaited[number] = (outer, fn, task)
-        return outer
-
-    def _claim(self, number: int) -> bool:
+            return outer
         try:
-            os.close(os.open(self._folder / f"{number}.claim", os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            (self._folder / f"{number}.claim").touch(exist_ok=False)
         except FileExistsError:
-            return False
-        return True
+            self._awaited[number] = (outer, fn, task)
+        else:
+            self._run(number, outer, fn, task)
+        return outer
 
     def _load(self, number: int) -> Any:
         try:
