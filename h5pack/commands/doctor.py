@@ -37,10 +37,9 @@ def add(commands: Any) -> None:
         "--window N": "chunks that are shuffled together (default: 16)",
         "--transform MODULE:FUNCTION": "your transform of images, run on the CPU",
     })  # fmt: skip
-    pin = {"--no-pin": "do not copy batches to pinned memory"}
-    add_options(how, pin, action="store_false", default=None, dest="pin_memory")
-    pin = {"--pin": "copy batches to pinned memory (default: with a GPU)"}
-    add_options(how, pin, default=None, dest="pin_memory")
+    pin: dict[str, Any] = {"default": None, "dest": "pin_memory"}
+    add_options(how, {"--no-pin": "do not copy batches to pinned memory"}, action="store_false", **pin)
+    add_options(how, {"--pin": "copy batches to pinned memory (default: with a GPU)"}, **pin)
     add_options(doctor.add_argument_group("the step"), {
         "--device NAME": "cpu, cuda or cuda:1 (default: cuda if available)",
         "--model MODULE:FACTORY": "function that returns your model or training step (default: a small network)",
