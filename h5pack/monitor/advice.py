@@ -283,8 +283,9 @@ class _Rules:
     def _number_of_threads(self) -> Iterator[Advice]:
         evidence = self.evidence
         if evidence.parallel > evidence.cpus:
-            # Without a GPU, the step needs the same CPUs, so fewer threads help even if the step is the bottleneck.
-            yield self.make(Remedy.LOWER_PARALLELISM, self.feed_limits or not evidence.on_gpu)
+            # A step on the CPU needs the same CPUs, so fewer threads help even if the step is the bottleneck.
+            on_cpu = evidence.on_gpu is False or not self.has_gpu
+            yield self.make(Remedy.LOWER_PARALLELISM, self.feed_limits or on_cpu)
         elif not (evidence.feed_is_busy and self.limits(*FEED - {Bottleneck.STORAGE})):
             return
         elif evidence.parallel < evidence.cpus:
