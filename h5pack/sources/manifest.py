@@ -82,7 +82,7 @@ class ManifestColumns:
     @property
     def named(self) -> tuple[str, ...]:
         """All columns that are given, which are not looked for by their names."""
-        return (*self.labels, *self.all_fields, *(name for name in (self.path, self.split) if name is not None))
+        return (*self.labels, *self.all_fields, *filter(None, (self.path, self.split)))
 
     def points_kind(self, name: str) -> tuple[str, str] | None:
         """Return the kind of a field of boxes or keypoints, and the parameter that names it; None for others."""
