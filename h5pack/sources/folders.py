@@ -334,6 +334,9 @@ def splits(found: Listing) -> Catalog:
     if found.folders.get(""):
         raise _mixed(found.root, "split", repr(found.names("")[0]), "move them into a split, or skip them with exclude")
     tops = {split: _class_folder(found, split) for split in split_names}
+    others = {name for top in tops.values() if top for name in found.filled(top)}
+    # A split may have images of one class only, whose folder is named like a folder of images.
+    tops = {split: top or (split if others & {*found.filled(split)} else "") for split, top in tops.items()}
     class_tops = [top for top in tops.values() if top]
     label_names = tuple(sorted({name for top in class_tops for name in found.subfolders[top]}))
     index = {name: number for number, name in enumerate(label_names)}

@@ -265,6 +265,13 @@ def test_a_splits_only_folder_of_images_is_no_class(tmp_path: Path) -> None:
     assert splits(root).label_names == ("Images", "cat", "dog", "other")
 
 
+def test_a_splits_only_folder_is_a_class_if_another_split_has_it(tmp_path: Path) -> None:
+    touch(tmp_path, "train/fake_images/1.jpg", "train/real_images/2.jpg", "val/real_images/3.jpg", "test/images/4.jpg")
+    catalog = splits(tmp_path)
+    assert [label for *_, label in rows(catalog)] == [0, 1, 1, -1]
+    assert catalog.label_names == ("fake_images", "real_images")
+
+
 @pytest.mark.parametrize(
     ("names", "notes"),
     [
