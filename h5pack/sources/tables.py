@@ -30,6 +30,7 @@ from h5pack.system.text import format_bytes
 _TASK_ROWS = 1_024
 """A row group with more rows is divided among several workers, each of which reads the whole row group."""
 
+_DAMAGED = "is not a Parquet or Arrow file, or is damaged"
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -167,21 +168,23 @@ def _memory_mapped(pyarrow: Any, path: str) -> Any:
 
 def _open(file: ArchiveFile) -> _Table:
     """Open a file; raise SourceError if it is damaged."""
-    with file.parsing("is not a Parquet or Arrow file, or is damaged"):
+    with file.parsing(_DAMAGED):
         return _Table(file)
 
 
 def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
     """Return the catalog of Parquet or Arrow files, with the images in the order of the rows."""
     files = tuple(ArchiveFile(str(path)) for path in shards.paths)
-    schema = _open(files[0]).schema
-    image = columns.path or _find_images(files[0], schema)
+    with files[0].parsing(_DAMAGED):  # Names of columns are decoded when they are used.
+        schema = _open(files[0]).schema
+        image = columns.path or _find_images(files[0], schema)
     names: list[str] = []
     counts: list[int] = []
     file_ids, row_groups, rows, features = [], [], [], []
     for number, (file, prefix) in enumerate(zip(files, shards.prefixes, strict=True)):
-        one = _open(file)
-        _require_columns(file, one, schema, image)
+        with file.parsing(_DAMAGED):
+            one = _open(file)
+            _require_columns(file, one, schema, image)
         features.append(_features(one.schema))
         names += [f"{prefix}{row:08d}" for row in range(sum(one.counts))]
         counts.append(sum(one.counts))

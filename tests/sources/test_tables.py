@@ -289,6 +289,18 @@ def test_damaged_files_are_errors_or_rejects(tmp_path: Path) -> None:
         opened(tmp_path / "x.parquet", exclude=("*",))
 
 
+@pytest.mark.parametrize("column", ["image", "label", "bytes"])
+def test_names_of_columns_that_are_not_utf_8_are_damage(tmp_path: Path, column: str) -> None:
+    path = tmp_path / "x.arrow"
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table(range(2)).schema) as writer:
+        writer.write_table(table(range(2)))
+    path.write_bytes(path.read_bytes().replace(column.encode(), b"\xff" + column[1:].encode()))
+    for columns in (ManifestColumns(), ManifestColumns(path="image")):
+        with pytest.raises(SourceError) as caught:
+            opened(path, columns)
+        assert caught.value.path == str(path)
+
+
 def test_a_lack_of_memory_rejects_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "x.parquet", table(range(9)))
     fails = Mock(side_effect=pa.lib.ArrowMemoryError("malloc failed"))
