@@ -82,7 +82,10 @@ class Conversion:
             source = os.fsdecode(source)
             require_local(source, "source")
         self.output = Output(output_path(out), f"-{secrets.token_hex(6)}" if self.options.part else "")
-        self.output.permissions_of = self.output.final if self.options.overwrite else None
+        # Like `overwrite`, an interrupted run that had it may replace the output, which keeps its permissions.
+        before = Journal(self.output.journal).plan() if self.options.continues else None
+        if self.options.overwrite or (before is not None and before["overwrite"]):
+            self.output.permissions_of = self.output.final
         path = source if isinstance(source, str) else ""
         if os.path.isfile(path):
             require_other_files([self.output.final], [path])

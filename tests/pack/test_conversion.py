@@ -37,7 +37,7 @@ from h5pack.pack import finish
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.output import Output, OutputLock
 from h5pack.system.files import open_locked
-from tests.crashing import leftovers, wait_for
+from tests.crashing import convert_until, leftovers, wait_for
 from tests.makers import class_folders, expected, flat_folder, pixels, quick, save, split_folders, truncate
 
 
@@ -817,6 +817,24 @@ def test_a_finished_output_that_has_lost_a_shard_is_not_complete(tmp_path: Path)
     (tmp_path / "o-00000.h5").unlink()
     with pytest.raises(OutputExistsError):
         h5pack.convert(source, out, **settings, resume=True)
+
+
+@pytest.mark.parametrize("kind", ["gzip", "shards", "parts"])
+def test_a_resumed_run_keeps_the_permissions_of_the_output(tmp_path: Path, kind: str) -> None:
+    source, out = flat_folder(tmp_path / "in", 20), tmp_path / "o.h5"
+    settings = quick(
+        **{"gzip": {"compression": "gzip"}, "shards": {"chunk_rows": 4, "shard_bytes": 1_090_000}}.get(kind, {})
+    )
+    h5pack.convert(source, out, **settings)
+    out.chmod(0o600)
+    if kind == "parts":
+        h5pack.convert(source, out, part="1/1", overwrite=True, **settings)
+        h5pack.convert(source, out, finish=True, **settings)
+    else:
+        convert_until("h5pack.pack.writer.write_rows", source, out, {**settings, "overwrite": True})
+        h5pack.convert(source, out, resume=True, **settings)
+    packs = sorted(tmp_path.glob("o-*.h5")) or [out]
+    assert [path.stat().st_mode & 0o777 for path in packs] == [0o600] * (3 if kind == "shards" else 1)
 
 
 TABLE = "filename,label,mask,kind\n00000.jpg,cat,m/0.png,a\n00001.jpg,dog,m/1.png,b\n00002.jpg,dog,m/2.png,b\n"
