@@ -201,8 +201,8 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
         old, value = (options.get(name, default) for options in (before["options"], now["options"]))
         if old != value:
             parameter = "source_kind" if name == "source" else name
-            difference = f"was begun with {parameter}={old!r}, but resumed with {value!r}"
-            raise _refused(plan, journal, difference, f"{parameter}={old!r}")
+            (begun, *first), (resumed, *second) = _given(parameter, old), _given(parameter, value)
+            raise _refused(plan, journal, f"was begun {begun}, but resumed {resumed}", *first, *second)
     prints, old_prints = plan.fingerprints, journal.fingerprints()
     if len(prints) != len(old_prints):
         counts = counted(len(old_prints), "image")
@@ -212,6 +212,17 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
         other = "a label, split or field, or which images are rejected"
         name = plan.catalog.shown(int(changed[0])) if len(changed) else other
         raise source_changed(plan, journal, name)
+
+
+def _given(parameter: str, value: Any) -> tuple[str, str]:
+    """Return text such as "with size='32x16'" or "without limit", and the fragment of it that names the parameter."""
+    if value is None or value is False or value in ([], ()):
+        return f"without {parameter}", parameter
+    if parameter == "size":
+        value = "x".join(map(str, value))
+    if isinstance(value, list):
+        return f"with {parameter} {value}", parameter
+    return f"with {parameter}={value!r}", f"{parameter}={value!r}"
 
 
 def source_changed(plan: ConvertPlan, journal: Journal, name: str) -> ResumeError:

@@ -300,7 +300,12 @@ def interrupted(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, rows: 
 def test_resume_refuses_other_options_and_a_changed_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = flat_folder(tmp_path / "in", 8), tmp_path / "o.h5"
     interrupted(source, out, monkeypatch, rows=4)
-    for change, settings, found in ((0, {"seed": 3}, "seed=0"), (9, {}, "8 images"), (3, {}, "00003.jpg")):
+    options = (
+        (0, {"seed": 3}, "seed=0"),
+        (0, {"size": (32, 16)}, "size='32x16'"),
+        (0, {"compat": True}, "compat=True"),
+    )
+    for change, settings, found in (*options, (9, {}, "8 images"), (3, {}, "00003.jpg")):
         if change:
             save(source / f"{change:05d}.jpg", 33)
         with pytest.raises(ResumeError) as caught:
