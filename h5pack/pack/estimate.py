@@ -34,6 +34,8 @@ _SAMPLE_PART = 8
 _TASK_BYTES = 512 * 1024  # far above gzip's window of 32 KiB, so that compression is as fast as with whole chunks
 _MAX_TASK_IMAGES = 256
 _TIMED_IMAGES = 8  # how many images are timed with `keep`
+# Errors of single images, which are reported when rows are written.
+_ERRORS = (OSError, RejectedImageError, SourceError, MemoryError)
 # Times of writing and journaling rows, writing the tables, and the final flush; measured with rows of 3 and 116 KB.
 _WRITE_SECONDS_PER_ROW, _WRITE_SECONDS_PER_BYTE = 5e-6, 3e-10
 _TABLE_SECONDS_PER_ROW, _FLUSH_SECONDS = 5e-6, 0.1
@@ -117,7 +119,7 @@ def _copy_seconds(plan: KeptPlan, num_workers: int) -> float:
     with strict_pillow():
         for index in origins:
             begin = time.perf_counter()
-            with contextlib.suppress(OSError, RejectedImageError):
+            with contextlib.suppress(*_ERRORS):
                 data = plan.catalog.reader.read(index, plan.catalog.names[index])
                 # Writing takes about as long as reading.
                 seconds += 2 * (time.perf_counter() - begin) * plan.rows
@@ -183,7 +185,7 @@ def _time_sample(task: _SampleTask) -> tuple[bool, float, float]:
         ):
             row, others = images[position], [some[position] for some in fields]
             masks = [names[position] for names in task.masks]
-            with contextlib.suppress(OSError, RejectedImageError, SourceError):
+            with contextlib.suppress(*_ERRORS):
                 decoder.decode(reader, index, name, decode_path, row, masks, others)
             for part in (row, *others):
                 crc32(part)

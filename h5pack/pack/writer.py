@@ -385,7 +385,10 @@ def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
         data = kept_bytes(shared(), index, name, end - start, encoded)
         buffer.buffer[start:end] = np.frombuffer(data, np.uint8)
         checksums[position] = crc32(data)
-        total = encoded_sums(data) if position in sampled else None
+        try:
+            total = encoded_sums(data) if position in sampled else None
+        except MemoryError as error:
+            raise memory_error(name) from error
         if total is not None:
             sums.append((int(group.rows[position]), total))
         buffer.ready(end)

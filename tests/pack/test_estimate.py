@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
+from h5pack.errors import SourceError
 from h5pack.pack import estimate
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.estimate import _samples, estimate_seconds
@@ -39,6 +40,22 @@ def test_images_are_sampled_in_workers_without_writing(tmp_path: Path, num_worke
         assert 0 < conversion.estimate_seconds() < 1_000
         assert sorted(index for indices in _samples(conversion.plan()) for index in indices) == list(range(40))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"keep": "jpeg"}, {"keep": "jpeg", "max_side": 16}], ids=str)
+def test_an_image_that_does_not_fit_into_memory_is_named_when_it_is_written(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with Conversion(flat_folder(tmp_path / "in", 1), tmp_path / "o.h5", **quick(**settings)) as conversion:
+        conversion.plan()
+        monkeypatch.setattr("h5pack.images.decode.Decoder.decode", fail)
+        assert conversion.estimate_seconds() > 0
+        with pytest.raises(SourceError) as caught:
+            conversion.run()
+    assert caught.value.path == "00000.jpg"
 
 
 def test_rows_read_with_their_chunk_are_sampled_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
