@@ -226,8 +226,6 @@ class ChunkDecoder:
     def read_through_library(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> ChunkRows:
         """Read exactly these rows through the HDF5 library, and return their bytes in stored byte order."""
         values = np.empty((len(rows), *index.row_shape), index.native_dtype)
-        # Raise PackChangedError if the file was replaced, which the HDF5 library would not notice.
-        self.storage.open()
         calls = self.reader.read(index.name, rows, values)
         stored = values.astype(index.dtype, copy=False).reshape(-1).view(np.uint8)
         return ChunkRows(stored, np.arange(len(rows)), stored.nbytes, calls)

@@ -353,7 +353,6 @@ class Engine:
     def _stage(self, index: ChunkIndex, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Read ascending rows into consecutive rows of `out` without scattering."""
         if index.library_reason is not None or index.is_encoded:
-            self.storage.open()
             self.files.check_unchanged_throttled(index)
             size = len(rows) * index.row_bytes
             if index.is_encoded:
@@ -410,7 +409,6 @@ class Engine:
     def read_encoded(self, name: str, rows: npt.NDArray[np.int64]) -> list[bytes]:
         """Return the bytes of encoded rows, like `read_bytes`, and count the reads. Errors are those of `read`."""
         index = self.indexes[name]
-        self.storage.open()
         self.files.check_unchanged_throttled(index)
         found = self.read_bytes(name, rows)
         chunks = int(np.count_nonzero(np.diff(np.sort(rows) // index.chunk_rows))) + 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import h5py
@@ -17,9 +19,9 @@ from h5pack.read.storage import FileIdentity
 class H5Reader:
     """Reads rows of the datasets of one file through the HDF5 library; row numbers are int64 (n,), in any order.
 
-    Each process opens the file on first use, so a reader can be pickled, and used in forked processes. Methods that
-    open the file raise PackChangedError if it no longer has this `identity`. Methods that read rows raise ReadError if
-    a system call fails, and PackFormatError if HDF5 fails for another reason, such as damaged chunks.
+    Each process opens the file on first use, so a reader can be pickled, and used in forked processes. Methods raise
+    PackChangedError if the file no longer has this `identity`. Methods that read rows raise ReadError if a system call
+    fails, and PackFormatError if HDF5 fails for another reason, such as damaged chunks.
     """
 
     def __init__(self, path: str, identity: FileIdentity) -> None:
@@ -35,13 +37,15 @@ class H5Reader:
 
         `out` must be (n, ...), C-contiguous, in native byte order.
         """
-        return read_rows(self._open().dataset(name), rows, out)
+        with self._unchanged() as handles:
+            return read_rows(handles.dataset(name), rows, out)
 
     def read_bytes(self, name: str, rows: npt.NDArray[np.int64]) -> tuple[list[bytes], int]:
         """Return the bytes of encoded rows, and the number of HDF5 library calls."""
-        dataset = self._open().dataset(name)
-        cells = np.empty((len(rows), *dataset.shape[1:]), dataset.dtype)
-        calls = read_rows(dataset, rows, cells)
+        with self._unchanged() as handles:
+            dataset = handles.dataset(name)
+            cells = np.empty((len(rows), *dataset.shape[1:]), dataset.dtype)
+            calls = read_rows(dataset, rows, cells)
         return [cell.tobytes() for cell in cells], calls
 
     def open(self, name: str) -> None:
@@ -52,6 +56,17 @@ class H5Reader:
         """Close the file in this process once reads in progress have ended. The next read opens it again."""
         # HDF5 closes the file when its last handle is released. Reads in progress still hold a handle.
         self._handles = None
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[_Handles]:
+        """Open the file; raise PackChangedError if it has changed by the end of the `with` block.
+
+        HDF5 would not notice, and read zeros past the end of a file that was cut short.
+        """
+        try:
+            yield self._open()
+        finally:
+            self.identity.require(self.path)
 
     def _open(self) -> _Handles:
         handles = self._handles

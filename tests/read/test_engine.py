@@ -297,6 +297,24 @@ def test_forked_while_another_thread_counts(tmp_path: Path) -> None:
         assert in_child(lambda: np.array_equal(engine.read("x", [3]), values[[3]]))
 
 
+@pytest.mark.parametrize("change", ["cut", "rewritten"])
+def test_a_file_changed_since_the_last_read_through_the_library_is_noticed(tmp_path: Path, change: str) -> None:
+    """HDF5 would return zeros, or the new values."""
+    path = tmp_path / "f.h5"
+    values = write(path, numbers((40, 30, 20), "i4"), "split")
+    engine = engine_of(path)
+    assert np.array_equal(engine.read("x", [3]), values[[3]])
+    assert len(engine.chunks.cache._own_state().chunks) == 0
+    if change == "cut":
+        os.truncate(path, 8192)
+    else:
+        with path.open("r+b") as file:
+            file.write(path.read_bytes()[:-1] + b"\1")
+    for _ in range(2):
+        with pytest.raises(PackChangedError):
+            engine.read("x", [39])
+
+
 def test_a_file_replaced_just_before_the_library_opens_it_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
