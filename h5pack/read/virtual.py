@@ -21,7 +21,7 @@ import numpy as np
 
 from h5pack.errors import H5PackError, PackFormatError
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
-from h5pack.read.hdf5 import dataset_error, find_item, open_file
+from h5pack.read.hdf5 import dataset_error, find_item, open_file, require_filters
 from h5pack.read.storage import FileIdentity, SourceFile
 from h5pack.read.virtual_index import MappedRows, join_rows
 from h5pack.system.files import absolute_path
@@ -286,6 +286,7 @@ def _require_source(dataset: h5py.Dataset, file: h5py.File, name: str, mappings:
             f"is missing or not a dataset, but the virtual dataset {_where(dataset)} needs it; restore the right file"
         )
         raise dataset_error(file.filename, name, problem)
+    require_filters(found)
     for mapping in mappings:
         needed = _needed(mapping, found.shape)
         if needed is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import hdf5plugin
 import numpy as np
 import pytest
 
+from h5pack import H5Dataset
 from h5pack.errors import PackChangedError, PackFormatError, ReadError
 from h5pack.format.fields import RaggedRows
 from h5pack.read import virtual as module
@@ -222,6 +225,20 @@ def test_sources_beyond_the_limit_on_open_files_are_an_error(tmp_path: Path, kin
 
     assert in_child(fails)
     assert in_child(lambda: read(50))
+
+
+@pytest.mark.parametrize("code", ["H5Dataset(sys.argv[1])", "pickle.loads(sys.stdin.buffer.read())"])
+def test_filters_of_sources_are_loaded_in_each_process(tmp_path: Path, code: str) -> None:
+    for number in range(2):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file.create_dataset("x", data=ROWS[number], chunks=SHAPE[1:], **hdf5plugin.Zstd())
+    mapped = [Mapped(number, f"{number}.h5", SHAPE[1:]) for number in range(2)]
+    path = write_virtual(tmp_path / "v.h5", (2, *SHAPE[1:]), *mapped, name="images")
+    dataset = pickle.dumps(H5Dataset(path))
+    # Here, hdf5plugin is loaded already, so read in a new process.
+    words = [sys.executable, "-c", f"import pickle, sys; from h5pack import H5Dataset; print({code}[1][0].sum())", path]
+    done = subprocess.run(words, input=dataset, capture_output=True, check=True)
+    assert f"({ROWS[1].sum()}" in done.stdout.decode()
 
 
 def test_a_source_with_many_paths_is_visited_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
