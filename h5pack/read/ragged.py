@@ -165,9 +165,7 @@ def find_field(file: h5py.File, name: str) -> str:
         return own
     if schema.FORMAT in file.attrs and find_item(file, name) is None:
         known = ", ".join(repr(os.path.basename(path)) for path in own_fields(file)) or "none"
-        raise PackFormatError.at(
-            file.filename, f"has no field {name!r}; its fields are {known}", "fields", dataset=name
-        )
+        raise PackFormatError.at(file.filename, f"has no field {name!r}; its fields are {known}", dataset=name)
     return name
 
 
