@@ -93,7 +93,7 @@ def _class_weights(dataset: H5Dataset, rows: RowSet, text: str) -> npt.NDArray[n
     if text != "balanced":
         raise error(f"weights is the text {text!r}; give a number for each row, or 'balanced'")
     if dataset.label_name is None:
-        raise error(f"{dataset.path}: weights='balanced' needs labels, but the file has none; give weights as numbers")
+        raise error(f"{dataset.path}: weights='balanced' needs labels, and the dataset has none; give numbers")
     index = dataset.engine.indexes[dataset.label_name]
     if not is_class_label(index):
         shape = " x ".join(map(str, index.row_shape))
