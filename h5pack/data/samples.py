@@ -348,6 +348,10 @@ class SampleBatch(Sequence[Any]):
                 self._differ = True
         return source._load(rows, key)
 
+    def __reduce__(self) -> Any:
+        # If a worker's collate function returns this batch, the worker reads the samples, not the main process.
+        return list, (self.samples(),)
+
     def __len__(self) -> int:
         return len(self.rows)
 

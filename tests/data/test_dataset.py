@@ -442,6 +442,15 @@ def test_collate_of_another_dataset_gives_the_samples_own_rows(rich_file: Path, 
     assert torch.equal(one.collate(halved.__getitems__([4]))[0][0], one[4][0] // 2)
 
 
+def test_a_worker_reads_a_batch_that_is_not_collated(rich_file: Path) -> None:
+    dataset = h5pack.H5Dataset(rich_file, fields=FIELDS)
+    (samples,) = DataLoader(dataset, batch_sampler=[[5, 3, 5]], collate_fn=lambda batch: batch, **FORK)
+    assert type(samples) is list
+    for index, sample in zip((5, 3, 5), samples, strict=True):
+        assert sample._fields == dataset[index]._fields
+        assert same(*([torch.as_tensor(part) for part in one] for one in (sample, dataset[index])))
+
+
 class Halved(h5pack.H5Dataset, Generic[T]):
     def __getitem__(self, index: Any) -> Any:
         image, label = super().__getitem__(index)
