@@ -204,7 +204,8 @@ class BatchSource(Closeable, Dataset[Any]):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        if "__getitem__" in vars(cls) and "__getitems__" not in vars(cls):
+        defined = (name for one in cls.__mro__ for name in ("__getitems__", "__getitem__") if name in vars(one))
+        if next(defined) == "__getitem__":
             # A DataLoader prefers `__getitems__`, and would ignore the `__getitem__` of a user's subclass.
             cls.__getitems__ = BatchSource.__getitems__  # type: ignore[method-assign]
 

@@ -457,9 +457,13 @@ class Halved(h5pack.H5Dataset, Generic[T]):
         return {"image": image // 2, "label": -label}
 
 
-class Negated(h5pack.ConcatPack):
+class Negative:
     def __getitem__(self, index: Any) -> Any:
-        return -super().__getitem__(index)[1]
+        return -super().__getitem__(index)[1]  # type: ignore[misc]
+
+
+class Negated(Negative, h5pack.ConcatPack):
+    pass
 
 
 class Transformed(Subset[Any]):
