@@ -64,7 +64,7 @@ class H5Dataset(BatchSource):
         rows.
     transform : callable, optional
         Called with each image as a Pillow image, as torchvision's ``ImageFolder`` does. Images other than uint8 gray or
-        RGB are passed as the tensors that samples have without `transform`.
+        RGB are passed as the tensors that samples have without `transform`. Masks and boxes do not move with them.
     target_transform : callable, optional
         Called with each label.
     images : str
