@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.combine.parts import Part, RowOrigins, Rows
-from h5pack.errors import SourceError
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
 from h5pack.pack.compression import parse_compression
@@ -158,14 +157,12 @@ class Combination:
         for owner, part in enumerate(self.parts):
             dataset = part.pixel_datasets[number + 1]
             index, checksums = part.engine.indexes[dataset], part.checksums(dataset)
-            base = index.base if isinstance(index, EncodedIndex) and index.library_reason is None else None
-            if base is None or not isinstance(index, EncodedIndex):
-                problem = f"its masks {dataset!r} are not contiguous in the file; pack it again with 'h5pack convert'"
-                raise SourceError.at(part.path, problem, dataset=dataset)
+            assert isinstance(index, EncodedIndex)
+            assert index.base is not None
             for position in np.flatnonzero(self.origins.owners == owner).tolist():
                 row = int(self.origins.rows[position])
                 start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
-                place = EncodedFile(str(part.path), base + start, int(checksums[row]), dataset, row)
+                place = EncodedFile(str(part.path), index.base + start, int(checksums[row]), dataset, row)
                 files[position] = (place, stop - start)
         one = self.catalog.pixel_fields[number]
         dtype = self.parts[0].engine.indexes[self.parts[0].pixel_datasets[number + 1]].native_dtype

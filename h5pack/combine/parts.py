@@ -145,8 +145,16 @@ def open_part(path: str | os.PathLike[str]) -> Part:
     part = Part(path, catalog, layout, options, rejects, statistics)
     statistics["pixels"] = _measured_pixels(part)
     for name in part.pixel_datasets:
+        index = part.engine.indexes[name]
         if schema.checksums_path(name) not in part.engine.indexes:
             problem = f"has no checksums of {name!r}, so rows cannot be checked; pack it again with 'h5pack convert'"
+            raise SourceError.at(path, problem, dataset=name)
+        if (
+            isinstance(index, EncodedIndex)
+            and index.is_mask
+            and (index.library_reason is not None or index.base is None)
+        ):
+            problem = f"its masks {name!r} are not contiguous in the file; pack it again with 'h5pack convert'"
             raise SourceError.at(path, problem, dataset=name)
     # Many packs may be combined, so keep none of their files open; the next read opens them again.
     part.engine.close()

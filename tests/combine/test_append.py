@@ -426,6 +426,20 @@ def test_rows_that_only_the_hdf5_library_reads_are_kept(
     assert h5pack.verify(path, num_workers=1).ok
 
 
+def test_masks_that_cannot_be_copied_are_an_error_before_any_work(tmp_path: Path) -> None:
+    path, more, _ = parts(tmp_path, "jpeg")
+    store_again(path, "fields/mask/data", compression="gzip")
+    for work in (
+        lambda: h5pack.subset(path, tmp_path / "o.h5"), lambda: h5pack.join([path, path], tmp_path / "o.h5"),
+        lambda: h5pack.join([path, path], tmp_path / "o.h5", virtual=True),
+        lambda: h5pack.append(path, more, **quick(**SOURCE)),
+    ):  # fmt: skip
+        with pytest.raises(SourceError) as caught:
+            work()
+        assert (caught.value.path, caught.value.dataset) == (str(path), "fields/mask")
+        assert leftovers(tmp_path) == {"a", "a.h5", "b"}
+
+
 @pytest.mark.parametrize("settings", [{}, {"compression": "gzip"}, {"shard_bytes": "2MB"}], ids=str)
 def test_a_pack_that_is_overwritten_keeps_its_permissions(tmp_path: Path, settings: dict[str, Any]) -> None:
     path, folder = tmp_path / "o.h5", flat_folder(tmp_path / "in", 3)
