@@ -26,7 +26,7 @@ import numpy as np
 
 from h5pack.combine.combination import Combination
 from h5pack.combine.parts import added_statistics, merge, open_part, rejects_of
-from h5pack.combine.write import make_virtual
+from h5pack.combine.write import make_virtual, virtual_name
 from h5pack.errors import OutputExistsError
 from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS
@@ -288,6 +288,7 @@ class ShardedConversion(Conversion):
             needed = min(needed, plan.file_bytes + max(one.needed_bytes for one in plans))
         output.require_space(needed)
         shards = [output.shards / shard_path(output.final, number).name for number in range(len(plans))]
+        virtual_name(str(shards[0]), output.shards)  # raises an error if the virtual file could not refer to shards
         finals = {*map(self._final, shards), *finish.shards_of(output.final, output.final)}
         require_other_files(finals, plan.catalog.reader.paths())
         if not self.options.continues or Journal(output.journal).plan() is None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from h5pack.combine.combination import Combination
 from h5pack.combine.parts import Part, Rows
-from h5pack.errors import OutputExistsError, ResumeError
+from h5pack.errors import OutputExistsError, ResumeError, SourceError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.fields import RaggedRows, field_checksums
@@ -373,8 +373,7 @@ def make_virtual(plan: Combination, output: Output, lock: OutputLock, folder: Pa
 def _write(plan: Combination, path: Path, folder: Path) -> None:
     mappings = [list(_mappings(plan, number)) for number in range(1 + len(plan.pixel_rows))]
     files = {one.file for found in mappings for one in found}
-    # Store % as %%, because HDF5 takes %b for the number of a block.
-    names = {file: os.fsencode(_relative(file, folder).replace("%", "%%")) for file in files}
+    names = {file: virtual_name(file, folder) for file in files}
     room = sum(len(names[one.file]) + _MAPPING_BYTES for found in mappings for one in found)
     room += plan.structure.metadata_bytes
     # HDF5 1.8 has no virtual datasets, so `compat` is not possible.
@@ -450,14 +449,19 @@ def _sources(shape: tuple[int, ...], mappings: list[_VirtualRows], names: dict[s
     return create
 
 
-def _relative(path: str, folder: Path) -> str:
-    """Return the path of a file relative to `folder`.
+def virtual_name(path: str, folder: Path) -> bytes:
+    """Return the name with which a virtual file in `folder` refers to a file: its relative path.
 
     After a symbolic link to a folder, the system resolves ".." to the parent of the link's target. So links are
-    resolved if the path would otherwise lead elsewhere.
+    resolved if the path would otherwise lead elsewhere. Raise SourceError if the name is not valid UTF-8.
     """
     found = os.path.relpath(path, folder)
     parent, name = os.path.split(path)
     if os.path.realpath(folder / os.path.dirname(found)) != os.path.realpath(parent):
         found = os.path.relpath(os.path.join(os.path.realpath(parent), name), os.path.realpath(folder))
-    return found
+    try:
+        # Store % as %%, because HDF5 takes %b for the number of a block.
+        return found.replace("%", "%%").encode()
+    except UnicodeEncodeError as error:
+        problem = "its path is not valid UTF-8, so h5py could not read a virtual file over it; rename it"
+        raise SourceError.at(path, problem) from error

@@ -102,6 +102,18 @@ def test_no_shard_exceeds_the_limit_with_an_almost_empty_chunk(tmp_path: Path, m
         assert (len(sizes) > 1, max(sizes) <= limit) == (True, True)
 
 
+def test_names_that_virtual_files_cannot_hold_are_an_early_error(tmp_path: Path) -> None:
+    folder, name = flat_folder(tmp_path / "in", 3), os.fsdecode(b"\xff.h5")
+    with pytest.raises(H5PackError):
+        h5pack.convert(folder, tmp_path / name, **quick(shard_bytes="2MB"))
+    assert leftovers(tmp_path) == {"in"}
+    h5pack.convert(folder, tmp_path / name, **quick())
+    with pytest.raises(H5PackError) as caught:
+        h5pack.join([tmp_path / name, tmp_path / name], tmp_path / "v.h5", virtual=True)
+    assert caught.value.path == str(tmp_path / name)
+    assert leftovers(tmp_path) == {"in", name}
+
+
 def test_shards_are_loaded_and_combined_as_one(tmp_path: Path) -> None:
     found, out = class_folders(tmp_path / "s", {"x": 20, "y": 21}), tmp_path / "o.h5"
     keywords = quick(chunk_rows=4, shard_bytes=1_100_000)
