@@ -43,13 +43,6 @@ _OF_ROWS = (
 )  # fmt: skip
 """Options of a conversion that determine how an image becomes a row. They are taken from the pack."""
 
-_OF_FILES = ("size", "chunk_rows", "chunk_bytes", "compat", "shard_bytes")
-"""Further options that `append` does not accept, because the pack determines them."""
-
-
-_OF_SEVERAL = ("part", "finish", "client")
-"""Options of conversions by several processes or machines, which `append` does not support."""
-
 
 def append(
     pack: str | os.PathLike[str],
@@ -158,9 +151,10 @@ def append(
 
 
 def _require_options(old: Part, options: dict[str, Any]) -> None:
-    reasons = dict.fromkeys((*_OF_ROWS, *_OF_FILES), "the pack determines it; leave it out")
+    files = ("size", "chunk_rows", "chunk_bytes", "compat", "shard_bytes")
+    reasons = dict.fromkeys((*_OF_ROWS, *files), "the pack determines it; leave it out")
     several = "append runs on one machine; convert the new images into a pack of their own, and join the two packs"
-    reasons |= dict.fromkeys(_OF_SEVERAL, several)
+    reasons |= dict.fromkeys(("part", "finish", "client"), several)
     reasons["val_groups"] = "it would ignore the groups of the pack's images; define the splits in the source"
     for name, reason in reasons.items():
         if name in options:

@@ -25,8 +25,6 @@ from h5pack.sources.catalog import Catalog
 from h5pack.system.arrays import equal_runs
 from h5pack.version import __version__
 
-Splits = list[tuple[str, int, int]]
-
 
 @dataclass(frozen=True)
 class Combination:
@@ -36,7 +34,7 @@ class Combination:
     parts: tuple[Part, ...]
     catalog: Catalog  # the tables of the new pack
     origins: RowOrigins
-    splits: Splits
+    splits: list[tuple[str, int, int]]  # name, first row and end row (exclusive)
     statistics: dict[str, Any]
     chunk_rows: int | None = None  # None: as `convert` chooses by default. Unused if the parts keep JPEG files
 
