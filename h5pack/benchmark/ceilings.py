@@ -107,13 +107,14 @@ class Ceilings:
 
     def __init__(self, variants: Sequence[FileVariant], rows: int, row_bytes: int, batch_size: int, cpus: int) -> None:
         self._cpus = cpus
+        # Skip compressed files, whose bytes/s cannot be converted to images/s, and files whose rows are in other files.
+        plain = [variant.path for variant in variants if variant.compression == "none"]
+        plain = [path for path in plain if os.path.getsize(path) >= rows * row_bytes]
+        self._path = Path(plain[-1]) if plain else None
         rows = max(batch_size, min(rows, _COPY_BYTES // row_bytes))
         batches = (available_memory() // 4 // row_bytes - rows) // batch_size
         self.copy_threads = min(cpus, batches // _BUFFERS_PER_THREAD)  # For more threads, there is too little memory.
         self.copy = MemoryCopy(rows, row_bytes, batch_size, self.copy_threads) if self.copy_threads > 0 else None
-        # Skip compressed files, whose bytes/s cannot be converted to images/s.
-        plain = [variant.path for variant in variants if variant.compression == "none"]
-        self._path = Path(plain[-1]) if plain else None
         self._row_bytes = row_bytes
         self._speeds: dict[tuple[str, int], list[float]] = {}
 

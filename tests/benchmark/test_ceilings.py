@@ -70,6 +70,14 @@ def test_ceilings_have_the_threads_of_the_case(tmp_path: Path, monkeypatch: pyte
     ]  # fmt: skip
 
 
+def test_a_file_whose_rows_are_in_other_files_is_no_ceiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "virtual.h5"
+    path.write_bytes(bytes(9_000))
+    monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", lambda path: 0)
+    ceilings = Ceilings([variant(2, path=str(path), is_input=True)], rows=64, row_bytes=1_000, batch_size=8, cpus=1)
+    assert ceilings.measure(BenchCase("", "window", "direct", "cold", 8, 2, 1)) is None
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_a_sequential_read_reads_bytes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
     path, read = tmp_path / "x.bin", []
