@@ -303,7 +303,9 @@ def make_sample(
     index = dataset.engine.indexes[dataset.names[0]]
     end = begin + 2 * _PACKING_SHARE * seconds
     variants, not_packed = _make_variants(packer, base, settings, chunk_rows, lambda: clock() > end)
-    sample = BenchSample(
+    if source.variant is not None:
+        variants.insert(0, _first_rows(source.variant, rows))
+    return BenchSample(
         variants=variants,
         rows=report.images,
         row_bytes=index.row_bytes,
@@ -315,9 +317,6 @@ def make_sample(
         notes=packer.notes,
         not_packed=not_packed,
     )
-    if source.variant is not None:
-        sample.variants.insert(0, _first_rows(source.variant, rows))
-    return sample
 
 
 class _Packer:
