@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -258,7 +259,9 @@ class FeedRecorder:
     def __init__(
         self, monitor: FeedMonitor, layers: list[Any], begun: float, device_wait: DeviceWait | None = None
     ) -> None:
-        self._monitor, self._layers, self.device_wait = monitor, layers, device_wait
+        # The monitor refers to the recorder, and freeing a DataLoader in a reference cycle takes 5 seconds a worker.
+        self._monitor: FeedMonitor = weakref.proxy(monitor)
+        self._layers, self.device_wait = layers, device_wait
         self._gpu: GpuStatus | None = None
         self._gpu_time = float("-inf")
         self.counters = _Counters(begun)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import pickle
@@ -80,6 +81,23 @@ def test_intervals_are_disjoint_and_complete(clock: FakeClock) -> None:
         assert whole.batches == 33
         assert all(report.seconds >= 2.0 for report in intervals[:-1])
         assert all(report.stall_fraction == pytest.approx(1 / 3) for report in intervals[:-1])
+
+
+@pytest.mark.parametrize("batches", [2, 9])
+def test_a_monitor_makes_no_reference_cycle(batches: int) -> None:
+    """A DataLoader in a reference cycle dies slowly: it waits 5 seconds for each worker."""
+    loader = Numbers(3)
+    dying = weakref.ref(loader)
+    monitor = FeedMonitor(loader, warn_stall=None)
+    gc.disable()
+    try:
+        for _ in itertools.islice(monitor, batches):
+            pass
+        assert monitor.report().batches == min(3, batches)
+        del monitor, loader
+        assert dying() is None
+    finally:
+        gc.enable()
 
 
 def test_requests_after_the_end_are_not_reported(clock: FakeClock) -> None:
