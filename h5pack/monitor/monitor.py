@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -259,9 +258,7 @@ class FeedRecorder:
     def __init__(
         self, monitor: FeedMonitor, layers: list[Any], begun: float, device_wait: DeviceWait | None = None
     ) -> None:
-        # The monitor refers to the recorder, and freeing a DataLoader in a reference cycle takes 5 seconds a worker.
-        self._monitor: FeedMonitor = weakref.proxy(monitor)
-        self._layers, self.device_wait = layers, device_wait
+        self._monitor, self._layers, self.device_wait = monitor, layers, device_wait
         self._gpu: GpuStatus | None = None
         self._gpu_time = float("-inf")
         self.counters = _Counters(begun)
@@ -319,11 +316,14 @@ class FeedRecorder:
         self._final, self.due = self._report("epoch", self._first, now), float("inf")
         # Call the outputs after setting `_final`: if the user's `on_report` raises an error, the next call of `finish`
         # must not report again.
+        outputs = self._monitor._outputs
+        # The monitor refers to this recorder, and freeing a DataLoader in a reference cycle takes 5 seconds a worker.
+        del self._monitor
         try:
             if last is not None:
-                self._monitor._outputs.interval(last, now.batches)
+                outputs.interval(last, now.batches)
         finally:
-            self._monitor._outputs.end(self._final)
+            outputs.end(self._final)
 
     def report(self) -> FeedReport:
         """Return the report of the epoch so far, or of the whole epoch once it has ended."""

@@ -100,6 +100,17 @@ def test_a_monitor_makes_no_reference_cycle(batches: int) -> None:
         gc.enable()
 
 
+def test_an_iteration_in_a_reference_cycle_is_reported_when_it_is_freed() -> None:
+    reports: list[FeedReport] = []
+    monitor = FeedMonitor(Numbers(3), warn_stall=None, on_report=reports.append)
+    cycle: list[Any] = [monitor, iter(monitor)]
+    next(cycle[1])
+    cycle.append(cycle)
+    del monitor, cycle
+    gc.collect()
+    assert [(report.over, report.batches) for report in reports] == [("interval", 1), ("epoch", 1)]
+
+
 def test_requests_after_the_end_are_not_reported(clock: FakeClock) -> None:
     reports: list[FeedReport] = []
     iterator = iter(FeedMonitor(SlowLoader(clock, 0.25, 3), warn_stall=None, on_report=reports.append))
