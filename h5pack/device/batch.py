@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from h5pack.errors import OptionsError
 
@@ -114,6 +115,10 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         return mark_echoed(map_tensors(unmark_echoed(batch), function), repeats_of(batch))
     if isinstance(batch, torch.Tensor):
         return function(batch)
+    if isinstance(batch, PackedSequence):
+        # torch requires its batch sizes to be on the CPU.
+        data, sizes, *indices = batch
+        return type(batch)(function(data), sizes, *map_tensors(indices, function))
     if isinstance(batch, (list, tuple)):
         return _with_elements(batch, [map_tensors(element, function) for element in batch])
     if isinstance(batch, Mapping):

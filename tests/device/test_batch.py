@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import h5pack
@@ -138,6 +139,14 @@ def test_batches_may_be_any_mapping(make: Any, echoed: type, changed: type) -> N
         assert isinstance(batch, changed)
         assert torch.equal(batch["images"], values["images"] + 1)
     assert all(torch.equal(batch["images"], values["images"]) for batch in loader)
+
+
+def test_packed_sequences_keep_their_batch_sizes_on_the_cpu() -> None:
+    packed = pack_sequence([torch.zeros(2), torch.ones(3)], enforce_sorted=False)
+    for found in h5pack.DeviceFeed(h5pack.EchoLoader([[torch.zeros(2), packed]], 2), "meta"):
+        data, sizes, *indices = found[1]
+        assert [one.device.type for one in (data, *indices)] == ["meta"] * 3
+        assert (sizes.tolist(), type(found[1])) == ([2, 2, 1], type(packed))
 
 
 def test_a_marked_list_may_have_attributes_and_be_built_again() -> None:
