@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -314,16 +315,15 @@ class FeedRecorder:
         is_new = now.batches > self._last.batches or self._interval is None
         last = self._close_interval(now) if is_new else None
         self._final, self.due = self._report("epoch", self._first, now), float("inf")
+        # The monitor refers to this recorder, and freeing a DataLoader in a reference cycle takes 5 seconds a worker.
+        self._monitor = weakref.proxy(self._monitor)
         # Call the outputs after setting `_final`: if the user's `on_report` raises an error, the next call of `finish`
         # must not report again.
-        outputs = self._monitor._outputs
-        # The monitor refers to this recorder, and freeing a DataLoader in a reference cycle takes 5 seconds a worker.
-        del self._monitor
         try:
             if last is not None:
-                outputs.interval(last, now.batches)
+                self._monitor._outputs.interval(last, now.batches)
         finally:
-            outputs.end(self._final)
+            self._monitor._outputs.end(self._final)
 
     def report(self) -> FeedReport:
         """Return the report of the epoch so far, or of the whole epoch once it has ended."""
