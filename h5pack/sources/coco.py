@@ -170,7 +170,7 @@ def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int
     for number, annotation in enumerate(annotations):
         try:
             _add(found, images, annotation)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise SourceError.at(path, f"annotation {number} is malformed ({error!r}); correct it") from error
 
 

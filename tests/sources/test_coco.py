@@ -259,6 +259,7 @@ def test_annotations_without_images_are_an_error(tmp_path: Path) -> None:
         {"category_id": None}, {"category_id": 1.5}, {"category_id": True},
         {"image_id": None}, {"image_id": 100.9}, {"image_id": True}, {"image_id": float("inf")},
         {"caption": 3}, {"caption": "\0"}, {"caption": "\ud800"},
+        {"bbox": [1, 2, 3, 10**400]}, {"iscrowd": float("inf")}, {"iscrowd": "no"},
     ],
 )  # fmt: skip
 def test_malformed_annotations_are_errors_that_name_them(tmp_path: Path, wrong: dict[str, Any]) -> None:
