@@ -118,8 +118,7 @@ class HDF5RowReader(SourceReader):
 
     def take(self, indices: npt.NDArray[np.int64]) -> HDF5RowReader:
         taken = HDF5RowReader.__new__(HDF5RowReader)
-        taken.__dict__.update(self.__dict__)
-        taken.rows = self._rows(indices)
+        taken.__dict__.update(self.__dict__, rows=self._rows(indices), _coming=[], _loaded={})
         return taken
 
     def paths(self) -> set[str]:

@@ -133,6 +133,10 @@ def test_a_reader_of_some_images_renumbers_them(file: Path) -> None:
         assert np.array_equal([reading.read(0, ""), reading.read(1, "")], expected[[8, 30]])
     assert some.groups(np.array([0, 1])).tolist() == [1, 4]  # type: ignore[union-attr]
     whole = reader(file, "gzip")
+    whole.begin(range(4))
+    whole.read(0, "")
+    taken = whole.take(np.array([30, 31, 32]))
+    assert np.array_equal([taken.read(index, "") for index in range(3)], expected[30:33])
     assert some.fingerprints(np.array([0, 1])).tolist() == whole.fingerprints(np.array([8, 30])).tolist()
     assert len(set(whole.fingerprints(np.arange(40)).tolist())) == 40
 
