@@ -108,10 +108,11 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
         notes += more
     catalog = Catalog("manifest", FileReader(root), NameTable.of(names), *one_split(len(names)), notes=notes)
     catalog = with_columns(replace(catalog, pixel_fields=tuple(fields)), table, columns, {path_column, *columns.paths})
-    if repeated := len(names) - len(set(names)):
+    catalog = _complete(catalog.filtered(wanted))
+    if repeated := len(catalog) - len({*catalog.names}):
         text = f"lines that repeat the image of an earlier line: {repeated:,}; each line is packed"
         catalog = replace(catalog, notes=(*catalog.notes, Note(text)))
-    return _complete(catalog.filtered(wanted))
+    return catalog
 
 
 def _paths(

@@ -166,6 +166,7 @@ def test_a_note_counts_lines_that_name_an_earlier_image_again(tmp_path: Path) ->
         found = read(tmp_path / "m.csv", "path,split", *used)
         assert len(found) == len(used)
         assert [f": {count}" in note.text for note in found.notes] == [True] * (count > 0)
+    assert read(tmp_path / "m.csv", "path,split", *lines, wanted=NameFilter(exclude=("*",))).notes == ()
 
 
 def test_a_usual_column_that_is_named_as_a_field_is_only_that(tmp_path: Path) -> None:
