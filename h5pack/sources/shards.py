@@ -109,12 +109,12 @@ def _kind_of(names: Iterable[str]) -> str:
 def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shards:
     """Return the files of a source, which is a file, a brace pattern such as ``shard-{000..010}.tar``, or a folder.
 
-    For a folder, return the visible files, if any, that have one of the `suffixes`, in lower or upper case, and are not
-    excluded. Patterns of `include` that match any of these files select files; the other patterns select samples.
-    Raise SourceError if a file of a brace pattern is missing.
+    For a folder, return the visible files, if any, that have one of the `suffixes`, in any case, and are not excluded.
+    Patterns of `include` that match any of these files select files; the other patterns select samples. Raise
+    SourceError if a file of a brace pattern is missing.
     """
     if os.path.isdir(path):
-        patterns = tuple(f"*{case(suffix)}" for suffix in suffixes for case in (str.lower, str.upper))
+        patterns = tuple("*" + re.sub("[a-z]", lambda sign: f"[{sign[0]}{sign[0].upper()}]", one) for one in suffixes)
         names = list(walk(str(path), NameFilter(patterns, wanted.exclude)).below(""))
         names = [name for name in names if is_visible(os.path.basename(name))]
         files = tuple(pattern for pattern in wanted.include if any(map(NameFilter((pattern,)).allows, names)))

@@ -260,10 +260,10 @@ def test_a_file_is_one_shard_however_often_a_pattern_names_it(tmp_path: Path, mo
         find_shards(pattern, NameFilter(), [".tar"])
 
 
-def test_shards_in_a_folder_may_have_suffixes_in_upper_case(tmp_path: Path) -> None:
-    for name in ("a.TAR", "b.tar", "c.txt"):
+def test_shards_in_a_folder_may_have_suffixes_in_any_case(tmp_path: Path) -> None:
+    for name in ("a.TAR", "b.tar", "c.txt", "d.Tar"):
         (tmp_path / name).touch()
-    assert sorted(find_shards(tmp_path, NameFilter(), [".tar"]).names) == ["a.TAR", "b.tar"]
+    assert sorted(find_shards(tmp_path, NameFilter(), [".tar"]).names) == ["a.TAR", "b.tar", "d.Tar"]
 
 
 def test_splits_of_several_files_come_from_their_names() -> None:
