@@ -22,6 +22,7 @@ from typing import BinaryIO, cast
 from h5pack.errors import SourceError
 from h5pack.sources.archives import BOMB_RATIO, ArchiveFile, Members, Storing, member_path
 from h5pack.sources.catalog import Note
+from h5pack.sources.folders import is_visible
 from h5pack.system.files import reporting_disk_errors, write_all
 
 _BLOCK_BYTES = 512
@@ -96,11 +97,12 @@ def _decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
 
 
 def _members_of_tar_files(file: ArchiveFile, tars: Members) -> Members:
-    """Return the members of the tar files in a tar file, each in a folder named like its tar file."""
+    """Return the members of the visible tar files in a tar file, each in a folder named like its tar file."""
     found = Members(folders=tars.folders, notes=tars.notes)
     for tar, start, size, storing in zip(tars.names, tars.offsets, tars.sizes, tars.storings, strict=True):
-        if storing != Storing.RAW:
-            found.add(tar, 0, 0, 0, 0, storing)
+        # Hidden ones, such as the "._x.tar" that macOS adds, need not be tar files.
+        if storing != Storing.RAW or not is_visible(posixpath.basename(tar)):
+            found.add(tar, start, size, size, 0, storing)
             continue
         inner, folder = _index(file, start, start + size, f"{tar!r} in it "), tar.removesuffix(_SUFFIX)
         found.folders |= {folder, *(f"{folder}/{name}" for name in inner.folders)}

@@ -234,6 +234,17 @@ def test_a_tar_file_that_was_cut_or_damaged_anywhere_is_an_error(tmp_path: Path)
         assert caught.value.path == str(path)
 
 
+def test_hidden_members_of_a_tar_file_of_tar_files_are_not_opened(tmp_path: Path) -> None:
+    save(tmp_path / "in" / "cat" / "1.jpg")
+    save(tmp_path / "in" / "dog" / "2.jpg")
+    path = tar_of_tars(tmp_path / "x.tar", tmp_path / "in")
+    with tarfile.open(path, "a") as archive:
+        add(archive, "._cat.tar", b"\0\5\x16\7\0\2\0\0Mac OS X")
+    catalog = opened(path)
+    assert (list(catalog.names), catalog.label_names) == (["cat/1.jpg", "dog/2.jpg"], ("cat", "dog"))
+    assert catalog.ignored == {"hidden": 1}
+
+
 def test_a_tar_file_in_a_tar_file_is_read_up_to_its_end_only(tmp_path: Path) -> None:
     path, inner = tmp_path / "x.tar", tar_file(tmp_path / "in.tar", flat_folder(tmp_path / "in", 2)).read_bytes()
     with tarfile.open(tmp_path / "in.tar") as archive:
