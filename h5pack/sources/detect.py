@@ -139,12 +139,12 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
 
 
 def _tables(path: Path, found: Listing, names: NameFilter) -> list[str]:
-    """Return the names of the manifests and of COCO's annotations in a folder that are not excluded.
+    """Return the names of the manifests and of COCO's annotations in a folder that are visible and not excluded.
 
     Leave out suffixes that very many files have, because each such file probably annotates a single image.
     """
     patterns = tuple(f"*{end}" for end in _TABLE_ENDINGS if 0 < found.ignored[f"{end} files"] <= _MAX_TABLES)
-    below = walk(str(path), NameFilter(patterns, names.exclude)).below("") if patterns else ()
+    below = walk(str(path), NameFilter(patterns, (".*", *names.exclude))).below("") if patterns else ()
     return [name for name in below if not name.endswith(".json") or b'"images"' in _start(path / name, 65_536)]
 
 

@@ -188,14 +188,14 @@ def test_a_note_names_tables_beside_images_without_labels(tmp_path: Path) -> Non
         assert len(open_source(touch(tmp_path / f"{count}", *names.split()), SourceOptions()).notes) == count
 
 
-def test_tables_in_excluded_folders_are_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    touch(tmp_path, "1.jpg", "a.csv", "closed/b.csv", "closed/2.jpg")
+def test_hidden_and_excluded_tables_are_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(tmp_path, "1.jpg", "a.csv", "._a.csv", "closed/b.csv", "closed/2.jpg")
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: scandir(path if "closed" not in str(path) else "/nowhere"))
     catalog = open_source(tmp_path, SourceOptions(names=NameFilter(exclude=("closed/*",))))
     assert list(catalog.names) == ["1.jpg"]
     (note,) = catalog.notes
-    assert ["a.csv" in note.text, "b.csv" in note.text] == [True, False]
+    assert ["'a.csv'" in note.text, "._a.csv" in note.text, "b.csv" in note.text] == [True, False, False]
 
 
 def test_folders_without_images_are_not_masks(tmp_path: Path) -> None:
