@@ -171,7 +171,7 @@ def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -
     where: list[str | int] = []
     if isinstance(source, (str, os.PathLike)):
         where = [os.path.abspath(os.fspath(source))]
-        for path in (*[source] * os.path.isfile(source), *sorted(catalog.reader.paths())):
+        for path in filter(os.path.isfile, [source, *sorted(catalog.reader.paths())]):
             status = os.stat(path)
             where += [status.st_size, status.st_mtime_ns]
     if options.root is not None:
