@@ -218,8 +218,8 @@ def _given(parameter: str, value: Any) -> tuple[str, str]:
     """Return text such as "with size='32x16'" or "without limit", and the fragment of it that names the parameter."""
     if value is None or value is False or value in ([], ()):
         return f"without {parameter}", parameter
-    if parameter == "size":
-        value = "x".join(map(str, value))
+    if parameter in ("size", "value_range"):
+        value = ("x" if parameter == "size" else ":").join(map(str, value))
     if isinstance(value, list):
         return f"with {parameter} {value}", parameter
     return f"with {parameter}={value!r}", f"{parameter}={value!r}"

@@ -237,7 +237,7 @@ def test_another_source_is_not_resumed(tmp_path: Path) -> None:
     interrupted(source, out)
     with pytest.raises(ResumeError) as caught:
         h5pack.convert(source, out, **quick(resume=True, value_range=(0, 200)))
-    assert "value_range=None" in caught.value.parameters
+    assert "value_range='0.0:200.0'" in caught.value.parameters
     write(tmp_path / "f.h5", STORED["gzip"])
     with pytest.raises(ResumeError, match=r"f\.h5"):
         h5pack.convert(source, out, **quick(resume=True))
