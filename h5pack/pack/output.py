@@ -375,12 +375,7 @@ class OutputLock:
     def create(self, path: Path) -> None:
         """Create an empty file, which is to replace ``OUT.partial``, with the permissions that the output will have."""
         path.unlink(missing_ok=True)
-        known = self._old_status()
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if known is None else 0o600)
-        if known is not None:
-            # A resumed run must be able to open the file.
-            copy_permissions(known, descriptor, writable=True)
-        os.close(descriptor)
+        os.close(_create(path, self._old_status()))
 
     def replace(self, path: Path) -> None:
         """Rename the file at `path` to ``OUT.partial``, and lock it instead of the old one.
@@ -414,7 +409,7 @@ class OutputLock:
         """
         self.confirm()
         self._new.unlink(missing_ok=True)
-        copy = os.open(self._new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        copy = _create(self._new, self._old_status())
         try:
             size = os.fstat(self.descriptor).st_size
             os.ftruncate(copy, size)
@@ -456,7 +451,7 @@ class PartFile:
         """Open the file. If it does not exist, create it atomically: `fill` writes the content, given a descriptor."""
         output = self._output
         if not output.partial.exists():
-            new = os.open(output.new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            new = _create(output.new, output.old_status())
             try:
                 fill(new)
                 os.fsync(new)
@@ -481,6 +476,15 @@ class PartFile:
         """Close the file."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
+
+
+def _create(path: Path, status: os.stat_result | None) -> int:
+    """Create an empty file with the permissions in `status`, by default the usual ones, and return its descriptor."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if status is None else 0o600)
+    if status is not None:
+        # A resumed run must be able to open the file.
+        copy_permissions(status, descriptor, writable=True)
+    return descriptor
 
 
 def _busy(output: Output) -> str:

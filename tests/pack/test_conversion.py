@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import multiprocessing
@@ -834,6 +835,13 @@ def test_a_resumed_run_keeps_the_permissions_of_the_output(tmp_path: Path, kind:
     out.chmod(0o600)
     if kind == "parts":
         h5pack.convert(source, out, part="1/1", overwrite=True, **settings)
+        output = Output(out, permissions_of=out)
+        with contextlib.closing(OutputLock(output)) as lock:
+            partial = [output.partial.stat()]
+            lock.isolate()
+            partial.append(output.partial.stat())
+        assert partial[0].st_ino != partial[1].st_ino
+        assert [status.st_mode & 0o777 for status in partial] == [0o600] * 2
         h5pack.convert(source, out, finish=True, **settings)
     else:
         convert_until("h5pack.pack.writer.write_rows", source, out, {**settings, "overwrite": True})
