@@ -38,12 +38,12 @@ class H5Reader:
 
         `out` must be (n, ...), C-contiguous, in native byte order.
         """
-        with self._unchanged() as handles:
+        with self._opened() as handles:
             return read_rows(handles.dataset(name), rows, out)
 
     def read_bytes(self, name: str, rows: npt.NDArray[np.int64]) -> tuple[list[bytes], int]:
         """Return the bytes of encoded rows, and the number of HDF5 library calls."""
-        with self._unchanged() as handles:
+        with self._opened() as handles:
             dataset = handles.dataset(name)
             cells = np.empty((len(rows), *dataset.shape[1:]), dataset.dtype)
             calls = read_rows(dataset, rows, cells)
@@ -51,7 +51,8 @@ class H5Reader:
 
     def open(self, name: str) -> None:
         """Open the file and a dataset in this process, without reading rows."""
-        self._open().dataset(name)
+        with self._opened() as handles:
+            handles.dataset(name)
 
     def close(self) -> None:
         """Close the file in this process once reads in progress have ended. The next read opens it again."""
@@ -59,25 +60,20 @@ class H5Reader:
         self._handles = None
 
     @contextlib.contextmanager
-    def _unchanged(self) -> Iterator[_Handles]:
-        """Open the file; raise PackChangedError if it has changed by the end of the `with` block.
+    def _opened(self) -> Iterator[_Handles]:
+        """Return the file, opened in this process; raise PackChangedError if it has changed at the end of the block.
 
         HDF5 would not notice, and read zeros past the end of a file that was cut short.
         """
         try:
-            yield self._open()
+            handles = self._handles
+            if handles is None or handles.process != os.getpid():
+                self.identity.require(self.path)
+                # A forked child must open the file itself, because its copy of HDF5's state is not safe to use.
+                handles = self._handles = _Handles(self.path)
+            yield handles
         finally:
             self.identity.require(self.path)
-
-    def _open(self) -> _Handles:
-        handles = self._handles
-        if handles is None or handles.process != os.getpid():
-            # A forked child must open the file itself, because its copy of the HDF5 library's state is not safe to use.
-            self.identity.require(self.path)
-            handles = _Handles(self.path)
-            self.identity.require(self.path)  # The file may have been replaced just before it was opened.
-            self._handles = handles
-        return handles
 
 
 class _Handles:
