@@ -282,12 +282,6 @@ def test_a_pack_with_checksums_of_missing_labels_is_refused(copy: Path) -> None:
     assert describe_file(copy, labels="lapels").labels == "lapels"
 
 
-def test_the_list_of_fields_in_an_error_is_not_taken_for_a_parameter(copy: Path) -> None:
-    with pytest.raises(PackFormatError) as caught:
-        describe_file(copy, fields="nope")
-    assert (caught.value.dataset, caught.value.parameters) == ("nope", ())
-
-
 def test_the_identity_is_that_of_the_file_that_was_described(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if another file replaces it as soon as it is open."""
     real = module.open_file
