@@ -212,7 +212,8 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     chunk_rows = dataset.chunks[0] if dataset.chunks else max(1, dataset.shape[0])
     group_rows = chunk_rows if dataset.chunks else contiguous_group_rows(dataset.shape[0], row_bytes)
-    require_filters(dataset)
+    if not dataset.is_virtual:
+        require_filters(dataset)
     reason = _library_reason(file, dataset)
     chunk_shape = dataset.chunks if dataset.chunks and dataset.chunks[1:] != dataset.shape[1:] else None
     codec: Codec | None = None

@@ -352,6 +352,8 @@ def load_filter(number: int) -> bool:
 
 def require_filters(dataset: h5py.Dataset) -> None:
     """Make a dataset's filters available to HDF5 in this process; raise PackFormatError if a decoder is missing."""
+    if dataset.is_virtual:
+        optional_module("hdf5plugin")  # Sources may need its filters. Opening them to find out would take longer.
     for item in filters_of(dataset):
         if not load_filter(item.number):
             raise dataset_error(

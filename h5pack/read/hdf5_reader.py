@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from h5pack.read.hdf5 import open_file, read_rows, reopen_tuned, require_dataset, require_filters
 from h5pack.read.storage import FileIdentity
-from h5pack.system.machine import optional_module
 
 
 class H5Reader:
@@ -94,7 +93,5 @@ class _Handles:
                 if found is None:
                     found = require_dataset(self.file, name)
                     require_filters(found)
-                    if found.is_virtual:
-                        optional_module("hdf5plugin")  # Its sources may have filters that this process has not loaded.
                     found = self._datasets[name] = reopen_tuned(found)
         return found

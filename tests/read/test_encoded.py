@@ -88,14 +88,16 @@ def test_rows_of_equal_length_that_begin_like_an_image_file(
     assert np.array_equal(h5pack.H5Dataset(tmp_path / "o.h5")[5].image, decoded(rows[5]))
 
 
-def test_compressed_rows_are_recognized_before_their_filter_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["f.h5", "v.h5"])
+def test_compressed_rows_are_recognized_before_their_filter_is_loaded(tmp_path: Path, name: str) -> None:
     rows = [data.ljust(2000, b"\0") for data in jpegs(3)]
     table = np.frombuffer(b"".join(rows), np.uint8).reshape(3, 2000)
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file.create_dataset("images", data=table, chunks=(1, 2000), **hdf5plugin.Zstd())
+    write_virtual(tmp_path / "v.h5", (3, 2000), Mapped(slice(None), "f.h5", (3, 2000), name="images"), name="images")
     # Here, hdf5plugin is loaded already, so read in a new process.
     code = "import sys, h5pack; print(*h5pack.H5Dataset(sys.argv[1])[0][0].shape)"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "f.h5"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / name], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["20", "14", "3"]
 
 
