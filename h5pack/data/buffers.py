@@ -98,8 +98,15 @@ class _Filling:
     def __init__(self) -> None:
         self.lock, self.users, self.before = threading.Lock(), 0, True
 
+    def forget_threads(self) -> None:
+        """Start again in a forked child, where the parent's threads will neither release the lock nor leave."""
+        if self.users:
+            _deterministic.fill_uninitialized_memory = self.before
+        self.__init__()  # type: ignore[misc]
+
 
 _filling = _Filling()
+os.register_at_fork(after_in_child=_filling.forget_threads)
 
 
 class BatchMemory:

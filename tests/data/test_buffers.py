@@ -24,11 +24,12 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 import h5pack
-from h5pack.data.buffers import BatchMemory, BufferPool, SharedMemory, SharedSegment, _can_share
+from h5pack.data import buffers
+from h5pack.data.buffers import BatchMemory, BufferPool, SharedMemory, SharedSegment, _can_share, unfilled_memory
 from h5pack.data.samples import new_batch
 from h5pack.errors import LoaderError
 from h5pack.system.machine import huge_page_memory
-from tests.data.packs import all_same
+from tests.data.packs import PATIENCE, all_same
 from tests.makers import class_folders, quick
 from tests.read.files import in_child
 
@@ -200,6 +201,33 @@ def test_pinned_memory_is_not_filled_first(monkeypatch: pytest.MonkeyPatch) -> N
         torch.use_deterministic_algorithms(False)
     assert filled == [False] * 3
     assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_a_child_forked_while_threads_allocate_memory_is_as_before() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def allocate() -> None:
+        with unfilled_memory():
+            entered.set()
+            leave.wait(PATIENCE)
+
+    def check() -> bool:
+        with unfilled_memory():
+            pass
+        return bool(torch.utils.deterministic.fill_uninitialized_memory)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        thread = threading.Thread(target=allocate)
+        thread.start()
+        assert entered.wait(PATIENCE)
+        with buffers._filling.lock:  # as if another thread had it
+            assert in_child(check)
+    finally:
+        leave.set()
+        thread.join()
+        torch.use_deterministic_algorithms(False)
+    assert check()
 
 
 def test_prepared_memory_is_what_is_kept_and_what_is_taken_next() -> None:
