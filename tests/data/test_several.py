@@ -96,6 +96,7 @@ def test_a_loader_and_samplers_take_a_concat_pack(tmp_path: Path) -> None:
     joined = concat.joined()
     assert joined.filenames == names
     assert len(concat) == len(joined)
+    assert repr(joined).startswith(f"H5Dataset({joined.path!r} and 2 more, split=None): {len(joined)} rows")
     wanted = sorted(batches(h5pack.H5Loader(h5pack.H5Dataset(packs, "train", with_rows=True), 4, shuffle=False)))
     assert sorted(batches(h5pack.H5Loader(concat, 4, shuffle=False))) == wanted
     some = [5, 1, 12]
