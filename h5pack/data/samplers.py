@@ -366,18 +366,13 @@ def draw_key(
 
 def _require_keys(dataset: Any, base: H5Dataset) -> None:
     """Raise an OptionsError if crops are random, but `dataset` wraps its dataset so that `DrawnIndex` keys get lost."""
-    if base.is_random and any(isinstance(one, ConcatPack) for one in (dataset, getattr(dataset, "dataset", None))):
-        raise OptionsError(
-            "this sampler does not draw random crops of a ConcatPack; give the ConcatPack to H5Loader, or give the "
-            "sampler one H5Dataset of a list of files",
-            parameters=("dataset",),
-        )
     if base.is_random and dataset is not base:
-        raise OptionsError(
-            "this sampler does not draw random crops of a Subset; give the Subset to H5Loader, or give the sampler and "
-            "the DataLoader the H5Dataset, and the sampler also indices= of its rows",
-            parameters=("dataset", "indices="),
-        )
+        kind, parameters = "Subset", ["dataset", "indices="]
+        advice = "and the DataLoader the H5Dataset, and the sampler also indices= of its rows"
+        if any(isinstance(one, ConcatPack) for one in (dataset, getattr(dataset, "dataset", None))):
+            kind, parameters, advice = "ConcatPack", ["dataset"], "one H5Dataset of a list of files"
+        problem = f"this sampler does not draw random crops of a {kind}; give the {kind} to H5Loader, or give the "
+        raise OptionsError(f"{problem}sampler {advice}", parameters=parameters)
 
 
 def order_text(plan: OrderPlan) -> str:
