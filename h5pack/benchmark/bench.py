@@ -308,8 +308,7 @@ class BenchRun:
         _require_time(end - self._clock(), needed, report.seconds["packing"], settings)
         if is_small(sample.rows, sample.row_bytes):
             end = min(end, self._clock() + max(_SMALL_SECONDS, 2 * needed))
-        sampled = min(1.0, sample.rows / report.num_images)
-        sweep = Sweep(sample.variants, settings.seed, self._on_progress, self._clock, sampled=sampled)
+        sweep = Sweep(sample.variants, settings.seed, self._on_progress, self._clock, report.num_images)
         with self._phase("warming up"):
             sweep.warm(_WARM_SHARE * (end - self._clock()))
             most = min(workload.cpus, max(workload.num_threads, *(settings.num_threads or _TRIED)) + 1)

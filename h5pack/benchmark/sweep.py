@@ -100,10 +100,10 @@ class CaseReader:
 
 
 class SharedDatasets:
-    """Datasets that readers share, so that a file is indexed once. `sampled`: the fraction of images in the sample."""
+    """Datasets that readers share, so that a file is indexed once. A file may hold only a part of `num_images`."""
 
-    def __init__(self, sampled: float = 1.0) -> None:
-        self._sampled = sampled
+    def __init__(self, num_images: int = 0) -> None:
+        self._num_images = num_images
         self.memory: list[H5Loader] = []  # Loaders kept for their batch memory, which later readers reuse.
         self._datasets: dict[tuple[str, bool], H5Dataset] = {}
 
@@ -112,9 +112,9 @@ class SharedDatasets:
         key = variant.label, library
         if key not in self._datasets:
             dataset = H5Dataset(variant.path, images=variant.images, labels=variant.labels)
-            # Scale the cache with the sample, so that it holds the sample only if the full cache would hold all images.
-            if not variant.is_input:
-                dataset.engine.chunks.cache.capacity = int(DECODED_BYTES * self._sampled)
+            # Scale the cache with the file, so that it holds the file only if the full cache would hold all images.
+            part = len(dataset) / max(len(dataset), self._num_images)
+            dataset.engine.chunks.cache.capacity = int(DECODED_BYTES * part)
             self._datasets[key] = through_library(dataset) if library else dataset
         return self._datasets[key]
 
@@ -329,14 +329,14 @@ class Sweep:
         seed: int,
         on_progress: Callable[[], object],
         clock: Callable[[], float] = time.monotonic,
-        sampled: float = 1.0,  # fraction of all images that are in the sample
+        num_images: int = 0,  # number of all images, of which the files may hold only a part
     ) -> None:
         self._variants = {variant.label: variant for variant in variants}
         self._seed = seed
         self._on_progress = on_progress
         self._clock = clock
-        self._sampled = sampled
-        self._shared = SharedDatasets(sampled)
+        self._num_images = num_images
+        self._shared = SharedDatasets(num_images)
         self._pages = {variant.label: PageState(self._shared.dataset(variant)) for variant in variants}
         self._pages_stay: set[str] = set()
         self._turn = 0  # The number of turns so far, of all calls of `measure`.
@@ -354,7 +354,7 @@ class Sweep:
         """Return images/s of several readers' first epochs, which decode all chunks; empty if later ones do so, too."""
         speeds: list[float] = []
         while len(speeds) < MIN_REPEATS and self._clock() < end:
-            with self._reader(case, SharedDatasets(self._sampled)) as reader:
+            with self._reader(case, SharedDatasets(self._num_images)) as reader:
                 if not isinstance(reader, LoaderReader) or not reader.decodes_once:
                     return ()
                 timing = reader.run(_MAX_LOAD_SECONDS, once=True)

@@ -286,3 +286,15 @@ def test_hot_cases_read_decoded_chunks_from_memory_as_later_epochs_do(tmp_path: 
         (found,) = measure(variants, [case_of("as it is", "window", "direct", "hot")], 0.1, FakeClock(tick=0.05))
     assert found.speeds
     assert found.amplification == 0
+
+
+@pytest.mark.parametrize(("times", "once"), [(1, True), (10, True), (100, False)])
+def test_chunks_stay_in_memory_only_if_those_of_all_images_would(tmp_path: Path, times: int, once: bool) -> None:
+    """192 MiB of decoded chunks are kept; the file has 12."""
+    path = write_compressed(tmp_path / "part.h5", (1_000, 64, 64, 3), 10)
+    with scratch_folder(tmp_path) as scratch:
+        settings = {"chunk_rows": (10,), "contiguous": False, "rows": 1_000, "compression": ("gzip",)}
+        for variant in sample_of(path, scratch, **settings).variants:
+            reader = open_reader(case_of(variant.label, "window"), variant, 0, SharedDatasets(times * 1_000))
+            assert reader.decodes_once == once, variant.label
+            reader.close()
