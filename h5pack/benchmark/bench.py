@@ -337,7 +337,8 @@ class BenchRun:
             needed = report.seconds["packing"] + report.seconds["warming up"] + (MIN_REPEATS + 1) * turn
             report.enough_seconds = math.ceil(LEEWAY * max(needed, settings.seconds))
         ceilings.copy = None  # Free the memory of its arrays.
-        _note_slow(report, sample, batch_size)
+        if "full" in settings.orders:
+            _note_slow(report, sample, batch_size)
         if chosen is not None and not chosen.compared:
             end = min(end, self._clock() + _SMALL_SECONDS)
         self._measure_others(report, every, sweep, end)

@@ -197,6 +197,16 @@ def test_an_input_file_is_compared_with_packs_of_it(tmp_path: Path) -> None:
         assert chosen.gain is not None
 
 
+@pytest.mark.parametrize(("orders", "notes"), [(("window",), 0), (("window", "full"), 1)])
+def test_only_an_order_that_was_asked_for_is_noted_as_left_out(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orders: tuple[str, ...], notes: int
+) -> None:
+    monkeypatch.setattr("h5pack.benchmark.cases._DECODE_BUDGET_BYTES", 1_000)
+    settings = {"chunk_rows": 4, "batch_size": 8, "caches": "hot", "engines": "direct", "compression": "gzip"}
+    report = bench(folder, tmp_path, orders=orders, contiguous=False, **settings)
+    assert sum("full shuffle" in note for note in report.notes) == notes
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_encoded_images_of_several_sizes_are_compared(tmp_path: Path, padded: bool) -> None:
     images = [save(tmp_path / "one.jpg", row, (32 + row % 3, 40)).read_bytes() for row in range(20)]
