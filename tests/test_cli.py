@@ -265,6 +265,7 @@ def test_a_full_standard_output_is_named(tmp_path: Path, unbuffered: str) -> Non
         ("give size=224", ("size=224",), "give --size 224"),
         ("size is 0; so is sizes", ("size is",), "size is 0; so is sizes"),
         ("give labels=''", ("labels=''",), "give --no-labels"),
+        ("mode='' is invalid", ("mode=''",), "--mode '' is invalid"),
         ("chunk_rows and chunk_bytes", ("chunk_rows", "chunk_bytes"), "--chunk-rows and --chunk-bytes"),
         ("give source='flat'", ("source='flat'",), "give --source flat"),
         ("nothing=1 here", ("nothing=1",), "nothing=1 here"),

@@ -104,9 +104,11 @@ def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
     flag = "--" + name.replace("_", "-")
     # Private API: argparse has no public list of a parser's options.
     actions = [action for action in parser._actions if flag in action.option_strings or action.dest == name]
+    if text:  # Prefer --no-labels to --labels ''.
+        actions.sort(key=lambda action: action.const != value)
     for action in actions:
         if action.option_strings and action.nargs == 0 and (not text or action.const == value):
             return action.option_strings[-1]
-        if action.option_strings and action.nargs != 0 and not (text and value == ""):
+        if action.option_strings and action.nargs != 0:
             return f"{action.option_strings[-1]} {shlex.quote(str(value))}" if text else action.option_strings[-1]
     return flag if value is True else None
