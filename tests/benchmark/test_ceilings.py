@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +10,22 @@ from typing import Any
 from unittest.mock import Mock
 
 import h5py
+import numpy as np
 import pytest
 
 import h5pack
 from h5pack.benchmark.cases import BenchCase
-from h5pack.benchmark.ceilings import Ceilings, PageState, sequential
+from h5pack.benchmark.ceilings import Ceilings, PageState, sequential, touch
 from h5pack.system.files import drop_cache, make_hot
 from tests.benchmark.test_cases import variant
 from tests.data.packs import ROWS, SHAPE, labeled
+
+
+def test_a_byte_of_each_page_is_read_whatever_the_dtype() -> None:
+    for dtype in (np.uint8, np.int32, np.float64):
+        images = np.full(3 * mmap.PAGESIZE + 8, 7, np.uint8).view(dtype)
+        assert touch(images.reshape(1, -1)) == 4 * 7
+    assert touch(np.full(9, np.nan, np.float32)) == 0
 
 
 def test_a_file_is_dropped(tmp_path: Path) -> None:
