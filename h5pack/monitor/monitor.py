@@ -224,7 +224,7 @@ class FeedMonitor(LoaderWrapper):
     def _length(self) -> int | None:
         try:
             return len(self.loader)
-        except TypeError:
+        except (TypeError, NotImplementedError):
             return None
 
     def _step(self, batches: int) -> int:

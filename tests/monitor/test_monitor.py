@@ -111,6 +111,16 @@ def test_an_iteration_in_a_reference_cycle_is_reported_when_it_is_freed() -> Non
     assert [(report.over, report.batches) for report in reports] == [("interval", 1), ("epoch", 1)]
 
 
+def test_a_length_may_be_unknown() -> None:
+    class Endless(Numbers):
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+    monitor = FeedMonitor(Endless(3), warn_stall=None)
+    assert [sum(1 for _ in monitor) for _ in range(2)] == [3, 3]
+    assert monitor.report().step == 6
+
+
 def test_requests_after_the_end_are_not_reported(clock: FakeClock) -> None:
     reports: list[FeedReport] = []
     iterator = iter(FeedMonitor(SlowLoader(clock, 0.25, 3), warn_stall=None, on_report=reports.append))
