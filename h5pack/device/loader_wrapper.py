@@ -318,8 +318,9 @@ def rank_of_copies(loader: Any) -> int | None:
 
 def _batch_rows(loader: Any) -> int:
     """Return how many of the sampler's rows make a batch; 1 if the loader does not make batches of rows."""
-    # A DataLoader with a batch sampler has the batch size None.
-    return first_attribute([loader, getattr(loader, "batch_sampler", None)], "batch_size") or 1
+    # A DataLoader with a batch sampler has the batch size None. A wrapper may have its loader's sampler, but no size.
+    layers = layers_of(loader)
+    return first_attribute([*layers, *(getattr(one, "batch_sampler", None) for one in layers)], "batch_size") or 1
 
 
 def _epoch_of(loader: Any, *, counted: bool) -> int | None:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import json
 import pickle
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -110,6 +111,26 @@ def test_epochs_of_a_loader_that_delivers_out_of_order(dataset: h5pack.H5Dataset
     for epoch in range(2):
         assert len(list(wrapped)) == len(wrapped)
         assert (wrapped.epoch, wrapped.state_dict()["epoch"]) == (epoch, epoch + 1)
+
+
+@every_feed
+def test_states_of_other_wrappers_that_have_a_sampler(dataset: h5pack.H5Dataset, feed_of: Any) -> None:
+    class Moving:
+        """A wrapper as timm's PrefetchLoader."""
+
+        def __init__(self) -> None:
+            self.loader = LOADERS["rows"](dataset)
+            self.sampler = self.loader.sampler
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self.loader)
+
+    expected = rest_of(DeviceFeed(LOADERS["rows"](dataset)))
+    feed, resumed = feed_of(Moving()), feed_of(Moving())
+    iterator = iter(feed)
+    assert [next(iterator)[-1].tolist() for _ in range(4)] == expected[:4]
+    resumed.load_state_dict(feed.state_dict())
+    assert rest_of(resumed) == expected[4:]
 
 
 @every_feed
