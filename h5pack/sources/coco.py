@@ -73,7 +73,7 @@ class _Annotations:
     has_boxes: bool = False
     has_captions: bool = False
     unused: set[str] = field(default_factory=set)  # keys of annotations that are not packed
-    # "empty": number of boxes without an area in their image; "unknown": number of annotations without an image.
+    # "empty": number of boxes left out for having no area; "unknown": number of annotations without an image.
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -196,7 +196,7 @@ def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], s
 
 
 def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> None:
-    """Add an annotation to its image. Leave out a box that has no area in the image; others are clipped later."""
+    """Add an annotation to its image. Leave out a box that is known to have no area in it; others are clipped later."""
     image = images.get(_integer(annotation["image_id"]))
     found.unused.update(annotation.keys() - _TAKEN)
     if image is None:
