@@ -137,7 +137,7 @@ def append(
     parts = [old, new]
     merged = _with_latest_rejects(merge(parts), new)
     statistics = added_statistics(parts, merged)
-    chunk_rows = None if old.is_encoded else old.index.chunk_rows
+    chunk_rows = None if old.is_encoded else old.index.group_rows  # `chunk_rows` of a contiguous dataset is its length
     plan = Combination.of("append", parts, merged, np.arange(len(merged)), statistics, chunk_rows)
     new_classes = (merged.label_names or ())[len(old.catalog.label_names or ()) :]
     if new_classes:

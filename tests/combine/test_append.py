@@ -426,6 +426,18 @@ def test_rows_that_only_the_hdf5_library_reads_are_kept(
     assert h5pack.verify(path, num_workers=1).ok
 
 
+def test_a_contiguous_pack_does_not_become_one_chunk(tmp_path: Path) -> None:
+    path = tmp_path / "o.h5"
+    h5pack.convert(flat_folder(tmp_path / "in", 9, (400, 400)), path, **quick())
+    with h5py.File(path) as file:
+        chunks = file["images"].chunks
+    store_again(path, "images")
+    save(tmp_path / "more" / "new.jpg", size=(400, 400))
+    h5pack.append(path, tmp_path / "more", **quick())
+    with h5py.File(path) as file:
+        assert (file["images"].shape[0], file["images"].chunks) == (10, chunks)
+
+
 def test_masks_that_cannot_be_copied_are_an_error_before_any_work(tmp_path: Path) -> None:
     path, more, _ = parts(tmp_path, "jpeg")
     store_again(path, "fields/mask/data", compression="gzip")
