@@ -140,6 +140,8 @@ class BenchReport:
         size = f" ({format_bytes(found)}{large})" if (found := sizes.get(chosen.variant)) is not None else ""
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file, and read it with H5Loader"
+        if chosen.is_default and chosen.chunk_rows == self.source_images < self.num_images:
+            what = "Convert with the default chunks"  # The source has fewer rows than one of them.
         again = "measure again when nothing else uses the machine"
         again += f", or add {' '.join(self._longer)} to the options" if self._longer else ""
         if chosen.busy and not chosen.best_in_median:

@@ -87,6 +87,14 @@ def test_the_first_lines_are_the_answer_with_its_figure_and_threads(full: bool) 
     assert reasons.splitlines() == [*(f"- missing: {text}" for text in report.missing), *notes]
 
 
+@pytest.mark.parametrize(("source_images", "named"), [(36, False), (37, True), (202_599, True)])
+def test_a_source_smaller_than_a_default_chunk_gives_it_no_size(source_images: int, named: bool) -> None:
+    report = reports.folder_report()
+    report.source_images = source_images
+    report.recommendation = reports.recommended(reports.packed(36), is_default=True, compared=False)
+    assert ("36 rows (4 MiB)" in report.headline()) == named
+
+
 def test_only_measured_cases_are_in_the_table_of_the_run_off() -> None:
     report = reports.folder_report()
     report.run_off.append(reports.failed(reports.packed(7), "window", "direct", "hot"))
