@@ -41,7 +41,7 @@ def interleaved(names: Sequence[_T], repeats: int) -> Iterator[_T]:
 
 
 def sequential(path: Path, flags: int = 0, seconds: float = math.inf, num_threads: int = 1) -> float:
-    """Read a file sequentially for at most about `seconds`, an equal part of it in each thread; return bytes/s.
+    """Read a file sequentially for about `seconds`, an equal part of it in each thread; return bytes/s.
 
     `flags` are further flags for `os.open`, such as O_DIRECT.
     """
@@ -53,10 +53,10 @@ def sequential(path: Path, flags: int = 0, seconds: float = math.inf, num_thread
         descriptor = os.open(path, os.O_RDONLY | flags)
         block, at, end = mmap.mmap(-1, _BLOCK_BYTES), thread * part, (thread + 1) * part
         try:
-            while at < end and time.perf_counter() - begin < seconds and (got := os.preadv(descriptor, [block], at)):
+            while at < end and (got := os.preadv(descriptor, [block], at)):
                 at += got
-                # Stop at an unaligned end of the file: O_DIRECT cannot read from an unaligned offset.
-                if got % mmap.PAGESIZE:
+                # Stop at an unaligned end of the file, too: O_DIRECT cannot read from an unaligned offset.
+                if time.perf_counter() - begin >= seconds or got % mmap.PAGESIZE:
                     break
         finally:
             os.close(descriptor)
