@@ -7,6 +7,7 @@ import importlib
 import logging
 import multiprocessing
 import os
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -95,6 +96,8 @@ class DeviceWait:
         self._spare: list[tuple[Any, Any]] = []
         self._pending: deque[tuple[Any, Any, float]] = deque()
         self._seconds = 0.0
+        # Another thread may ask for a report. Reentrant, because the garbage collector may end an iteration meanwhile.
+        self._lock = threading.RLock()
 
     def begin(self) -> None:
         """Record that a batch is about to be requested."""
@@ -106,14 +109,16 @@ class DeviceWait:
         """Record that a batch arrived, and how many seconds the process waited for it."""
         # The current stream waits for the copy and the transform, so this event is reached when they are done.
         self._open[1].record(torch.cuda.current_stream(self._device))
-        self._pending.append((*self._open, host_seconds))
-        self._count_finished()
+        with self._lock:
+            self._pending.append((*self._open, host_seconds))
+            self._count_finished()
 
     @property
     def seconds(self) -> float:
         """The seconds of all waits so far. Until the device ends a wait, the process's wait is counted instead."""
-        self._count_finished()
-        return self._seconds + sum(host for _, _, host in self._pending)
+        with self._lock:
+            self._count_finished()
+            return self._seconds + sum(host for _, _, host in self._pending)
 
     def _count_finished(self) -> None:
         while self._pending and self._pending[0][1].query():

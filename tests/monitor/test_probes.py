@@ -6,9 +6,11 @@ import itertools
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,32 @@ def test_waits_of_a_stream_count_once_the_device_has_reached_them(monkeypatch: p
     assert wait.seconds == pytest.approx(0.7)
     # The two events were reused.
     assert next(made) == 2
+
+
+def test_waits_are_counted_while_another_thread_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    event = types.SimpleNamespace(record=lambda _: None, query=lambda: True, elapsed_time=lambda _: 1000.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    wait, interval = DeviceWait(torch.device("cuda", 0)), sys.getswitchinterval()
+    ended = threading.Event()
+
+    def read() -> float:
+        while not ended.is_set():
+            _ = wait.seconds
+        return wait.seconds
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            reading = executor.submit(read)
+            for _ in range(3_000):
+                wait.begin()
+                wait.end(0.0)
+            ended.set()
+            assert reading.result() == 3_000
+    finally:
+        ended.set()
+        sys.setswitchinterval(interval)
 
 
 class FakeNvml(types.ModuleType):
