@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Iterator
@@ -364,15 +363,12 @@ def _moving_average(average: float, seconds: float) -> float:
 
 
 def _to_fraction(factor: Any, max_factor: int) -> Fraction:
-    found = None
-    if not math.isnan(real_number(factor)):
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            exact = Fraction(factor if isinstance(factor, (int, Fraction)) else float(factor))
-            found = exact.limit_denominator(_MAX_DENOMINATOR) if exact >= 1 else None
-            # NumPy integers become ints, also those in a Fraction, because JSON cannot store them.
-            found = None if found is None else Fraction(int(found.numerator), int(found.denominator))
-    if found is None:
+    number = real_number(factor)
+    if not 1 <= number < math.inf:
         raise unfit("factor", factor, "give a number of at least 1, or 'auto'")
+    exact = Fraction(factor if isinstance(factor, (int, Fraction)) else number).limit_denominator(_MAX_DENOMINATOR)
+    # NumPy integers become ints, also those in a Fraction, because JSON cannot store them.
+    found = Fraction(int(exact.numerator), int(exact.denominator))
     if found > max_factor:
         raise OptionsError(
             f"factor is {factor}, above max_factor={max_factor}; give a lower factor or a higher max_factor",
