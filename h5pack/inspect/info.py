@@ -32,6 +32,7 @@ from h5pack.read.hdf5 import (
     reopen_tuned,
     reporting_damage,
     require_dataset,
+    require_open_sources,
 )
 from h5pack.read.virtual import files_of
 from h5pack.sources.hdf5_catalog import channel_axes, find_images, is_image_array, packing_options
@@ -453,6 +454,7 @@ def _stats(file: h5py.File, pack: dict[str, Any], name: str | None) -> dict[str,
 
 def _label_counts(labels: h5py.Dataset, parts: Sequence[Sequence[int]] = ()) -> dict[str, int]:
     values = np.concatenate([labels[start:stop] for start, stop in parts or [(0, len(labels))]])
+    require_open_sources(labels)
     if {*values.shape[1:]} == {1} and schema.COLUMNS not in labels.attrs:
         values = values.reshape(-1)
     if values.ndim == 2:
@@ -477,6 +479,7 @@ def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:
         for row in rows.tolist():
             pixels = images[row].astype(np.float64) / scale
             sums += [pixels.sum(others), (pixels * pixels).sum(others)]
+    require_open_sources(images)
     if not np.isfinite(sums).all():
         return None
     mean, square = sums / (len(rows) * math.prod(images.shape[1:]) / images.shape[axis])

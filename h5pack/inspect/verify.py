@@ -33,6 +33,7 @@ from h5pack.read.hdf5 import (
     reporting_damage,
     require_complete,
     require_filters,
+    require_open_sources,
     text,
 )
 from h5pack.read.ragged import index_ragged, is_ragged, own_fields
@@ -152,6 +153,8 @@ def verify(
     ------
     PackFormatError
         If the file is not a pack, and therefore has no checksums.
+    ReadError
+        If a virtual pack has more sources than this process may open files.
     WorkerError
         If a worker process cannot start, or dies while it checks rows.
     """
@@ -297,6 +300,7 @@ def _damaged_kept(file: h5py.File, index: EncodedIndex, checksums: npt.NDArray[n
             differs = True
         if differs:
             wrong.append(row)
+    require_open_sources(data)
     return wrong
 
 
@@ -352,6 +356,7 @@ def _dataset_checksums(dataset: h5py.Dataset) -> npt.NDArray[np.uint32]:
     found = np.zeros(len(dataset), np.uint32)
     for low in range(0, len(dataset), _BLOCK_ROWS):
         found[low : low + _BLOCK_ROWS] = row_checksums(dataset[low : low + _BLOCK_ROWS])
+    require_open_sources(dataset)
     return found
 
 
@@ -425,6 +430,7 @@ def _decode_counted(task: _Rows) -> tuple[int, list[int]]:
             except (OSError, RuntimeError):
                 differs = np.ones(len(expected), np.bool_)
             wrong += (start + np.flatnonzero(differs)).tolist()
+        require_open_sources(images)
     return len(task.checksums), wrong
 
 

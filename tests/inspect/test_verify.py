@@ -18,9 +18,10 @@ import pytest
 
 import h5pack
 from h5pack.cli import main
-from h5pack.errors import OptionsError, PackFormatError, WorkerError
+from h5pack.errors import OptionsError, PackFormatError, ReadError, WorkerError
 from h5pack.inspect import verify as module
 from tests.makers import flat_folder, hdf5_file, pair_folders, quick, split_folders
+from tests.read.files import in_child, limit_open_files
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,24 @@ def test_only_datasets_with_damaged_rows_are_listed(tmp_path: Path) -> None:
         file.create_dataset("encoded/data", data=data, compression="gzip")
         file["labels"][2] ^= 1
     assert h5pack.verify(tmp_path / "o.h5").damaged == {"labels": [2]}
+
+
+@pytest.mark.parametrize("check", [h5pack.verify, lambda path: h5pack.info(path, stats=True)], ids=["verify", "info"])
+def test_a_virtual_pack_with_too_many_sources_is_not_called_damaged(tmp_path: Path, check: Any) -> None:
+    """HDF5 keeps sources open, and silently reads fill values of those that it cannot open."""
+    h5pack.convert(flat_folder(tmp_path / "in", 1), tmp_path / "a.h5", **quick(compression="gzip"))
+    packs = [shutil.copy(tmp_path / "a.h5", tmp_path / f"{number}.h5") for number in range(60)]
+    h5pack.join(packs, tmp_path / "o.h5", virtual=True)
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        del file["statistics"]
+
+    def fails() -> bool:
+        limit_open_files(40)
+        with pytest.raises(ReadError, match="open files") as caught:
+            check(tmp_path / "o.h5")
+        return bool(caught.value.dataset == "images")
+
+    assert in_child(fails)
 
 
 @pytest.mark.parametrize("chunks", [None, (3, 20, 20, 3), (7, 80, 70, 1)])
