@@ -103,9 +103,7 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
     # Rows that will be compressed are written, read and written again.
     passes = 1 if plan.options.filter is None else 3
     on_disk = passes * plan.row_bytes / _DISK_BYTES_PER_SECOND
-    alone = 0.0
-    if plan.options.filter is not None and num_workers > 1:
-        alone = _STORE_SECONDS_PER_BYTE * plan.row_bytes
+    alone = _STORE_SECONDS_PER_BYTE * plan.row_bytes if passes > 1 and num_workers > 1 else 0.0
     return (max(in_workers, on_disk) + alone) * plan.rows + table_seconds
 
 
