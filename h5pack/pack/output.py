@@ -124,17 +124,16 @@ class Output:
         has_unfinished = self.partial.exists() or self.parts.exists()
         begun_parts = count_parts()
         is_complete = self.final.exists() and not self.partial.exists()
-        overwrite, resume = options.overwrite, options.resume
         if options.finish and not begun_parts and not is_complete:
             problem = "no part of it was written; write all parts, from part='1/N' to part='N/N', first"
             raise IncompletePackError.at(self.final, problem, "part='1/N'", "part='N/N'")
-        resume = resume or (options.continues and (begun_parts > 0 or is_complete))
+        may_replace = options.overwrite or options.resume or (options.continues and (begun_parts > 0 or is_complete))
         if self.final.is_dir():
             raise OutputExistsError.at(self.final, "is a folder; give the name of a file")
-        if self.final.exists() and not overwrite and not resume:
+        if self.final.exists() and not may_replace:
             problem = "exists; give another name, or overwrite=True to replace it"
             raise OutputExistsError.at(self.final, problem, "overwrite=True")
-        if has_unfinished and not overwrite and not resume:
+        if has_unfinished and not may_replace:
             if self.partial.exists() and is_locked(self.partial):
                 raise OutputBusyError(_busy(self), path=self.final)
             if not resumable:
