@@ -350,8 +350,12 @@ class SampleBatch(Sequence[Any]):
         return source._load(rows, key)
 
     def __reduce__(self) -> Any:
-        # If a worker's collate function returns this batch, the worker reads the samples, not the main process.
-        return list, (self.samples(),)
+        # If a worker's collate function returns this batch, the worker reads the samples, not the main process. If that
+        # fails, the main process tries again and gets the error: one in the thread that pickles would lose the batch.
+        try:
+            return list, (self.samples(),)
+        except Exception:
+            return SampleBatch, (self.rows, self._source, self._key)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -451,6 +451,17 @@ def test_a_worker_reads_a_batch_that_is_not_collated(rich_file: Path) -> None:
         assert same(*([torch.as_tensor(part) for part in one] for one in (sample, dataset[index])))
 
 
+def test_an_error_of_a_batch_that_is_not_collated_reaches_the_loop(tmp_path: Path) -> None:
+    path = packs.converted(tmp_path)
+    packs.flip(path, 4)
+    dataset = h5pack.H5Dataset(path, check=True)
+    order: Any = [[3], [4]]
+    loader = iter(DataLoader(dataset, batch_sampler=order, collate_fn=lambda batch: batch, timeout=30, **FORK))
+    assert len(next(loader)) == 1
+    with pytest.raises(DamagedRowsError):
+        list(next(loader))
+
+
 class Halved(h5pack.H5Dataset, Generic[T]):
     def __getitem__(self, index: Any) -> Any:
         image, label = super().__getitem__(index)
