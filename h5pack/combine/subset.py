@@ -138,6 +138,7 @@ def _with_classes(merged: Catalog, names: tuple[str, ...]) -> Catalog:
 def _of_rows(part: Part, rows: Sequence[int] | str) -> np.ndarray:
     chosen = np.zeros(len(part), np.bool_)
     found = _parsed(rows, len(part)) if isinstance(rows, str) else np.asarray(rows)
+    found = found if found.size else np.empty(0, np.int64)  # NumPy makes floats of an empty list.
     if found.ndim != 1 or found.dtype.kind not in "iu" or (found < 0).any() or (found >= len(part)).any():
         raise OptionsError.at(
             part.path, f"rows must be numbers from 0 to {len(part) - 1:,}, or text such as '0:1000,5000:6000'", "rows"

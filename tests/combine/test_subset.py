@@ -88,7 +88,7 @@ def test_wrong_calls(tmp_path: Path) -> None:
         ({"rows": [6]}, OptionsError), ({"rows": [-1]}, OptionsError), ({"rows": "1-5"}, OptionsError),
         ({"rows": "5:"}, OptionsError), ({"rows": "0:-1"}, OptionsError), ({"rows": 1.5}, OptionsError),
         ({"sample": 0}, OptionsError), ({"sample": 3, "seed": -1}, OptionsError), ({"rows": "2:2"}, NoImagesError),
-        ({"splits": "val", "rows": [0]}, NoImagesError),
+        ({"splits": "val", "rows": [0]}, NoImagesError), ({"rows": []}, NoImagesError),
     ):  # fmt: skip
         with pytest.raises(kind):
             h5pack.subset(path, tmp_path / "o.h5", **settings)  # type: ignore[arg-type]
