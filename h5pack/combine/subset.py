@@ -111,7 +111,7 @@ def _require_known(part: Part, parameter: str, names: Sequence[str], known: Sequ
     if unknown:
         raise OptionsError.at(
             part.path,
-            f"{parameter}={unknown[0]!r} does not exist; the pack has {listed(list(known)) or 'none'}",
+            f"{parameter}={unknown[0]!r} does not exist; the pack has {listed([*map(repr, known)]) or 'none'}",
             f"{parameter}={unknown[0]!r}",
         )
 

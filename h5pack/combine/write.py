@@ -98,6 +98,8 @@ class _UnfinishedFile(Unfinished):
         self.resumes = before is not None
         # As in `convert`, overwrite=True of either the interrupted or the resumed run allows replacing the output.
         self.overwrite = bool(before and before.pop("overwrite", False)) or overwrite
+        if self.overwrite:
+            output.permissions_of = output.final
         if before is None:
             output.require_not_begun(lock, ConvertOptions(overwrite=overwrite, resume=resume))
             output.remove_leftovers()

@@ -11,6 +11,7 @@ from typing import Any
 
 from h5pack.errors import OptionsError
 from h5pack.monitor.probes import GpuStatus
+from h5pack.system.files import absolute_path
 from h5pack.system.parameters import flags
 from h5pack.system.progress import progress_bar
 
@@ -99,7 +100,7 @@ class ReportOutputs:
         self._path: str | None = None
         try:
             if json_lines is not None:
-                self._path = os.path.abspath(json_lines)
+                self._path = absolute_path(json_lines)
                 open(self._path, "a", encoding="utf-8").close()
         except (OSError, TypeError, ValueError) as error:
             raise OptionsError(f"json_lines: {error}; give a writable file", parameters=("json_lines",)) from error

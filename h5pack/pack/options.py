@@ -188,7 +188,7 @@ class ConvertOptions:
         given = self._given(_OF_PIXELS) if self.keep is not None else []
         if given:
             advice = "leave out keep='jpeg' or these options"
-            advice += ", or limit the size with max_side" if "size" in given else ""
+            advice += ", or shrink images with max_side" if "size" in given else ""
             problem = f"{', '.join(given)} cannot be used with keep='jpeg', which stores image files; {advice}"
             raise OptionsError(problem, parameters=(*given, "keep='jpeg'", "max_side"))
         for dependent, required in _DEPENDENT:

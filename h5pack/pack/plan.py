@@ -27,6 +27,7 @@ from h5pack.sources.catalog import MISSING_FILE_REASONS, Catalog, Note, Reject
 from h5pack.sources.map_style import with_labels
 from h5pack.sources.validation import divide
 from h5pack.system.arrays import limited_stops, shuffled_split
+from h5pack.system.files import absolute_path
 from h5pack.system.parameters import invalid
 from h5pack.system.text import counted, first_names, format_bytes, labels_text
 from h5pack.version import __version__
@@ -287,7 +288,7 @@ class ConvertPlan:
             shapes = [(name, getattr(values, "shape", ())) for name, values in self.catalog.fields.items()]
             if maps := [name for name, shape in shapes if source_size in (shape[1:3], shape[2:4])]:
                 text = f"images and masks are resized, but these fields are packed as they are: {first_names(maps)}"
-                notes.append(Note(text, ("fields", "size")))
+                notes.append(Note(text))
         if labels is not None and labels.ndim == 1:
             missing = labels[self.row_order.origins] == schema.NO_LABEL
             counts = {name: int(missing[slice(*rows)].sum()) for name, rows in self.split_rows().items()}
@@ -418,7 +419,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
     if not len(usable):
         advice = "check the source"
         if catalog.kind == "manifest" and rejects[0].reason in MISSING_FILE_REASONS:
-            folder = options.root or os.path.dirname(os.path.abspath(source))
+            folder = options.root or os.path.dirname(absolute_path(source))
             advice = f"relative paths start from {folder}; if that is wrong, give root"
         problem = (
             f"none of its {counted(len(catalog), 'image')} can be packed (such as {rejects[0].shown}: "

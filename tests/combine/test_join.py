@@ -143,6 +143,20 @@ def test_many_packs_are_joined_with_few_open_files(tmp_path: Path) -> None:
     changes_in_child(join, kill_at=None)
 
 
+def test_a_resumed_join_keeps_the_permissions_of_the_output(tmp_path: Path) -> None:
+    packs, out = [], tmp_path / "o.h5"
+    for name in "ab":
+        packs.append(tmp_path / f"{name}.h5")
+        h5pack.convert(flat_folder(tmp_path / name, 3), packs[-1], **quick(compression="gzip"))
+    h5pack.join(packs, out)
+    out.chmod(0o600)
+    work = lambda: h5pack.join(packs, out, overwrite=True)  # noqa: E731
+    step = changes_in_child(work, kill_at=None).index("create o.h5.partial.compressed")
+    changes_in_child(work, kill_at=step)
+    h5pack.join(packs, out, resume=True)
+    assert out.stat().st_mode & 0o777 == 0o600
+
+
 def damage(path: Path) -> None:
     part = open_part(path)
     with path.open("r+b") as stream:
