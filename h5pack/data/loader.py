@@ -311,7 +311,7 @@ class H5Loader(Closeable, Resumable):
         self._max_gathered = min(few, self.prefetch_factor)
 
     def _new_pool(self, keep: int, rows: int | None = None) -> BufferPool:
-        """Return a pool that keeps up to `keep` buffers, each for `rows` rows; None: the rows of a batch."""
+        """Return a pool that keeps up to `keep` buffers, each for `rows` rows, by default those of a batch."""
         fields = batch_fields(self._base)
         if self._with_rows or self._check or self._base.ragged:
             fields.append((ROWS, (), np.dtype(np.int64)))
@@ -476,8 +476,8 @@ def _require_mixture(sampler: Any, dataset: Any, order: dict[str, Any]) -> None:
             "the other parameters of the order to H5Loader instead, or give the sampler to a DataLoader",
             parameters=("batch_sampler", "batch_size"),
         )
-    defaults = inspect.signature(H5Loader).parameters
-    given = [name for name, value in order.items() if value is not defaults[name].default]
+    defaults = {name: one.default for name, one in inspect.signature(H5Loader).parameters.items()}
+    given = [name for name, value in order.items() if (type(value), value) != (type(defaults[name]), defaults[name])]
     if given:
         raise OptionsError(
             f"batch_sampler says which rows are in which batch; leave out {' and '.join(given)} here",

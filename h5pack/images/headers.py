@@ -89,7 +89,7 @@ class ImageHeader:
 
 
 def orientation_of(image: Image.Image) -> int:
-    """Return the Exif orientation of an image, 1 to 8; 1 if it has none or an invalid one."""
+    """Return the orientation of an image in Exif or else XMP data, 1 to 8; 1 if it has none or an invalid one."""
     try:
         value = image.getexif().get(ORIENTATION_TAG, 1)
     except (SyntaxError, ValueError, struct.error):  # Pillow raises these for damaged Exif data.

@@ -216,12 +216,12 @@ class Evidence:
 
     @property
     def feed_cpus_used(self) -> float | None:
-        """CPU seconds that the loader's threads or workers used per second."""
+        """CPU seconds per second of the loader, or of the whole process where these are not known separately."""
         return self.stages[self.feed_stage].cpus_used if self.feed_stage in self.stages else self.cpus_used
 
     @property
     def feed_is_busy(self) -> bool | None:
-        """True if the loader's threads or workers use nearly all CPUs that they could use; None if not known."""
+        """True if `feed_cpus_used` is nearly the number of CPUs that the loader could use; None if not known."""
         used = self.feed_cpus_used
         return None if used is None else used >= _BUSY * min(self.parallel, self.cpus)
 

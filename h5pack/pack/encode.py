@@ -257,7 +257,7 @@ def _tasks(
 
 
 def _check_tasks(records: list[tuple[str, EncodedRecord]]) -> Iterator[CheckTask]:
-    """Yield a task that checks the images of each record; images are numbered from 0, across all records."""
+    """Yield a task for each record, which checks its images. They are numbered from 0 across all records."""
     start = 0
     for path, record in records:
         if len(images := record.images):

@@ -241,7 +241,7 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
         )
     if dtype.kind not in "biuf":
         packs = "pack the file with 'h5pack convert', which stores texts, or " if string is not None else ""
-        raise refuse(f"holds {dtype}, not numbers; {packs}name another dataset")
+        raise refuse(f"holds {'texts' if string is not None else dtype}, not real numbers; {packs}name another dataset")
 
 
 def _splits(file: h5py.File, rows: int, images: str) -> dict[str, RowNumbers]:

@@ -442,7 +442,7 @@ def _pixels(image: Any) -> npt.NDArray[np.uint8]:
 def _mask(name: str, mask: Any) -> npt.NDArray[Any]:
     """Convert a Pillow image, or an array or tensor of integers or bools, to a mask, uint8 or int32 (H, W)."""
     if mask is None:
-        raise RejectedImageError(f"the dataset gave a sample without {name!r}, but the first sample has it")
+        raise RejectedImageError(f"the dataset gave a sample without {name!r}, but the first readable sample has it")
     array = mask_numbers(mask) if hasattr(mask, "convert") and hasattr(mask, "getbands") else np.asarray(mask)
     if array.ndim == 3 and 1 in (array.shape[0], array.shape[2]):
         array = array[0] if array.shape[0] == 1 else array[:, :, 0]

@@ -143,7 +143,7 @@ class _Table:
         return self._parquet.read_row_group(row_group, columns=[name], use_threads=False).column(name)
 
     def largest_group_bytes(self, name: str) -> int:
-        """Return the largest uncompressed size in bytes of a column in a row group; 0 for an Arrow file."""
+        """Return a column's uncompressed size in bytes in the row group where it is largest; 0 for an Arrow file."""
         if self._parquet is None:
             return 0
         metadata = self._parquet.metadata

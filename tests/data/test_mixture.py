@@ -394,6 +394,8 @@ def test_a_loader_refuses_what_contradicts_its_batch_sampler(alike: ConcatPack) 
         with pytest.raises(OptionsError) as caught:
             h5pack.H5Loader(alike, batch_sampler=sampler, **{name: value})
         assert caught.value.parameters == ("batch_sampler", name)
+    # An equal value need not be the same object.
+    h5pack.H5Loader(alike, batch_sampler=sampler, shuffle="".join(["win", "dow"]), seed=0).close()
     chunks: Any = h5pack.ChunkBatchSampler(alike, 12)
     other = ConcatPack(alike.datasets)
     for make, parameters in (

@@ -170,7 +170,7 @@ def _resize_kernel(  # type: ignore[no-untyped-def]
     if not SHARED:
         rows += image * (1 + taps_y) * out_height
         columns += image * (1 + taps_x) * out_width
-    # Compare columns, not x: the compiler then knows that a vector is inside completely, and stores it at once.
+    # Compare columns, not x: the compiler then knows that a vector is all inside or all outside, and stores it at once.
     here = (y < out_height)[:, None] & (column < out_width * STEP)[None, :]
     offsets = y[:, None].to(tl.int64) * (out_width * STEP) + column[None, :]
     boxed = here
