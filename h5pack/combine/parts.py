@@ -350,7 +350,7 @@ def merge_classes(found: Iterable[tuple[Path | str, tuple[str, ...]]]) -> tuple[
             keys.append((name, repeats[name]))
             repeats[name] += 1
         added = [key for key in keys if key not in numbers]
-        for name, _ in added:
+        for name in dict.fromkeys(name for name, _ in added if (name, 0) not in numbers):
             known, owner = origins.get(name.casefold(), (name, path))
             if known != name:
                 problem = (

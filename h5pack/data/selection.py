@@ -158,12 +158,14 @@ def _select_rows(
 
 
 def require_no_transform(dataset: Any) -> None:
-    """Raise an OptionsError if a user's dataset, of which an H5Loader may read a copy, changes single samples."""
-    methods = {type(dataset).__getitem__}
+    """Raise an OptionsError if `dataset`, as the user gave it (H5Loader may read a copy), changes single samples."""
+    kinds = [type(dataset)]
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-        methods.add(type(dataset).__getitem__)
-    is_plain = methods <= {Subset.__getitem__, ConcatPack.__getitem__, H5Dataset.__getitem__}
+        kinds.append(type(dataset))
+    methods = ("__getitem__", "__getitems__")
+    plain = {getattr(kind, name) for kind in (Subset, ConcatPack, H5Dataset) for name in methods}
+    is_plain = all(getattr(kind, name) in plain for kind in kinds for name in methods)
     for one in dataset.datasets if isinstance(dataset, ConcatPack) else (dataset,):
         if not (is_plain and one.is_plain):
             raise OptionsError(

@@ -401,7 +401,7 @@ def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str)
 
 
 def _filenames(file: h5py.File, images: str, rows: int) -> h5py.Dataset | None:
-    """Return the dataset of the images' file names; None if there is none. Raise SourceError if it does not fit."""
+    """Return the dataset of the images' file names; None if none fits. Raise SourceError if a pack's does not fit."""
     stored = find_item(file, schema.FILENAMES)
     if images not in (schema.IMAGES, schema.ENCODED) or not isinstance(stored, h5py.Dataset):
         return None

@@ -283,15 +283,22 @@ def _attribute(dataset: Any, name: str) -> Any:
         return None
 
 
+def _is_a(dataset: Any, *kinds: str) -> bool:
+    """Return whether a dataset is of one of the `kinds`, "package.Class". Others may arrange their parts otherwise."""
+    return any(f"{kind.__module__.partition('.')[0]}.{kind.__name__}" in kinds for kind in type(dataset).__mro__)
+
+
 def _known_of_subset(dataset: Any, count: int) -> _Known | None:
     """Return the properties of a ``Subset``, taken from the dataset that it selects from; None for other types."""
     whole, indices = _attribute(dataset, "dataset"), _attribute(dataset, "indices")
-    if not hasattr(whole, "__len__") or not hasattr(indices, "__len__") or len(indices) != count:
+    if (
+        not _is_a(dataset, "torch.Subset")
+        or not hasattr(whole, "__len__")
+        or not hasattr(indices, "__len__")
+        or len(indices) != count
+    ):
         return None
-    try:
-        positions = np.asarray(indices)
-    except ValueError:  # lists of different lengths
-        return None
+    positions = np.asarray(indices)
     known = _known(whole)
     if positions.ndim != 1 or (count and positions.dtype.kind not in "iu"):
         return None
@@ -308,6 +315,8 @@ def _known_of_subset(dataset: Any, count: int) -> _Known | None:
 
 def _known_of_parts(dataset: Any, count: int) -> _Known | None:
     """Return the properties of a ``ConcatDataset`` or ``ConcatPack``, joined from its parts; None for other types."""
+    if not _is_a(dataset, "torch.ConcatDataset", "h5pack.ConcatPack"):
+        return None
     datasets = _attribute(dataset, "datasets")
     if not isinstance(datasets, (list, tuple)) or not all(hasattr(part, "__len__") for part in datasets):
         return None

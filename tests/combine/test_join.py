@@ -299,6 +299,9 @@ def test_equal_classes_of_many_packs_are_merged_as_those_of_one() -> None:
     names, maps = merge_classes([("a", ours), ("b", theirs), ("c", (*ours,)), ("d", theirs)])
     assert names == ("ant", "crane", "crane", "cow")
     assert [numbers.tolist() for numbers in maps] == [[0, 1, 2, -1], [1, 3, -1]] * 2
+    # Letters that differ only in case are two classes of one pack, and may be repeated in another.
+    names, maps = merge_classes([("p", ("a", "A")), ("q", ("a", "A", "A"))])
+    assert (names, maps[1].tolist()) == (("a", "A", "A"), [0, 1, 2, -1])
 
 
 class Birds:

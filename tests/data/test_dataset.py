@@ -485,6 +485,11 @@ class Transformed(Subset[Any]):
         return [self[index] for index in indices]
 
 
+class Fetched(Subset[Any]):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [-sample[1] for sample in super().__getitems__(indices)]
+
+
 def test_a_dataloader_calls_the_method_of_a_subclass(rich_file: Path) -> None:
     one, halved = h5pack.H5Dataset(rich_file), Halved[int](rich_file)
     indices = [5, 3, 3]
@@ -495,7 +500,14 @@ def test_a_dataloader_calls_the_method_of_a_subclass(rich_file: Path) -> None:
         assert batch["label"].tolist() == [-one[index].label for index in indices]
     (labels,) = DataLoader(Negated([one]), batch_sampler=[indices])
     assert labels.tolist() == [-one[index].label for index in indices]
-    for dataset in (halved, h5pack.ConcatPack([one, halved]), Negated([one]), Transformed(one, indices)):
+    changing = (
+        halved,
+        h5pack.ConcatPack([one, halved]),
+        Negated([one]),
+        Transformed(one, indices),
+        Fetched(one, indices),
+    )
+    for dataset in changing:
         for source in (dataset, Subset(dataset, range(3))):
             with pytest.raises(OptionsError):
                 h5pack.H5Loader(source, 4)

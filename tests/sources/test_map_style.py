@@ -252,7 +252,6 @@ def test_a_property_that_fails_is_no_reason_to_refuse_a_dataset() -> None:
 @pytest.mark.parametrize(
     "attributes",
     [
-        {"dataset": Folder(NAMES), "indices": [[0, 1], [2], [3], [1, 2, 3]]},
         {"rows": np.arange(4), "splits": {"train": [0, 1, 2], "val": [3]}},
         {"rows": np.arange(4), "splits": {0: np.arange(2), 1: np.arange(2, 4)}},
         {"rows": range(4), "splits": {"train": np.array([0.5, 1])}},
@@ -261,6 +260,31 @@ def test_a_property_that_fails_is_no_reason_to_refuse_a_dataset() -> None:
 def test_attributes_that_mean_something_else_are_ignored(attributes: dict[str, Any]) -> None:
     catalog = map_style_catalog(Folder(NAMES, **attributes))
     assert (list(catalog.names), catalog.split_names) == (NAMES, ("all",))
+
+
+def test_datasets_of_other_types_may_arrange_their_parts_otherwise() -> None:
+    class Alternating:
+        def __init__(self) -> None:
+            self.datasets = [Folder(NAMES), Folder([f"other/{name}" for name in NAMES])]
+
+        def __len__(self) -> int:
+            return 2 * len(NAMES)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.datasets[index % 2][index // 2]
+
+    class Reversed:
+        def __init__(self) -> None:
+            self.dataset, self.indices = Folder(NAMES), range(len(NAMES))
+
+        def __len__(self) -> int:
+            return len(NAMES)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.dataset[self.indices[-1 - index]]
+
+    for dataset in (Alternating(), Reversed()):
+        assert list(map_style_catalog(dataset).names) == [f"{index:08d}" for index in range(len(dataset))]
 
 
 def test_subsets_and_concatenations_keep_names_and_classes() -> None:
