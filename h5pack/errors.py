@@ -21,7 +21,8 @@
     ├── StateError (ValueError)              a saved state is damaged, or belongs to another order of rows
     └── LoaderError (RuntimeError)           a loader cannot return a batch, for example in a forked child
 
-Every message is one line: what is wrong, where (file, dataset, rows) and, where possible, what to do next.
+Every message is one line (unless a path has several): what is wrong, where (file, dataset, rows) and, where possible,
+what to do next.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ class Pipeline(BackgroundThreads):
             self._wake_one()
 
     def stop(self) -> None:
-        """Make the threads end after their current task. The garbage collector may call this."""
+        """Make the threads' functions end after their current task. The garbage collector may call this."""
         self._stopping = True
         self._plan_slots.put(None)
         for _ in self.threads:

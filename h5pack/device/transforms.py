@@ -42,8 +42,8 @@ class Views:
     """A transform that makes several views of the same images, for contrastive learning (such as SimCLR).
 
     In a `DeviceFeed`, the images of the batch become a tuple of tensors, one for each view. A field that a
-    `Normalize` among the transforms moves with the images becomes such a tuple, too. The random numbers of one view are
-    independent of those of another, even if both views have the same transform and seed.
+    `Normalize` among the transforms moves with the images becomes such a tuple, too. The random numbers of a keyed
+    transform in one view are independent of those in another, even with the same transform and seed.
 
     Parameters
     ----------

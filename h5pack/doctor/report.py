@@ -253,7 +253,7 @@ def _noisy_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> 
 
 
 def _known_text(evidence: Evidence) -> str:
-    """Return a sentence that compares the loader and the step, each measured alone, for a report without a verdict."""
+    """Return how the loader and the step compare, each measured alone, for a report without a verdict, or ""."""
     feed, step = evidence.rates(evidence.feed_stage), evidence.rates(Stage.STEP)
     if feed is None or step is None:
         return ""

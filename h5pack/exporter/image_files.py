@@ -295,8 +295,8 @@ def _write_file(path: str, data: bytes) -> None:
 def encode_png(pixels: npt.NDArray[Any], orientation: int = 1) -> bytes:
     """Return pixels (h, w, c) encoded as PNG: uint8 gray, gray with alpha, RGB or RGBA, or uint16 gray.
 
-    zlib's level 1 with the RLE strategy is used because it is fastest: one thread encodes 380 images/s of 218x178
-    pixels. Level 1 alone encodes 310 images/s, and the default level 6 encodes 110 images/s into 3 % smaller files.
+    zlib's level 1 with the RLE strategy is used because it is fast: one thread encodes 380 images/s of 218x178 pixels.
+    Level 1 alone encodes 310 images/s. The default level 6 encodes 110 images/s, into 3 % smaller files than RLE.
     """
     stream, exif = io.BytesIO(), Image.Exif()
     if orientation != 1:

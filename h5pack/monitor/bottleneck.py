@@ -3,8 +3,8 @@
 The numbers come from `FeedMonitor` (the counters of one interval of a training loop) or from `h5pack.diagnose` (the
 speeds of every stage measured alone, and of the whole loop). `judge` accepts both. The verdict has no text;
 recommendations are in `h5pack.monitor.advice`. "The feed" is everything on the host that produces a batch: storage,
-decoding, loader and transform. "The loop" and "everything together" both mean the complete training loop: feed, copy
-and step.
+decoding, loader and transform. "The loop" and "everything together" both mean the complete training loop: feed, copy,
+normalizing and step.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ def create_file(path: Path, structure: FileStructure) -> Iterator[h5py.File]:
     if structure.metadata_bytes:
         # HDF5 allocates all metadata in this block until the block is full. Without it, parts of the chunk index would
         # lie between chunks, and the distance between chunks would vary. HDF5 allocates the axis labels in 4 KiB after
-        # the block. So the block is 4 KiB smaller, and the chunks start at a whole MiB. Encoded images have no labels.
+        # the block. So the block is 4 KiB smaller, and the chunks start at a whole MiB. Encoded images have none.
         access.set_meta_block_size(structure.metadata_block_bytes - (_HEAP_BYTES if structure.row_shape else 0))
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     # No other process opens this file, and HDF5's file locking fails on some network file systems.

@@ -239,6 +239,7 @@ class Journal:
     def start_together(self, plan: dict[str, Any], fingerprints: npt.NDArray[np.uint64], temporary: Path) -> None:
         """Create a new journal at `temporary` and rename it, unless another process was first."""
         Journal(temporary).start(plan, fingerprints)
+        self._empty_without_plan()
         try:
             # Renaming is atomic, and fails if the journal exists, because that folder is not empty.
             temporary.rename(self.folder)
@@ -247,6 +248,21 @@ class Journal:
             if not self.folder.exists():
                 raise
         sync_path(self.folder.parent)
+
+    def _empty_without_plan(self) -> None:
+        """Remove the files of a journal that has no plan, because a run was killed while it removed the journal."""
+        try:
+            # Another process may put its own journal in this place meanwhile, so remove only files of this folder.
+            folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            names = os.listdir(folder)
+            for name in names if "plan.json" not in names else ():
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder)
+        finally:
+            os.close(folder)
 
     def plan(self) -> dict[str, Any] | None:
         """Return the plan that `start` saved, None if there is none; raises ResumeError if it is damaged."""

@@ -393,7 +393,7 @@ class OutputLock:
 
     @property
     def took_over(self) -> bool:
-        """Whether an owner on another machine, which may still have the file open, was replaced."""
+        """Whether an owner elsewhere (see `OwnerFile`), which may still have the file open, was replaced."""
         return self._owner is not None and self._owner.took_over
 
     def isolate(self) -> None:

@@ -43,6 +43,8 @@ class TextTable:
         for row, value in enumerate(values):
             if isinstance(value, (list, dict)):
                 problem = f"column {name!r} contains {value!r:.60}, not a number or a text"
+                if isinstance(value, dict):
+                    raise self.error(row, f"{problem}; give its values columns of their own")
                 raise self.error(row, f"{problem}; pack lists with field_columns", "field_columns")
         return [cell_text(value).strip() for value in values]
 

@@ -555,6 +555,18 @@ def test_a_part_killed_before_it_records_the_job_leaves_nothing(tmp_path: Path) 
     assert leftovers(tmp_path) == {"in", "o.h5"}
 
 
+def test_parts_begin_although_a_killed_run_left_a_part_of_its_journal(tmp_path: Path) -> None:
+    source, out = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5"
+    (tmp_path / "o.h5.partial.journal").mkdir()
+    for name in ("prints.bin", "rows-1.log"):
+        (tmp_path / "o.h5.partial.journal" / name).write_bytes(b"old")
+    for part in ("1/2", "2/2"):
+        h5pack.convert(source, out, part=part, num_workers=1)
+    h5pack.convert(source, out, finish=True, num_workers=1)
+    assert out.read_bytes() == local(source, tmp_path / "local.h5", {})
+    assert leftovers(tmp_path) == {"in", "o.h5", "local.h5"}
+
+
 def test_an_array_job_that_replaces_an_output_is_finished_twice(tmp_path: Path) -> None:
     source, out = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5"
     options = {"num_workers": 1, "overwrite": True}

@@ -286,6 +286,14 @@ def test_json_lines_have_lists_texts_and_boxes(tmp_path: Path) -> None:
     assert changed.tables_checksum() != catalog.tables_checksum()
 
 
+@pytest.mark.parametrize(("value", "parameters"), [([1], ("field_columns",)), ({"a": 1}, ())])
+def test_lists_and_dicts_are_no_labels(tmp_path: Path, value: Any, parameters: tuple[str, ...]) -> None:
+    path = jsonl(tmp_path / "m.jsonl", {"path": "a.jpg", "label": value})
+    with pytest.raises(SourceError) as caught:
+        manifest(path, ManifestColumns(), NameFilter())
+    assert caught.value.parameters == parameters
+
+
 def test_cells_of_csv_hold_lists_as_json_and_texts_as_they_are(tmp_path: Path) -> None:
     text = 'path,n,list,text,texts,box,point\na.jpg,1, [1],"x, ""y""\n ","[""a""]","[[1,2,3,4]]",\nb.jpg,2,,,[], ,\n'
     catalog = manifest(written(tmp_path / "m.csv", text), COLUMNS, NameFilter())
