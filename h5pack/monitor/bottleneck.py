@@ -378,7 +378,7 @@ class _StageRules:
                 return Verdict(Outcome.NOISY, stage=stage)
         gain = 1 / max(1e-3, 1 - stall)
         if stall > MAX_STALL:
-            # The loop cannot become faster than the device alone, even if noise makes the device seem slower.
+            # The loop cannot become faster than the device alone. If noise makes that seem slower, the gain is 1.
             gain = min(gain, max(1.0, demand.median / together.median))
         known: dict[str, Any] = {"gain": gain, "first_epoch": self._first_epoch()}
         if stall <= MAX_STALL and not self.evidence.on_gpu and demand.low > _SLOWED * together.high:

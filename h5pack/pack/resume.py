@@ -156,7 +156,7 @@ class UnfinishedPack(Unfinished):
         )
 
     def begin_finish(self, rows: int) -> None:
-        """Prepare the file for changes that only this process makes; `rows` is the number of rows that will remain."""
+        """Prepare the file for finishing, which one process does alone. `rows` is the number of rows less rejects."""
         self.own_lock.confirm()
         # Opening a file makes NFS drop cached pages that other machines have changed since.
         os.close(os.open(self.output.partial, os.O_RDONLY | os.O_CLOEXEC))

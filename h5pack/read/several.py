@@ -31,6 +31,7 @@ from h5pack.read.storage import SourceFile
 from h5pack.read.virtual_index import MappedRows, join_rows
 from h5pack.system.arrays import RowNumbers, joined_ranges, limited_runs, moved_rows, row_array
 from h5pack.system.parameters import require_local
+from h5pack.system.text import short_repr
 
 
 def list_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str | os.PathLike[str]]:
@@ -85,13 +86,12 @@ def join_descriptions(packs: Sequence[FileDescription]) -> FileDescription:
 def _require_alike(first: FileDescription, other: FileDescription) -> None:
     for what, one, two in zip(_METADATA, _metadata(first), _metadata(other), strict=True):
         if one != two:
-            if what == _METADATA[0]:
-                one, two = ([entry for entry in a if entry not in b] for a, b in ((one, two), (two, one)))
-            problem = (
-                f"differs from {first.path} in {what}: {two} and {one}; files that are read as one must agree in this "
-                "('h5pack join' can join packs with different classes, and fields with different dtypes)"
-            )
-            raise PackFormatError.at(other.path, problem)
+            if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
+                shared = {*one} & {*two}
+                one, two = ([entry for entry in found if entry not in shared] or found for found in (one, two))
+            problem = f"differs from {first.path} in {what}: {short_repr(two)} and {short_repr(one)}"
+            advice = "'h5pack join' can join packs with different classes, and fields with different dtypes"
+            raise PackFormatError.at(other.path, f"{problem}; files that are read as one must agree in this ({advice})")
 
 
 _METADATA = ("the datasets", "the layout", "the classes", "the columns", "the kinds of fields", "the classes of fields")

@@ -196,7 +196,7 @@ def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], s
 
 
 def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> None:
-    """Add an annotation to its image. Leave out a box that is known to have no area in it; others are clipped later."""
+    """Add an annotation to its image, but no box that is known to have no area there. Boxes are clipped later."""
     image = images.get(_integer(annotation["image_id"]))
     found.unused.update(annotation.keys() - _TAKEN)
     if image is None:

@@ -192,12 +192,11 @@ def read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
 
 def _byte_table(path: Path, name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """Convert a table of 0 to 255 to uint8. In a column of only -1 and 1, as in CelebA, -1 becomes 0."""
-    values = np.where((np.abs(values) == 1).all(axis=0), values > 0, values)
-    low, high = (values.min(), values.max()) if values.size else (0, 0)
-    if low < 0 or high > 255:
-        found = f"holds numbers from {low} to {high}, but a column of labels holds 0 to 255 (or only -1 and 1)"
-        raise _label_error(path, name, found, _OTHER, _NONE, f"fields={name!r}")
-    return values.astype(np.uint8)
+    fitted = np.where((np.abs(values) == 1).all(axis=0), values > 0, values)
+    if fitted.size and not 0 <= fitted.min() <= fitted.max() <= 255:
+        found = f"holds numbers from {values.min():.0f} to {values.max():.0f}, but a column of labels holds 0 to 255"
+        raise _label_error(path, name, f"{found} (or only -1 and 1)", _OTHER, _NONE, f"fields={name!r}")
+    return fitted.astype(np.uint8)
 
 
 def _require_memory(path: Path, name: str, size: int) -> None:

@@ -298,11 +298,12 @@ def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any
         return labels, None
     names, labels = class_ids(cells)
     if any(is_number(name) for name in names):
-        row = next(row for row in known if is_number(cells[row]))
+        rows = [row for row in known if is_number(cells[row])]
+        row = next((row for row in rows if integers([cells[row]]) is None), rows[0])
         raise table.error(
             row,
-            f"column {column!r} contains the number {cells[row]!r}; labels are either all integers (1, not 1.0) or "
-            f"all class names; pack other numbers as fields with field_columns={column!r}",
+            f"column {column!r} contains the number {cells[row]!r}; labels are either all 64-bit integers (1, not "
+            f"1.0) or all class names; pack other numbers as fields with field_columns={column!r}",
             f"field_columns={column!r}",
         )
     return labels, names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -167,7 +168,8 @@ def integers(cells: Iterable[str]) -> npt.NDArray[np.int64] | None:
 def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64 | np.uint64 | np.float64]:
     """Return a column as int64, or as uint64 for larger integers; as float64 if some cells are not integers.
 
-    An empty cell is NaN. Raise SourceError if a cell is not a number, or if integers fit neither int64 nor uint64.
+    An empty cell is NaN. Raise SourceError if a cell is not a number, or is one that would not be stored exactly as an
+    integer, or is beyond float64.
     """
     cells = table.column(column)
     try:
@@ -199,7 +201,9 @@ def _floats(table: TextTable, column: str, cells: list[str]) -> npt.NDArray[np.f
         exact = None
         with contextlib.suppress(ValueError):
             exact = int(parse_number(cells[row], int))
-        if exact is not None and exact != int(found[row]):
+        if math.isinf(found[row]) and "inf" not in cells[row].lower():
+            raise _number_error(table, column, row, "which is beyond float64")
+        if exact is not None and exact != float(found[row]):
             problem = "which would be rounded, because other cells are empty or not integers"
             raise _number_error(table, column, row, problem)
     return found

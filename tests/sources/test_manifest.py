@@ -129,7 +129,8 @@ def test_labels_are_integers_or_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cells", "line"), [(["1", "0.5"], 2), (["cat", "", "1.0"], 4), (["nan", "cat"], 2), (["cat", "3"], 3)]
+    ("cells", "line"),
+    [(["1", "0.5"], 3), (["1", str(2**64)], 3), (["cat", "", "1.0"], 4), (["nan", "cat"], 2), (["cat", "3"], 3)],
 )
 def test_numbers_that_are_not_integers_are_not_labels(tmp_path: Path, cells: list[str], line: int) -> None:
     with pytest.raises(SourceError, match=rf"line {line}: .*'{cells[line - 2]}'") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import re
 import subprocess
 import sys
@@ -105,11 +106,20 @@ def test_numbers_are_exact_integers_or_float64(cells: list[Any], dtype: Any) -> 
         *(([1, 2.5, cell, "worse"], 4) for cell in ("-", "cat", "1_0.5", "1,5")),
         # As floats, these integers would be others.
         (["", 2**53, 2**53 + 1], 4), ([1.5, -(2**53) - 3], 3), (["", 2**64 - 1], 3), ([0.5, 2**63 + 1], 3),
+        ([0.5, "1e400"], 3),
     ],
 )  # fmt: skip
 def test_a_cell_that_is_not_a_number_or_fits_no_dtype_is_named(cells: list[Any], line: int) -> None:
     with pytest.raises(SourceError, match=rf"line {line}: .*'x'.*{cells[line - 2]!r}"):
         numbers(table(*map(str, cells)), "x")
+
+
+@pytest.mark.parametrize("digits", [400, 4_400])
+def test_integers_beyond_float64_are_named(digits: int) -> None:
+    for first in ("0.5", "", "1", "inf"):
+        with pytest.raises(SourceError, match="line 3"):
+            numbers(table(first, "1" + "0" * digits), "x")
+    assert numbers(table("-inf", "Infinity"), "x").tolist() == [-math.inf, math.inf]
 
 
 def test_label_tables_hold_small_integers() -> None:
