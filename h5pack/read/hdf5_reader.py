@@ -67,9 +67,10 @@ class H5Reader:
         try:
             handles = self._handles
             if handles is None or handles.process != os.getpid():
-                self.identity.require(self.path)
                 # A forked child must open the file itself, because its copy of HDF5's state is not safe to use.
-                handles = self._handles = _Handles(self.path)
+                handles = _Handles(self.path)
+                self.identity.require(self.path)  # Do not keep another file open if it replaced the file just now.
+                self._handles = handles
             yield handles
         finally:
             self.identity.require(self.path)

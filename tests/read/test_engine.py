@@ -318,17 +318,22 @@ def test_a_file_changed_since_the_last_read_through_the_library_is_noticed(tmp_p
 def test_a_file_replaced_just_before_the_library_opens_it_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "f.h5"
-    write(path, numbers((20, 30), "i4"), "compact")
+    path, kept = tmp_path / "f.h5", tmp_path / "kept.h5"
+    values = write(path, numbers((20, 30), "i4"), "compact")
+    write(tmp_path / "other.h5", -values, "compact")
     engine = engine_of(path)
 
     def open_another(name: str) -> h5py.File:
-        files.replaced(path)
+        path.rename(kept)
+        (tmp_path / "other.h5").rename(path)
         return open_file(name)
 
     monkeypatch.setattr("h5pack.read.hdf5_reader.open_file", open_another)
     with pytest.raises(PackChangedError):
         engine.read("x", [3])
+    monkeypatch.undo()
+    kept.rename(path)
+    assert np.array_equal(engine.read("x", [3]), values[[3]])
 
 
 @pytest.mark.parametrize("storage", ["rows", "whole_gzip"])
