@@ -260,6 +260,7 @@ class FeedRecorder:
         self, monitor: FeedMonitor, layers: list[Any], begun: float, device_wait: DeviceWait | None = None
     ) -> None:
         self._monitor, self._layers, self.device_wait = monitor, layers, device_wait
+        self._unreported: list[FeedMonitor] = [weakref.proxy(monitor)]  # empty once a thread reports the iteration
         self._gpu: GpuStatus | None = None
         self._gpu_time = float("-inf")
         self.counters = _Counters(begun)
@@ -309,21 +310,22 @@ class FeedRecorder:
 
     def finish(self) -> None:
         """Report the last interval and the epoch. Call this when the iteration has ended, completely or early."""
-        if self._final is not None:
+        try:
+            # One thread may end the iteration while another begins the next. `list.pop` is atomic, so only one reports.
+            weak_monitor = self._unreported.pop()
+        except IndexError:
             return
-        now = self._read(time.perf_counter())
+        monitor, now = self._monitor, self._read(time.perf_counter())
         is_new = now.batches > self._last.batches or self._interval is None
         last = self._close_interval(now) if is_new else None
         self._final, self.due = self._report("epoch", self._first, now), float("inf")
         # The monitor refers to this recorder, and freeing a DataLoader in a reference cycle takes 5 seconds a worker.
-        self._monitor = weakref.proxy(self._monitor)
-        # Call the outputs after setting `_final`: if the user's `on_report` raises an error, the next call of `finish`
-        # must not report again.
+        self._monitor = weak_monitor
         try:
             if last is not None:
-                self._monitor._outputs.interval(last, now.batches)
+                monitor._outputs.interval(last, now.batches)
         finally:
-            self._monitor._outputs.end(self._final)
+            monitor._outputs.end(self._final)
 
     def report(self) -> FeedReport:
         """Return the report of the epoch so far, or of the whole epoch once it has ended."""

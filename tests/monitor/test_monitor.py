@@ -111,6 +111,24 @@ def test_an_iteration_in_a_reference_cycle_is_reported_when_it_is_freed() -> Non
     assert [(report.over, report.batches) for report in reports] == [("interval", 1), ("epoch", 1)]
 
 
+def test_an_iteration_that_two_threads_end_is_reported_once() -> None:
+    class Closing(Numbers):
+        @property
+        def queue_depth(self) -> int:
+            """Close the iterator while its last report is made, as another thread may."""
+            others.pop().close() if others else None
+            return 0
+
+    others: list[Any] = []
+    reports: list[FeedReport] = []
+    iterator: Any = iter(FeedMonitor(Closing(3), warn_stall=None, on_report=reports.append))
+    next(iterator)
+    others += [iterator]
+    iterator.close()
+    assert not others
+    assert [(report.over, report.batches) for report in reports] == [("interval", 1), ("epoch", 1)]
+
+
 def test_a_length_may_be_unknown() -> None:
     class Endless(Numbers):
         def __len__(self) -> int:
