@@ -216,8 +216,9 @@ class LibraryReader(CaseReader):
             return
         if order == "full":
             self._random.shuffle(rows)
-        batches: Iterable[Any] = np.array_split(rows, range(size, len(rows), size))
-        for batch in self._sampler if order == "window" else batches:
+        parts = range(size, len(rows), size)
+        batches: Iterable[Any] = self._sampler if order == "window" else np.array_split(rows, parts)
+        for batch in batches:
             yield from self.read_batch(batch)
 
     def read_row(self, row: int) -> npt.NDArray[Any]:
