@@ -15,6 +15,7 @@ from h5pack.data.mixture import MixtureSampler
 from h5pack.data.samplers import BatchOrder, ChunkSampler
 from h5pack.data.selection import resolve_ranks
 from h5pack.errors import OptionsError, StateError
+from h5pack.order.cursor import finish_epoch
 from h5pack.order.window import OrderPlan
 from h5pack.system.parameters import whole_number
 
@@ -200,7 +201,7 @@ class LoaderWrapper(Closeable):
             return
         for sampler in with_samplers(self.loader):
             if isinstance(sampler, (BatchOrder, ChunkSampler)):
-                sampler.finish_epoch()
+                finish_epoch(sampler)
 
     def _loader_state(self) -> dict[str, Any] | None:
         """Return the loader's own current state; None if it keeps no state."""

@@ -238,10 +238,6 @@ class Resumable:
         """Choose the epoch of the next iteration. By default each iteration is the epoch after the previous one."""
         self._cursor.set_epoch(epoch)
 
-    def finish_epoch(self) -> None:
-        """Make the state that of the next iteration, because all batches of the running one, if any, were received."""
-        self._cursor.finish(self._cursor.iteration)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration continue where `state` was saved, after the last delivered batch or row.
 
@@ -251,3 +247,8 @@ class Resumable:
             If `state` is malformed, belongs to another order, or cannot be converted to this number of ranks.
         """
         self._cursor.load(state)
+
+
+def finish_epoch(resumable: Resumable) -> None:
+    """Make the state that of the next iteration, because all batches of the running one, if any, were received."""
+    resumable._cursor.finish(resumable._cursor.iteration)
