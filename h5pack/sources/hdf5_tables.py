@@ -132,9 +132,10 @@ def read_labels(path: Path, file: h5py.File, name: str, rows: int) -> tuple[npt.
             columns = tuple(f"label_{column}" for column in range(values.shape[1]))
         return _byte_table(path, name, values), columns
     labels = values.astype(np.int64)
-    if schema.FORMAT not in file.attrs and len(labels) and (labels.min(), labels.max()) == (-1, 1) and labels.all():
-        labels = np.maximum(labels, 0)  # In a pack, -1 means that there is no label.
     classes = attribute_names(dataset, schema.CLASSES) or _enum_names(dataset)
+    low, high = labels.min(initial=0), labels.max(initial=0)
+    if classes is None and schema.FORMAT not in file.attrs and (low, high) == (-1, 1) and labels.all():
+        labels = np.maximum(labels, 0)  # In a pack, and beside names of classes, -1 means that there is no label.
     if classes is not None and len(labels) and not schema.NO_LABEL <= labels.min() <= labels.max() < len(classes):
         found = f"has {len(classes)} classes, but values from {labels.min()} to {labels.max()}"
         if schema.FORMAT in file.attrs:
