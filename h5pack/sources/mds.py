@@ -60,9 +60,9 @@ def is_mds(path: Path) -> bool:
         return _is_index(path / INDEX)
     try:
         entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
+        return bool(entries) and all((entry / INDEX).is_file() and _is_index(entry / INDEX) for entry in entries)
     except OSError:
         return False
-    return bool(entries) and all((entry / INDEX).is_file() and _is_index(entry / INDEX) for entry in entries)
 
 
 def _is_index(path: Path) -> bool:

@@ -16,6 +16,7 @@ import pytest
 import h5pack
 from h5pack.errors import SourceError
 from h5pack.sources.detect import SourceOptions, open_source
+from h5pack.sources.mds import is_mds
 from tests.makers import class_folders, pixels, quick
 from tests.read.encoded_files import encode
 
@@ -174,6 +175,11 @@ def test_a_folder_that_cannot_be_listed_is_one_error(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(SourceError):
         open_source(tmp_path / "c", SourceOptions())
+
+
+def test_a_link_that_cannot_be_followed_holds_no_shards(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("x" * 256)
+    assert not is_mds(tmp_path)
 
 
 def test_a_damaged_image_is_rejected(tmp_path: Path) -> None:
