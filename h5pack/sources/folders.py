@@ -97,7 +97,9 @@ def walk(root: str, names: NameFilter, top: str = "") -> Listing:
                 raise SourceError.at(os.path.realpath(path), problem)
             wanted, below = _list_folder(path, folder, names, found.ignored)
         except OSError as error:
-            if names.excludes_below(folder):
+            # A link that cannot be followed may lead to a file, which a pattern excludes by its name.
+            is_excluded = os.path.islink(path) and not NameFilter((), names.exclude).allows(folder)
+            if is_excluded or names.excludes_below(folder):
                 found.ignored["excluded folders"] += 1
                 continue
             problem = f"cannot be read ({error.strerror}); make it readable, or skip it with exclude"
