@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -56,10 +57,10 @@ class Survey:
     orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # in Exif, 1 to 8
     fields: list[dict[str, Any] | None] = field(default_factory=list)  # of each sample; empty without `has_labels`
 
-    def add(self, start: int, part: Survey, columns: tuple[str, ...]) -> None:
-        """Add a part of the survey, whose first image has the index `start`."""
+    def add(self, indices: slice | list[int], part: Survey, columns: tuple[str, ...]) -> None:
+        """Add a part of the survey, whose images have these indices."""
         for name in columns:
-            getattr(self, name)[start : start + len(part.heights)] = getattr(part, name)
+            getattr(self, name)[indices] = getattr(part, name)
         self.reasons.update(part.reasons)
         self.unused |= part.unused
         self.mask_dtypes = _widest(self.mask_dtypes, part.mask_dtypes)
@@ -141,19 +142,23 @@ def survey(
     done = set()
     for payload in () if journal is None else journal.payloads():
         start, part = Survey.decode(payload, columns)
-        # Survey images again whose files were missing: the disk may have been mounted since.
-        if start not in done and not _missing(part.reasons):
-            result.add(start, part, columns)
-            advance(len(part.heights))
-            done.add(start)
-    shares = (share for share in _shares(count) if share.start not in done)
-    tasks = (_task(catalog, options, list(range(count)[share])) for share in shares)
+        if start not in done:
+            result.add(slice(start, start + len(part.heights)), part, columns)
+            advance(len(part.heights) - len(_missing(part.reasons)))
+        done.add(start)
+    # Survey images again whose files were missing: the disk may have been mounted since.
+    missing = sorted(_missing(result.reasons))
+    for index in missing:
+        del result.reasons[index]
+    again = {missing[share.start]: missing[share] for share in _shares(len(missing))}
+    rest = (list(range(count)[share]) for share in _shares(count) if share.start not in done)
+    tasks = (_task(catalog, options, block) for block in itertools.chain(rest, again.values()))
     for start, part, found in run(executor, _survey, tasks, max_in_flight, resumable=journal is not None):
-        result.add(start, part, columns)
+        result.add(again.get(start, slice(start, start + len(part.heights))), part, columns)
         if labels:
             rows = slice(start, start + len(part.heights))
             labels[rows], result.fields[rows] = found, part.fields
-        elif journal is not None:
+        elif journal is not None and start not in again:
             journal.append(part.encode(start, columns))
         advance(len(part.heights))
     if labels:

@@ -185,14 +185,14 @@ def test_another_survey_begins_again(
 
 
 def test_files_that_were_missing_are_looked_for_again(tmp_path: Path, reads: list[str]) -> None:
-    source, hidden = flat_folder(tmp_path / "in", 20), tmp_path / "00002.jpg"
+    source, hidden = flat_folder(tmp_path / "in", 40), tmp_path / "00002.jpg"
     manifest, out, settings = tmp_path / "in" / "m.csv", tmp_path / "o.h5", quick(chunk_rows=8)
-    manifest.write_text("path\n" + "".join(f"{number:05d}.jpg\n" for number in range(20)))
+    manifest.write_text("path\n" + "".join(f"{number:05d}.jpg\n" for number in range(40)))
     (source / "00002.jpg").rename(hidden)
-    killed_after(10, manifest, out, settings)
+    killed_after(20, manifest, out, settings)
     hidden.rename(source / "00002.jpg")
     report = h5pack.convert(manifest, out, **settings, resume=True)
-    assert (report.images, report.rejects, len(reads)) == (20, 0, 11)
+    assert (report.images, report.rejects, len(reads)) == (40, 0, 21)
 
 
 def test_another_root_begins_the_survey_again(tmp_path: Path, reads: list[str]) -> None:
