@@ -82,15 +82,15 @@ class Conversion:
             source = os.fsdecode(source)
             require_local(source, "source")
         self.output = Output(output_path(out), f"-{secrets.token_hex(6)}" if self.options.part else "")
-        # Like `overwrite`, an interrupted run that had it may replace the output, which keeps its permissions.
-        before = Journal(self.output.journal).plan() if self.options.continues else None
-        if self.options.overwrite or (before is not None and before["overwrite"]):
-            self.output.permissions_of = self.output.final
         path = source if isinstance(source, str) else ""
         if os.path.isfile(path):
             require_other_files([self.output.final], [path])
         self._parts = PartsFolder(self.output.parts)
         self.output.check(self.options, lambda: self._parts.count)
+        # Like `overwrite`, an interrupted run that had it may replace the output, which keeps its permissions.
+        before = Journal(self.output.journal).plan() if self.options.continues else None
+        if self.options.overwrite or (before is not None and before["overwrite"]):
+            self.output.permissions_of = self.output.final
         self.num_workers = self.options.num_workers or available_cpus()
         if client is not None:
             self.num_workers = max(1, count_threads(client))

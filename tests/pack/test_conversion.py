@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -439,9 +440,9 @@ def test_resume_refuses_other_versions_of_decoders(tmp_path: Path, monkeypatch: 
 def test_a_name_that_leaves_no_room_for_temporary_names_is_refused_first(tmp_path: Path) -> None:
     source = flat_folder(tmp_path / "in", 4)
     max_bytes = os.pathconf(tmp_path, "PC_NAME_MAX")
-    for length in (max_bytes - 39, max_bytes, max_bytes + 1):
+    for length, resume in itertools.product((max_bytes - 39, max_bytes, max_bytes + 1), (False, True)):
         with pytest.raises(SourceError) as caught:
-            h5pack.convert(source, tmp_path / ("x" * length), **quick())
+            h5pack.convert(source, tmp_path / ("x" * length), **quick(resume=resume))
         assert caught.value.path == str(tmp_path / ("x" * length))
     assert leftovers(tmp_path) == {"in"}
     out = tmp_path / ("x" * (max_bytes - 40))
