@@ -406,12 +406,11 @@ class ShardedConversion(Conversion):
         if output.final.exists() and overwrite:
             os.replace(output.final, self._replaced)
         if self._replaced.exists():
-            output.permissions_of = self._replaced
             for path in finish.shards_of(self._replaced, output.final) - shards:
                 path.unlink(missing_ok=True)
         for path in sorted(shards):
             if (output.shards / path.name).exists():
                 os.replace(output.shards / path.name, path)
         sync_path(output.final.parent)
-        finish.publish(output, lock, overwrite, rejects)
+        finish.publish(Output(output.final, permissions_of=self._replaced), lock, overwrite, rejects)
         return images, len(rejects)

@@ -251,6 +251,8 @@ def test_killed_while_files_are_renamed_and_started_over(tmp_path: Path, replace
     steps = [step for step in distinct_steps(changes, first=True) if changes[step].startswith(("replace", "unlink"))]
     for number, step in enumerate(steps[-8:]):
         restore(tmp_path, before)
+        for name in before:
+            (tmp_path / name).chmod(0o600)
         start(1, step)
         states = [made[2], made[1]] if replaces else [made[1]]
         if number % 2:
@@ -260,6 +262,7 @@ def test_killed_while_files_are_renamed_and_started_over(tmp_path: Path, replace
         start(0, None)
         assert files(tmp_path) == made[0], f"killed at step {step}: {changes[step]}"
         assert leftovers(tmp_path) == {"a", "b", "c", *made[0]}
+        assert all((tmp_path / name).stat().st_mode & 0o777 == 0o600 for name in made[0] if replaces)
 
 
 def test_a_refused_run_leaves_no_unfinished_file(tmp_path: Path) -> None:
