@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.combine.parts import rejects_of, stored_layout, stored_statistics
-from h5pack.errors import H5PackError, PackFormatError
+from h5pack.errors import H5PackError, PackFormatError, ReadError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.fields import RaggedRows
@@ -165,6 +165,8 @@ def verify(
     with open_executor(count, start_method, None, isolated=True) as executor:
         try:
             structure = executor.submit(_inspect, name).result()
+        except ReadError:
+            raise
         except H5PackError as error:
             return VerifyReport(name, 0, (str(error).removeprefix(f"{name}: "),), parameters=error.parameters)
         except BrokenProcessPool:

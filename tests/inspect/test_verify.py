@@ -127,10 +127,19 @@ def test_only_datasets_with_damaged_rows_are_listed(tmp_path: Path) -> None:
     assert h5pack.verify(tmp_path / "o.h5").damaged == {"labels": [2]}
 
 
-@pytest.mark.parametrize("check", [h5pack.verify, lambda path: h5pack.info(path, stats=True)], ids=["verify", "info"])
-def test_a_virtual_pack_with_too_many_sources_is_not_called_damaged(tmp_path: Path, check: Any) -> None:
+@pytest.mark.parametrize(
+    ("check", "settings", "name"),
+    [
+        (h5pack.verify, {"compression": "gzip"}, "images"), (h5pack.verify, {"keep": "jpeg"}, "encoded/data"),
+        (lambda path: h5pack.info(path, stats=True), {"compression": "gzip"}, "images"),
+    ],
+    ids=["pixels", "jpeg", "info"],
+)  # fmt: skip
+def test_a_virtual_pack_with_too_many_sources_is_not_called_damaged(
+    tmp_path: Path, check: Any, settings: dict[str, Any], name: str
+) -> None:
     """HDF5 keeps sources open, and silently reads fill values of those that it cannot open."""
-    h5pack.convert(flat_folder(tmp_path / "in", 1), tmp_path / "a.h5", **quick(compression="gzip"))
+    h5pack.convert(flat_folder(tmp_path / "in", 1), tmp_path / "a.h5", **quick(**settings))
     packs = [shutil.copy(tmp_path / "a.h5", tmp_path / f"{number}.h5") for number in range(60)]
     h5pack.join(packs, tmp_path / "o.h5", virtual=True)
     with h5py.File(tmp_path / "o.h5", "r+") as file:
@@ -140,7 +149,7 @@ def test_a_virtual_pack_with_too_many_sources_is_not_called_damaged(tmp_path: Pa
         limit_open_files(40)
         with pytest.raises(ReadError, match="open files") as caught:
             check(tmp_path / "o.h5")
-        return bool(caught.value.dataset == "images")
+        return bool(caught.value.dataset == name)
 
     assert in_child(fails)
 
