@@ -26,7 +26,7 @@ from h5pack.combine.parts import (
     open_part,
     shown,
 )
-from h5pack.combine.write import CombineReport, write_combination, write_virtual
+from h5pack.combine.write import CombineReport, virtual_name, write_combination, write_virtual
 from h5pack.errors import NoImagesError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.output import Output, OutputLock
@@ -114,6 +114,8 @@ def append(
     require_replaceable(path, writable=False)
     _require_options(old, options)
     virtual = old.is_virtual
+    if virtual:
+        virtual_name(str(path), path.parent)  # raises an error if a virtual file cannot name the further pack
     new_path = _shard_path(old) if virtual else path.with_name(f"{path.name}.new")
     if not resume and not overwrite:
         _require_no_leftovers(new_path, Output(new_path).partial, Output(path).partial)

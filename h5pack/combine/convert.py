@@ -288,7 +288,7 @@ class ShardedConversion(Conversion):
             needed = min(needed, plan.file_bytes + max(one.needed_bytes for one in plans))
         output.require_space(needed)
         shards = [output.shards / shard_path(output.final, number).name for number in range(len(plans))]
-        virtual_name(str(shards[0]), output.shards)  # raises an error if the virtual file could not refer to shards
+        virtual_name(str(output.final), output.final.parent)  # raises an error if a virtual file cannot name its shards
         finals = {*map(self._final, shards), *finish.shards_of(output.final, output.final)}
         require_other_files(finals, plan.catalog.reader.paths())
         if not self.options.continues or Journal(output.journal).plan() is None:

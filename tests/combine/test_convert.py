@@ -104,14 +104,22 @@ def test_no_shard_exceeds_the_limit_with_an_almost_empty_chunk(tmp_path: Path, m
 
 def test_names_that_virtual_files_cannot_hold_are_an_early_error(tmp_path: Path) -> None:
     folder, name = flat_folder(tmp_path / "in", 3), os.fsdecode(b"\xff.h5")
-    with pytest.raises(H5PackError):
+    with pytest.raises(H5PackError) as caught:
         h5pack.convert(folder, tmp_path / name, **quick(shard_bytes="2MB"))
+    assert caught.value.path == str(tmp_path / name)
     assert leftovers(tmp_path) == {"in"}
     h5pack.convert(folder, tmp_path / name, **quick())
     with pytest.raises(H5PackError) as caught:
         h5pack.join([tmp_path / name, tmp_path / name], tmp_path / "v.h5", virtual=True)
     assert caught.value.path == str(tmp_path / name)
     assert leftovers(tmp_path) == {"in", name}
+    (tmp_path / name).rename(tmp_path / "o.h5")
+    h5pack.join([tmp_path / "o.h5"] * 2, tmp_path / name, virtual=True)
+    save(tmp_path / "more" / "new.jpg")
+    with pytest.raises(H5PackError) as caught:
+        h5pack.append(tmp_path / name, tmp_path / "more", **quick())
+    assert caught.value.path == str(tmp_path / name)
+    assert leftovers(tmp_path) == {"in", "more", "o.h5", name}
 
 
 def test_shards_are_loaded_and_combined_as_one(tmp_path: Path) -> None:
