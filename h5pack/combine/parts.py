@@ -271,12 +271,12 @@ def _as_model(values: FieldValues, model: FieldValues) -> FieldValues:
     if isinstance(values, RaggedRows) and not len(data):
         classes = values.classes or (() if _has_classes(model) else None)
         return replace(values, data=field_data(model)[:0], classes=classes)
+    if data.dtype == dtype:
+        return values
     with np.errstate(all="ignore"):
         cast = data.astype(dtype)
         # Both comparisons are needed: uint8 200 is 200 again after int8, and int64 2**53 + 1 equals float64 2**53.
-        if data.dtype == dtype or not all(
-            np.array_equal(one, data, equal_nan=True) for one in (cast, cast.astype(data.dtype))
-        ):
+        if not all(np.array_equal(one, data, equal_nan=True) for one in (cast, cast.astype(data.dtype))):
             return values
     return replace(values, data=cast) if isinstance(values, RaggedRows) else cast
 
