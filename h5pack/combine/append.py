@@ -81,7 +81,8 @@ def append(
         Leave out images whose names are already in the pack. By default, such images are an error. Images that the pack
         lists as rejected are tried again.
     overwrite : bool
-        Discard the files that an interrupted call left, and start from scratch.
+        Discard the files that an interrupted call left, and start from scratch. If it left a complete further pack of a
+        virtual file, raise an error, because another program may have written that file.
     resume : bool
         Continue an interrupted call with the same parameters. If that call had completed the pack, do nothing.
     progress : bool
@@ -117,6 +118,10 @@ def append(
     if virtual:
         virtual_name(str(path), path.parent)  # raises an error if a virtual file cannot name the further pack
     new_path = _shard_path(old) if virtual else path.with_name(f"{path.name}.new")
+    if virtual and (overwrite or not resume) and new_path.exists():
+        # It may just as well be a file of the user's with such a name.
+        problem = f"is not part of {path}; continue with resume=True if an interrupted call left it, or rename it"
+        raise OutputExistsError.at(new_path, problem, "resume=True")
     if not resume and not overwrite:
         _require_no_leftovers(new_path, Output(new_path).partial, Output(path).partial)
     if resume and not virtual and new_path.exists() and _is_appended(old, open_part(new_path)):

@@ -361,6 +361,21 @@ def test_a_virtual_file_gets_a_further_pack(tmp_path: Path, kind: str) -> None:
     assert {"v-00000.h5", "v-00001.h5"} < leftovers(tmp_path)
 
 
+@pytest.mark.parametrize("more", ["in", "more"])
+def test_a_file_with_the_name_of_a_further_pack_is_kept(tmp_path: Path, more: str) -> None:
+    path, mine = tmp_path / "v.h5", tmp_path / "v-00001.h5"
+    h5pack.convert(flat_folder(tmp_path / "in", 3), path, shard_bytes="2MB", **quick())
+    save(tmp_path / "more" / "new.jpg")
+    shutil.copy(h5pack.convert(tmp_path / "more", tmp_path / "mine.h5", **quick()).path, mine)
+    before = mine.read_bytes()
+    for settings in ({}, {"overwrite": True}, {"overwrite": True, "resume": True}):
+        with pytest.raises(OutputExistsError) as error:
+            h5pack.append(path, tmp_path / more, only_new=True, **quick(**settings))
+        assert (error.value.path, mine.read_bytes()) == (str(mine), before)
+    mine.unlink()
+    assert h5pack.append(path, tmp_path / more, only_new=True, overwrite=True, **quick()).added == (more == "more")
+
+
 @dataclass
 class Maps:
     """A dataset in Python whose samples have a field with the height and width of their images."""
