@@ -52,8 +52,9 @@ MANIFEST = "manifest.csv"
 """Name of the CSV table written into the folder of an export."""
 UNLABELED = "_no_label"
 """Class folder of the rows without a label, if classes have names."""
+IMAGES = "images"
+"""Folder of the rows' images, if there are masks or further images."""
 
-_IMAGES = "images"
 _MAX_NUMBERED_CLASSES = 1_000
 _MAX_PATH_BYTES = 2_048
 _MAX_FOLDER_BYTES = 200
@@ -100,8 +101,8 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
     split_names = catalog.split_names if has_splits(catalog) else ()
     split_folders = _folder_names(split_names, rules)
     class_folders, bare_splits, exact = _class_folders(catalog, rules)
-    mask_folders = _folder_names((one.name for one in catalog.pixel_fields), rules, _IMAGES)
-    top = [_IMAGES] if mask_folders else []
+    mask_folders = _folder_names((one.name for one in catalog.pixel_fields), rules, IMAGES)
+    top = [IMAGES] if mask_folders else []
     digits = max(_NUMBER_DIGITS, len(str(int(source.rows.max(initial=0)))))
     paths: list[str] = []
     renamed = np.zeros(len(source), np.bool_)
@@ -126,7 +127,7 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
     suffixes = [".png" if one.kind == schema.MASK else rules.suffixes[0] for one in catalog.pixel_fields]
 
     def files_of(path: str) -> list[str]:
-        stem = path[len(_IMAGES) + 1 :].rpartition(".")[0]
+        stem = path[len(IMAGES) + 1 :].rpartition(".")[0]
         beside = zip(mask_folders, suffixes, strict=True)
         return [path, *(f"{folder}/{stem}{suffix}" for folder, suffix in beside)]
 

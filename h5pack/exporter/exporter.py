@@ -18,6 +18,7 @@ import numpy as np
 
 from h5pack.errors import DamagedRowsError, OptionsError, OutputExistsError, SourceError
 from h5pack.exporter.contents import (
+    IMAGES,
     MANIFEST,
     ExportNames,
     Manifest,
@@ -300,9 +301,11 @@ class ExportFolder:
                     raise ValueError
                 known = {MANIFEST}
                 for line in lines:
-                    # The last column has no paths of files, but stored names or row numbers.
-                    others = (cell for cell in line[1:-1] if cell.endswith((".png", ".jpg")))
-                    known.update(cell.removeprefix("./") for cell in (line[0], *others))
+                    known.add(line[0].removeprefix("./"))
+                    folder, _, name = line[0].rpartition(".")[0].partition("/")
+                    # The file of a mask or further image has the name of the row's image; other cells are the user's.
+                    files = (f"{name}.png", f"{name}.jpg") if folder == IMAGES else ()
+                    known.update(cell for cell in line[1:-1] if cell.partition("/")[2] in files)
         except (OSError, ValueError, IndexError, csv.Error):
             raise OutputExistsError.at(self.final, f"has no {MANIFEST} of an export; {advice}") from None
         for parent, _, files in os.walk(self.final):

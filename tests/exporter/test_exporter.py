@@ -688,6 +688,17 @@ def test_an_export_of_further_images_can_be_replaced(tmp_path: Path, format: str
     require_refused(tmp_path / "a.h5", tmp_path / "out", overwrite=True)
 
 
+def test_files_that_only_a_text_of_the_table_names_are_kept(tmp_path: Path) -> None:
+    root = flat_folder(tmp_path / "in", 2)
+    table = root / "list.jsonl"
+    lines = [{"image": path.name, "original": f"raw/{path.name}"} for path in sorted(root.iterdir())]
+    table.write_text("\n".join(map(json.dumps, lines)))
+    h5pack.convert(table, tmp_path / "a.h5", **quick(text_columns="original"))
+    export(tmp_path / "a.h5", tmp_path / "out", **one())
+    save(tmp_path / "out" / "raw" / "00000.jpg")
+    require_refused(tmp_path / "a.h5", tmp_path / "out", overwrite=True)
+
+
 @pytest.mark.parametrize("damaged", ["fields/masks", "images"])
 def test_a_damaged_mask_or_image_leaves_both_out(tmp_path: Path, damaged: str) -> None:
     h5pack.convert(pair_folders(tmp_path / "in", 6), tmp_path / "a.h5", **quick(source_kind="pairs", order="sorted"))
