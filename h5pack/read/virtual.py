@@ -183,7 +183,7 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
     files: set[SourceFile] = set()
     # Why rows are read through the HDF5 library; None as long as all mappings can be read directly.
     reason = None if index.rows and index.row_bytes else "it is virtual"
-    if any("%b" in name for source in dataset.virtual_sources() for name in source[1:3]):
+    if any(_is_pattern(name) for source in dataset.virtual_sources() for name in source[1:3]):
         reason = "it is virtual, and its sources' names contain %b"
 
     def visit(file: h5py.File, found: h5py.Dataset, name: str, mappings: list[_Mapping]) -> None:
@@ -246,7 +246,7 @@ def _visit_sources(dataset: h5py.Dataset, depth: int, visit: _Visit) -> None:
         )
     by_file: dict[str, dict[str, list[_Mapping]]] = {}
     for here, file_name, name, there in dataset.virtual_sources():
-        if "%b" not in file_name and "%b" not in name:
+        if not _is_pattern(file_name) and not _is_pattern(name):
             mapping = _Mapping(_Selection.of(here), _Selection.of(there))
             by_file.setdefault(file_name, {}).setdefault(name, []).append(mapping)
     # Release the last two dataspaces, which the loop variables hold.
@@ -271,6 +271,11 @@ def _visit_sources(dataset: h5py.Dataset, depth: int, visit: _Visit) -> None:
                 path=error.path,
                 dataset=error.dataset,
             ) from error
+
+
+def _is_pattern(name: str) -> bool:
+    """Return whether HDF5 replaces a ``%b`` in a source's name by numbers; ``%%`` stands for a percent sign."""
+    return "%b" in name.replace("%%", "")
 
 
 def _visit(dataset: h5py.Dataset, file: h5py.File, datasets: dict[str, list[_Mapping]], visit: _Visit) -> None:

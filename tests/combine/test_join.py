@@ -436,6 +436,13 @@ def test_a_virtual_file_moves_with_its_shards(tmp_path: Path) -> None:
     assert contents(tmp_path.parent / "moved" / "new" / "v%d.h5") == wanted
 
 
+def test_packs_with_percent_signs_in_their_names_are_read_directly(tmp_path: Path) -> None:
+    packs = [path.rename(path.with_name(f"{path.stem}%b.h5")) for path in two_packs(tmp_path, "pixels")]
+    h5pack.join(packs, tmp_path / "v.h5", virtual=True)
+    assert open_part(tmp_path / "v.h5").is_virtual
+    assert contents(tmp_path / "v.h5") == contents(*packs)
+
+
 @pytest.mark.parametrize(
     ("packs", "out", "stored"),
     [
