@@ -271,13 +271,19 @@ class Journal:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            problem = f"the journal is damaged ({error}); start over with overwrite=True and without resume=True"
-            raise ResumeError.at(self.folder, problem, "overwrite=True", "resume=True") from error
+            raise self._damaged(error) from error
         return plan
 
     def fingerprints(self) -> npt.NDArray[np.uint64]:
-        """Return the fingerprints that `start` saved, uint64 (M,)."""
-        return np.frombuffer((self.folder / "prints.bin").read_bytes(), np.uint64)
+        """Return the fingerprints that `start` saved, uint64 (M,); raises ResumeError if they cannot be read."""
+        try:
+            return np.frombuffer((self.folder / "prints.bin").read_bytes(), np.uint64)
+        except (OSError, ValueError) as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: Exception) -> ResumeError:
+        problem = f"the journal is damaged ({error}); start over with overwrite=True and without resume=True"
+        return ResumeError.at(self.folder, problem, "overwrite=True", "resume=True")
 
     def records(self) -> Iterator[RowRecord]:
         """Yield the intact records of rows; raises OutputBusyError if a worker of an earlier run is still writing."""

@@ -187,9 +187,10 @@ class Output:
     def remove_leftovers(self, *, keep_survey: bool = False) -> None:
         """Remove the temporary files beside the output except `partial`, `owner` and, with `keep_survey`, `survey`.
 
-        If `partial` has replaced an output that had shards, these are removed first (see `note_replaced`).
+        If `partial` has replaced an output that had shards, these are removed first (see `note_replaced`), unless the
+        note is damaged.
         """
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ValueError):
             noted = json.loads((self.journal / "replaced.json").read_bytes())
             if self.final.stat().st_ino == noted["inode"]:
                 for name in noted["shards"]:

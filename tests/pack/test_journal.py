@@ -17,6 +17,7 @@ from h5pack.errors import OutputBusyError, ResumeError
 from h5pack.pack import journal as journal_module
 from h5pack.pack.encode import ENCODED_IMAGE, EncodedRecord
 from h5pack.pack.journal import Journal, JournalWriter, RowRecord, RowResults
+from h5pack.pack.output import Output
 from h5pack.pack.survey import Survey
 from tests.crashing import interrupt
 
@@ -111,6 +112,22 @@ def test_a_damaged_plan_is_an_error_and_no_silent_restart(journal: Journal, cont
     (journal.folder / "plan.json").write_bytes(content)
     with pytest.raises(ResumeError):
         journal.plan()
+
+
+@pytest.mark.parametrize("content", [None, b"1234567"])
+def test_damaged_fingerprints_are_an_error(journal: Journal, content: bytes | None) -> None:
+    path = journal.folder / "prints.bin"
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(ResumeError):
+        journal.fingerprints()
+
+
+def test_leftovers_are_removed_if_the_note_of_replaced_shards_is_damaged(tmp_path: Path) -> None:
+    output = Output(tmp_path / "o.h5")
+    Journal(output.journal).start({}, np.zeros(3, np.uint64))
+    (output.journal / "replaced.json").write_bytes(b"\xff")
+    output.remove_leftovers()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_writers_of_one_process_at_once(journal: Journal) -> None:
