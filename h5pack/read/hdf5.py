@@ -57,6 +57,8 @@ def _open_failure(name: str, error: Exception) -> str:
         return "no permission to read it; change its mode, or ask its owner"
     if isinstance(error, BlockingIOError):
         return "another process is writing it; wait until that process has finished"
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        return f"cannot be opened ({os.strerror(errno.EMFILE)}); raise the limit on open files ('ulimit -n')"
     if isinstance(error, OSError) and error.errno in (errno.ENOLCK, errno.ENOTSUP):
         return "its file system has no file locks; set HDF5_USE_FILE_LOCKING=FALSE in the environment and try again"
     if "truncated file" in text:

@@ -139,9 +139,10 @@ class Storage:
         try:
             descriptor = Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
-            raise ReadError.at(
-                self.path, f"cannot be opened ({error.strerror}); check its permissions and its disk"
-            ) from error
+            advice = "check its permissions and its disk"
+            if error.errno == errno.EMFILE:
+                advice = "raise the limit on open files ('ulimit -n')"
+            raise ReadError.at(self.path, f"cannot be opened ({error.strerror}); {advice}") from error
         self.identity.require(self.path, descriptor)
         # `dict.setdefault` is atomic, so one of two racing threads wins.
         return self._opened.setdefault("file", descriptor)

@@ -125,6 +125,12 @@ def test_rows_on_a_disk_that_fails_are_named_in_one_line(pack: Path) -> None:
     require_one_line(caught, pack)
 
 
+def test_the_limit_on_open_files_is_named(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h5py, "File", Mock(side_effect=OSError(errno.EMFILE, HDF5_TEXT)))
+    with pytest.raises(PackFormatError, match="'ulimit -n'"):
+        open_file(pack)
+
+
 def test_datasets_are_listed_without_the_cells_of_matlab(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["deep/y"], file["#refs#/c"] = 1, 2

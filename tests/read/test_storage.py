@@ -335,6 +335,9 @@ def test_a_file_that_cannot_be_opened(path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "open", Mock(side_effect=PermissionError(errno.EACCES, "denied")))
     with pytest.raises(ReadError, match="denied"):
         opened(path).open()
+    monkeypatch.setattr(os, "open", Mock(side_effect=OSError(errno.EMFILE, "many")))
+    with pytest.raises(ReadError, match="'ulimit -n'"):
+        opened(path).open()
 
 
 def test_closing_and_opening_again(path: Path) -> None:
