@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.combine.parts import rejects_of, stored_layout, stored_statistics
-from h5pack.errors import H5PackError, PackFormatError, ReadError
+from h5pack.errors import H5PackError, PackFormatError, ReadError, WorkerError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.fields import RaggedRows
@@ -165,12 +165,13 @@ def verify(
     with open_executor(count, start_method, None, isolated=True) as executor:
         try:
             structure = executor.submit(_inspect, name).result()
-        except ReadError:
+        except (ReadError, WorkerError):
             raise
         except H5PackError as error:
             return VerifyReport(name, 0, (str(error).removeprefix(f"{name}: "),), parameters=error.parameters)
         except BrokenProcessPool:
-            crash = f"HDF5 {h5py.version.hdf5_version} crashed while reading this file, which is damaged; restore it"
+            version = h5py.version.hdf5_version
+            crash = f"HDF5 {version} crashed on it, or memory ran out (see 'dmesg'); restore the file, or free memory"
             return VerifyReport(name, 0, (crash,))
         if structure is None:
             raise PackFormatError.at(name, "not an h5pack file, so it has no checksums; describe it with 'h5pack info'")

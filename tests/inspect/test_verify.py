@@ -11,6 +11,7 @@ import shutil
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -286,6 +287,12 @@ def test_a_worker_that_dies_is_no_damage(pack: Path, monkeypatch: pytest.MonkeyP
         h5pack.verify(pack, start_method="fork")
     # verify has no resume=True to recommend.
     assert caught.value.parameters == ("num_workers",)
+
+
+def test_workers_that_cannot_start_are_no_damage(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fork", Mock(side_effect=OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))))
+    with pytest.raises(WorkerError):
+        h5pack.verify(pack, start_method="fork")
 
 
 def test_a_crash_of_the_hdf5_library_is_damage(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
