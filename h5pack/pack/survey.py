@@ -23,7 +23,15 @@ from h5pack.images.masks import naming_mask, require_size
 from h5pack.pack.journal import SurveyJournal
 from h5pack.pack.options import ConvertOptions
 from h5pack.read.encoded import row_decoder
-from h5pack.sources.catalog import MISSING_FILE_REASONS, Catalog, Note, SourceReader, SurveyedImage, fingerprint
+from h5pack.sources.catalog import (
+    MISSING_FILE_REASONS,
+    STORAGE_ADVICE,
+    Catalog,
+    Note,
+    SourceReader,
+    SurveyedImage,
+    fingerprint,
+)
 from h5pack.sources.map_style import with_fields
 from h5pack.system.processes import ElasticExecutor, run, shared
 from h5pack.system.text import counted, one_of
@@ -422,7 +430,7 @@ def _jpeg_bytes(reader: SourceReader, index: int, name: str) -> int:
             assert isinstance(data, bytes)
             row_decoder().pixels(data)
     except OSError as error:
-        raise SourceError.at(name, f"cannot be read ({error}); repair the storage, then try again") from error
+        raise SourceError.at(name, f"cannot be read ({error}); {STORAGE_ADVICE}", "resume=True") from error
     return size
 
 

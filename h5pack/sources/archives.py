@@ -27,7 +27,16 @@ import numpy.typing as npt
 from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.images.decode import read_header
 from h5pack.read.storage import Descriptor, FileIdentity
-from h5pack.sources.catalog import Catalog, NameFilter, Note, Reject, SourceReader, SurveyedImage, fingerprint
+from h5pack.sources.catalog import (
+    STORAGE_ADVICE,
+    Catalog,
+    NameFilter,
+    Note,
+    Reject,
+    SourceReader,
+    SurveyedImage,
+    fingerprint,
+)
 from h5pack.sources.folders import arranged, is_split_name, is_visible, list_names
 from h5pack.sources.pairs import pairs
 from h5pack.system.files import absolute_path, read_all
@@ -312,8 +321,8 @@ class ArchiveReader(SourceReader):
                 open_file = lambda: io.BytesIO(self._unzipped(index, None))  # noqa: E731
             header = read_header(head, open_file, max_pixels)
         except OSError as error:
-            problem = f"{name} cannot be read ({error}); repair the storage, then try again"
-            raise SourceError.at(file.path, problem) from error
+            problem = f"{name} cannot be read ({error}); {STORAGE_ADVICE}"
+            raise SourceError.at(file.path, problem, "resume=True") from error
         parts = (offset, size, int(self.checksums[index]), file.identity.size, file.identity.modified_ns)
         mark = name.encode("utf-8", "surrogateescape") + b"".join(b"\0%d" % part for part in parts)
         return SurveyedImage(header, fingerprint(mark))

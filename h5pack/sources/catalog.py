@@ -43,6 +43,7 @@ IMAGE_SUFFIXES = frozenset(
 )
 """Files with these suffixes are treated as images. Their format is later detected from the content."""
 
+STORAGE_ADVICE = "repair the storage, then run again with resume=True (without it for a part of an array job)"
 _BLOCK_NAMES = 65_536
 
 
@@ -259,7 +260,7 @@ def _survey_error(name: str, error: OSError | ValueError) -> H5PackError:
     if isinstance(error, OSError):
         reason = _MISSING_FILE_REASONS.get(error.errno or 0)
     if reason is None:
-        return SourceError.at(name, f"cannot be read ({error}); repair the storage, then try again")
+        return SourceError.at(name, f"cannot be read ({error}); {STORAGE_ADVICE}", "resume=True")
     return RejectedImageError(reason)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -21,7 +22,7 @@ from pyarrow import parquet
 
 import h5pack
 from h5pack import cli
-from h5pack.errors import H5PackError, NoSpaceError, SizesDifferError
+from h5pack.errors import H5PackError, NoSpaceError, SizesDifferError, SourceError
 from h5pack.images.headers import DecodePath
 from h5pack.pack import journal
 from h5pack.pack.conversion import Conversion
@@ -298,6 +299,26 @@ def test_an_error_after_the_survey(source: Path, tmp_path: Path, error: str, mon
     with pytest.raises(expected):
         h5pack.convert(root, out, **quick())
     assert leftovers(out.parent) == (set() if error == "sizes" else {"o.h5.partial.survey"})
+
+
+def test_a_survey_that_failing_storage_stopped_is_continued(
+    source: Path, settings: dict[str, Any], whole: bytes, tmp_path: Path, reads: list[str]
+) -> None:
+    out, head, steps = tmp_path / "o.h5", FileReader.head, itertools.count()
+
+    def failing(self: FileReader, *arguments: Any) -> tuple[bytes, int, int]:
+        if next(steps) == 37:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return head(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileReader, "head", failing)
+        with pytest.raises(SourceError) as caught:
+            h5pack.convert(source, out, **settings)
+    assert caught.value.parameters == ("resume=True",)
+    reads.clear()
+    h5pack.convert(source, out, **settings, resume=True)
+    assert (len(reads) <= IMAGES - 30, out.read_bytes() == whole) == (True, True)
 
 
 def test_masks_are_not_read_again(tmp_path: Path, reads: list[str]) -> None:
