@@ -52,7 +52,7 @@ def draw_shapes(folder: Path, count: int = 256) -> None:
 
 def pack(folder: Path) -> Path:
     """Pack the folder, unless this was done before."""
-    path = folder.with_suffix(".h5")
+    path = folder.with_name(f"{folder.name}.h5")
     if not path.exists():
         h5pack.convert(folder, path, size=SIZE)
     return path

@@ -42,7 +42,7 @@ def draw_discs(folder: Path, count: int = 256) -> None:
 def train(folder: Path, epochs: int = EPOCHS) -> list[float]:
     """Pack the folder and train a small network; return the mean loss of each epoch."""
     torch.manual_seed(0)
-    pack = folder.with_suffix(".h5")
+    pack = folder.with_name(f"{folder.name}.h5")
     h5pack.convert(folder, pack, source_kind="pairs", size=SIZE, overwrite=True)
     dataset = h5pack.H5Dataset(pack, fields=["masks"], with_rows=True)
     # The masks are flipped and cropped by the same random numbers as the images.

@@ -142,8 +142,9 @@ def test_the_contrastive_loss_is_that_of_its_formula() -> None:
 def test_masks_teach(tmp_path: Path) -> None:
     import segment
 
-    segment.draw_discs(tmp_path / "discs", count=128)
-    losses = segment.train(tmp_path / "discs", epochs=6)
+    segment.draw_discs(tmp_path / "discs.1", count=128)
+    losses = segment.train(tmp_path / "discs.1", epochs=6)
+    assert (tmp_path / "discs.1.h5").is_file()
     # It is 0.037, and 0.363 if the masks are left unmoved.
     assert losses[-1] < 0.1
 
@@ -151,8 +152,9 @@ def test_masks_teach(tmp_path: Path) -> None:
 def test_boxes_teach_and_come_back_from_an_export(tmp_path: Path) -> None:
     import detect
 
-    detect.draw_shapes(tmp_path / "shapes", count=96)
-    path = detect.pack(tmp_path / "shapes")
+    detect.draw_shapes(tmp_path / "shapes.1", count=96)
+    path = detect.pack(tmp_path / "shapes.1")
+    assert path == tmp_path / "shapes.1.h5"
     losses = detect.train(path, epochs=4)
     # It is 0.31, and 0.67 if the boxes are left unmoved.
     assert losses[-1] < 0.45
