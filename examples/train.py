@@ -254,6 +254,8 @@ def profiler_of(options: argparse.Namespace, rank: int) -> Any:
 
 def run(options: argparse.Namespace, device: torch.device, rank: int, ranks: int) -> None:
     """Train on one of the ranks."""
+    for path in filter(None, (options.checkpoint, options.json)):
+        path.parent.mkdir(parents=True, exist_ok=True)
     training = Training(options, device, rank, ranks)
     if not options.resume and rank == 0:
         require_no_log(options.json)

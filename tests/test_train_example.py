@@ -343,8 +343,10 @@ def test_training_and_validation_rows_are_chosen_by_split(train: Any, pack: Path
 
 def test_a_file_without_splits_and_statistics_trains(train: Any, tmp_path: Path) -> None:
     plain = unsplit(tmp_path / "plain.h5")
-    train.main([str(plain), *SMALL, "--epochs", "1", "--json", str(tmp_path / "log")])
-    losses, validations = logged(tmp_path / "log")
+    saving = ["--checkpoint", str(tmp_path / "new" / "c.pt"), "--json", str(tmp_path / "a" / "b" / "log")]
+    train.main([str(plain), *SMALL, "--epochs", "1", *saving])
+    assert (tmp_path / "new" / "c.pt").is_file()
+    losses, validations = logged(tmp_path / "a" / "b" / "log")
     assert (len(losses), validations[0]["images"]) == (45 // BATCH, 5)
 
 
