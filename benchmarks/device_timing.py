@@ -117,9 +117,7 @@ def enough_calls(calls: Sequence[Call], timer: Timer) -> list[Call]:
     return [*calls] * math.ceil(timer.min_calls / len(calls))
 
 
-def settle(
-    run: Run, *, tolerance: float = 0.03, agreeing: int = 5, min_seconds: float = 0.3, max_runs: int = 500
-) -> int:
+def settle(run: Run, *, tolerance: float = 0.03, agreeing: int = 5, min_seconds: float = 0.3) -> int:
     """Run until the last times differ by less than the tolerance, after `min_seconds` of work; return the runs made.
 
     A GPU raises its clock within a few tenths of a second of work. What never settles is given up after ten times
