@@ -6,8 +6,8 @@ left out, with the reason.
 
 Every case, h5pack's and the peers', gets the same JPEG folder and gives shuffled batches of 256 raw images, uint8, with
 labels, on 2 threads or worker processes; how each is used, and why so, is in ``benchmarks/peer_cases/`` and in the
-result. Before anything is timed, two epochs of each are compared with the images as Pillow decodes them: each image
-exactly once, with its label, in an order that changes. The consumer looks at every page of each batch.
+result. Before anything is timed, two epochs of each, one if it takes over 20 s, are compared with the images as Pillow
+decodes them: each image exactly once, with its label, shuffled. The consumer looks at every page of each batch.
 
 Each measurement has a process of its own. The cases take turns, forwards and backwards:
 
