@@ -27,9 +27,9 @@ _EPOCHS = 5
 
 def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """The report of a bench, and of one with a cold page cache."""
-    folder = arguments.images
-    if folder is None:
-        folder = scratch / "images"
+    # Absolute, because its name is replaced in the whole result.
+    folder = (arguments.images or scratch / "images").absolute()
+    if arguments.images is None:
         make_folder(folder, arguments.count, workers=available_cpus())
     settings = {name: getattr(arguments, name) for name in ("seconds", "chunk_rows", "batch_size")}
     reports = [
@@ -41,7 +41,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             # The folder's name was a temporary one.
             report.source = "generated images"
         print(report.to_text(full=True))
-    what = f"--count {arguments.count}" if arguments.images is None else f"--images {arguments.images.name}"
+    what = f"--count {arguments.count}" if arguments.images is None else f"--images {folder.name}"
     command = f"python -m benchmarks.chunk_size {what} --seconds {arguments.seconds:g}"
     result = reports[0].to_json() | {"command": command, "cold": reports[1].to_json()}
     found: dict[str, Any] = json.loads(json.dumps(result).replace(str(folder), "images"))

@@ -57,18 +57,17 @@ def test_chunk_size_benchmark_and_its_settings_again(tmp_path: Path, monkeypatch
     monkeypatch.setattr(
         BenchRun.__init__, "__kwdefaults__", {**BenchRun.__init__.__kwdefaults__, "clock": FakeClock(tick=0.05)}
     )
-    images = class_folders(tmp_path / "images", {"a": 50, "b": 50}, (64, 48))
+    class_folders(tmp_path / "a", {"a": 50, "b": 50}, (64, 48))
     (tmp_path / "scratch").mkdir()
-    sizes = f"--images {images} --chunk-rows 4,16 --batch-size 16 --seconds 10"
+    monkeypatch.chdir(tmp_path)
+    sizes = "--images a --chunk-rows 4,16 --batch-size 16 --seconds 10"
     found = run_benchmark(tmp_path / "scratch", chunk_size, sizes)
     assert found["recommendation"]["variant"] in ("4 rows", "16 rows")
     assert str(tmp_path) not in json.dumps(found)
     assert {case["cache"] for case in found["cold"]["measurements"]} == {"cold"}
     assert tables.cold_chunk_table(found).count(" rows") == 2
     (tmp_path / "scratch" / "r.json").rename(tmp_path / "first.json")
-    again = run_benchmark(
-        tmp_path / "scratch", chunk_size, f"--again {tmp_path}/first.json --images {images} --repeats 2"
-    )
+    again = run_benchmark(tmp_path / "scratch", chunk_size, "--again first.json --images a --repeats 2")
     assert set(again["images_per_s"]) == {"4 rows", "16 rows"}
     assert 0 < again["of_best"] <= 1
 
