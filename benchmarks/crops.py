@@ -17,11 +17,12 @@ same resize. The mean difference of ``exact=False`` is measured, too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command = f"python -m benchmarks.crops FOLDER --max-side {options.max_side}"
         found = measure(folder, scratch, options.repeats, options.max_side)
         result = {"command": command, "machine": machine_facts(scratch), **found}
-    names = ("simplejpeg", "nvidia-nvimgcodec-cu12", "ffcv")
-    result["machine"]["packages"] |= {name: version(name) for name in names if name not in result["skipped"]}
+    for name in ("nvidia-nvimgcodec-cu12", "ffcv"):
+        with contextlib.suppress(PackageNotFoundError):
+            result["machine"]["packages"][name] = version(name)
     write_result(options.json, result)
 
 
