@@ -395,8 +395,18 @@ def test_help_names_each_default_once(train: Any, capsys: pytest.CaptureFixture[
     assert all(option.count("default:") <= 1 and "None" not in option for option in options)
 
 
-def test_the_batch_script_is_valid_shell() -> None:
-    subprocess.run(["bash", "-n", EXAMPLES / "train.sbatch"], check=True)
+def test_the_batch_script_resumes_on_all_gpus(train: Any, tmp_path: Path) -> None:
+    for name, printing in (("srun", '"%s\\n" "$@"'), ("scontrol", r'"n1\nn2\n"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\nprintf {printing}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", EXAMPLES / "train.sbatch", "a b.h5", str(tmp_path / "c d")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=slurm).stdout
+    torchrun, _, arguments = printed.partition("examples/train.py\n")
+    assert {"torchrun", "--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=n1:29500"} <= set(torchrun.split())
+    options = train.parse(arguments.splitlines())
+    assert (options.pack, options.checkpoint, options.resume) == ("a b.h5", tmp_path / "c d" / "checkpoint.pt", True)
+    assert (options.streams % 8, options.batch_size % options.streams) == (0, 0)
 
 
 @pytest.mark.gpu
