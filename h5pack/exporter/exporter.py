@@ -304,8 +304,8 @@ class ExportFolder:
                     known.add(line[0].removeprefix("./"))
                     folder, _, name = line[0].rpartition(".")[0].partition("/")
                     # The file of a mask or further image has the name of the row's image; other cells are the user's.
-                    files = (f"{name}.png", f"{name}.jpg") if folder == IMAGES else ()
-                    known.update(cell for cell in line[1:-1] if cell.partition("/")[2] in files)
+                    beside = (f"{name}.png", f"{name}.jpg") if folder == IMAGES else ()
+                    known.update(cell for cell in line[1:-1] if cell.partition("/")[2] in beside)
         except (OSError, ValueError, IndexError, csv.Error):
             raise OutputExistsError.at(self.final, f"has no {MANIFEST} of an export; {advice}") from None
         for parent, _, files in os.walk(self.final):
