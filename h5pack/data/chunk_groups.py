@@ -85,7 +85,7 @@ class OpenBatches:
         self._memory[batch], self._missing[batch] = memory, rows
 
     def open_block(self, block: Block, memory: BatchMemory) -> None:
-        """Register the batches of a block, all of them whole; `memory` holds them one after the other."""
+        """Register the batches of a block of whole batches; `memory` holds them one after the other."""
         start = 0
         for batch, _, rows in block.spans:
             self.open(batch, memory.part(start, rows), rows)

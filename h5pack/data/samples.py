@@ -249,7 +249,7 @@ class BatchSource(Closeable, Dataset[Any]):
         raise NotImplementedError
 
     def read_lists(self, rows: npt.NDArray[np.int64], key: DrawKey = NO_KEY) -> list[list[Any]]:
-        """Return the values in `rows` of each field that a batch holds as a list. Random crops are drawn from `key`."""
+        """Return the values in `rows` of the fields that batches hold as lists. `key` draws crops, which move boxes."""
         raise NotImplementedError
 
     def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:

@@ -125,7 +125,7 @@ def _select_rows(
         subsets.append(base)
         base = base.dataset
     if isinstance(base, ConcatPack):
-        # Not `joined`, which refuses transforms: a DataLoader calls them.
+        # `joined` would refuse transforms, which a DataLoader calls.
         first, *others = base.datasets
         base, digested = first.joined_with(others), True
     if not isinstance(base, H5Dataset):

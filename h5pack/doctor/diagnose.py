@@ -171,7 +171,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         try:
             target.load_sample()
         except SizesDifferError as error:
-            # The file is not a pack: a pack stores the sizes of its images, so `Target` takes crops of one size.
+            # A pack raises no such error: it stores its images' sizes, so `Target` takes crops of one size.
             path = target.dataset.path
             with open_file(path) as file:
                 options = packing_options(file, target.dataset.names[0], target.dataset.label_name)

@@ -189,10 +189,9 @@ def measure_epochs(
     - If it is shorter than `seconds`, run as many whole epochs as fit (only one if `once`). All batches count, and so
       does the time to start each iterator, except the first.
     - If it is longer, stop it when the time is up. The first `prefetched` batches do not count, because the loader read
-      them before they were requested.
-    - But all batches count if `prefetched` is 0, if these first batches took more than half of the time, or if the
-      loader had by then read most of the later ones. The time until the first batch counts only if the loader is slower
-      than its consumer.
+      them before they were requested. They do count if they took more than half of the time, or if most of the later
+      ones were ready when they ended. Then, or if `prefetched` is 0, the time until the first batch counts only if the
+      loader is slower than its consumer.
 
     `ready_images` returns how many images are ready in the loader. They count as loaded if the consumer mostly waits.
     """

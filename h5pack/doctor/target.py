@@ -44,8 +44,8 @@ from h5pack.system.text import error_line, short_repr
 
 # A file larger than this fraction of the available memory is assumed not to stay in the page cache.
 _CACHED_FRACTION = 0.8
-# Each cold repeat starts this fraction of all rows after the start of the previous one, and continues at row 0 after
-# the last row. This fraction (the golden ratio) spreads the starts evenly.
+# Each repeat of COLD_STORED starts this fraction of all rows after the start of the previous one, and continues at row
+# 0 after the last row. This fraction (the golden ratio) spreads the starts evenly.
 _GOLDEN = 0.618
 # Numbers of images from which the time for a whole batch is estimated.
 _FEW_IMAGES = (8, 64)
@@ -307,7 +307,7 @@ class Target:
             self.loaders.start_workers(loader)
 
     def transform_busy_fraction(self, seconds: float) -> float | None:
-        """Call the transform in one thread; return the fraction of time in which the thread does not wait, if known."""
+        """Return the `busy_fraction` of the transform in this thread; None without one, or if it needs a generator."""
         transform = self.loaders.transform
         if transform is None:
             return None

@@ -200,8 +200,8 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
                 "another dataset, or repair that row"
             )
             raise dataset_error(file.filename, name, problem, (0,)) from error
-    # Chunks of variable-length rows hold only references. So choose chunk groups as in a contiguous dataset, also
-    # for rows of one length.
+    # Choose chunk groups as in a contiguous dataset, because chunks of variable-length rows hold only references. Treat
+    # rows of one length alike.
     return ChunkIndex(
         name=name,
         dtype=np.dtype(np.uint8),

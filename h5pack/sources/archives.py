@@ -443,10 +443,9 @@ def open_zip(path: Path) -> tuple[ArchiveFile, Members]:
         if name.endswith("/"):
             members.add_folder(name)
         else:
-            # The sizes in a damaged file may be too large for int64.
-            offset, size, stored = (
-                min(value, _ZIP_MAX_SIZE) for value in (entry.header_offset, entry.file_size, entry.compress_size)
-            )
+            # In a damaged file, sizes may be too large for int64, and offsets negative.
+            found = (entry.header_offset, entry.file_size, entry.compress_size)
+            offset, size, stored = (max(0, min(value, _ZIP_MAX_SIZE)) for value in found)
             members.add(name, offset, size, stored, entry.CRC, _zip_storing(entry))
     if sum(min(stored, file.size) for stored in members.stored_sizes) > _ZIP_MAX_SHARING * file.size:
         raise file.damaged("is a zip bomb: its members share their bytes")

@@ -28,8 +28,9 @@ def is_celeba(root: Path) -> bool:
 
 def attributes_of(images: Path) -> Path | None:
     """Return CelebA's main folder, which contains the tables, if `images` is its folder of images; else None."""
-    parents = images.resolve().parents
-    return next((one for one in parents[:3] if is_celeba(one)), None) if images.name == _IMAGES else None
+    resolved = images.resolve()
+    is_named = _IMAGES in (images.name, resolved.name)
+    return next((one for one in resolved.parents[:3] if is_celeba(one)), None) if is_named else None
 
 
 def celeba(root: Path, wanted: NameFilter) -> Catalog:

@@ -11,7 +11,7 @@ import os
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -338,7 +338,7 @@ def splits(found: Listing) -> Catalog:
     tops = {split: _class_folder(found, split) for split in split_names}
     others = {name for top in tops.values() if top for name in found.filled(top)}
     # A split may have images of one class only, whose folder is named like a folder of images.
-    tops = {split: top or (split if others & {*found.filled(split)} else "") for split, top in tops.items()}
+    tops = {split: top or _class_folder(found, split, others) for split, top in tops.items()}
     class_tops = [top for top in tops.values() if top]
     label_names = tuple(sorted({name for top in class_tops for name in found.subfolders[top]}))
     index = {name: number for number, name in enumerate(label_names)}
@@ -361,21 +361,23 @@ def splits(found: Listing) -> Catalog:
     )
 
 
-def _class_folder(found: Listing, split: str) -> str:
+def _class_folder(found: Listing, split: str, classes: Collection[str] = ()) -> str:
     """Return the folder whose folders are the classes of a split; "" if the split has none.
 
     Begin with the split itself. As long as all its images are in one subfolder that has the same name, or is named like
-    a folder of images, go on with that subfolder.
+    a folder of images and is none of the `classes` of other splits, go on with that subfolder.
     """
     top = split
     while filled := found.filled(top):
+        is_known = any(name in classes for name in filled)
         if top in found.folders:
-            if top != split:
+            if top != split and not is_known:
                 break
-            example = f"{found.names(split)[0]!r} beside {filled[0]!r}"
+            example = f"{found.names(top)[0]!r} beside {filled[0]!r}"
             advice = "move them into a class, or skip them with exclude"
-            raise _mixed(os.path.join(found.root, split), "class", example, advice)
-        if len(filled) > 1 or not (is_named(filled[0], IMAGE_FOLDERS) or filled[0] == os.path.basename(top)):
+            raise _mixed(os.path.join(found.root, top), "class", example, advice)
+        is_of_images = is_named(filled[0], IMAGE_FOLDERS) or filled[0] == os.path.basename(top)
+        if is_known or len(filled) > 1 or not is_of_images:
             return top
         top = os.path.join(top, filled[0])
     return ""

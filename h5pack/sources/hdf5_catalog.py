@@ -334,8 +334,8 @@ def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[s
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
     rows, axes = len(file[images]), file[images].ndim
     known = {name: fit for name in dataset_names(file) if (fit := _has_rows(file, name, rows)) is not None}
-    # Datasets in a group with other images belong to these, unless `images` is in that group, too. Arrays of fewer axes
-    # are not counted as other images, because they may be masks.
+    # Datasets beside other images belong to those, unless `images` is in that group, too. Only arrays with as many axes
+    # are counted as other images, because the rest may be masks.
     groups = {os.path.dirname(name) for name in known if file[name].ndim == axes and _looks_like_images(file[name])}
     others = tuple(f"{group}/" for group in groups if group and not images.startswith(f"{group}/"))
     found: dict[str, str] = {}

@@ -168,8 +168,8 @@ def integers(cells: Iterable[str]) -> npt.NDArray[np.int64] | None:
 def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64 | np.uint64 | np.float64]:
     """Return a column as int64, or as uint64 for larger integers; as float64 if some cells are not integers.
 
-    An empty cell is NaN. Raise SourceError if a cell is not a number, or is one that would not be stored exactly as an
-    integer, or is beyond float64.
+    An empty cell is NaN. Raise SourceError if a cell is not a number or is beyond float64, or if an integer would be
+    rounded or fits no dtype.
     """
     cells = table.column(column)
     try:

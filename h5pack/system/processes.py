@@ -309,7 +309,7 @@ def _require_no_open_file(value: Any) -> None:
         if isinstance(item, io.IOBase) and _is_shared_file(item):
             raise WorkerError(
                 f"the source holds the file {getattr(item, 'name', item)!r} open, and worker processes would share its "
-                f"position; open it in each call{_OR_ONE_WORKER}",
+                f"position; open it for each read{_OR_ONE_WORKER}",
                 parameters=(ONE_WORKER,),
             )
 

@@ -365,6 +365,15 @@ def patched(data: bytearray, number: int, offset: int, form: str, value: int) ->
 FLAGS, METHOD, CRC, STORED, SIZE, HEADER = (8, "<H"), (10, "<H"), (16, "<I"), (20, "<I"), (24, "<I"), (42, "<I")
 
 
+@pytest.mark.parametrize("missing", [slice(0, 100), slice(500, 600)])
+def test_a_zip_file_that_lacks_bytes_has_damaged_members(missing: slice, tmp_path: Path) -> None:
+    """Offsets count from the end of the file, so they become negative."""
+    data = zipped(tmp_path / "x.zip", jpeg(), jpeg(1), jpeg(2), compression=zipfile.ZIP_STORED)
+    del data[missing]
+    (tmp_path / "x.zip").write_bytes(data)
+    assert set(reasons(tmp_path / "x.zip")) == {"0.jpg"}
+
+
 @pytest.mark.parametrize(
     ("where", "value"),
     [

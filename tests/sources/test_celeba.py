@@ -114,11 +114,13 @@ def test_filters_apply_to_names_and_to_paths_and_make_no_rejects(tmp_path: Path,
 
 
 @pytest.mark.parametrize("folder", ["", "Img/"])
-def test_the_images_alone_are_packed_with_a_note(tmp_path: Path, folder: str) -> None:
+def test_the_images_alone_are_packed_with_a_note(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spaced(tmp_path, images=folder, anno="Anno")
     catalog = open_source(tmp_path / folder / "img_align_celeba", SourceOptions())
     assert (catalog.kind, catalog.labels, len(catalog.notes)) == ("flat", None, 1)
     assert str(tmp_path) in catalog.notes[0].text
+    monkeypatch.chdir(tmp_path / folder / "img_align_celeba")
+    assert len(open_source(".", SourceOptions()).notes) == 1
     touch(tmp_path / "other", *ATTRIBUTES)
     assert open_source(tmp_path / "other", SourceOptions()).notes == ()
 

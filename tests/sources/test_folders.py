@@ -273,6 +273,16 @@ def test_a_splits_only_folder_is_a_class_if_another_split_has_it(tmp_path: Path)
     assert catalog.label_names == ("fake_images", "real_images")
 
 
+def test_images_beside_class_folders_in_a_splits_only_folder_are_refused(tmp_path: Path) -> None:
+    touch(tmp_path, "train/images/cat/1.jpg", "train/images/dog/2.jpg", "val/images/cat/3.jpg", "val/images/dog/4.jpg")
+    touch(tmp_path, "test/images/5.jpg", "test/images/more/6.jpg")
+    assert [label for *_, label in rows(splits(tmp_path))] == [0, 1, 0, 1, -1, -1]
+    touch(tmp_path, "train/images/x.jpg")
+    with pytest.raises(SourceError) as caught:
+        splits(tmp_path)
+    assert caught.value.path == str(tmp_path / "train" / "images")
+
+
 @pytest.mark.parametrize(
     ("names", "notes"),
     [
