@@ -141,6 +141,11 @@ def _new_sample(fields: tuple[str, ...], lists: tuple[str, ...], values: Sequenc
     return sample_type(fields, lists)(*values)
 
 
+def _received_samples(fields: tuple[str, ...], lists: tuple[str, ...], samples: list[list[Any]]) -> list[Any]:
+    rows = ([torch.from_numpy(one) if isinstance(one, np.ndarray) else one for one in sample] for sample in samples)
+    return [_new_sample(fields, lists, values) for values in rows]
+
+
 @dataclass
 class _JoinedList:
     """A list of tensors (n_i, ...), joined into one, because sending each from a worker would take 0.1 ms."""
@@ -352,10 +357,12 @@ class SampleBatch(Sequence[Any]):
     def __reduce__(self) -> Any:
         # If a worker's collate function returns this batch, the worker reads the samples, not the main process. If that
         # fails, the main process tries again and gets the error: one in the thread that pickles would lose the batch.
+        # For the same reason send arrays: a tensor needs a file descriptor, and usually only 1,024 may be open.
         try:
-            return list, (self.samples(),)
+            samples = [[one.numpy() if isinstance(one, torch.Tensor) else one for one in sample] for sample in self]
         except Exception:
             return SampleBatch, (self.rows, self._source, self._key)
+        return _received_samples, (self._source.field_names, self._source._lists, samples)
 
     def __len__(self) -> int:
         return len(self.rows)

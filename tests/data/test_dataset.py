@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import shutil
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -449,6 +451,9 @@ def test_a_worker_reads_a_batch_that_is_not_collated(rich_file: Path) -> None:
     for index, sample in zip((5, 3, 5), samples, strict=True):
         assert sample._fields == dataset[index]._fields
         assert same(*([torch.as_tensor(part) for part in one] for one in (sample, dataset[index])))
+    opened = os.listdir("/proc/self/fd")
+    ForkingPickler.dumps(dataset.__getitems__([5, 3]))
+    assert len(os.listdir("/proc/self/fd")) == len(opened)
 
 
 def test_an_error_of_a_batch_that_is_not_collated_reaches_the_loop(tmp_path: Path) -> None:
