@@ -238,8 +238,7 @@ class H5Loader(Closeable, Resumable):
         self.num_threads = whole_number("num_threads", num_threads, 1, 1_024)
         self.pin_memory = flags(pin_memory=pin_memory)[0] and _can_pin()
         self._transforms = {
-            # The signature of a module is (*args, **kwargs), whatever parameters its `forward` has.
-            name: (one, "generator" in parameter_names(one) + parameter_names(getattr(one, "forward", None)))
+            name: (one, "generator" in parameter_names(one))
             for name, one in ((self._base.names[0], transform), (self._base.label_name, target_transform))
             if name is not None and one is not None
         }

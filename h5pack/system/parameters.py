@@ -87,11 +87,14 @@ def launched_number(variable: str, default: int) -> int:
 
 
 def parameter_names(function: Any) -> tuple[str, ...]:
-    """Return the names of a callable's parameters; () if Python cannot know them."""
+    """Return the names of the parameters of a callable, or of a module's `forward`; () if Python cannot know them."""
     try:
-        return tuple(inspect.signature(function).parameters)
+        names = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return ()
+    # A module's own signature is (*args, **kwargs), unless its class replaces `__call__`.
+    is_module = names == ("args", "kwargs") and hasattr(function, "forward")
+    return parameter_names(function.forward) if is_module else names
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:

@@ -457,6 +457,16 @@ class NoiseModule(torch.nn.Module):
     forward = Noise.__call__
 
 
+class OwnCall(NoiseModule):
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        return super().__call__(images // 100)
+
+
+def test_a_transform_whose_call_takes_no_generator_is_called_without(dataset: h5pack.H5Dataset) -> None:
+    first = next(iter(loader_of(dataset, transform=OwnCall())))[0]
+    assert int(first.max()) < 102
+
+
 @pytest.mark.parametrize("noise", [Noise, NoiseModule])
 def test_a_seeded_transform_is_the_same_in_every_run(dataset: h5pack.H5Dataset, noise: Any, way: str) -> None:
     def noisy(labels: torch.Tensor, *, generator: torch.Generator) -> torch.Tensor:
