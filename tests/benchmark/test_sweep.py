@@ -20,7 +20,7 @@ from h5pack.benchmark.sample import scratch_folder
 from h5pack.benchmark.sweep import LibraryReader, ReadTiming, SharedDatasets, Sweep, open_reader
 from tests.benchmark.files import ROW_BYTES, SIZE, input_of, sample_of, write_cut_chunks
 from tests.crashing import gone
-from tests.makers import class_folders, hdf5_file
+from tests.makers import class_folders
 from tests.monitor.fake_clock import FakeClock
 
 
@@ -53,17 +53,6 @@ def test_an_epoch_has_every_row(whole: FileVariant, order: str, engine: str) -> 
     assert timing.rows == 200
     assert timing.seconds > 0
     assert timing.bytes_per_row >= 0.9 * ROW_BYTES
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.parametrize("order", ["window", "single"])
-def test_floats_that_are_not_finite_are_read(tmp_path: Path, dtype: type, order: str) -> None:
-    images = np.full((20, 8, 8), np.nan, dtype)
-    images[10:] = np.inf
-    variant = input_of(hdf5_file(tmp_path / "depth.h5", images=images)).variant
-    reader = open_reader(case_of("as it is", order), variant, 0, SharedDatasets())
-    assert reader.run(math.inf, once=True).rows == 20
-    reader.close()
 
 
 def test_small_rows_that_the_loader_holds_in_memory_are_counted(tmp_path: Path) -> None:
