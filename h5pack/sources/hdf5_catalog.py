@@ -17,7 +17,7 @@ from h5pack.errors import H5PackError, OptionsError, PackFormatError, SourceErro
 from h5pack.format import schema
 from h5pack.format.fields import field_name, is_field_name, is_numeric_dtype, require_field_names
 from h5pack.read.description import describe_file
-from h5pack.read.encoded import has_kept_images, is_encoded, is_mask_group
+from h5pack.read.encoded import has_kept_images, index_kept, is_encoded, is_mask_group
 from h5pack.read.hdf5 import (
     dataset_names,
     datasets_text,
@@ -227,6 +227,8 @@ def _has_rows(file: h5py.File, name: str, rows: int) -> bool | None:
     try:
         if is_ragged(file, name):
             return index_ragged(file, name).rows == rows
+        if is_mask_group(file, name):
+            return index_kept(file, name, sized=False).rows == rows
         return bool(file[name].shape) and len(file[name]) == rows
     except Exception:
         return None

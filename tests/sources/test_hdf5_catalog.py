@@ -23,7 +23,7 @@ from h5pack.sources.hdf5_catalog import (
     is_image_array,
 )
 from h5pack.sources.manifest import ManifestColumns
-from tests.makers import quick, split_folders
+from tests.makers import pair_folders, quick, split_folders
 
 ROWS = 6
 LABELS = np.arange(ROWS)
@@ -164,6 +164,15 @@ def test_notes_say_why_datasets_are_not_packed(tmp_path: Path) -> None:
     assert found.names[1] == "1.jpg"
     damaged, missing = (note.text for note in found.notes)
     assert ("datasets 'bad';" in damaged, "length" in damaged, "links 'gone';" in missing) == (True, False, True)
+
+
+def test_masks_of_kept_images_that_are_not_packed_are_named_as_fields(tmp_path: Path) -> None:
+    (tmp_path / "m.csv").write_text("path,mask,x\n" + "images/000.jpg,masks/000.png,1\n" * 2)
+    columns = {"mask_columns": "mask", "field_columns": "x", "keep": "jpeg"}
+    pair_folders(tmp_path, 1)
+    h5pack.convert(tmp_path / "m.csv", tmp_path / "o.h5", **quick(**columns))
+    (note,) = catalog(tmp_path / "o.h5", fields=("x",)).notes
+    assert ("'fields/mask'" in note.text, note.parameters[:1]) == (True, ("fields",))
 
 
 @pytest.mark.parametrize(
