@@ -149,11 +149,7 @@ def open_part(path: str | os.PathLike[str]) -> Part:
         if schema.checksums_path(name) not in part.engine.indexes:
             problem = f"has no checksums of {name!r}, so rows cannot be checked; pack it again with 'h5pack convert'"
             raise SourceError.at(path, problem, dataset=name)
-        if (
-            isinstance(index, EncodedIndex)
-            and index.is_mask
-            and (index.library_reason is not None or index.base is None)
-        ):
+        if isinstance(index, EncodedIndex) and index.is_mask and index.base is None:
             problem = f"its masks {name!r} are not contiguous in the file; pack it again with 'h5pack convert'"
             raise SourceError.at(path, problem, dataset=name)
     # Many packs may be combined, so keep none of their files open; the next read opens them again.

@@ -266,8 +266,7 @@ class RowCopier:
             return None
         count = int(self._offsets.edges(start, stop - start)[-1])
         if isinstance(index, EncodedIndex):
-            base = index.base if index.library_reason is None else None
-            return None if base is None else (base + int(index.offsets[rows[0]]), count)
+            return None if index.base is None else (index.base + int(index.offsets[rows[0]]), count)
         first, last = index.offset_of(int(rows[0])), index.offset_of(int(rows[-1]))
         if first is None or last is None or last - first != count - index.row_bytes:
             return None

@@ -285,7 +285,7 @@ def _add_kept(file: h5py.File, index: EncodedIndex, found: _Structure) -> None:
     checksums = _checksums(file, index.name, found)
     if index.rows != found.rows:
         found.problems.append(f"{index.name}: {index.rows:,} rows, but {schema.ENCODED} has {found.rows:,}")
-    elif checksums is not None and index.library_reason is None and index.base is not None:
+    elif checksums is not None and index.base is not None:
         offsets = EncodedOffsets.of(index.base, index.offsets)
         found.large.append(_Rows(index.name, checksums, offsets))
     elif checksums is not None and (wrong := _damaged_kept(file, index, checksums)):

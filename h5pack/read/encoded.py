@@ -243,8 +243,8 @@ class EncodedIndex(ChunkIndex):
 
     @cached_property
     def base(self) -> int | None:
-        """Byte offset of `data` in its own file; None if other files store it, or if its chunks are not adjacent."""
-        if isinstance(self.data, VirtualIndex):
+        """Byte offset of `data` in its own file; None if its bytes are not contiguous and uncompressed there."""
+        if isinstance(self.data, VirtualIndex) or self.library_reason is not None:
             return None
         starts = self.data.addresses
         return int(starts[0]) if len(starts) and (np.diff(starts) == self.data.chunk_rows).all() else None
