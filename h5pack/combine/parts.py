@@ -249,7 +249,7 @@ def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
     """Return the catalogs with equal dtypes of fields, as far as no number changes.
 
     The dtype of a field is that of the first catalog in which its rows have entries. Catalogs in which they have none
-    also get the shape of an entry from there, and no classes instead of numbers without class names.
+    also take the shape of an entry from there and, unless they have class names, whether entries are class numbers.
     """
     fields = [dict(catalog.fields) for catalog in catalogs]
     for name in fields[0]:
