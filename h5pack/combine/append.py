@@ -137,7 +137,7 @@ def append(
     with _Addition(source, new_path, old, only_new, split, **settings) as conversion:
         notes = _pack_new(conversion, old.rejects if only_new else ())
         if notes is None:
-            if overwrite:
+            if overwrite and not resume:
                 _discard(new_path, path)
             return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
     new = _with_split(old, open_part(new_path), split)
