@@ -259,8 +259,8 @@ class H5Dataset(BatchSource):
 
         Without transforms the result is a `SampleBatch`, which reads when a sample is accessed or `collate` is called.
         """
-        rows, key = self._rows(indices), self.draw_key(indices)
-        return SampleBatch(rows, self, key) if self.is_plain else self._load(rows, key)
+        rows, key, transforms = self._rows(indices), self.draw_key(indices), (self.transform, self.target_transform)
+        return SampleBatch(rows, self, key) if transforms == (None, None) else self._load(rows, key)
 
     @property
     def is_plain(self) -> bool:

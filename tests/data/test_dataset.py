@@ -467,6 +467,22 @@ def test_an_error_of_a_batch_that_is_not_collated_reaches_the_loop(tmp_path: Pat
         list(next(loader))
 
 
+class Counting(h5pack.H5Dataset):
+    batches = 0
+
+    def __getitems__(self, indices: Any) -> Any:
+        self.batches += 1
+        return super().__getitems__(indices)
+
+
+def test_a_subclass_that_extends_getitems_still_reads_into_the_batch(rich_file: Path) -> None:
+    dataset = Counting(rich_file)
+    assert type(dataset.__getitems__([5, 3])) is SampleBatch
+    (batch,) = DataLoader(dataset, batch_sampler=[[5, 3]])
+    assert torch.equal(batch.images[1], dataset[3].image)
+    assert dataset.batches == 2
+
+
 class Halved(h5pack.H5Dataset, Generic[T]):
     def __getitem__(self, index: Any) -> Any:
         image, label = super().__getitem__(index)
