@@ -93,7 +93,7 @@ def parameter_names(function: Any) -> tuple[str, ...]:
     except (TypeError, ValueError):
         return ()
     # A module's own signature is (*args, **kwargs), unless its class replaces `__call__`.
-    is_module = names == ("args", "kwargs") and hasattr(function, "forward")
+    is_module = names == ("args", "kwargs") and hasattr(function, "forward") and not isinstance(function, type)
     return parameter_names(function.forward) if is_module else names
 
 

@@ -194,10 +194,25 @@ class Net(nn.Module):
         return result
 
 
+class Forwarding(Net):
+    """Its constructor passes on what it gets; only its `forward` has a parameter `device`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def forward(self, images: torch.Tensor, device: Any = None) -> torch.Tensor:
+        return super().forward(images)
+
+
 def made(
     model: Any, shape: tuple[int, ...] = (3, 16, 12), classes: int | None = 4, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, str]:
     return make_step(model, shape, classes, CPU, dtype)
+
+
+def test_a_class_gets_no_parameters_of_its_forward() -> None:
+    step, _ = made(Forwarding)
+    step(IMAGES, LABELS)
 
 
 def test_the_built_in_step_accepts_images_of_any_size() -> None:
