@@ -133,6 +133,9 @@ def strict_pillow() -> Iterator[None]:
 
 
 _strict_lock = threading.Lock()
+# Fork only while no thread holds the lock, because in the child, nothing would release it.
+_release = _strict_lock.release
+os.register_at_fork(before=_strict_lock.acquire, after_in_parent=_release, after_in_child=_release)
 _strict_threads: list[int] = []  # one entry for each context that is open
 _strict_settings: list[contextlib.ExitStack] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import random
 import re
 import struct
@@ -26,6 +27,7 @@ from h5pack.pack.options import RESAMPLES
 from tests.images.test_headers import chunk
 from tests.makers import break_package, pixels
 from tests.read.encoded_files import encode, oriented
+from tests.read.files import in_child
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -520,6 +522,26 @@ def test_pillows_settings_hold_until_the_last_thread_is_done(monkeypatch: pytest
     leave.set()
     thread.join()
     assert Image.MAX_IMAGE_PIXELS == 123
+
+
+def test_a_child_forked_while_another_thread_changes_pillows_settings_can_change_them() -> None:
+    entered, forks = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with decode._strict_lock:
+            entered.set()
+            forks.wait()
+
+    def child() -> bool:
+        with strict_pillow():
+            return Image.MAX_IMAGE_PIXELS is None
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait()
+    os.register_at_fork(before=forks.set)
+    assert in_child(child)
+    thread.join()
 
 
 def test_pillows_warnings_are_no_reason_to_refuse() -> None:
