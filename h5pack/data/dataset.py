@@ -240,7 +240,7 @@ class H5Dataset(BatchSource):
         """
         if isinstance(index, slice):
             return self._load(self._rows(range(*index.indices(len(self)))), self.draw_key(()))
-        if self.check or self._encoded:
+        if self.check or self._encoded or not hasattr(index, "__index__"):
             return self._load(self._rows([index]), self.draw_key([index]))[0]
         number = operator.index(index)
         if not -len(self.rows) <= number < len(self.rows):

@@ -292,9 +292,14 @@ def read_small_rows(dataset: Any, name: str, rows: RowNumbers) -> npt.NDArray[An
 
 
 def positions_of(indices: Sequence[int], count: int, where: str = "") -> npt.NDArray[np.int64]:
-    """Return indices into `count` samples as int64, (n,), none negative; raise an IndexError if one is out of range."""
+    """Return indices into `count` samples as int64, (n,), none negative; raise an IndexError if one is out of range.
+
+    Raises a TypeError if one is not an integer.
+    """
     try:
         numbers = np.fromiter(map(operator.index, indices), np.int64, len(indices))
+    except TypeError as error:
+        raise TypeError(f"{where}{error}; a DataLoader takes batches of indices as batch_sampler") from None
     except OverflowError:
         numbers = np.array([min(max(operator.index(index), -count - 1), count) for index in indices])
     wrong = np.flatnonzero((numbers < -count) | (numbers >= count))

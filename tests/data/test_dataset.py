@@ -110,6 +110,10 @@ def test_items_are_the_stored_rows(pack: Path, monkeypatch: pytest.MonkeyPatch) 
     for index in (45, -46):
         with pytest.raises(IndexError, match=str(index)):
             dataset[index]
+    # What a DataLoader without batches asks for if a sampler of batches is its `sampler`.
+    for unchecked in (dataset, h5pack.ConcatPack([dataset])):
+        with pytest.raises(TypeError, match="batch_sampler"):
+            unchecked[[3, 4]]  # type: ignore[index]
     assert (dataset.classes, dataset.columns, dataset.mean is None) == (("x", "y"), None, False)
     assert "45 rows of 20 x 14 x 3" in repr(dataset)
 
