@@ -297,11 +297,12 @@ def _compress_rows(pack: _UnfinishedFile, stages: Stages) -> int:
 
         def chunks() -> Iterator[bytes]:
             nonlocal total
-            tasks = ((number, start) for number in range(datasets) for start in range(0, plan.rows, step))
-            for data in run(executor, _compressed_chunk, tasks, 2 * num_workers, ordered=True):
+            tasks = list(itertools.product(range(datasets), range(0, plan.rows, step)))
+            found = run(executor, _compressed_chunk, tasks, 2 * num_workers, ordered=True)
+            for (_, start), data in zip(tasks, found, strict=True):
                 total += len(data)
+                advance(min(step, plan.rows - start))
                 yield data
-                advance(step)
 
         finish.complete_compressed(pack, plan.tables, chunks(), executor)
     return total

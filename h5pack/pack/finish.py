@@ -170,8 +170,8 @@ def compress(
     def chunks() -> Iterator[bytes]:
         resumable = pack.plan.options.resumable
         for rows, stored in run(executor, compress_rows, tasks, max_in_flight, ordered=True, resumable=resumable):
+            advance(rows)  # Nothing below the last `yield` would run.
             yield stored
-            advance(rows)
 
     complete_compressed(pack, tables, chunks(), executor)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -439,6 +441,20 @@ def test_rows_that_only_the_hdf5_library_reads_are_kept(
     assert h5pack.append(path, more, **quick(**SOURCE)).images == len(wanted)
     assert contents(path) == wanted
     assert h5pack.verify(path, num_workers=1).ok
+
+
+def test_progress_ends_at_the_number_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, more, _ = parts(tmp_path, "gzip")
+    bars: list[tuple[str, int, list[int]]] = []
+
+    def bar(count: int, *, desc: str, **_: object) -> Any:
+        bars.append((desc, count, []))
+        return contextlib.nullcontext(SimpleNamespace(update=bars[-1][2].append))
+
+    monkeypatch.setattr("h5pack.system.progress.progress_bar", bar)
+    h5pack.append(path, more, progress=True, **quick(**SOURCE))
+    assert {desc for desc, _, _ in bars} >= {"write", "compress"}
+    assert [sum(done) for _, _, done in bars] == [count for _, count, _ in bars]
 
 
 def test_a_contiguous_pack_does_not_become_one_chunk(tmp_path: Path) -> None:
