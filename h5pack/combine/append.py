@@ -75,8 +75,8 @@ def append(
     source : path or map-style dataset
         Any source that `h5pack.convert` accepts.
     split : str, optional
-        Put all new images into this split, which is created if the pack does not have it. Default: the splits of the
-        source, or the pack's only split if the source has no splits.
+        Put all new images into this split, which is created if the pack does not have it; not with `val`. Default: the
+        splits of the source, or the pack's only split if the source has no splits.
     only_new : bool
         Leave out images whose names are already in the pack. By default, such images are an error. Images that the pack
         lists as rejected are tried again.
@@ -113,7 +113,7 @@ def append(
     path = Path(os.path.realpath(os.fsdecode(pack)))
     old = open_part(path)
     require_replaceable(path, writable=False)
-    _require_options(old, options)
+    _require_options(old, options, split)
     virtual = old.is_virtual
     if virtual:
         virtual_name(str(path), path.parent)  # raises an error if a virtual file cannot name the further pack
@@ -157,12 +157,14 @@ def append(
     return replace(report, notes=notes)
 
 
-def _require_options(old: Part, options: dict[str, Any]) -> None:
+def _require_options(old: Part, options: dict[str, Any], split: str | None) -> None:
     files = ("size", "chunk_rows", "chunk_bytes", "compat", "shard_bytes")
     reasons = dict.fromkeys((*_OF_ROWS, *files), "the pack determines it; leave it out")
     several = "append runs on one machine; convert the new images into a pack of their own, and join the two packs"
     reasons |= dict.fromkeys(("part", "finish", "client"), several)
     reasons["val_groups"] = "it would ignore the groups of the pack's images; define the splits in the source"
+    if split is not None and options.get("val") is not None:
+        reasons["val"] = "split puts all new images into one split; give one of the two"
     for name, reason in reasons.items():
         if name in options:
             text = f"{old.path}: {name} cannot be given, because {reason}"

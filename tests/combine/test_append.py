@@ -457,6 +457,13 @@ def test_progress_ends_at_the_number_of_rows(tmp_path: Path, monkeypatch: pytest
     assert [sum(done) for _, _, done in bars] == [count for _, count, _ in bars]
 
 
+def test_one_split_cannot_be_divided(tmp_path: Path) -> None:
+    path, more, _ = parts(tmp_path, "pixels")
+    with pytest.raises(OptionsError) as error:
+        h5pack.append(path, more, split="train", val=0.5, **quick(**SOURCE))
+    assert error.value.parameters == ("val",)
+
+
 def test_a_contiguous_pack_does_not_become_one_chunk(tmp_path: Path) -> None:
     path = tmp_path / "o.h5"
     h5pack.convert(flat_folder(tmp_path / "in", 9, (400, 400)), path, **quick())
