@@ -59,7 +59,7 @@ def is_verbose(arguments: argparse.Namespace) -> bool:
 
 
 def print_report(report: Any, arguments: argparse.Namespace, **settings: Any) -> None:
-    """Print a report: with ``--json`` as JSON, else its text for `settings`, with parameters written as options."""
+    """Print a report: as JSON with ``--json``, else ``to_text(**settings)`` with its parameters written as options."""
     if arguments.json:
         print(json.dumps(report.to_json(), indent=1), flush=True)
     else:

@@ -230,7 +230,7 @@ def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | N
 
 
 def _export_field(work: ExportWork, number: int, index: int, path: str, results: ExportResults) -> None:
-    """Write the mask or further image of a row, unless the file already holds its pixels.
+    """Write, keep or check the file of a row's mask or further image (see `_store`).
 
     uint8 masks become 8-bit PNG files, other masks become 16-bit PNG files. Further images get the export's format.
     """

@@ -208,8 +208,8 @@ class Output:
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
-        # Remove `parts` before the journal. If a kill left only `parts`, the next run would conclude that the parts are
-        # still in their survey.
+        # Remove `parts` before the journal. If a kill left only `parts`, the next run would conclude that an array job
+        # is still surveying images.
         shutil.rmtree(self.parts, ignore_errors=True)
         # Remove the plan first, so that a journal that is removed only in part cannot be taken for an unfinished one.
         with contextlib.suppress(OSError):

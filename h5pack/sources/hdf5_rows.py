@@ -219,15 +219,15 @@ class HDF5RowReader(SourceReader):
             reason = "its row is damaged: it does not match its checksum or cannot be decoded"
             raise RejectedImageError(reason) from error
         except PackFormatError as error:
-            raise self._row_error() from error
+            raise self._row_error(name) from error
         except H5PackError as error:
             raise self._storage_error(error) from error
         return values
 
-    def _row_error(self) -> H5PackError:
+    def _row_error(self, dataset: str) -> H5PackError:
         """Return the error for an unreadable row: RejectedImageError, or SourceError if the file cannot be opened."""
         try:
-            self.engine.reader.open(self.images)
+            self.engine.reader.open(dataset)
         except H5PackError as reason:
             return self._storage_error(reason)
         return RejectedImageError("its row cannot be read")
@@ -236,7 +236,7 @@ class HDF5RowReader(SourceReader):
         return SourceError(
             f"{error}; then continue with resume=True",
             path=error.path or self.pack.path,
-            dataset=self.images,
+            dataset=error.dataset or self.images,
             rows=error.rows,
             parameters=("resume=True",),
         )

@@ -135,7 +135,7 @@ def _by_image(masks: dict[str, list[str]], images: dict[str, list[str]]) -> dict
     """Return the files of masks by the stem of their image; `masks` and `images` are files by their own stem.
 
     If no mask has the stem of an image, compare stems without what all masks, or all images, have in common: folders at
-    the beginning, as in "trimaps/a.png", and an ending from "_" or "-" on, as in "a_mask.png".
+    the beginning, except splits, as in "trimaps/a.png", and an ending from "_" or "-" on, as in "a_mask.png".
     """
     if not masks or not images or masks.keys() & images.keys():
         return masks
@@ -147,10 +147,11 @@ def _by_image(masks: dict[str, list[str]], images: dict[str, list[str]]) -> dict
 
 
 def _shared(stems: Iterable[str]) -> tuple[str, str]:
-    """Return the folders, with a slash, and the ending from "_" or "-" on, that all stems have in common."""
+    """Return the folders above any split, with a slash, and the ending from "_" or "-" on, that all stems share."""
     folders, names = zip(*map(os.path.split, stems), strict=True)
     folder = os.path.commonpath(folders)
-    folder = "" if is_split_name(folder) else folder
+    while is_split_name(os.path.basename(folder)):
+        folder = os.path.dirname(folder)
     parts = [re.split("(?=[_-])", name)[:0:-1] for name in names]
     # What the first and the last list in sorted order begin with, all lists begin with.
     extremes = zip(min(parts), max(parts), strict=False)

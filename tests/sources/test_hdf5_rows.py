@@ -174,7 +174,7 @@ def test_another_file_under_the_same_name_stops(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("failure", "error"),
-    [(ReadError("input/output error"), SourceError), (PackFormatError("wrong chunk"), RejectedImageError)],
+    [(ReadError("failed", dataset="mask"), SourceError), (PackFormatError("wrong chunk"), RejectedImageError)],
 )
 def test_read_errors_reject_the_row_or_stop_the_conversion(
     tmp_path: Path, failure: Exception, error: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -185,8 +185,9 @@ def test_read_errors_reject_the_row_or_stop_the_conversion(
     found = reader(tmp_path / "f.h5")
     assert np.array_equal(found.read(2, ""), np.zeros((12, 10, 3)))  # type: ignore[arg-type]
     monkeypatch.setattr(found.engine.reader, "read", Mock(side_effect=failure))
-    with pytest.raises(error):
+    with pytest.raises(error) as caught:
         found.read(2, "")
+    assert getattr(caught.value, "dataset", None) == getattr(failure, "dataset", None)
     monkeypatch.setattr(found.engine.reader, "open", Mock(side_effect=PackFormatError("too many open files")))
     with pytest.raises(SourceError) as caught:
         found.read(2, "")

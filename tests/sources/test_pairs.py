@@ -64,6 +64,15 @@ def test_a_reserved_name_beside_masks_is_an_error(tmp_path: Path) -> None:
         open_source(touch(tmp_path, "images/1.jpg", "labels/1.png", "masks/1.png"), SourceOptions("pairs"))
 
 
+@pytest.mark.parametrize("masks", ["annotations/trimaps/train/{}.png", "gt/train/{}_m.png", "gt/deep/train/{}_m.png"])
+def test_masks_of_a_single_split_lie_in_folders_of_their_own(tmp_path: Path, masks: str) -> None:
+    for images in (["images/train/1.jpg", "images/train/2.jpg"], ["images/train/1.jpg", "images/val/2.jpg"]):
+        paths = [*images, *(masks.format(number) for number in range(1, 3) if f"images/train/{number}.jpg" in images)]
+        catalog = open_source(touch(tmp_path / str(len(paths)), *paths), SourceOptions("pairs"))
+        assert [*catalog.names] == [path for path in images if "train" in path]
+        assert [*catalog.pixel_fields[0].files] == paths[2:]
+
+
 @pytest.mark.parametrize("by_split", [False, True])
 def test_pairs_in_splits(tmp_path: Path, by_split: bool) -> None:
     paths = ["val/images/1.jpg", "val/masks/1.png", "training/images/1.jpg", "training/masks/1.png"]
