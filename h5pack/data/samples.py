@@ -37,6 +37,8 @@ from h5pack.system.arrays import RowNumbers, row_array
 IMAGES, LABELS, ROWS = "images", "labels", "rows"
 _INLINE_BYTES = 256 * 1024
 """Lists of tensors of up to this many bytes in total are sent from a worker by pickle, larger ones in shared memory."""
+_MAX_SENT_TENSORS = 128
+"""A batch that is not collated is sent in shared memory if it has up to this many tensors, which suits large images."""
 _BLOCK_ROWS = 65_536
 _SINGULAR = {IMAGES: "image", LABELS: "label", ROWS: "row"}
 
@@ -362,11 +364,13 @@ class SampleBatch(Sequence[Any]):
     def __reduce__(self) -> Any:
         # If a worker's collate function returns this batch, the worker reads the samples, not the main process. If that
         # fails, the main process tries again and gets the error: one in the thread that pickles would lose the batch.
-        # For the same reason send arrays: a tensor needs a file descriptor, and usually only 1,024 may be open.
+        # For the same reason send many tensors as arrays: a tensor needs a file descriptor, of which 1,024 may be open.
         try:
-            samples = [[one.numpy() if isinstance(one, torch.Tensor) else one for one in sample] for sample in self]
+            samples = [list(sample) for sample in self]
         except Exception:
             return SampleBatch, (self.rows, self._source, self._key)
+        if len(self) * len(self._source.field_names) > _MAX_SENT_TENSORS:
+            samples = [[one.numpy() if isinstance(one, torch.Tensor) else one for one in sample] for sample in samples]
         return _received_samples, (self._source.field_names, self._source._lists, samples)
 
     def __len__(self) -> int:

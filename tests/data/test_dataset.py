@@ -448,15 +448,21 @@ def test_collate_of_another_dataset_gives_the_samples_own_rows(rich_file: Path, 
     assert torch.equal(one.collate(halved.__getitems__([4]))[0][0], one[4][0] // 2)
 
 
-def test_a_worker_reads_a_batch_that_is_not_collated(rich_file: Path) -> None:
-    dataset = h5pack.H5Dataset(rich_file, fields=FIELDS)
-    (samples,) = DataLoader(dataset, batch_sampler=[[5, 3, 5]], collate_fn=lambda batch: batch, **FORK)
+@pytest.mark.parametrize("repeats", [1, 40])
+def test_a_worker_reads_a_batch_that_is_not_collated(rich_file: Path, repeats: int) -> None:
+    dataset, indices = h5pack.H5Dataset(rich_file, fields=FIELDS), [5, 3, 5] * repeats
+    (samples,) = DataLoader(dataset, batch_sampler=[indices], collate_fn=lambda batch: batch, **FORK)
     assert type(samples) is list
-    for index, sample in zip((5, 3, 5), samples, strict=True):
+    for index, sample in zip(indices, samples, strict=True):
         assert sample._fields == dataset[index]._fields
         assert same(*([torch.as_tensor(part) for part in one] for one in (sample, dataset[index])))
+
+
+def test_a_large_batch_that_is_not_collated_is_sent_without_descriptors(rich_file: Path) -> None:
+    batch = h5pack.H5Dataset(rich_file, fields=FIELDS).__getitems__([5, 3] * 40)
+    batch.samples()
     opened = os.listdir("/proc/self/fd")
-    ForkingPickler.dumps(dataset.__getitems__([5, 3]))
+    ForkingPickler.dumps(batch)
     assert len(os.listdir("/proc/self/fd")) == len(opened)
 
 
