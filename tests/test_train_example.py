@@ -339,6 +339,15 @@ def test_training_and_validation_rows_are_chosen_by_split(train: Any, pack: Path
     assert (rows_of(train_rows), rows_of(val_rows)) == (list(range(20, 50)), list(range(20)))
     train_rows, val_rows, _ = opened(train, plain, "--val", str(odd))
     assert (len(train_rows), len(val_rows)) == (50, 50)
+    # So are the rows of a split for testing that is not validated with.
+    three = unsplit(tmp_path / "three.h5", test=(0, 10), one=(10, 20), two=(20, 50))
+    assert rows_of(opened(train, three, "--val-split", "one")[0]) == list(range(20, 50))
+    # Another pack must number the same classes.
+    for number, path in enumerate((plain, odd)):
+        with h5py.File(path, "r+") as file:
+            file["labels"].attrs["classes"] = [f"{number}{name}" for name in "abcde"]
+    with pytest.raises(SystemExit, match="its classes"):
+        opened(train, plain, "--val", str(odd))
 
 
 def test_a_file_without_splits_and_statistics_trains(train: Any, tmp_path: Path) -> None:
