@@ -112,7 +112,11 @@ def test_several_benchmark(tmp_path: Path) -> None:
         for cases in sizes["loading"].values():
             assert cases[several.ONE]["of_one"]["median"] == 1
             assert all(case["images_per_s"]["median"] > 0 for case in cases.values())
-    assert set(result["sizes"]["224"]["copying"]) == {"cp", "join", "append"}
+    copying = result["sizes"]["224"]["copying"]
+    assert set(copying) == {"cp", "join", "append"}
+    for found in copying.values():
+        ratio = found["seconds"]["median"] / copying["cp"]["seconds"]["median"]
+        assert found["of_cp"]["median"] == pytest.approx(ratio, rel=0.2)
 
 
 def test_compare_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,8 @@ def test_training_from_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         # Both are rounded.
         rounding = 0.051 * case["seconds"] + 0.00051 * case["images_per_s"]
         assert case["seconds"] * case["images_per_s"] == pytest.approx(2 * 4, abs=rounding)
-        assert 0 <= case["stall_fraction"] < 1
+        slower = 1 - cases["one batch"]["seconds"] / case["seconds"]
+        assert case["stall_fraction"] == pytest.approx(max(0, slower), abs=1e-3)
         assert case["cpu_seconds"] > 0
         assert case["gpu"] == {"period_seconds": 0.2, "percent": [], "mean_percent": None}
     assert (figures["replayed_steps"]["count"], figures["validations"]["count"]) == (20, 2)

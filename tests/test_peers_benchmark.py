@@ -164,6 +164,22 @@ def test_a_process_that_fails_is_a_report(tmp_path: Path) -> None:
     assert absent["error"] == "cannot be started: No such file or directory"
 
 
+def test_the_figures_of_a_case_are_of_its_visits() -> None:
+    reports = [
+        {
+            "hot": {"images_per_s": hot, "batches": 9, "whole_epochs": whole},
+            "cold": {"images_per_s": 5.0, "batches": 3, "whole_epoch": True, "pages_found_in_cache": 0, "pages": 7},
+            "import_seconds": 0.5, "first_batch_seconds": 0.25,
+        }
+        for hot, whole in ((100.0, True), (300.0, False))
+    ]  # fmt: skip
+    found = peers._measured(reports, [200.0, 400.0])
+    assert found["hot_images_per_s"] == {"median": 200, "min": 100, "max": 300, "repeats": 2}
+    assert found["hot_of_memory_copy"] == {"median": 0.625, "min": 0.5, "max": 0.75, "repeats": 2}
+    assert (found["first_batch_seconds"]["median"], found["cold_images_per_s"]["median"]) == (0.75, 5)
+    assert (found["hot_whole_epochs"], found["cold_whole_epoch"]) == (False, True)
+
+
 def test_too_little_space_is_said_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10**9}))
     with pytest.raises(SystemExit, match=r"1.0 GB are free and 3.5 GB are needed; give --scratch a"):
