@@ -12,6 +12,7 @@ import glob
 import io
 import math
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -69,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
             known = [option for action in command._actions for option in action.option_strings]
             name = unknown[0].partition("=")[0]
             hint = _OTHER_WAYS.get((command.prog.rpartition(" ")[2], name)) or _option_hint(name, known)
-            command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            command.error(f"unrecognized arguments: {shlex.join(unknown)}{hint}")
         return arguments
 
     def error(self, message: str) -> NoReturn:
@@ -79,6 +80,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _option_hint(name: str, known: Sequence[str]) -> str:
     """Return a hint: which known option starts with `name` or is similar, or that `name` is in the wrong place."""
+    if not name:
+        return ""
     if name in known:
         return "; give it after the command"
     found = [one for one in known if one.startswith(name)] or difflib.get_close_matches(name, known, 1)

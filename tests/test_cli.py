@@ -183,6 +183,7 @@ def test_misuse_and_abbreviated_options_exit_with_2() -> None:
         (["info", "a", "--jsno"], "--json"),
         (["info", "a", "--zzzz"], None),
         (["--json", "info", "a"], None),  # Its place is wrong.
+        (["info", "a", ""], None),
     ],
 )
 def test_a_mistyped_option_is_answered_with_the_nearest(

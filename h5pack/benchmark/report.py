@@ -122,7 +122,7 @@ class BenchReport:
         return *seconds, "orders='window'", "engines='direct'", "full=True"
 
     def to_text(self, full: bool = False) -> str:
-        """Return the answer in under 25 lines of 100 columns; `full` adds all reasons, tables and notes."""
+        """Return the answer in about 25 lines; `full` adds all reasons, tables and notes."""
         rest = [_facts(self), *_tables(self), _bullets("not measured", _unmeasured(self))] if full else []
         return "\n\n".join("\n".join(block) for block in (*_answer(self, full), *rest) if block)
 

@@ -374,7 +374,7 @@ class GroupReader:
         return [self._batches.memory(batch).arrays[field.name] for batch, _, _ in group.spans]
 
     def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Read large rows that cannot be scattered or copied from decoded chunks, and copy them to their batches."""
+        """Read large rows for which neither scattering nor decoded chunks serve, and copy them to their batches."""
         values = self._engine.read(field.name, group.rows[low:high])
         for value, out in zip(values, self._outs(field, group, low, high), strict=True):
             out[...] = value

@@ -82,7 +82,7 @@ class DeviceStages:
         self._normalize = normalize
         self._meter = Meter(device)
         self._count = len(images_of(batch))
-        # A transform may have parameters; the graph behind its tensors can be used only once.
+        # Detach tensors: if a transform is trained, they have a graph, which serves only one backward pass.
         on_device = map_tensors(batch, lambda tensor: tensor.detach().to(device))
         raw = images_of(on_device)
         self.images = raw if normalize is None else normalize(raw)

@@ -97,10 +97,10 @@ def measure_in_turns(
 class Meter:
     """The total waits that two monitors have measured, in seconds. Read them before and after a measurement.
 
-    `step` monitors the batches that the step receives, and `loader` monitors the loader's batches, before they are
-    normalized. Without monitors, the step counts as never waiting, and the loader's consumer as always waiting. On a
-    GPU, the step's wait is the stall that `step` measures. On a CPU, the step's wait is the wait that `loader`
-    measures, because the wait that `step` measures includes normalizing. Call `synchronize` before reading the waits.
+    `step` monitors the batches that the training step receives, and `loader` the loader's batches, before they are
+    normalized. Without monitors, the training step counts as never waiting, and the loader's consumer as always
+    waiting. The training step's wait is `step`'s stall on a GPU, but `loader`'s wait on a CPU, where `step`'s wait
+    includes normalizing. Call `synchronize` before reading the waits.
     """
 
     def __init__(

@@ -165,7 +165,7 @@ def encode_mask(pixels: npt.NDArray[Any], height: int, width: int) -> bytes:
 
 
 def gray_mask(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a mask, uint8 or int32, as uint8 or uint16; raise RejectedImageError if a number needs more bits."""
+    """Return a mask, uint8 or int32, as uint8 or uint16; raise RejectedImageError if a number does not fit."""
     if pixels.dtype == np.uint8:
         return pixels
     if pixels.min() < 0 or pixels.max() > _MAX_16_BITS:

@@ -303,7 +303,7 @@ def _beside(picture: Image.Image, masks: Sequence[npt.NDArray[Any]]) -> Image.Im
     joined.paste(picture)
     for number, mask in enumerate(masks, 1):
         if mask.ndim == 2:
-            # Of other values than 0 to 255, none is drawn in the color of 0.
+            # No value outside 0 to 255 is drawn in the color of 0.
             colored = Image.fromarray(_COLORS[np.where(mask == mask & 255, mask, mask % 255 + 1)])
         else:
             colored = image_of(mask).convert("RGB")

@@ -24,6 +24,7 @@ from h5pack.format.row_offsets import EncodedOffsets, RowOffsets, check_rows, ch
 from h5pack.pack.options import START_METHODS, check_choice
 from h5pack.read.encoded import EncodedIndex, index_kept, is_mask_group
 from h5pack.read.hdf5 import (
+    VERIFY_ADVICE,
     attribute_names,
     dataset_error,
     dataset_names,
@@ -240,12 +241,20 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
     for name in own_fields(file):
         field = file[name]
         if is_mask_group(file, name):
-            _add_kept(file, index_kept(file, name), found)
+            try:
+                _add_kept(file, index_kept(file, name), found)
+            except PackFormatError as error:
+                found.seen.add(name)
+                found.problems.append(_problem(file, error))
         elif isinstance(field, h5py.Dataset) and (field.chunks or field.is_virtual) and field.ndim > 1:
             _add_large(file, name, found)
     _check_tables(file, found.rows, found.problems)
     _check_other_rows(file, found)
     return found
+
+
+def _problem(file: h5py.File, error: PackFormatError) -> str:
+    return str(error).removeprefix(f"{file.filename}: ").removesuffix(f"; {VERIFY_ADVICE}")
 
 
 def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
@@ -257,7 +266,7 @@ def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
     try:
         index = index_rows(file, dataset, name)
     except PackFormatError as error:
-        found.problems.append(str(error).removeprefix(f"{file.filename}: "))
+        found.problems.append(_problem(file, error))
         return
     rows = _Rows(name, checksums)
     if dataset.is_virtual:
@@ -330,7 +339,7 @@ def _check_other_rows(file: h5py.File, found: _Structure) -> None:
         try:
             stored = _checksums_of(file, target)
         except PackFormatError as error:
-            found.problems.append(str(error).removeprefix(f"{file.filename}: "))
+            found.problems.append(_problem(file, error))
             continue
         if stored is None or len(stored) != len(file[name]):
             found.problems.append(f"{name}: no dataset {target!r} with the same number of rows")
@@ -392,7 +401,7 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
 
 
 def _check_attributes(file: h5py.File, name: str, problems: list[str]) -> None:
-    """Add a problem if a field has no kind, or if numbers do not fit the names of classes or columns beside them."""
+    """Add a problem if a field has no kind, or if its values do not fit its class or column names."""
     item = file.get(name)
     # A field without checksums is not h5pack's own; its missing checksums are reported instead.
     is_own = item is not None and schema.checksums_path(name) in file
@@ -405,8 +414,8 @@ def _check_attributes(file: h5py.File, name: str, problems: list[str]) -> None:
     if columns is not None and values.shape[1:] != (len(columns),) and classes is None:
         problems.append(f"{name}: {counted(len(columns), 'column name')}, but rows of shape {values.shape[1:]}")
     if classes is not None:
-        low, high = (int(edge(values[()])) for edge in (np.min, np.max))
-        if not schema.NO_LABEL <= low <= high < len(classes):
+        low, high = np.min(values[()]), np.max(values[()])
+        if not (low >= schema.NO_LABEL and high < len(classes)):
             problems.append(f"{name}: {counted(len(classes), 'class name')}, but labels from {low} to {high}")
 
 

@@ -318,7 +318,7 @@ def parse_range(value_range: str | Sequence[float]) -> tuple[float, float]:
     try:
         low, high = map(float, value_range.split(":") if isinstance(value_range, str) else value_range)
         return low, high
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise invalid("value_range", value_range, " is neither two numbers nor LOW:HIGH, such as 0:1") from None
 
 

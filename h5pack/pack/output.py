@@ -253,7 +253,7 @@ class OwnerFile:
             except FileExistsError:
                 _require_stale(output, own)
                 before = _owner_of(self.path)
-                # It is also true if the replaced owner had itself replaced one elsewhere.
+                # `took_over` is also true if the replaced owner had itself replaced an owner elsewhere.
                 self.took_over = not _sees_processes_of(before) or bool(before.get("took_over"))
                 self._write(own)
                 os.replace(own, self.path)

@@ -158,12 +158,12 @@ class _Table:
 
 def _memory_mapped(pyarrow: Any, path: str) -> Any:
     """Return the table of an Arrow file in the stream format (as from Hugging Face datasets) or in the file format."""
-    source = pyarrow.memory_map(path)
+    source, options = pyarrow.memory_map(path), pyarrow.ipc.IpcReadOptions(use_threads=False)
     try:
-        return pyarrow.ipc.open_stream(source).read_all()
+        return pyarrow.ipc.open_stream(source, options=options).read_all()
     except pyarrow.ArrowInvalid:
         source.seek(0)
-        return pyarrow.ipc.open_file(source).read_all()
+        return pyarrow.ipc.open_file(source, options=options).read_all()
 
 
 def _open(file: ArchiveFile) -> _Table:

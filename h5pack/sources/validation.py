@@ -62,8 +62,8 @@ def require_field(source: str, catalog: Catalog, field: str, names: Collection[s
     if field not in names:
         found = f"only {listed([repr(name) for name in names])}" if names else "none"
         raise OptionsError(
-            f"{source}: val_groups={field!r} needs a field of this name, but there is {found}; make one from a column "
-            "with field_columns or text_columns, or from an HDF5 dataset or a key of samples with fields",
+            f"{source}: val_groups={field!r} needs a field of this name, but there is {found}; make one with "
+            "field_columns or text_columns (from a column), or with fields (from an HDF5 dataset or a key of samples)",
             path=None if catalog.kind == "dataset" else source,
             parameters=(f"val_groups={field!r}", "field_columns", "text_columns", "fields"),
         )

@@ -155,6 +155,30 @@ def test_a_virtual_pack_with_too_many_sources_is_not_called_damaged(
     assert in_child(fails)
 
 
+def test_a_damaged_mask_field_hides_no_damaged_images(tmp_path: Path) -> None:
+    source = pair_folders(tmp_path / "in", 5)
+    h5pack.convert(source, tmp_path / "o.h5", **quick(source_kind="pairs", keep="jpeg"))
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        file["fields/masks/offsets"][1] = 10**6
+        file["encoded/data"][3] ^= 1
+    report = h5pack.verify(tmp_path / "o.h5")
+    assert (report.rows, report.damaged) == (5, {"encoded": [0]})
+    (problem,) = report.problems
+    assert ("fields/masks" in problem, "h5pack verify" in problem) == (True, False)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_labels_that_are_not_finite_do_not_end_the_check(copy: Path, number: float) -> None:
+    with h5py.File(copy, "r+") as file:
+        labels = file["labels"]
+        values, attributes = labels[()].astype(np.float64), dict(labels.attrs)
+        values[3] = number
+        del file["labels"]
+        file.create_dataset("labels", data=values).attrs.update(attributes)
+    report = h5pack.verify(copy)
+    assert (report.rows, any("2 class names" in problem for problem in report.problems)) == (71, True)
+
+
 @pytest.mark.parametrize("chunks", [None, (3, 20, 20, 3), (7, 80, 70, 1)])
 def test_rows_are_checked_in_the_layouts_of_h5repack(copy: Path, chunks: tuple[int, ...] | None) -> None:
     with h5py.File(copy, "r+") as file:

@@ -42,6 +42,11 @@ def test_an_invalid_value_is_refused_with_its_parameter(name: str, value: object
     assert f"{value!r}" in str(caught.value)
 
 
+def test_a_range_beyond_floating_point_is_refused() -> None:
+    with pytest.raises(OptionsError):
+        parse_range((0, 10**400))
+
+
 @pytest.mark.parametrize(
     ("keywords", "parameters"),
     [
