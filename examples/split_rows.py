@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def open_rows(pack: str, val_pack: str | None, val_split: str | None, seed: int)
     if train is None:
         # Do not train with rows of a held-out split.
         apart = [val, *(split_of(pack, name) for name in HELD_OUT)]
-        held = [np.asarray(part.rows) for part in apart if part and part.path == whole.path]
+        held = [np.asarray(part.rows) for part in apart if part and os.path.samefile(part.path, whole.path)]
         train = Subset(whole, np.setdiff1d(whole.rows, np.concatenate(held)).tolist()) if held else whole
     if not len(train):
         raise SystemExit(f"{pack}: no rows are left to train with; all are in splits for validation and testing")

@@ -339,6 +339,10 @@ def test_training_and_validation_rows_are_chosen_by_split(train: Any, pack: Path
     assert (rows_of(train_rows), rows_of(val_rows)) == (list(range(20, 50)), list(range(20)))
     train_rows, val_rows, _ = opened(train, plain, "--val", str(odd))
     assert (len(train_rows), len(val_rows)) == (50, 50)
+    # Unless it is the same file under another name.
+    (tmp_path / "link.h5").symlink_to(odd)
+    train_rows, val_rows, _ = opened(train, odd, "--val", str(tmp_path / "link.h5"), "--val-split", "one")
+    assert (rows_of(train_rows), rows_of(val_rows)) == (list(range(20, 50)), list(range(20)))
     # So are the rows of a split for testing that is not validated with.
     three = unsplit(tmp_path / "three.h5", test=(0, 10), one=(10, 20), two=(20, 50))
     assert rows_of(opened(train, three, "--val-split", "one")[0]) == list(range(20, 50))
