@@ -293,6 +293,9 @@ def test_networks_have_the_known_number_of_parameters(train: Any, model: str, pa
     assert sum(one.numel() for one in network.parameters()) == parameters
     with torch.no_grad():
         assert network(torch.zeros(1, 3, 70, 97)).shape == (1, 10)
+        # Five times half of the size, and no ReLU before the sum of a block.
+        assert torch.nn.Sequential(network.stem, *network.stages)(torch.zeros(1, 3, 70, 97)).shape[2:] == (3, 4)
+        assert isinstance(network.stages[0][0].body[-1][-1], torch.nn.BatchNorm2d)
         assert train.Network(model, 1, 4, small=True, norm="group")(torch.zeros(2, 1, 16, 17)).shape == (2, 4)
 
 
