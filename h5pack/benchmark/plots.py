@@ -61,7 +61,7 @@ _DEFAULT = tuple(
 
 
 def check_plot_file(path: str | os.PathLike[str]) -> str:
-    """Return the format of a figure's file, "png", "svg" or "pdf"; raise OptionsError if it cannot be saved there."""
+    """Return the format of a figure's file, "png", "svg" or "pdf"; raise OptionsError if it cannot be saved."""
     require_local(path)
     target = Path(os.fsdecode(path))
     if target.suffix.lower() not in FORMATS:

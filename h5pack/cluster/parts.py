@@ -70,7 +70,7 @@ class PartsFolder:
             if old != new:
                 problem = (
                     f"this part and earlier ones differ in the {name} ({_difference(old, new)}); give "
-                    "all parts the same source, options and packages, or start over: delete all of "
+                    f"all parts the same {name}, or start over: delete all of "
                     f"{self.folder.with_suffix('')}*"
                 )
                 raise ResumeError.at(self.folder, problem)

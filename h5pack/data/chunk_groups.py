@@ -174,9 +174,9 @@ class GroupReader:
         self._can_gather = len(held) + len(self._cached) == len(dataset.names)
 
     def _find(self, field: BatchField) -> CachedRows | DecodedRows | None:
-        """Return what a field's rows can be copied from: decoded chunks that stay in memory, or the page cache.
+        """Return what can supply a field's rows from memory: decoded chunks that are kept, or a mapping of the file.
 
-        Return None if neither has them, or if the stored bytes cannot be copied to batches as they are.
+        Return None if neither can, if the field is held, or if stored bytes cannot be copied to batches as they are.
         """
         if field.name == ROWS or field.name in self._held:
             return None

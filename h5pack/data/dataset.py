@@ -268,7 +268,7 @@ class H5Dataset(BatchSource):
         return type(self).__getitems__ is H5Dataset.__getitems__ and self.transform is self.target_transform is None
 
     def file_rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the rows of the file, int64 (n,), of samples with indices from 0 to ``len(self) - 1``."""
+        """Return the rows of the file, int64 (n,), of the samples `indices`, each from 0 to ``len(self) - 1``."""
         rows = self.rows
         return indices + rows.start if isinstance(rows, range) else rows[indices]
 
@@ -467,7 +467,7 @@ class H5Dataset(BatchSource):
         return label if self.target_transform is None else self.target_transform(label)
 
     def _transformable(self, value: npt.NDArray[Any]) -> Any:
-        """Return an image in a form that all of torchvision's transforms take."""
+        """Return a uint8 gray or RGB image as a Pillow image, any other image as a tensor."""
         pixels = value[..., None] if value.ndim == 2 else value
         if self._pack.layout == "nchw" and pixels.ndim == 3:
             pixels = pixels.transpose(1, 2, 0)

@@ -367,7 +367,7 @@ def _to_fraction(factor: Any, max_factor: int) -> Fraction:
     if not 1 <= number < math.inf:
         raise unfit("factor", factor, "give a number of at least 1, or 'auto'")
     exact = Fraction(factor if isinstance(factor, (int, Fraction)) else number).limit_denominator(_MAX_DENOMINATOR)
-    # NumPy integers become ints, also those in a Fraction, because JSON cannot store them.
+    # Make NumPy integers in a Fraction ints, because JSON cannot store them.
     found = Fraction(int(exact.numerator), int(exact.denominator))
     if found > max_factor:
         raise OptionsError(

@@ -243,8 +243,8 @@ def make_step(
 class ModuleStep:
     """A training step of a module: forward (autocast unless `dtype` is float32), loss, backward, SGD with momentum.
 
-    The optimizer changes copies of the weights, so that the step does all of the work but leaves the weights unchanged,
-    even by gradients that are not finite. Buffers, such as statistics of batch normalization, change. The default loss
+    The optimizer (with lr=0) updates copies of the weights, so that the step does all of the work, but not even
+    infinite gradients change the weights. Buffers, such as statistics of batch normalization, change. The default loss
     is cross-entropy for one integer label per image and outputs of shape (N, K), binary cross-entropy for integer
     labels of the same shape as the outputs, and otherwise the mean of the squared outputs.
     """

@@ -373,7 +373,7 @@ def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
 
 def _folder_order(catalog: Catalog, paths: NameTable) -> str | None:
     """Return the `--order` with which convert restores the order of rows from the folders; None if it cannot."""
-    # Without splits, convert sorts images by class before it sorts them by folder.
+    # convert sorts images by folder, but without splits by class first. (With splits, this key has no effect.)
     tops = catalog.split_ids if has_splits(catalog) or catalog.labels is None else catalog.labels
     keys = [(*above, *path.rpartition("/")) for *above, path in zip(catalog.split_ids, tops, paths, strict=True)]
     ranks = np.argsort(sorted(range(len(keys)), key=keys.__getitem__))

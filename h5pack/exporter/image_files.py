@@ -17,7 +17,7 @@ from PIL import Image
 
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError
 from h5pack.images.decode import image_of, strict_pillow
-from h5pack.images.headers import ORIENTATION_TAG
+from h5pack.images.headers import ORIENTATION_TAG, orientation_of
 from h5pack.images.masks import as_stored, gray_mask, naming_mask, upright_of
 from h5pack.pack.writer import join_groups
 from h5pack.read.encoded import RowDecoder
@@ -27,7 +27,7 @@ from h5pack.sources.hdf5_rows import HDF5RowReader, PixelForm, default_range
 from h5pack.system.files import write_all
 from h5pack.system.parameters import require_local, texts
 from h5pack.system.processes import shared
-from h5pack.system.text import splits_text
+from h5pack.system.text import one_of, splits_text
 
 SUFFIXES = {"png": (".png",), "jpeg": (".jpg", ".jpeg", ".jpe", ".jfif")}
 """File name suffixes of each format. New files get the first one."""
@@ -140,7 +140,7 @@ class ExportTask:
     masks: list[list[str]] = field(default_factory=list)  # for each field of masks or images, the rows' file paths
 
     def __str__(self) -> str:
-        return f"{self.paths[0]!r} and the {len(self.paths) - 1} files after it"
+        return one_of(len(self.paths), repr(self.paths[0]))
 
 
 @dataclass
@@ -275,6 +275,8 @@ def _shows(data: bytes, pixels: npt.NDArray[Any]) -> bool:
         return False
     try:
         with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+            if image.mode == "P" or orientation_of(image) != 1:
+                return False
             found = np.asarray(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return False

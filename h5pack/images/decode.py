@@ -56,7 +56,8 @@ MAX_SIDE = 2**31 - 1
 _TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_BITS, _TIFF_COMPRESSION, _TIFF_PHOTOMETRIC = 0x0100, 0x0101, 0x0102, 0x0103, 0x0106
 _TIFF_PLANAR, _SEPARATE = 0x011C, 2
 _LONG_HEAD_BYTES = 65_536
-# Decoders process the whole image for each scan of a progressive JPEG, of at least 11 bytes. Usual are 10 scans.
+# Decoders process the whole image for each scan of a progressive JPEG. 10 scans are usual, of at least 11 bytes.
+# Images below `_SCANNED_PIXELS` may have any number.
 _MAX_SCANS, _SCANNED_PIXELS, _SCAN_BYTES = 1_000, 1_000_000, 11
 _ENCODER_SLACK_BYTES = 1_024
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")

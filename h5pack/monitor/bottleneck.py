@@ -180,7 +180,7 @@ class Evidence:
     pinned: bool | None = None  # whether the loader's batches are in pinned memory
     fits_cache: bool = True  # whether the page cache can hold all stored bytes
     has_transform: bool = False  # whether a transform runs on the host
-    # The fraction of time in which a thread ran on a CPU instead of waiting: when reading rows from the page cache, and
+    # The fraction of time in which a thread ran, or waited only for a CPU: when reading rows from the page cache, and
     # when calling the transform.
     read_busy_fraction: float | None = None
     transform_busy_fraction: float | None = None

@@ -210,6 +210,9 @@ class EpochCursor:
     def _for_our_ranks(self, done: int, saved_ranks: int, ranks: int) -> int:
         """Convert the rows delivered on each of `saved_ranks` ranks to the rows delivered on each of `ranks` ranks."""
         streams = self.identity["streams"]
+        if saved_ranks < 1 or streams % saved_ranks:
+            problem = f"{saved_ranks} ranks cannot have had {streams} streams"
+            raise StateError(f"the state is damaged: {problem}; load another saved state")
         if done * saved_ranks % streams:
             raise StateError(
                 f"the state was saved after {done} rows on each of {saved_ranks} ranks, when not all {streams} streams "

@@ -47,9 +47,9 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ChunkGroup:
-    """The rows of consecutive chunks that are read together, and the batches and slots that they go to.
+    """Rows that are read together, such as those of a shuffle window, and the batches and slots that they go to.
 
-    If the slots of all `spans` are numbered consecutively from 0, ``rows[i]`` goes to slot number ``positions[i]``.
+    Number the slots of all `spans` consecutively from 0: ``rows[i]`` goes to slot ``positions[i]``.
     """
 
     rows: Rows  # int64, (n,): rows of the file, ascending within each chunk

@@ -32,7 +32,7 @@ _SAMPLE_SECONDS = 0.3
 _MAX_SAMPLE = 4_096
 _SAMPLE_PART = 8
 _TASK_BYTES = 512 * 1024  # far above gzip's window of 32 KiB, so that compression is as fast as with whole chunks
-_MAX_TASK_IMAGES = 256
+_MAX_TASK_IMAGES, _GROUP_BYTES = 256, 64 * 1024 * 1024
 _TIMED_IMAGES = 8  # how many images are timed with `keep`
 # Errors of single images, which are reported when rows are written.
 _ERRORS = (OSError, RejectedImageError, SourceError, MemoryError)
@@ -134,18 +134,19 @@ def _copy_seconds(plan: KeptPlan, num_workers: int) -> float:
 def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     """Yield one list of catalog indices per task, in random order.
 
-    If the source has groups, such as chunks, reading one image of a group takes as long as reading all of them. Then a
-    task consists of whole groups, but has at most 256 images of each.
+    If the source has groups, such as chunks, reading one image of a group takes as long as reading all of them. So each
+    group is in one task, with all of its images if they have up to 64 MiB.
     """
     origins = plan.row_order.origins
     groups = plan.catalog.reader.groups(origins)
     count = max(1, min(_MAX_TASK_IMAGES, _TASK_BYTES // plan.row_bytes))
+    most = max(_MAX_TASK_IMAGES, _GROUP_BYTES // plan.row_bytes)
     if groups is not None:
         order = np.argsort(groups, kind="stable")
         edges = equal_runs(groups[order])
         joined: list[int] = []
         for number in shuffled(len(edges) - 1, 0).tolist():
-            joined += origins[order[edges[number] : edges[number + 1]]][:_MAX_TASK_IMAGES].tolist()
+            joined += origins[order[edges[number] : edges[number + 1]]][:most].tolist()
             if len(joined) >= count:
                 yield joined
                 joined = []

@@ -281,7 +281,7 @@ class ConvertPlan:
         return dict(zip(self.catalog.split_names, itertools.pairwise(starts), strict=True))
 
     def notes(self) -> tuple[Note, ...]:
-        """Return notes about the source, fields of the images' size, missing labels, and a large chunk size or file."""
+        """Return notes about the source, maps that are not resized, missing labels, large chunks, and a large file."""
         notes = list(self.catalog.notes)
         source_size, labels = self.catalog.reader.uniform_size(), self.catalog.labels
         if source_size not in (None, (self.height, self.width)):

@@ -190,11 +190,13 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
     """Raise ResumeError unless `plan` has the identity (`before`) and fingerprints of the interrupted run."""
     now = identity(plan)
     if before["h5pack"] != now["h5pack"]:
-        raise _refused(plan, journal, f"was begun by h5pack {before['h5pack']}, but this is h5pack {now['h5pack']}")
+        versions = f"was begun by h5pack {before['h5pack']}, but this is h5pack {now['h5pack']}"
+        raise _refused(plan, journal, versions, same="version")
     for name, version in now["packages"].items():
         old = before.get("packages", {}).get(name, "an unknown version")
         if old != version:
-            raise _refused(plan, journal, f"was begun with {name} {old}, but here it is {version}")
+            versions = f"was begun when {name} was {old}, but here it is {version}"
+            raise _refused(plan, journal, versions, same="version")
     for name in {**before["options"], **now["options"]}:
         # An option that is missing from the stored options has its default.
         default = getattr(ConvertOptions, name, None)
@@ -230,13 +232,15 @@ def source_changed(plan: ConvertPlan, journal: Journal, name: str) -> ResumeErro
     return _refused(plan, journal, f"{plan.source} has changed since the conversion began (first change: {name})")
 
 
-def _refused(plan: ConvertPlan, journal: Journal, difference: str, *parameters: str) -> ResumeError:
+def _refused(
+    plan: ConvertPlan, journal: Journal, difference: str, *parameters: str, same: str = "options and source"
+) -> ResumeError:
     partial = journal.folder.with_suffix("")
     if plan.options.resumable:
-        advice = "resume with the same options and source, or start over with overwrite=True and without resume=True"
+        advice = f"resume with the same {same}, or start over with overwrite=True and without resume=True"
         parameters = (*parameters, "overwrite=True", "resume=True")
     else:
-        advice = f"give the same options and source, or delete all of {partial}* to start over"
+        advice = f"give the same {same}, or delete all of {partial}* to start over"
     return ResumeError.at(partial, f"{difference}; {advice}", *parameters)
 
 

@@ -421,7 +421,7 @@ def text(value: Any) -> str:
 
 
 def stored_names(dataset: h5py.Dataset) -> Iterator[str]:
-    """Yield the strings of a dataset. Some are read at a time, because bytes objects take three times their memory."""
+    """Yield the strings of a dataset, read in blocks: all as bytes objects would take three times the memory."""
     require_filters(dataset)
     count = max(1, min(BLOCK_NAMES, _BLOCK_BYTES // dataset.dtype.itemsize))
     for low in range(0, len(dataset), count):

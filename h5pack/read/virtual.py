@@ -1,8 +1,8 @@
 """Virtual datasets: which source files they refer to, and where in these files each row is stored.
 
-If a source file is missing, HDF5 silently returns fill values, but h5pack raises an error. If every mapping covers
-consecutive whole rows, rows are read directly from the sources whose layout allows it. Otherwise, the HDF5 library
-assembles all rows.
+If a source file is missing, HDF5 silently returns fill values, but h5pack raises an error (except for names with
+``%b``). If all mappings cover consecutive whole rows of the same type, without overlap, rows are read directly from the
+sources whose layout allows it. Otherwise, the HDF5 library assembles all rows.
 """
 
 from __future__ import annotations

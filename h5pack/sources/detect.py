@@ -14,7 +14,7 @@ from h5pack.sources.archives import members_catalog, open_zip
 from h5pack.sources.catalog import Catalog, NameFilter, Note, unused_note
 from h5pack.sources.celeba import attributes_of, celeba, is_celeba
 from h5pack.sources.coco import coco, is_coco
-from h5pack.sources.folders import Listing, arranged, walk
+from h5pack.sources.folders import Listing, arranged, suffix_pattern, walk
 from h5pack.sources.hdf5_catalog import HDF5_SUFFIXES, HDF5Datasets, hdf5_catalog, is_hdf5
 from h5pack.sources.manifest import JSON_LINES, ManifestColumns, manifest
 from h5pack.sources.map_style import MapStyleDataset, map_style_catalog
@@ -141,11 +141,12 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
 def _tables(path: Path, found: Listing, names: NameFilter) -> list[str]:
     """Return the names of the manifests and of COCO's annotations in a folder that are visible and not excluded.
 
-    Leave out suffixes that very many files have, because each such file probably annotates a single image.
+    Return none if only some files are included. Leave out suffixes that very many files have, because each such file
+    probably annotates a single image.
     """
-    patterns = tuple(f"*{end}" for end in _TABLE_ENDINGS if 0 < found.ignored[f"{end} files"] <= _MAX_TABLES)
+    patterns = tuple(suffix_pattern(end) for end in _TABLE_ENDINGS if 0 < found.ignored[f"{end} files"] <= _MAX_TABLES)
     below = walk(str(path), NameFilter(patterns, (".*", *names.exclude))).below("") if patterns else ()
-    return [name for name in below if not name.endswith(".json") or b'"images"' in _start(path / name, 65_536)]
+    return [name for name in below if not name.lower().endswith(".json") or b'"images"' in _start(path / name, 65_536)]
 
 
 def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:

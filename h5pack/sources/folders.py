@@ -177,6 +177,11 @@ def is_visible(name: str) -> bool:
     return not name.startswith(".") and name != "__MACOSX"
 
 
+def suffix_pattern(suffix: str) -> str:
+    """Return a pattern of the names that end in a suffix, in lower or upper case."""
+    return "*" + re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", suffix)
+
+
 def is_path(text: str) -> bool:
     """Return whether a text can be the path of a file: not empty, and without NUL and unpaired surrogates."""
     try:
@@ -293,7 +298,7 @@ _PROBED_FOLDERS, _PROBED_LENGTH = 100, 4096
 
 
 def _refuse_pairs(found: Listing, folders: list[str], kind: str) -> None:
-    """Raise SourceError if two of the folders are named like images and their masks, not like classes or splits.
+    """Raise SourceError if two of the folders are named like images and their masks, such as "train" and "train_masks".
 
     `folders` are paths relative to the root. `kind`, "classes" or "splits", is what they would otherwise be packed as.
     """

@@ -295,7 +295,7 @@ def is_image_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
 def channel_axes(row_shape: tuple[int, ...]) -> list[str]:
     """Return the members of `CHANNEL_AXES` that fit the shape of a row; [] if it cannot be an image.
 
-    A row (H, 3) cannot be an image, because its dataset (W, H, 3) is a single image.
+    A row (W, 3) cannot be an image, because its dataset (H, W, 3) is a single image.
     """
     if len(row_shape) == 2:
         return [] if row_shape[1] <= 4 < row_shape[0] else ["none"]

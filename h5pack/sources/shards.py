@@ -15,7 +15,15 @@ import numpy.typing as npt
 
 from h5pack.errors import SourceError
 from h5pack.sources.catalog import NameFilter, one_split
-from h5pack.sources.folders import is_folder, is_split_name, is_visible, numbered_splits, split_words, walk
+from h5pack.sources.folders import (
+    is_folder,
+    is_split_name,
+    is_visible,
+    numbered_splits,
+    split_words,
+    suffix_pattern,
+    walk,
+)
 
 TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 TABLE_SUFFIXES = (".parquet", ".arrow")
@@ -114,8 +122,7 @@ def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shar
     SourceError if a file of a brace pattern is missing.
     """
     if os.path.isdir(path):
-        patterns = tuple("*" + re.sub("[a-z]", lambda sign: f"[{sign[0]}{sign[0].upper()}]", one) for one in suffixes)
-        names = list(walk(str(path), NameFilter(patterns, wanted.exclude)).below(""))
+        names = list(walk(str(path), NameFilter(tuple(map(suffix_pattern, suffixes)), wanted.exclude)).below(""))
         names = [name for name in names if is_visible(os.path.basename(name))]
         files = tuple(pattern for pattern in wanted.include if any(map(NameFilter((pattern,)).allows, names)))
         if files:

@@ -99,8 +99,9 @@ def divide(
 ) -> Catalog:
     """Return the catalog with a split for validation, inserted after the split that it is taken from.
 
-    `usable` are the indices of the images to choose from, int64 (n,). The new split gets the fraction `val` of the
-    usable images in the divided split. With `group_field`, images with equal values in this field stay in one split.
+    `usable` are the indices of the images to choose from, int64 (n,). The new split gets the fraction `val` (with
+    `group_field`, about this fraction) of the usable images in the divided split. Images with equal values in this
+    field stay in one split.
     Raise OptionsError if one split would have no images, and as `training_split` and `require_field` do.
     """
     training = training_split(source, catalog, val)

@@ -90,7 +90,10 @@ def release_free_memory() -> None:
 
 def load_average() -> float | None:
     """Return the system's load average of the last minute; None where it is unknown."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return None
 
 
 def load_text(load: float | None) -> str:

@@ -263,7 +263,7 @@ def _may_need_main(value: Any) -> bool:
 
 def _reachable(value: Any) -> Iterator[Any]:
     """Yield `value` and all objects that it refers to, directly or not, except for texts and numbers."""
-    # Skip the standard streams: loggers refer to them, and workers may share them.
+    # Skip the standard streams: loggers refer to them, and it does no harm if workers share them.
     seen = {id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)}
     rest = [value]
     while rest:

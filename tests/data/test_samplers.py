@@ -487,6 +487,13 @@ def test_what_is_not_a_state_is_refused(dataset: h5pack.H5Dataset, kind: str) ->
             Fed(kind, dataset).resumed(wrong)
 
 
+@pytest.mark.parametrize("ranks", [-1, 0, 3, 8])
+def test_a_state_of_impossible_ranks_is_refused(dataset: h5pack.H5Dataset, ranks: int) -> None:
+    state = elastic("rows", dataset, 2)[0].state([[0]] * 12)
+    with pytest.raises(StateError, match="damaged"):
+        elastic("rows", dataset, 2)[0].resumed({**state, "world_size": ranks})
+
+
 @KINDS
 @pytest.mark.parametrize("before", [1, 2, 4])
 def test_saved_by_some_ranks_and_resumed_by_others(dataset: h5pack.H5Dataset, kind: str, before: int) -> None:

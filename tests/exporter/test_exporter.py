@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shlex
@@ -491,6 +492,24 @@ def test_resumes_with_other_options_or_a_changed_file_are_fresh_exports(tmp_path
     assert keywords or (report.resumed_files, report.files) == (8, 9)
     export(tmp_path / "a.h5", tmp_path / "fresh", **one(**keywords))
     assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
+
+
+def test_an_export_with_a_turned_or_colored_file_is_not_complete(tmp_path: Path) -> None:
+    pixels = np.arange(64, dtype=np.uint8).reshape(1, 8, 8)
+    h5pack.convert(hdf5_file(tmp_path / "in.h5", images=pixels), tmp_path / "a.h5", **quick(mode="gray"))
+    export(tmp_path / "a.h5", tmp_path / "out", **one())
+    (path,) = (tmp_path / "out").rglob("*.png")
+    whole, turned, colored = path.read_bytes(), Image.Exif(), Image.fromarray(pixels[0])
+    turned[0x0112] = 6
+    colored = colored.convert("P")
+    colored.putpalette([255, 0, 0] * 256)
+    for image, settings in ((Image.open(io.BytesIO(whole)), {"exif": turned}), (colored, {})):
+        image.save(path, **settings)
+        assert np.array_equal(Image.open(path), pixels[0])
+        with pytest.raises(OutputExistsError):
+            export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
+    path.write_bytes(whole)
+    assert export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True)).already_complete
 
 
 def test_files_and_rows_that_are_damaged_by_the_time_they_are_resumed(pack: Path, tmp_path: Path) -> None:

@@ -73,6 +73,17 @@ def test_rows_read_with_their_chunk_are_sampled_with_it(tmp_path: Path, monkeypa
         assert conversion.estimate_seconds() > 0
 
 
+def test_large_chunks_of_small_images_are_sampled_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = np.zeros((2_000, 8, 8), np.uint8)
+    path = hdf5_file(tmp_path / "in.h5")
+    with h5py.File(path, "a") as file:
+        file.create_dataset("images", data=images, chunks=(1_000, 8, 8), compression="gzip")
+    for limit, expected in ((64 * 1_000, [1_000, 1_000]), (64 * 999, [999, 999]), (64 * 10, [256, 256])):
+        monkeypatch.setattr(estimate, "_GROUP_BYTES", limit)
+        with Conversion(path, tmp_path / "o.h5", **quick(mode="gray")) as conversion:
+            assert list(map(len, _samples(conversion.plan()))) == expected
+
+
 class Large:
     """A dataset whose samples are counted."""
 

@@ -196,6 +196,10 @@ def test_hidden_and_excluded_tables_are_not_named(tmp_path: Path, monkeypatch: p
     assert list(catalog.names) == ["1.jpg"]
     (note,) = catalog.notes
     assert ["'a.csv'" in note.text, "._a.csv" in note.text, "b.csv" in note.text] == [True, False, False]
+    (tmp_path / "a.csv").rename(tmp_path / "A.CSV")
+    (tmp_path / "B.JSON").write_text("{}")
+    (note,) = open_source(tmp_path, SourceOptions(names=NameFilter(exclude=("closed/*",)))).notes
+    assert ["'A.CSV'" in note.text, "B.JSON" in note.text] == [True, False]
 
 
 def test_folders_without_images_are_not_masks(tmp_path: Path) -> None:
