@@ -135,12 +135,13 @@ def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     """Yield one list of catalog indices per task, in random order.
 
     If the source has groups, such as chunks, reading one image of a group takes as long as reading all of them. So each
-    group is in one task, with all of its images if they have up to 64 MiB.
+    group is in one task, with all of its images if they are arrays of up to 64 MiB, and up to 256 encoded ones.
     """
     origins = plan.row_order.origins
     groups = plan.catalog.reader.groups(origins)
     count = max(1, min(_MAX_TASK_IMAGES, _TASK_BYTES // plan.row_bytes))
-    most = max(_MAX_TASK_IMAGES, _GROUP_BYTES // plan.row_bytes)
+    is_encoded = plan.catalog.reader.uniform_size() is None
+    most = max(_MAX_TASK_IMAGES, 0 if is_encoded else _GROUP_BYTES // plan.row_bytes)
     if groups is not None:
         order = np.argsort(groups, kind="stable")
         edges = equal_runs(groups[order])

@@ -13,6 +13,7 @@ from h5pack.errors import SourceError
 from h5pack.pack import estimate
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.estimate import _samples, estimate_seconds
+from h5pack.sources.catalog import FileReader
 from tests.makers import flat_folder, hdf5_file, pixels, quick, truncate
 
 
@@ -82,6 +83,14 @@ def test_large_chunks_of_small_images_are_sampled_as_a_whole(tmp_path: Path, mon
         monkeypatch.setattr(estimate, "_GROUP_BYTES", limit)
         with Conversion(path, tmp_path / "o.h5", **quick(mode="gray")) as conversion:
             assert list(map(len, _samples(conversion.plan()))) == expected
+
+
+def test_few_encoded_images_of_a_group_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding takes longer than reading them with the rest of their group, such as a Parquet file's row group."""
+    monkeypatch.setattr(estimate, "_MAX_TASK_IMAGES", 4)
+    monkeypatch.setattr(FileReader, "groups", lambda _, indices: np.zeros(len(indices), np.int64))
+    with Conversion(flat_folder(tmp_path / "in", 9), tmp_path / "o.h5", **quick()) as conversion:
+        assert list(map(len, _samples(conversion.plan()))) == [4]
 
 
 class Large:
