@@ -298,7 +298,10 @@ def _known_of_subset(dataset: Any, count: int) -> _Known | None:
         or len(indices) != count
     ):
         return None
-    positions = np.asarray(indices)
+    try:
+        positions = np.asarray(indices)
+    except ValueError:  # lists of different lengths
+        return None
     known = _known(whole)
     if positions.ndim != 1 or (count and positions.dtype.kind not in "iu"):
         return None

@@ -296,7 +296,8 @@ def test_subsets_and_concatenations_keep_names_and_classes() -> None:
     assert (joined.label_names, len(joined.notes)) == (None, 1)
     alike = ConcatDataset([whole, Subset(whole, [1])])
     assert map_style_catalog(alike).label_names == whole.classes
-    for other in (Subset(whole, [4]), Subset(whole, [0.5]), StackDataset(whole, whole)):  # type: ignore[list-item]
+    unlike = Subset(whole, [4]), Subset(whole, [0.5]), Subset(whole, [[0], [1, 2]])  # type: ignore[list-item]
+    for other in (*unlike, StackDataset(whole, whole)):
         assert list(map_style_catalog(other).names) == [f"{index:08d}" for index in range(len(other))]
     assert len(map_style_catalog(Subset(whole, []))) == 0
 
