@@ -124,6 +124,9 @@ def test_what_an_interrupted_append_left_is_discarded_without_new_images(tmp_pat
     changes_in_child(lambda: h5pack.append(path, folder, only_new=True, **quick()), step)
     assert (tmp_path / "t.h5.new").exists()
     new.unlink()
+    if last == "replace t.h5.new.partial":
+        assert h5pack.append(path, folder, only_new=True, overwrite=True, resume=True, **quick()).already_complete
+        assert (tmp_path / "t.h5.new").exists()
     assert h5pack.append(path, folder, only_new=True, overwrite=True, **quick()).already_complete
     assert leftovers(tmp_path) == {"in", "t.h5"}
     assert len(h5pack.H5Dataset(path)) == 3 + (last != "replace t.h5.new.partial")
