@@ -32,7 +32,7 @@ _SAMPLE_SECONDS = 0.3
 _MAX_SAMPLE = 4_096
 _SAMPLE_PART = 8
 _TASK_BYTES = 512 * 1024  # far above gzip's window of 32 KiB, so that compression is as fast as with whole chunks
-_MAX_TASK_IMAGES, _GROUP_BYTES = 256, 64 * 1024 * 1024
+_MAX_TASK_IMAGES, _GROUP_BYTES = 256, 16 * 1024 * 1024
 _TIMED_IMAGES = 8  # how many images are timed with `keep`
 # Errors of single images, which are reported when rows are written.
 _ERRORS = (OSError, RejectedImageError, SourceError, MemoryError)
@@ -135,7 +135,7 @@ def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     """Yield one list of catalog indices per task, in random order.
 
     If the source has groups, such as chunks, reading one image of a group takes as long as reading all of them. So each
-    group is in one task, with all of its images if they are arrays of up to 64 MiB, and up to 256 encoded ones.
+    group is in one task, with all of its images if they are arrays of up to 16 MiB, and up to 256 encoded ones.
     """
     origins = plan.row_order.origins
     groups = plan.catalog.reader.groups(origins)
