@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -291,6 +292,13 @@ def limit_open_files(room: int) -> None:
     used = {int(name) for name in os.listdir("/proc/self/fd")}
     limit = next(limit for limit in itertools.count(room) if len({*range(limit)} - used) == room)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+
+def unload_zstd() -> None:
+    """Make this process one in which hdf5plugin has not been imported, so that HDF5 lacks its filter Zstandard."""
+    h5py.h5z.unregister_filter(32015)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hdf5plugin"]:
+        del sys.modules[name]
 
 
 def in_child(check: Any) -> bool:
