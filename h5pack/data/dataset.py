@@ -259,8 +259,8 @@ class H5Dataset(BatchSource):
 
         Without transforms the result is a `SampleBatch`, which reads when a sample is accessed or `collate` is called.
         """
-        rows, key, transforms = self._rows(indices), self.draw_key(indices), (self.transform, self.target_transform)
-        return SampleBatch(rows, self, key) if transforms == (None, None) else self._load(rows, key)
+        rows, key, plain = self._rows(indices), self.draw_key(indices), self.transform is self.target_transform is None
+        return SampleBatch(rows, self, key) if plain else self._load(rows, key)
 
     @property
     def is_plain(self) -> bool:
