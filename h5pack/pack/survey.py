@@ -25,6 +25,7 @@ from h5pack.pack.options import ConvertOptions
 from h5pack.read.encoded import row_decoder
 from h5pack.sources.catalog import (
     MISSING_FILE_REASONS,
+    RUN_AGAIN,
     STORAGE_ADVICE,
     Catalog,
     Note,
@@ -343,8 +344,8 @@ def first_changed_of(task: SurveyTask) -> int | None:
 def memory_error(name: str) -> SourceError:
     """Return the error for an image that cannot be decoded because too little memory is free."""
     problem = (
-        "does not fit into memory; free memory, then run again with resume=True (without it for a part of an array "
-        "job), or start over with overwrite=True and a smaller max_pixels to reject it"
+        f"does not fit into memory; free memory, then {RUN_AGAIN}, or start over with overwrite=True and a smaller "
+        "max_pixels to reject it"
     )
     return SourceError.at(name, problem, "resume=True", "overwrite=True", "max_pixels")
 

@@ -33,7 +33,7 @@ from h5pack.pack.journal import EncodedFile, JournalWriter, RowRecord, read_enco
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_range
 from h5pack.pack.survey import memory_error
-from h5pack.sources.catalog import SourceReader
+from h5pack.sources.catalog import RUN_AGAIN, SourceReader
 from h5pack.system.processes import shared
 
 # Limits in bytes of a task's rows, and of the image files they come from. Tasks are large, because after each task a
@@ -412,8 +412,8 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
         data = b""
     if not isinstance(data, bytes) or len(data) != size:
         problem = (
-            f"had {size:,} bytes when the conversion began, and has changed; restore it, then run again with "
-            "resume=True (without it for a part of an array job), or start over with overwrite=True"
+            f"had {size:,} bytes when the conversion began, and has changed; restore it, then {RUN_AGAIN}, or start "
+            "over with overwrite=True"
         )
         raise SourceError.at(name, problem, "resume=True", "overwrite=True")
     return data
@@ -425,9 +425,6 @@ def read_image(reader: SourceReader, index: int, name: str, field: int | None = 
         source = reader.read(index, name) if field is None else reader.read_field(field, index, name)
     except OSError as error:
         # The survey could read this file, so either the storage has failed or the source was changed since.
-        problem = (
-            f"{error.strerror or error}, although the survey could read it; restore the source, then run "
-            "again with resume=True (without it for a part of an array job)"
-        )
-        raise SourceError.at(name, problem, "resume=True") from error
+        found = f"{error.strerror or error}, although the survey could read it"
+        raise SourceError.at(name, f"{found}; restore the source, then {RUN_AGAIN}", "resume=True") from error
     return source

@@ -43,7 +43,8 @@ IMAGE_SUFFIXES = frozenset(
 )
 """Files with these suffixes are treated as images. Their format is later detected from the content."""
 
-STORAGE_ADVICE = "repair the storage, then run again with resume=True (without it for a part of an array job)"
+RUN_AGAIN = "run again with resume=True (without it for a part of an array job)"
+STORAGE_ADVICE = f"repair the storage, then {RUN_AGAIN}"
 _BLOCK_NAMES = 65_536
 
 
