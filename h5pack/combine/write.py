@@ -132,7 +132,7 @@ def write_combination(
     plan: Combination, out: Path, *, overwrite: bool, resume: bool, progress: bool, added: int = 0
 ) -> CombineReport:
     """Write the pack. Raises the errors of `h5pack.convert` about the output, and errors of reading the parts."""
-    output, stages = Output(out, permissions_of=out if overwrite else None), Stages(progress)
+    output, stages = Output(out), Stages(progress)
     options = ConvertOptions(overwrite=overwrite, resume=resume)
     output.check(options)
     overwrite, resume = options.overwrite, options.resume  # Python's bools, which the journal holds as JSON
