@@ -169,7 +169,7 @@ def verify(
         except (ReadError, WorkerError):
             raise
         except H5PackError as error:
-            return VerifyReport(name, 0, (str(error).removeprefix(f"{name}: "),), parameters=error.parameters)
+            return VerifyReport(name, 0, (_problem(name, error),), parameters=error.parameters)
         except BrokenProcessPool:
             version = h5py.version.hdf5_version
             crash = f"HDF5 {version} crashed on it, or memory ran out (see 'dmesg'); restore the file, or free memory"
@@ -245,7 +245,7 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
                 _add_kept(file, index_kept(file, name), found)
             except PackFormatError as error:
                 found.seen.add(name)
-                found.problems.append(_problem(file, error))
+                found.problems.append(_problem(file.filename, error))
         elif isinstance(field, h5py.Dataset) and (field.chunks or field.is_virtual) and field.ndim > 1:
             _add_large(file, name, found)
     _check_tables(file, found.rows, found.problems)
@@ -253,8 +253,9 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
     return found
 
 
-def _problem(file: h5py.File, error: PackFormatError) -> str:
-    return str(error).removeprefix(f"{file.filename}: ").removesuffix(f"; {VERIFY_ADVICE}")
+def _problem(path: str, error: H5PackError) -> str:
+    """Return an error about a pack as a line of its report."""
+    return str(error).removeprefix(f"{path}: ").removesuffix(f"; {VERIFY_ADVICE}")
 
 
 def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
@@ -266,7 +267,7 @@ def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
     try:
         index = index_rows(file, dataset, name)
     except PackFormatError as error:
-        found.problems.append(_problem(file, error))
+        found.problems.append(_problem(file.filename, error))
         return
     rows = _Rows(name, checksums)
     if dataset.is_virtual:
@@ -339,7 +340,7 @@ def _check_other_rows(file: h5py.File, found: _Structure) -> None:
         try:
             stored = _checksums_of(file, target)
         except PackFormatError as error:
-            found.problems.append(_problem(file, error))
+            found.problems.append(_problem(file.filename, error))
             continue
         if stored is None or len(stored) != len(file[name]):
             found.problems.append(f"{name}: no dataset {target!r} with the same number of rows")
@@ -414,7 +415,8 @@ def _check_attributes(file: h5py.File, name: str, problems: list[str]) -> None:
     if columns is not None and values.shape[1:] != (len(columns),) and classes is None:
         problems.append(f"{name}: {counted(len(columns), 'column name')}, but rows of shape {values.shape[1:]}")
     if classes is not None:
-        low, high = np.min(values[()]), np.max(values[()])
+        numbers = values[()]
+        low, high = numbers.min(), numbers.max()
         if not (low >= schema.NO_LABEL and high < len(classes)):
             problems.append(f"{name}: {counted(len(classes), 'class name')}, but labels from {low} to {high}")
 
