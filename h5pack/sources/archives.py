@@ -13,13 +13,13 @@ import stat
 import struct
 import zipfile
 import zlib
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import chain
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,11 +48,9 @@ _MAX_NAME_BYTES = 4_096
 # A member of a zip file is a bomb if it exceeds both limits: on its size in bytes, and on its expansion by
 # decompression. The second limit alone is too strict, because harmless blank bitmaps expand up to 1,032 times.
 _BOMB_BYTES, BOMB_RATIO = 64 * 1024 * 1024, 100
-_COLUMNS = ("offsets", "sizes", "stored_sizes", "checksums", "storings")
 _LOCAL_HEADER, _LOCAL_HEADER_BYTES = b"PK\3\4", 30
 _ZIP_ENCRYPTED_FLAG, _ZIP_UTF8_FLAG, _ZIP_DOS = 0x1, 0x800, 0
 _ZIP_UNICODE_PATH = 0x7075  # extra field: version, CRC-32 of the stored name, name in UTF-8 (Info-ZIP, appnote.iz)
-_ZIP_MAX_SIZE = 2**63 - 1
 _ZIP_MAX_SHARING = 10  # maximum ratio of the stored sizes of a zip file's members to its size; over 1 if it is damaged
 
 
@@ -67,24 +65,17 @@ class Storing(IntEnum):
     LINK = 5
     SPARSE = 6
     SPECIAL = 7
-    OUTSIDE = 8
-    LONG_NAME = 9
-    REPLACED = 10
 
 
-REASONS = {
+_REASONS = {
     Storing.ZIP_ENCRYPTED: "it is encrypted",
     Storing.ZIP_OTHER: "its compression method is neither stored nor deflate",
     Storing.LINK: "a link in a zip file, or a link whose target is not a file of the archive",
     Storing.SPARSE: "it is stored as a sparse file",
     Storing.SPECIAL: "not a regular file",
-    Storing.OUTSIDE: "its path is empty or absolute, or contains '..' or NUL",
-    Storing.LONG_NAME: "its name is too long",
-    Storing.REPLACED: "a later member of the archive has the same name",
 }
-"""The reasons for rejecting members."""
-UNPLACED = (Storing.OUTSIDE, Storing.LONG_NAME, Storing.REPLACED)
-"""Members with an invalid name, or with the same name as a later member. Their bytes are never read."""
+_OUTSIDE = "its path is empty or absolute, or contains '..' or NUL"
+_REPLACED = "a later member of the archive has the same name"
 _ZIP_STORINGS = {zipfile.ZIP_STORED: Storing.ZIP_STORED, zipfile.ZIP_DEFLATED: Storing.ZIP_DEFLATED}
 
 
@@ -197,38 +188,43 @@ class _Extent(io.RawIOBase):
         return len(data)
 
 
+class Member(NamedTuple):
+    """Where and how the bytes of a member are stored."""
+
+    offset: int = 0
+    size: int = 0  # in bytes, uncompressed, as the archive declares
+    stored: int = 0  # in bytes, as stored in the archive
+    checksum: int = 0  # CRC-32 in zip files, else 0
+    storing: int = Storing.RAW
+    file: int = 0  # index into `ArchiveReader.files`
+
+
 @dataclass
 class Members:
-    """The members of one archive, in its order. The folders that it lists are kept apart, in `folders`."""
+    """The index of one archive."""
 
-    # Numbers are kept in arrays, because lists would take several times the memory.
-    names: list[str] = field(default_factory=list)
-    offsets: array[int] = field(default_factory=lambda: array("q"))
-    sizes: array[int] = field(default_factory=lambda: array("q"))  # in bytes, uncompressed, as the archive declares
-    stored_sizes: array[int] = field(default_factory=lambda: array("q"))  # in bytes, as stored in the archive
-    checksums: array[int] = field(default_factory=lambda: array("q"))  # CRC-32 in zip files, else 0
-    storings: array[int] = field(default_factory=lambda: array("b"))  # `Storing` of each member
-    folders: set[str] = field(default_factory=set)
+    found: dict[str, Member] = field(default_factory=dict)  # the last member of each path
+    replaced: list[str] = field(default_factory=list)  # the path of each member that a later one replaces
+    rejects: list[Reject] = field(default_factory=list)  # members with an invalid name
+    folders: set[str] = field(default_factory=set)  # folders that the archive lists
     notes: tuple[Note, ...] = ()
-    numbers: dict[str, int] = field(default_factory=dict)  # index of the last member of each valid path
 
-    def add(self, name: str, offset: int, size: int, stored: int, checksum: int, storing: int) -> None:
-        """Add a member. It replaces an earlier member of the same name, as it would if the archive were unpacked."""
+    def values(self, paths: Iterable[str]) -> npt.NDArray[np.int64]:
+        """Return the values of the members at `paths`, int64 (n, 6)."""
+        values = chain.from_iterable(map(self.found.__getitem__, paths))
+        return np.fromiter(values, np.int64).reshape(-1, len(Member._fields))
+
+    def add(self, name: str, member: Member) -> str | None:
+        """Add a member and return its path, or reject it and return None. It replaces a member of the same path."""
         path = member_path(name)
         if path is None or len(path) > _MAX_NAME_BYTES:
-            storing = Storing.OUTSIDE if path is None else Storing.LONG_NAME
-            path = name[:_MAX_NAME_BYTES].replace("\0", "\\x00")
-        else:
-            earlier = self.numbers.get(path)
-            if earlier is not None:
-                self.storings[earlier] = Storing.REPLACED
-            self.numbers[path] = len(self.names)
-        self.names.append(path)
-        self.offsets.append(offset)
-        self.sizes.append(size)
-        self.stored_sizes.append(stored)
-        self.checksums.append(checksum)
-        self.storings.append(storing)
+            shown = name[:_MAX_NAME_BYTES].replace("\0", "\\x00")
+            self.rejects.append(Reject(shown, _OUTSIDE if path is None else "its name is too long"))
+            return None
+        if path in self.found:
+            self.replaced.append(path)
+        self.found[path] = member
+        return path
 
     def add_folder(self, name: str) -> None:
         """Add a folder that the archive lists."""
@@ -253,106 +249,85 @@ def member_path(name: str) -> str | None:
 
 @dataclass
 class ArchiveReader(SourceReader):
-    """Reads members of archives. All arrays are (M,), with one entry per member."""
+    """Reads members of archives."""
 
     files: tuple[ArchiveFile, ...]
-    file_ids: npt.NDArray[np.int32]  # index into `files`
-    offsets: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    stored_sizes: npt.NDArray[np.int64]
-    checksums: npt.NDArray[np.uint32]
-    storings: npt.NDArray[np.uint8]
+    members: npt.NDArray[np.int64]  # (M, 6), the values of each `Member`
     masks: tuple[ArchiveReader, ...] = ()  # for each field of masks, a reader of one mask per image
     _opened: list[int] = field(default_factory=list, init=False)  # the open `files` by index, the oldest first
 
     @classmethod
-    def of(cls, file: ArchiveFile, members: Members) -> ArchiveReader:
-        """Return a reader of all members of an archive."""
-        return cls(
-            (file,),
-            np.zeros(len(members.names), np.int32),
-            np.array(members.offsets, np.int64),
-            np.array(members.sizes, np.int64),
-            np.array(members.stored_sizes, np.int64),
-            np.array(members.checksums, np.uint32),
-            np.array(members.storings, np.uint8),
-        )
-
-    @classmethod
-    def joined(cls, readers: Sequence[ArchiveReader]) -> ArchiveReader:
-        """Return one reader of the members of several readers, each of which reads one archive."""
-        file_ids = np.repeat(np.arange(len(readers), dtype=np.int32), [len(reader.file_ids) for reader in readers])
-        columns: dict[str, Any] = {
-            name: np.concatenate([getattr(reader, name) for reader in readers]) for name in _COLUMNS
-        }
-        return cls(tuple(file for reader in readers for file in reader.files), file_ids, **columns)
+    def of(cls, files: Sequence[ArchiveFile], members: Sequence[npt.NDArray[np.int64]]) -> ArchiveReader:
+        """Return a reader of several archives; ``members[i]``, int64 (M, 6), are those of ``files[i]``."""
+        file_ids = np.repeat(np.arange(len(files)), [len(some) for some in members])
+        return cls(tuple(files), np.column_stack([np.concatenate(members)[:, :-1], file_ids]))
 
     def paths(self) -> list[str]:
         return [file.path for file in self.files]
 
     def take(self, indices: npt.NDArray[np.int64]) -> ArchiveReader:
-        masks = tuple(one.take(indices) for one in self.masks)
-        return replace(self, masks=masks, **{name: getattr(self, name)[indices] for name in ("file_ids", *_COLUMNS)})
+        return replace(self, members=self.members[indices], masks=tuple(one.take(indices) for one in self.masks))
 
     def read_field(self, number: int, index: int, name: str) -> bytes:
         return self.masks[number].read(index, name)
 
     def read(self, index: int, name: str) -> bytes:
-        if self.storings[index] == Storing.RAW:
-            size = int(self.sizes[index])
-            data = self._file(index).read(size, int(self.offsets[index]))
-            if len(data) < size:
-                raise RejectedImageError("it is cut off by the end of the archive")
-            return data
-        return self._unzipped(index, None)
+        member = self._member(index)
+        if member.storing != Storing.RAW:
+            return self._unzipped(member, None)
+        data = self._file(member).read(member.size, member.offset)
+        if len(data) < member.size:
+            raise RejectedImageError("it is cut off by the end of the archive")
+        return data
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
-        storing = Storing(self.storings[index])
-        if storing in REASONS:
-            raise RejectedImageError(REASONS[storing])
-        file = self._file(index)
-        offset, size = int(self.offsets[index]), int(self.sizes[index])
+        member = self._member(index)
+        file, size = self._file(member), member.size
+        if member.storing in _REASONS:
+            raise RejectedImageError(_REASONS[Storing(member.storing)])
         try:
-            if storing == Storing.RAW:
-                head = file.read(min(size, _HEAD_BYTES), offset)
-                open_file: Callable[[], BinaryIO] = lambda: io.BufferedReader(_Extent(file, offset, size))  # noqa: E731
+            if member.storing == Storing.RAW:
+                head = file.read(min(size, _HEAD_BYTES), member.offset)
+                open_file: Callable[[], BinaryIO] = lambda: io.BufferedReader(_Extent(file, member.offset, size))  # noqa: E731
             else:
-                head = self._unzipped(index, _HEAD_BYTES)
-                open_file = lambda: io.BytesIO(self._unzipped(index, None))  # noqa: E731
+                head = self._unzipped(member, _HEAD_BYTES)
+                open_file = lambda: io.BytesIO(self._unzipped(member, None))  # noqa: E731
             header = read_header(head, open_file, max_pixels)
         except OSError as error:
             problem = f"{name} cannot be read ({error}); {STORAGE_ADVICE}"
             raise SourceError.at(file.path, problem, "resume=True") from error
-        parts = (offset, size, int(self.checksums[index]), file.identity.size, file.identity.modified_ns)
+        parts = (member.offset, size, member.checksum, file.identity.size, file.identity.modified_ns)
         mark = name.encode("utf-8", "surrogateescape") + b"".join(b"\0%d" % part for part in parts)
         return SurveyedImage(header, fingerprint(mark))
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         # One image per file is enough, because its fingerprint includes the file's size and time.
-        return indices[np.unique(self.file_ids[indices], return_index=True)[1]]
+        return indices[np.unique(self.members[indices, -1], return_index=True)[1]]
 
-    def _file(self, index: int) -> ArchiveFile:
-        number = int(self.file_ids[index])
-        file = self.files[number]
+    def _member(self, index: int) -> Member:
+        return Member._make(self.members[index].tolist())
+
+    def _file(self, member: Member) -> ArchiveFile:
+        file = self.files[member.file]
         if file.descriptor is None:
-            self._opened.append(number)
+            self._opened.append(member.file)
             if len(self._opened) > _MAX_OPEN_FILES:
                 self.files[self._opened.pop(0)].close()
         return file
 
-    def _unzipped(self, index: int, count: int | None) -> bytes:
+    def _unzipped(self, member: Member, count: int | None) -> bytes:
         """Return at most the first `count` bytes of a zip file's member; if it is None, all bytes, checked by CRC-32.
 
         At most one byte more than the member's declared size is decompressed.
         """
-        size, stored = int(self.sizes[index]), int(self.stored_sizes[index])
+        size, stored = member.size, member.stored
         if size > max(_BOMB_BYTES, BOMB_RATIO * stored):
             raise RejectedImageError(
                 f"zip bomb: {format_bytes(stored)} expand to {format_bytes(size)}, over {BOMB_RATIO} times as much"
             )
         wanted = size if count is None else min(size, count)
-        data = self._stored_bytes(index, stored if count is None else min(stored, count))
-        if self.storings[index] == Storing.ZIP_DEFLATED:
+        data = self._stored_bytes(member, stored if count is None else min(stored, count))
+        if member.storing == Storing.ZIP_DEFLATED:
             try:
                 decoder = zlib.decompressobj(-zlib.MAX_WBITS)
                 # Request one byte more than wanted, to notice excess bytes, and because a limit of 0 means no limit.
@@ -363,13 +338,13 @@ class ArchiveReader(SourceReader):
             return data[:wanted]
         if len(data) != size:
             raise RejectedImageError("its size differs from the one that the archive declares")
-        if zlib.crc32(data) != int(self.checksums[index]):
+        if zlib.crc32(data) != member.checksum:
             raise RejectedImageError("it does not match its CRC-32 in the archive")
         return data
 
-    def _stored_bytes(self, index: int, count: int) -> bytes:
+    def _stored_bytes(self, member: Member, count: int) -> bytes:
         """Return the first `count` stored bytes of a member of a zip file, which follow a header of variable length."""
-        file, offset = self._file(index), int(self.offsets[index])
+        file, offset = self._file(member), member.offset
         # The variable part of the header is usually shorter than 256 bytes, so one read is usually enough.
         data = file.read(_LOCAL_HEADER_BYTES + 256 + count, offset)
         if data[:4] != _LOCAL_HEADER or len(data) < _LOCAL_HEADER_BYTES:
@@ -383,50 +358,44 @@ class ArchiveReader(SourceReader):
 
 def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kind: str) -> Catalog:
     """Catalog an archive as if its members were files in a folder; `kind` is "pairs" or as in `arranged`."""
-    _strip_only_folder(members, kind)
-    placed = {}
-    rejects = []
-    for number, (name, storing) in enumerate(zip(members.names, members.storings, strict=True)):
-        if storing not in UNPLACED:
-            placed[name] = number
-        elif storing != Storing.REPLACED and wanted.refusal(name) is None:
-            rejects.append(Reject(name, REASONS[Storing(storing)]))
-    if kind == "pairs":
-        catalog = pairs(list_names(file.path, placed, members.folders, NameFilter(exclude=wanted.exclude)), wanted)
-        rejects += catalog.rejects
-    else:
-        catalog = arranged(list_names(file.path, placed, members.folders, wanted), kind)
-    packed = np.array([placed[name] for name in catalog.names], np.int64)
-    found = {members.names[number] for number in packed.tolist()}
-    for name, storing in zip(members.names, members.storings, strict=True):
-        if storing == Storing.REPLACED and name in found:
-            rejects.append(Reject(name, REASONS[Storing.REPLACED]))
-    every = ArchiveReader.of(file, members)
-    masks = (np.array([placed[name] for name in one.files], np.int64) for one in catalog.pixel_fields)
-    reader = replace(every.take(packed), masks=tuple(every.take(some) for some in masks))
-    return replace(catalog, reader=reader, rejects=tuple(rejects), notes=(*catalog.notes, *members.notes))
+    if base := _only_folder(members, kind):
+        members = replace(
+            members,
+            found={path.removeprefix(base): member for path, member in members.found.items()},
+            replaced=[path.removeprefix(base) for path in members.replaced],
+            folders={path.removeprefix(base) for path in members.folders} - {base[:-1]},
+        )
+    # `include` selects images only, so it must not be applied to the masks of pairs.
+    selected = NameFilter(exclude=wanted.exclude) if kind == "pairs" else wanted
+    listing = list_names(file.path, members.found, members.folders, selected)
+    catalog = pairs(listing, wanted) if kind == "pairs" else arranged(listing, kind)
+    names = {*catalog.names}
+    tables = (catalog.names, *(one.files for one in catalog.pixel_fields))
+    reader, *masks = (ArchiveReader((file,), members.values(table)) for table in tables)
+    return replace(
+        catalog,
+        reader=replace(reader, masks=tuple(masks)),
+        rejects=(
+            *(one for one in members.rejects if wanted.refusal(one.name) is None),
+            *catalog.rejects,
+            *(Reject(path, _REPLACED) for path in members.replaced if path in names),
+        ),
+        notes=(*catalog.notes, *members.notes),
+    )
 
 
-def _strip_only_folder(members: Members, kind: str) -> None:
-    """Make paths relative to the folder that contains all visible members, if there is one.
+def _only_folder(members: Members, kind: str) -> str:
+    """Return the folder that contains all visible members, with a slash; "" if there is none, or if it is to be kept.
 
-    Keep the folder if it is named like a split. Also keep it if `kind` is "classes" or "splits" and it has no
-    subfolders, because then the folder itself is the class or split.
+    It is kept if it is named like a split, or if `kind` is "classes" or "splits" and it has no subfolders, because then
+    the folder itself is the class or split.
     """
-    paths = [name for name, storing in zip(members.names, members.storings, strict=True) if storing not in UNPLACED]
-    visible = [path for path in paths if is_visible(path.partition("/")[0])]
-    tops = {path.partition("/")[0] if "/" in path else "" for path in visible}
+    paths = [path for path in members.found if is_visible(path.partition("/")[0])]
+    tops = {path.partition("/")[0] if "/" in path else "" for path in paths}
     tops |= {top for top in (path.partition("/")[0] for path in members.folders) if is_visible(top)}
-    if len(tops) != 1 or tops == {""} or is_split_name(*tops):
-        return
-    if kind in ("classes", "splits") and all(path.count("/") < 2 for path in visible):
-        return
-    base = f"{tops.pop()}/"
-    members.names = [
-        name if storing in (Storing.OUTSIDE, Storing.LONG_NAME) else name.removeprefix(base)
-        for name, storing in zip(members.names, members.storings, strict=True)
-    ]
-    members.folders = {path.removeprefix(base) for path in members.folders} - {base[:-1]}
+    top = tops.pop() if len(tops) == 1 else ""
+    is_kept = is_split_name(top) or (kind in ("classes", "splits") and all(path.count("/") < 2 for path in paths))
+    return "" if not top or is_kept else f"{top}/"
 
 
 def open_zip(path: Path) -> tuple[ArchiveFile, Members]:
@@ -445,9 +414,9 @@ def open_zip(path: Path) -> tuple[ArchiveFile, Members]:
         else:
             # In a damaged file, sizes may be too large for int64, and offsets negative.
             found = (entry.header_offset, entry.file_size, entry.compress_size)
-            offset, size, stored = (max(0, min(value, _ZIP_MAX_SIZE)) for value in found)
-            members.add(name, offset, size, stored, entry.CRC, _zip_storing(entry))
-    if sum(min(stored, file.size) for stored in members.stored_sizes) > _ZIP_MAX_SHARING * file.size:
+            offset, size, stored = (max(0, min(value, 2**63 - 1)) for value in found)
+            members.add(name, Member(offset, size, stored, entry.CRC, _zip_storing(entry)))
+    if sum(min(entry.compress_size, file.size) for entry in entries) > _ZIP_MAX_SHARING * file.size:
         raise file.damaged("is a zip bomb: its members share their bytes")
     return file, members
 

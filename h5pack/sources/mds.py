@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import SourceError
-from h5pack.sources.archives import ArchiveFile, ArchiveReader, Storing
+from h5pack.sources.archives import ArchiveFile, ArchiveReader
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable
 from h5pack.sources.manifest import IMAGE_COLUMNS, ManifestColumns, with_columns
 from h5pack.sources.shards import Shards
@@ -84,17 +84,16 @@ def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
     opened = [shard for _, shard in found]
     image = columns.path or _find_images(opened[0])
     images: list[str] = []
-    readers = []
+    members = []
     for shard, name in zip(opened, shards.names, strict=True):
         if shard.encodings != opened[0].encodings:
             problem = "has other columns or encodings than the first shard; pack the shards separately"
             raise SourceError.at(shard.file.path, problem)
         images += [f"{name.removesuffix('.mds')}/{row:08d}" for row in range(len(shard.begins))]
-        readers.append(_reader(shard, image))
+        members.append(_members(shard, image))
     counts = [len(shard.begins) for shard in opened]
-    catalog = Catalog(
-        "mds", ArchiveReader.joined(readers), NameTable.of(images), *shards.split_ids(counts), about=f"images {image!r}"
-    )
+    reader = ArchiveReader.of([shard.file for shard in opened], members)
+    catalog = Catalog("mds", reader, NameTable.of(images), *shards.split_ids(counts), about=f"images {image!r}")
     table = TextTable(
         path, tuple(opened[0].encodings),
         lambda column: [cell for shard in opened for cell in _cells(shard, column)],
@@ -178,13 +177,12 @@ def _wrong_column(shard: _Shard, problem: str) -> SourceError:
     return SourceError.at(shard.file.path, f"{problem} (found: {found}); {advice}", "path_column")
 
 
-def _reader(shard: _Shard, image: str) -> ArchiveReader:
+def _members(shard: _Shard, image: str) -> Ints:
+    """Return the values of a `Member` for each image of a shard, (samples, 6)."""
     if shard.encodings.get(image, "").split(":")[0] not in _IMAGES:
         raise _wrong_column(shard, f"{image!r} is not a column of image files")
     offsets, sizes = shard.extents(image)
-    zeros = np.zeros(len(offsets), np.int32)
-    storings = np.full(len(offsets), Storing.RAW, np.uint8)
-    return ArchiveReader((shard.file,), zeros, offsets, sizes, sizes, zeros.astype(np.uint32), storings)
+    return np.column_stack([offsets, sizes, sizes, np.zeros((len(sizes), 3), np.int64)])
 
 
 def _cells(shard: _Shard, column: str) -> list[Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from h5pack.errors import SourceError
-from h5pack.sources.archives import BOMB_RATIO, ArchiveFile, Members, Storing, member_path
+from h5pack.sources.archives import BOMB_RATIO, ArchiveFile, Member, Members, Storing, member_path
 from h5pack.sources.catalog import Note
 from h5pack.sources.folders import is_visible
 from h5pack.system.files import reporting_disk_errors, write_all
@@ -70,7 +70,7 @@ def open_tar(path: Path, scratch: Path) -> tuple[ArchiveFile, Members]:
     if start.startswith((_GZIP, _BZIP2, _XZ, _ZSTD)):
         _decompress(file, _decompressor(path, start), scratch)
     members = _index(file, 0, file.size)
-    if members.names and all(name.endswith(_SUFFIX) for name in members.names):
+    if members.found and all(path.endswith(_SUFFIX) for path in members.found):
         members = _members_of_tar_files(file, members)
     return file, members
 
@@ -98,19 +98,20 @@ def _decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
 
 def _members_of_tar_files(file: ArchiveFile, tars: Members) -> Members:
     """Return the members of the visible tar files in a tar file, each in a folder named like its tar file."""
-    found = Members(folders=tars.folders, notes=tars.notes)
-    for tar, start, size, storing in zip(tars.names, tars.offsets, tars.sizes, tars.storings, strict=True):
+    found = Members(rejects=tars.rejects, folders=tars.folders, notes=tars.notes)
+    for tar, member in tars.found.items():
         # Hidden ones, such as the "._x.tar" that macOS adds, need not be tar files.
-        if storing != Storing.RAW or not is_visible(posixpath.basename(tar)):
-            found.add(tar, start, size, size, 0, storing)
+        if member.storing != Storing.RAW or not is_visible(posixpath.basename(tar)):
+            found.add(tar, member)
             continue
-        inner, folder = _index(file, start, start + size, f"{tar!r} in it "), tar.removesuffix(_SUFFIX)
+        inner = _index(file, member.offset, member.offset + member.size, f"{tar!r} in it ")
+        folder = tar.removesuffix(_SUFFIX)
         found.folders |= {folder, *(f"{folder}/{name}" for name in inner.folders)}
         found.notes += inner.notes
-        values = zip(inner.names, inner.offsets, inner.sizes, inner.storings, strict=True)
-        for name, offset, count, inner_storing in values:
-            path = name if inner_storing == Storing.OUTSIDE else f"{folder}/{name}"
-            found.add(path, offset, count, count, 0, inner_storing)
+        found.rejects += inner.rejects
+        found.replaced += [f"{folder}/{path}" for path in inner.replaced]
+        for path, one in inner.found.items():
+            found.add(f"{folder}/{path}", one)
     return found
 
 
@@ -128,7 +129,7 @@ def _decompressor(path: Path, start: bytes) -> BinaryIO:
 
 def _index(file: ArchiveFile, start: int, stop: int, subject: str = "") -> Members:
     """Return the members of the tar file in the bytes from `start` to `stop` of `file`. Errors begin with `subject`."""
-    members, links, archive = Members(), [], os.path.basename(file.path)
+    members, links, archive = Members(), dict[str, str](), os.path.basename(file.path)
     stream = _Headers(file, start, stop)
     with file.parsing(f"{subject}is not a tar file, or its first header is damaged"):
         tar = tarfile.TarFile(fileobj=cast(BinaryIO, stream), errors="surrogateescape", encoding="utf-8")
@@ -138,7 +139,7 @@ def _index(file: ArchiveFile, start: int, stop: int, subject: str = "") -> Membe
         plain = None if tar.pax_headers else _plain_header(stream.read(_BLOCK_BYTES))
         if plain is not None and position + _BLOCK_BYTES + plain[1] <= stop:
             last, count = plain
-            members.add(last, position + _BLOCK_BYTES, count, count, 0, Storing.RAW)
+            members.add(last, Member(position + _BLOCK_BYTES, count, count))
             position += _BLOCK_BYTES + -(-count // _BLOCK_BYTES) * _BLOCK_BYTES
             continue
         stream.seek(position)
@@ -164,9 +165,7 @@ def _index(file: ArchiveFile, start: int, stop: int, subject: str = "") -> Membe
             continue
         if member.isreg() and member.offset_data + member.size > stop and not member.issparse():
             raise file.damaged(f"{subject}was cut short within {last!r}, at byte {stop:,} of {archive}")
-        target = _add(members, member)
-        if target is not None:
-            links.append((len(members.names) - 1, target))
+        _add(members, links, member)
     file.require_unchanged()
     _resolve(members, links)
     if _continues(file, position, stop):
@@ -191,37 +190,31 @@ def _plain_header(block: bytes) -> tuple[str, int] | None:
     return block[:100].partition(b"\0")[0].decode("utf-8", "surrogateescape"), size
 
 
-def _add(members: Members, member: tarfile.TarInfo) -> str | None:
-    """Add a member. If it is a link to resolve later, return the path of its target."""
+def _add(members: Members, links: dict[str, str], member: tarfile.TarInfo) -> None:
+    """Add a member. If it is a link to resolve later, add its path and that of its target to `links`."""
+    found, target = Member(storing=Storing.SPECIAL), ""
     if member.issparse():
-        members.add(member.name, 0, 0, 0, 0, Storing.SPARSE)
+        found = Member(storing=Storing.SPARSE)
     elif member.isreg():
-        members.add(member.name, member.offset_data, member.size, member.size, 0, Storing.RAW)
+        found = Member(member.offset_data, member.size, member.size)
     elif member.islnk():
-        number = members.numbers.get(member_path(member.linkname) or "")
-        if number is None:
-            members.add(member.name, 0, 0, 0, 0, Storing.LINK)
-        else:
-            size = members.sizes[number]
-            members.add(member.name, members.offsets[number], size, size, 0, members.storings[number])
-            if members.storings[number] == Storing.LINK:
-                return members.names[number]
+        linked = member_path(member.linkname) or ""
+        found = members.found.get(linked, Member(storing=Storing.LINK))
+        target = linked if linked in members.found else ""
     elif member.issym():
-        members.add(member.name, 0, 0, 0, 0, Storing.LINK)
-        return posixpath.normpath(posixpath.join(posixpath.dirname(member.name), member.linkname))
-    else:
-        members.add(member.name, 0, 0, 0, 0, Storing.SPECIAL)
-    return None
+        found = Member(storing=Storing.LINK)
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(member.name), member.linkname))
+    path = members.add(member.name, found)
+    if path is not None and found.storing == Storing.LINK:
+        links[path] = target
 
 
-def _resolve(members: Members, links: list[tuple[int, str]]) -> None:
-    """Give each of the symbolic `links` (index, target) the offset and size of its target, which may be a link, too."""
+def _resolve(members: Members, links: dict[str, str]) -> None:
+    """Replace each link by its target, which may be a link, too. `links` are the targets by the paths of the links."""
     for _ in range(_MAX_LINKS):
-        for link, target in links:
-            number = members.numbers.get(target, link)
-            if members.storings[link] == Storing.LINK and members.storings[number] != Storing.LINK:
-                for values in (members.offsets, members.sizes, members.stored_sizes, members.storings):
-                    values[link] = values[number]
+        for link, target in links.items():
+            if members.found[link].storing == Storing.LINK:
+                members.found[link] = members.found.get(target, members.found[link])
 
 
 def _continues(file: ArchiveFile, position: int, stop: int) -> bool:

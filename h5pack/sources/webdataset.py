@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from h5pack.errors import SourceError
-from h5pack.sources.archives import REASONS, UNPLACED, ArchiveFile, ArchiveReader, Members, Storing
+from h5pack.sources.archives import ArchiveFile, ArchiveReader, Member, Members, Storing
 from h5pack.sources.catalog import IMAGE_SUFFIXES, Catalog, NameFilter, NameTable, Note, Reject, unused_note
 from h5pack.sources.folders import is_visible
 from h5pack.sources.manifest import LABEL_COLUMNS, SPLIT_COLUMNS, ManifestColumns, with_columns
@@ -31,8 +32,8 @@ class _Samples:
 
     kept: frozenset[str]  # keys of ``.json`` members whose values are kept, in lower case
     names: list[str] = field(default_factory=list)  # names of the images
-    counts: list[int] = field(default_factory=list)  # number of images in each shard
-    readers: list[ArchiveReader] = field(default_factory=list)
+    files: list[ArchiveFile] = field(default_factory=list)
+    members: list[npt.NDArray[np.int64]] = field(default_factory=list)  # the images of each file, as `Members.values`
     cells: list[dict[str, Any]] = field(default_factory=list)  # the kept values of each image's sample, by key
     header: dict[str, None] = field(default_factory=dict)  # all keys, kept or not, in the order of their appearance
     others: Counter[str] = field(default_factory=Counter)  # endings of the members that are not read
@@ -46,14 +47,14 @@ def is_webdataset(members: Members) -> bool:
 
     A shard has an image with a ``.cls`` member or, if no member is in a folder, with a ``.json`` or ``.txt`` member.
     """
-    if not any(name.endswith(_TABLE_ENDINGS) for name in members.names):
+    if not any(name.endswith(_TABLE_ENDINGS) for name in members.found):
         return False
     keys: dict[str, set[str]] = {}
-    for name in members.names:
+    for name in members.found:
         key, ending = _split_name(name)
         if ending in _TABLES or f".{ending}" in IMAGE_SUFFIXES:
             keys.setdefault(key, set()).add("image" if ending not in _TABLES else ending)
-    flat = not any("/" in name for name in members.names)
+    flat = not any("/" in name for name in members.found)
     return any("image" in found and (_CLASS in found or (flat and len(found) > 1)) for found in keys.values())
 
 
@@ -66,13 +67,13 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
     named = columns.named
     samples = _Samples(frozenset(name.lower() for name in (*named, *LABEL_COLUMNS, *SPLIT_COLUMNS)))
     for (file, members), prefix in zip(opened, shards.prefixes, strict=True):
-        _add_shard(samples, file, members, prefix, shards, (_JSON,) * bool(named) + (_TEXT,) * (_TEXT in named))
+        _add_shard(samples, file, members, prefix, shards.wanted, (_JSON,) * bool(named) + (_TEXT,) * (_TEXT in named))
         file.close()
     catalog = Catalog(
         "webdataset",
-        ArchiveReader.joined(samples.readers),
+        ArchiveReader.of(samples.files, samples.members),
         NameTable.of(samples.names),
-        *shards.split_ids(samples.counts),
+        *shards.split_ids([len(some) for some in samples.members]),
         rejects=tuple(samples.rejects),
         ignored=dict(samples.ignored),
         notes=samples.notes,
@@ -101,16 +102,15 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
 
 
 def _add_shard(
-    samples: _Samples, file: ArchiveFile, members: Members, prefix: str, shards: Shards, wanted: tuple[str, ...]
+    samples: _Samples, file: ArchiveFile, members: Members, prefix: str, wanted: NameFilter, tables: tuple[str, ...]
 ) -> None:
-    """Add a shard's samples. `wanted` says which members ("json", "txt") may hold columns that the user named."""
-    reader = ArchiveReader.of(file, members)
-    images: list[int] = []
-    for key, parts in _grouped(file, members, samples, prefix, shards.wanted):
-        found = {ending: n for ending, n in parts.items() if f".{ending}" in IMAGE_SUFFIXES}
-        allowed = {ending: n for ending, n in found.items() if shards.wanted.allows(f"{prefix}{members.names[n]}")}
+    """Add a shard's samples. `tables` says which members ("json", "txt") may hold columns that the user named."""
+    images: list[str] = []
+    for key, parts in _grouped(file, members, samples).items():
+        found = {ending: path for ending, path in parts.items() if f".{ending}" in IMAGE_SUFFIXES}
+        allowed = {ending: path for ending, path in found.items() if wanted.allows(f"{prefix}{path}")}
         # The .cls comes last, because its label replaces a value of the same name in the .json.
-        read = (*wanted, _CLASS) if _JSON in wanted or _CLASS in parts else (_JSON, *wanted, _CLASS)
+        read = (*tables, _CLASS) if _JSON in tables or _CLASS in parts else (_JSON, *tables, _CLASS)
         samples.others.update(ending for ending in parts if ending not in found and ending not in read)
         if not allowed:
             samples.ignored["excluded samples" if found else "samples without an image"] += 1
@@ -120,42 +120,37 @@ def _add_shard(
             example = f"include='*.{min(allowed)}'"
             problem = f"sample {key!r} has several images, {endings}; choose one, for example with {example}"
             raise SourceError.at(file.path, problem, example)
-        (number,) = allowed.values()
-        images.append(number)
-        samples.names.append(f"{prefix}{members.names[number]}")
+        images += allowed.values()
         cells: dict[str, Any] = {}
         for ending in read:
             if ending in parts:
-                cells |= _cells(reader, members.names[parts[ending]], members, parts[ending])
+                cells |= _cells(file, parts[ending], members.found[parts[ending]])
         samples.header |= dict.fromkeys(cells)
         samples.cells.append(
             {name: cell for name, cell in cells.items() if name in (_CLASS, _TEXT) or name.lower() in samples.kept}
         )
-    samples.counts.append(len(images))
-    samples.readers.append(reader.take(np.array(images, np.int64)))
+    samples.names += [f"{prefix}{path}" for path in images]
+    samples.files.append(file)
+    samples.members.append(members.values(images))
+    rejects = (Reject(f"{prefix}{one.name}", one.reason) for one in members.rejects)
+    samples.rejects += [one for one in rejects if wanted.refusal(one.name) is None]
     samples.notes += members.notes
 
 
-def _grouped(
-    file: ArchiveFile, members: Members, samples: _Samples, prefix: str, wanted: NameFilter
-) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield the key of each sample, and the indices of its members by the endings of their names."""
-    grouped: dict[str, dict[str, int]] = {}
-    for number, (name, storing) in enumerate(zip(members.names, members.storings, strict=True)):
-        if storing in UNPLACED and storing != Storing.REPLACED:
-            if wanted.refusal(f"{prefix}{name}") is None:
-                samples.rejects.append(Reject(f"{prefix}{name}", REASONS[Storing(storing)]))
-            continue
-        if not all(map(is_visible, name.split("/"))):
+def _grouped(file: ArchiveFile, members: Members, samples: _Samples) -> dict[str, dict[str, str]]:
+    """Return the paths of each sample's visible members by the endings of their names, by the sample's key."""
+    grouped: dict[str, dict[str, str]] = {}
+    for path in (*members.found, *members.replaced):
+        if not all(map(is_visible, path.split("/"))):
             samples.ignored["hidden"] += 1
             continue
-        key, ending = _split_name(name)
+        key, ending = _split_name(path)
         parts = grouped.setdefault(key, {})
-        if storing == Storing.REPLACED or ending in parts:
+        if ending in parts:
             problem = f"sample {key!r} has two members .{ending}; make the shard again with unique sample keys"
             raise SourceError.at(file.path, problem)
-        parts[ending] = number
-    yield from grouped.items()
+        parts[ending] = path
+    return grouped
 
 
 def _split_name(name: str) -> tuple[str, str]:
@@ -165,22 +160,19 @@ def _split_name(name: str) -> tuple[str, str]:
     return name[:start] + key, ending.lower()
 
 
-def _cells(reader: ArchiveReader, name: str, members: Members, number: int) -> dict[str, Any]:
+def _cells(file: ArchiveFile, path: str, member: Member) -> dict[str, Any]:
     """Return the values in a member of a sample: the text of a ``.cls`` or ``.txt``, or the items of a ``.json``."""
-    (file,) = reader.files
-    if members.storings[number] != Storing.RAW or members.sizes[number] > _MAX_TABLE_BYTES:
-        raise _unreadable(file, name, "it is not a regular file of at most 1 MiB")
-    data = reader.read(number, name)
+    if member.storing != Storing.RAW or member.size > _MAX_TABLE_BYTES:
+        raise _unreadable(file, path, "it is not a regular file of at most 1 MiB")
+    data, (_, ending) = file.read(member.size, member.offset), _split_name(path)
     try:
-        if _split_name(name)[1] == _CLASS:
-            return {_CLASS: data.decode().strip()}
-        if _split_name(name)[1] == _TEXT:
-            return {_TEXT: data.decode()}
+        if ending in (_CLASS, _TEXT):
+            return {ending: data.decode().strip() if ending == _CLASS else data.decode()}
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise _unreadable(file, name, str(error)) from error
+        raise _unreadable(file, path, str(error)) from error
     if not isinstance(values, dict):
-        raise _unreadable(file, name, "it is not a JSON object")
+        raise _unreadable(file, path, "it is not a JSON object")
     return {key: value for key, value in values.items() if not isinstance(value, dict)}
 
 
