@@ -5,6 +5,7 @@ Afterwards, the survey reads the headers of all images. It finds their sizes, an
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -33,14 +34,11 @@ from h5pack.system.arrays import RowNumbers
 from h5pack.system.files import absolute_path, read_all
 from h5pack.system.text import first_names
 
-IMAGE_SUFFIXES = frozenset(
-    f".{ending}"
-    for line in (
-        "jpg jpeg jpe jfif png apng bmp dib gif tif tiff webp avif avifs heic heif hif jp2 j2k jpx jpf",
-        "ppm pgm pbm pnm pfm tga pcx sgi ico icns dds qoi psd",
-    )
-    for ending in line.split()
-)
+IMAGE_SUFFIXES = frozenset((
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".bmp", ".dib", ".gif", ".tif", ".tiff", ".webp", ".avif",
+    ".avifs", ".heic", ".heif", ".hif", ".jp2", ".j2k", ".jpx", ".jpf", ".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".tga",
+    ".pcx", ".sgi", ".ico", ".icns", ".dds", ".qoi", ".psd",
+))  # fmt: skip
 """Files with these suffixes are treated as images. Their format is later detected from the content."""
 
 RUN_AGAIN = "run again with resume=True (without it for a part of an array job)"
@@ -50,11 +48,9 @@ _BLOCK_NAMES = 65_536
 
 @dataclass(frozen=True)
 class NameFilter:
-    """A filter that selects files of a source by shell patterns.
+    """A filter that selects files by shell patterns, each of which may match a file's name or its path in the source.
 
-    A pattern is matched against a file's name and against its path relative to the source. If `include` has
-    patterns, all files that match one of them are selected, whatever their suffix. Otherwise, visible files with an
-    image suffix are selected. Files that match a pattern of `exclude` are skipped.
+    Without patterns in `include`, visible files with an image suffix are selected.
     """
 
     include: tuple[str, ...] = ()
@@ -90,8 +86,7 @@ def _matches(relative: str, patterns: tuple[str, ...]) -> bool:
 class NameTable:
     """A compact sequence of many file names: one bytes object, and an offset per name.
 
-    A million names of 30 bytes take 38 MB. A list of str takes 87 MB, and forked processes soon copy the list's memory,
-    because Python writes reference counts into it.
+    A million names of 30 bytes take 38 MB. A list of str takes 87 MB, which forked processes soon copy.
     """
 
     def __init__(self, blob: bytes | bytearray, offsets: npt.NDArray[np.int64]) -> None:
@@ -201,10 +196,8 @@ class SourceReader:
 
     def survey_mask(self, number: int, index: int, name: str, max_pixels: int) -> tuple[MaskHeader, int]:
         """Return the header and fingerprint of a mask. Arguments are as in `read_field`, errors as in `survey`."""
-        try:
+        with _reporting(name):
             data = self.read_field(number, index, name)
-        except OSError as error:
-            raise _survey_error(name, error) from error
         if isinstance(data, bytes):
             return read_mask_header(lambda: io.BytesIO(data), max_pixels), fingerprint(data)
         return MaskHeader(data.shape[0], data.shape[1], data.dtype.str), fingerprint(data.tobytes())
@@ -255,14 +248,20 @@ def fingerprint(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def _survey_error(name: str, error: OSError | ValueError) -> H5PackError:
-    """Return the error for a file that cannot be read: RejectedImageError, or SourceError if the storage fails."""
-    reason: str | None = "its name is not a valid file name"
-    if isinstance(error, OSError):
+@contextlib.contextmanager
+def _reporting(name: str) -> Iterator[None]:
+    """Turn errors of a file into RejectedImageError if the file is missing or unsuitable, else into SourceError."""
+    try:
+        yield
+    except H5PackError:
+        raise
+    except OSError as error:
         reason = _MISSING_FILE_REASONS.get(error.errno or 0)
-    if reason is None:
-        return SourceError.at(name, f"cannot be read ({error}); {STORAGE_ADVICE}", "resume=True")
-    return RejectedImageError(reason)
+        if reason is None:
+            raise SourceError.at(name, f"cannot be read ({error}); {STORAGE_ADVICE}", "resume=True") from error
+        raise RejectedImageError(reason) from error
+    except ValueError as error:
+        raise RejectedImageError("its name is not a valid file name") from error
 
 
 def _file_fingerprint(name: str, size: int, modified_ns: int) -> int:
@@ -291,23 +290,15 @@ class FileReader(SourceReader):
             os.close(descriptor)
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
-        try:
+        with _reporting(name):
             head, size, modified = self.head(name)
             header = read_header(head, lambda: self.open(name), max_pixels)
-        except RejectedImageError:
-            raise
-        except (OSError, ValueError) as error:
-            raise _survey_error(name, error) from error
         return SurveyedImage(header, _file_fingerprint(name, size, modified), file_bytes=size)
 
     def survey_mask(self, number: int, index: int, name: str, max_pixels: int) -> tuple[MaskHeader, int]:
-        try:
+        with _reporting(name):
             _, size, modified = self.head(name, 1)
             return read_mask_header(lambda: self.open(name), max_pixels), _file_fingerprint(name, size, modified)
-        except RejectedImageError:
-            raise
-        except (OSError, ValueError) as error:
-            raise _survey_error(name, error) from error
 
     def ends(self, index: int, name: str) -> tuple[bytes, bytes, int]:
         descriptor, size, _ = self._open(name)

@@ -115,42 +115,29 @@ def walk(root: str, names: NameFilter, top: str = "") -> Listing:
 
 def list_names(root: str, files: Iterable[str], folders: Iterable[str], names: NameFilter) -> Listing:
     """Return the listing that `walk` would return for a folder of these files and folders (relative paths)."""
-    found = Listing(root)
-    wanted: dict[str, list[str]] = {}
-    # For each folder: the topmost hidden folder on its path (possibly the folder itself), or None.
-    hidden: dict[str, str | None] = {"": None}
+    found, visible, hidden = Listing(root), set[str](), set[str]()
+    in_folder = defaultdict[str, list[str]](list)
     for file in files:
-        folder, _, name = file.rpartition("/")
-        if _hidden_part(folder, hidden) is not None:
+        in_folder[file.rpartition("/")[0]].append(file)
+    for folder in {*in_folder, *folders}:
+        parts = folder.split("/") if folder else []
+        paths = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        first = next((number for number, name in enumerate(parts) if not is_visible(name)), len(parts))
+        visible.update(paths[:first])
+        if first < len(parts):
+            hidden.add(paths[first])
             continue
-        refusal = names.refusal(file)
-        if refusal is None:
-            wanted.setdefault(folder, []).append(name)
-        else:
-            found.ignored[refusal] += 1
-    for folder in folders:
-        _hidden_part(folder, hidden)
-    found.ignored["hidden folders"] += len({part for part in hidden.values() if part is not None})
-    # Remove zeros, which a Counter keeps.
-    found.ignored += Counter()
-    for folder in sorted(folder for folder, part in hidden.items() if part is None and folder):
+        refusals = {file: names.refusal(file) for file in in_folder.get(folder, ())}
+        found.ignored.update(refusal for refusal in refusals.values() if refusal is not None)
+        if wanted := sorted(file.rpartition("/")[2] for file, refusal in refusals.items() if refusal is None):
+            found.folders[folder] = "\0".join(wanted)
+    if hidden:
+        found.ignored["hidden folders"] = len(hidden)
+    for folder in sorted(visible):
         above, _, name = folder.rpartition("/")
         found.subfolders[above].append(name)
-    found.folders = {folder: "\0".join(sorted(some)) for folder, some in wanted.items()}
     found.order = sorted(found.folders)
     return found
-
-
-def _hidden_part(folder: str, known: dict[str, str | None]) -> str | None:
-    """Return the topmost hidden folder on the path of a folder, or None; add all folders on the path to `known`."""
-    if folder not in known:
-        part, names = None, folder.split("/")
-        for count, name in enumerate(names, 1):
-            above = "/".join(names[:count])
-            if part is None and not is_visible(name):
-                part = above
-            known[above] = part
-    return known[folder]
 
 
 def _list_folder(path: str, folder: str, names: NameFilter, ignored: Counter[str]) -> tuple[list[str], list[str]]:
