@@ -100,41 +100,45 @@ def open_source(
 
 
 def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
-    kind = options.kind or _detect(path, options.names)
-    if kind == "mds":
-        return _open_mds(path, options)
-    if kind in _SHARD_KINDS:
-        return _open_shards(path, kind, options, scratch)
-    if not os.path.exists(path):
-        raise _missing(path)
-    archive = _archive_format(path) if kind in _FOLDER_KINDS else ""
-    if path.is_dir() == (kind in ("manifest", "hdf5")) and not archive and kind != "coco":
+    kind, names = options.kind or _detect(path, options.names), options.names
+    if kind not in ("webdataset", "parquet"):
+        _require_exists(path)
+    if archive := _archive_format(path) if kind in _FOLDER_KINDS else "":
+        return _open_archive(path, archive, options, kind, scratch)
+    if kind not in ("webdataset", "parquet", "coco") and path.is_dir() == (kind in ("manifest", "hdf5")):
         parameter = f"source_kind={kind!r}"
-        folder = "folder" if kind == "celeba" else "folder or an archive"
+        folder = "folder" if kind in ("celeba", "mds") else "folder or an archive"
         needed = "file, not a folder" if path.is_dir() else f"{folder}, not this file"
         raise SourceError.at(path, f"{parameter} needs a {needed}; check the path", parameter)
-    if archive:
-        return _open_archive(path, archive, options, kind, scratch)
     _refuse_unused(str(path), kind, options)
-    if kind == "manifest":
-        return manifest(path, options.columns, options.names)
-    if kind == "coco":
-        return coco(path, options.names, options.columns.root)
-    if kind == "hdf5":
-        return hdf5_catalog(path, options.datasets, options.names)
-    if kind == "pairs":
-        # `include` selects images only, so it must not be applied to the masks.
-        return pairs(walk(str(path), NameFilter(exclude=options.names.exclude)), options.names)
-    if kind == "celeba":
-        return celeba(path, options.names)
-    found = walk(str(path), options.names)
+    match kind:
+        case "webdataset" | "parquet":
+            return _open_shards(path, kind, options, scratch)
+        case "mds":
+            return mds(path, names, options.columns)
+        case "manifest":
+            return manifest(path, options.columns, names)
+        case "coco":
+            return coco(path, names, options.columns.root)
+        case "hdf5":
+            return hdf5_catalog(path, options.datasets, names)
+        case "pairs":
+            # `include` selects images only, so it must not be applied to the masks.
+            return pairs(walk(str(path), NameFilter(exclude=names.exclude)), names)
+        case "celeba":
+            return celeba(path, names)
+    return _open_folder(path, kind, names)
+
+
+def _open_folder(path: Path, kind: str, names: NameFilter) -> Catalog:
+    found = walk(str(path), names)
     catalog, whole = arranged(found, kind), attributes_of(path)
     notes = catalog.notes
     if whole is not None and catalog.labels is None:
         text = "these are CelebA's images without their attributes; give its main folder, {}, for labels and splits"
         notes += (Note(text.format(whole)),)
     elif catalog.labels is None or notes or schema.NO_LABEL in catalog.labels:
-        notes += unused_note("tables", _tables(path, found, options.names), "to pack one, give it as the source")
+        notes += unused_note("tables", _tables(path, found, names), "to pack one, give it as the source")
     return replace(catalog, notes=notes)
 
 
@@ -187,31 +191,14 @@ def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
             raise OptionsError(f"{where}: not {what}; leave out {listed(given)}", path=path, parameters=given)
 
 
-def _missing(path: Path) -> SourceError:
-    # `os.path.exists` also returns False if the storage fails; `os.stat` then raises the OSError.
+def _require_exists(path: Path) -> None:
     try:
         os.stat(path)
-    except PermissionError:
-        return _closed(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        pass
-    return SourceError.at(path, "no such file or folder; check the path")
-
-
-def _closed(path: Path) -> SourceError:
-    return SourceError.at(path, "no permission to read it, or a folder above it; change the mode, or ask the owner")
-
-
-def _open_mds(path: Path, options: SourceOptions) -> Catalog:
-    _refuse_unused(str(path), "mds", options)
-    if not path.is_dir():
-        parameter = "source_kind='mds'"
-        raise SourceError.at(path, f"{parameter} needs the folder that contains index.json; check the path", parameter)
-    return mds(path, options.names, options.columns)
+        raise SourceError.at(path, "no such file or folder; check the path") from None
 
 
 def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -> Catalog:
-    _refuse_unused(str(path), kind, options)
     names = options.names
     if kind == "parquet":
         names = replace(names, exclude=(*names.exclude, _CACHES))
@@ -240,10 +227,9 @@ def _open_archive(path: Path, archive: str, options: SourceOptions, kind: str, s
 
 def _archive_format(path: Path) -> str:
     """Return "tar" or "zip", judged by the name of a file, or else by its first bytes; "" if it is neither."""
-    name = path.name.lower()
-    if not path.is_file() or name.endswith((".zip", *TAR_SUFFIXES)):
-        return "" if not path.is_file() else "zip" if name.endswith(".zip") else "tar"
-    start = _start(path)
+    name, start = path.name.lower(), _start(path)
+    if path.is_file() and name.endswith((".zip", *TAR_SUFFIXES)):
+        return "zip" if name.endswith(".zip") else "tar"
     return "zip" if start.startswith(_ZIP_STARTS) else "tar" if start.endswith(_TAR_MAGIC) else ""
 
 
@@ -262,24 +248,23 @@ def _detect(path: Path, names: NameFilter) -> str:
     """Return one of `KINDS`, or "folder" for a folder or archive whose kind depends on the names in it."""
     if os.path.isdir(path):
         if not os.access(path, os.R_OK | os.X_OK):
-            raise _closed(path)
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         named = (("celeba", is_celeba), ("coco", is_coco), ("mds", is_mds))
         return next((kind for kind, check in named if check(path)), "") or shards_kind(path, names) or "folder"
     if not os.path.exists(path):
-        kind = shards_kind(path, names) if "{" in str(path) else ""
-        if not kind:
-            raise _missing(path)
-        return kind
-    if path.is_file() and path.suffix.lower() in _MANIFEST_SUFFIXES:
-        return "manifest"
-    if path.is_file() and path.suffix.lower() == ".json":
-        return "coco"
-    if path.is_file() and (path.suffix.lower() in TABLE_SUFFIXES or _start(path).startswith(_PARQUET_MAGIC)):
-        return "parquet"
-    if path.is_file() and is_hdf5(path):
-        return "hdf5"
-    if _archive_format(path):
-        return "folder"
+        return (shards_kind(path, names) if "{" in str(path) else "") or "folder"
+    if path.is_file():
+        suffix = path.suffix.lower()
+        if suffix in _MANIFEST_SUFFIXES:
+            return "manifest"
+        if suffix == ".json":
+            return "coco"
+        if suffix in TABLE_SUFFIXES or _start(path).startswith(_PARQUET_MAGIC):
+            return "parquet"
+        if is_hdf5(path):
+            return "hdf5"
+        if _archive_format(path):
+            return "folder"
     problem = (
         "neither a folder, nor a manifest (.csv, .tsv, .jsonl), COCO (.json), an archive (.tar, .zip), a "
         "Parquet file or an HDF5 file; give one of these, or a dataset in Python that reads it"

