@@ -7,8 +7,8 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,37 +157,37 @@ def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int
         problem = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise SourceError.at(path, f"is not COCO's JSON ({problem}); give a file of annotations") from error
     known: set[int] = set()
+    _add_all(path, "image", entries, lambda entry: _add_image(entry, images, split, known))
+    _add_all(path, "category", categories, lambda category: _add_category(found, category))
+    _add_all(path, "annotation", annotations, lambda annotation: _add(found, images, annotation))
+
+
+def _add_all(path: Path, noun: str, entries: list[Any], add: Callable[[Any], None]) -> None:
+    """Call `add` with each of the entries; raise SourceError if one is malformed."""
     for number, entry in enumerate(entries):
-        _add_image(path, number, entry, images, split, known)
-    for category in categories:
-        if not isinstance(category, dict) or not isinstance(category.get("id"), int):
-            raise SourceError.at(path, f"the category {category!r:.60} has no integer id; correct it")
-        name = str(category.get("name", category["id"]))
-        if found.categories.setdefault(category["id"], name) != name:
-            other = found.categories[category["id"]]
-            problem = f"category {category['id']} is named {name!r}, but was named {other!r} before; correct it"
-            raise SourceError.at(path, problem)
-    for number, annotation in enumerate(annotations):
         try:
-            _add(found, images, annotation)
+            add(entry)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-            raise SourceError.at(path, f"annotation {number} is malformed ({error!r}); correct it") from error
+            raise SourceError.at(path, f"{noun} {number} is malformed ({error!r}); correct it") from error
 
 
-def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], split: int, known: set[int]) -> None:
+def _add_category(found: _Annotations, category: Any) -> None:
+    number = _integer(category["id"])
+    name = str(category.get("name", number))
+    if found.categories.setdefault(number, name) != name:
+        raise ValueError(f"{number} is named {name!r}, but was named {found.categories[number]!r} before")
+
+
+def _add_image(entry: Any, images: dict[int, _Image], split: int, known: set[int]) -> None:
     """Add an image, unless another file of the split listed it; `known` are the ids of this file's images so far."""
-    try:
-        image_id, name = _integer(entry["id"]), entry["file_name"]
-        size = _integer(entry.get("height") or 0), _integer(entry.get("width") or 0)
-        if not isinstance(name, str) or not is_path(name):
-            raise ValueError(name)
-        if not -_MAX_ID <= image_id < _MAX_ID or not 0 <= min(size) <= max(size) <= MAX_SIDE:
-            raise ValueError(image_id, *size)
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        problem = f"image {number} has no valid id, file_name or size ({error!r}); correct it"
-        raise SourceError.at(path, problem) from error
+    image_id, name = _integer(entry["id"]), entry["file_name"]
+    size = _integer(entry.get("height") or 0), _integer(entry.get("width") or 0)
+    if not isinstance(name, str) or not is_path(name):
+        raise ValueError(f"file_name {name!r}")
+    if not -_MAX_ID <= image_id < _MAX_ID or not 0 <= min(size) <= max(size) <= MAX_SIDE:
+        raise ValueError(f"id {image_id}, size {size}")
     if image_id in known or (image_id in images and images[image_id].name != name):
-        raise SourceError.at(path, f"two images have the id {image_id}; correct it")
+        raise ValueError(f"two images have the id {image_id}")
     known.add(image_id)
     image = images.setdefault(image_id, _Image(name, split, image_id, size))
     if 0 in image.size:
@@ -262,12 +262,12 @@ def _text(caption: Any) -> str:
 def _fields(found: _Annotations) -> dict[str, FieldValues]:
     fields: dict[str, FieldValues] = {"image_ids": np.array([image.image_id for image in found.images], np.int64)}
     if found.has_boxes:
-        numbers = {label: number for number, label in enumerate(sorted(found.categories))}
+        ids = sorted(found.categories)
         boxes = [np.array(image.boxes).reshape(-1, 4) for image in found.images]
         fields["boxes"] = RaggedRows.of(schema.BOXES, boxes, np.zeros((0, 4)))
-        labels = _ragged([[numbers[label] for label in image.labels] for image in found.images])
-        names = tuple(found.categories[label] for label in sorted(found.categories))
-        fields["box_labels"] = RaggedRows(labels.kind, labels.data, labels.offsets, names)
+        labels = _ragged([image.labels for image in found.images])
+        names = tuple(found.categories[label] for label in ids)
+        fields["box_labels"] = replace(labels, data=np.searchsorted(ids, labels.data), classes=names)
         fields["crowd"] = _ragged([image.crowd for image in found.images])
     if found.has_captions:
         fields["captions"] = RaggedRows.of_texts([image.captions for image in found.images], schema.TEXTS)
