@@ -165,12 +165,9 @@ class SurveyedImage(NamedTuple):
 
 
 class SourceReader:
-    """Base class of readers, which fetch the images of a source. Worker processes get a pickled or forked copy.
+    """Base class of readers, which fetch the images of a source. Worker processes get a pickled or forked copy."""
 
-    If `has_labels` is true, the survey yields the labels and fields; before the survey, the catalog has none.
-    """
-
-    has_labels = False
+    has_labels = False  # whether the labels and fields come with the survey; before, the catalog has none
 
     def read(self, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
         """Return image `index`, either as the bytes of its file or as pixels, uint8 (h, w, 1 or 3).
@@ -182,8 +179,7 @@ class SourceReader:
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
         """Return the size, decode path and fingerprint of image `index`, reading as little of the image as possible.
 
-        Raise SourceError if the storage fails. Raise RejectedImageError, whose text is the reason, if the file is not
-        an image or has more than `max_pixels` pixels.
+        Raise SourceError if the storage fails, RejectedImageError (its text says why) if it cannot be packed.
         """
         raise NotImplementedError
 
@@ -246,6 +242,17 @@ class SourceReader:
 def fingerprint(data: bytes) -> int:
     """Return a 64-bit hash of `data`."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def file_start(path: Path, count: int) -> bytes:
+    """Return the first `count` bytes of a file; b"" if it cannot be read, or is not a regular file."""
+    try:
+        if not path.is_file():  # To open a pipe might wait forever.
+            return b""
+        with path.open("rb") as stream:
+            return stream.read(count)
+    except OSError:
+        return b""
 
 
 @contextlib.contextmanager
@@ -437,10 +444,7 @@ class Catalog:
         )
 
     def filtered(self, wanted: NameFilter) -> Catalog:
-        """Return a catalog of only the images whose names `wanted` allows; count the others in `ignored`.
-
-        Unlike in a folder, any suffix is allowed: this method is for sources that list their images in a table.
-        """
+        """Return a catalog of only the images whose names `wanted` allows, whatever their suffix."""
         if not wanted.include and not wanted.exclude:
             return self
         refusals = [None if wanted.allows(name) else str(wanted.refusal(name)) for name in self.names]
@@ -472,8 +476,7 @@ def split_ids(
 ) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
     """Return the `split_names` and `split_ids` of `count` rows, given the rows of each split.
 
-    Rows in no split form a split named "rest". Raise SourceError, whose message begins with `where`, if
-    splits overlap.
+    Rows in no split form a split named "rest". Raise SourceError if splits overlap.
     """
     if not rows:
         return one_split(count)

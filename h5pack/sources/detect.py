@@ -11,7 +11,7 @@ from pathlib import Path
 from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError
 from h5pack.format import schema
 from h5pack.sources.archives import members_catalog, open_zip
-from h5pack.sources.catalog import Catalog, NameFilter, Note, unused_note
+from h5pack.sources.catalog import Catalog, NameFilter, Note, file_start, unused_note
 from h5pack.sources.celeba import attributes_of, celeba, is_celeba
 from h5pack.sources.coco import coco, is_coco
 from h5pack.sources.folders import Listing, arranged, suffix_pattern, walk
@@ -150,7 +150,9 @@ def _tables(path: Path, found: Listing, names: NameFilter) -> list[str]:
     """
     patterns = tuple(suffix_pattern(end) for end in _TABLE_ENDINGS if 0 < found.ignored[f"{end} files"] <= _MAX_TABLES)
     below = walk(str(path), NameFilter(patterns, (".*", *names.exclude))).below("") if patterns else ()
-    return [name for name in below if not name.lower().endswith(".json") or b'"images"' in _start(path / name, 65_536)]
+    return [
+        name for name in below if not name.lower().endswith(".json") or b'"images"' in file_start(path / name, 65_536)
+    ]
 
 
 def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
@@ -227,21 +229,10 @@ def _open_archive(path: Path, archive: str, options: SourceOptions, kind: str, s
 
 def _archive_format(path: Path) -> str:
     """Return "tar" or "zip", judged by the name of a file, or else by its first bytes; "" if it is neither."""
-    name, start = path.name.lower(), _start(path)
+    name, start = path.name.lower(), file_start(path, _TAR_MAGIC_OFFSET + len(_TAR_MAGIC))
     if path.is_file() and name.endswith((".zip", *TAR_SUFFIXES)):
         return "zip" if name.endswith(".zip") else "tar"
     return "zip" if start.startswith(_ZIP_STARTS) else "tar" if start.endswith(_TAR_MAGIC) else ""
-
-
-def _start(path: Path, count: int = _TAR_MAGIC_OFFSET + len(_TAR_MAGIC)) -> bytes:
-    """Return the first bytes of a file; b"" if it cannot be read, or is not a regular file."""
-    if not path.is_file():
-        return b""
-    try:
-        with path.open("rb") as stream:
-            return stream.read(count)
-    except OSError:
-        return b""
 
 
 def _detect(path: Path, names: NameFilter) -> str:
@@ -259,7 +250,7 @@ def _detect(path: Path, names: NameFilter) -> str:
             return "manifest"
         if suffix == ".json":
             return "coco"
-        if suffix in TABLE_SUFFIXES or _start(path).startswith(_PARQUET_MAGIC):
+        if suffix in TABLE_SUFFIXES or file_start(path, 4) == _PARQUET_MAGIC:
             return "parquet"
         if is_hdf5(path):
             return "hdf5"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from h5pack.errors import SourceError
 from h5pack.sources.archives import ArchiveFile, ArchiveReader
-from h5pack.sources.catalog import Catalog, NameFilter, NameTable
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable, file_start
 from h5pack.sources.manifest import IMAGE_COLUMNS, ManifestColumns, with_columns
 from h5pack.sources.shards import Shards
 from h5pack.sources.text_tables import TextTable
@@ -54,29 +54,23 @@ class _Shard:
 
 def is_mds(path: Path) -> bool:
     """Return whether a folder, or every visible entry in it, contains an index of MDS shards."""
-    if not path.is_dir():
+    try:
+        folders = _folders(path)
+    except OSError:
         return False
+    return bool(folders) and all(b'"mds"' in file_start(path / folder / INDEX, 65_536) for folder in folders)
+
+
+def _folders(path: Path) -> list[str]:
+    """Return the sorted names of the visible entries in a folder; [""] if the folder itself has an index."""
     if (path / INDEX).is_file():
-        return _is_index(path / INDEX)
-    try:
-        entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
-        return bool(entries) and all((entry / INDEX).is_file() and _is_index(entry / INDEX) for entry in entries)
-    except OSError:
-        return False
-
-
-def _is_index(path: Path) -> bool:
-    try:
-        with path.open("rb") as stream:
-            return b'"mds"' in stream.read(65_536)
-    except OSError:
-        return False
+        return [""]
+    return sorted(one.name for one in path.iterdir() if not one.name.startswith("."))
 
 
 def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
     """Return the catalog of a folder of MDS shards, or of a folder of such folders, in the order of the samples."""
-    below = (one.name for one in path.iterdir() if not one.name.startswith(".") and (one / INDEX).is_file())
-    folders = [""] if (path / INDEX).is_file() else sorted(below)
+    folders = [folder for folder in _folders(path) if (path / folder / INDEX).is_file()]
     found = [(name, shard) for folder in folders for name, shard in _read_index(path, folder)]
     if not found:
         raise SourceError.at(path, f"has no {INDEX} that lists MDS shards; check the path")
