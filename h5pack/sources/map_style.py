@@ -40,7 +40,7 @@ from h5pack.sources.catalog import (
     split_ids,
     unused_note,
 )
-from h5pack.sources.folders import split_order
+from h5pack.sources.folders import numbered_splits
 from h5pack.sources.hdf5_catalog import channel_axes
 from h5pack.sources.hdf5_rows import PixelForm
 from h5pack.sources.manifest import ManifestColumns
@@ -290,28 +290,19 @@ def _is_a(dataset: Any, *kinds: str) -> bool:
 
 def _known_of_subset(dataset: Any, count: int) -> _Known | None:
     """Return the properties of a ``Subset``, taken from the dataset that it selects from; None for other types."""
-    whole, indices = _attribute(dataset, "dataset"), _attribute(dataset, "indices")
-    if (
-        not _is_a(dataset, "torch.Subset")
-        or not hasattr(whole, "__len__")
-        or not hasattr(indices, "__len__")
-        or len(indices) != count
-    ):
+    if not _is_a(dataset, "torch.Subset") or not hasattr(dataset.dataset, "__len__"):
         return None
+    known = _known(dataset.dataset)
     try:
-        positions = np.asarray(indices)
-    except ValueError:  # lists of different lengths
+        positions = [range(known.count)[index] for index in dataset.indices]
+    except (TypeError, IndexError):
         return None
-    known = _known(whole)
-    if positions.ndim != 1 or (count and positions.dtype.kind not in "iu"):
+    if len(positions) != count:
         return None
-    if count and not -known.count <= positions.min() <= positions.max() < known.count:
-        return None
-    positions = positions.astype(np.int64) % max(1, known.count)
     return replace(
         known,
         count=count,
-        names=None if known.names is None else [known.names[position] for position in positions.tolist()],
+        names=None if known.names is None else [known.names[position] for position in positions],
         splits=None if known.splits is None else (known.splits[0], known.splits[1][positions]),
     )
 
@@ -320,11 +311,8 @@ def _known_of_parts(dataset: Any, count: int) -> _Known | None:
     """Return the properties of a ``ConcatDataset`` or ``ConcatPack``, joined from its parts; None for other types."""
     if not _is_a(dataset, "torch.ConcatDataset", "h5pack.ConcatPack"):
         return None
-    datasets = _attribute(dataset, "datasets")
-    if not isinstance(datasets, (list, tuple)) or not all(hasattr(part, "__len__") for part in datasets):
-        return None
-    parts = [_known(part) for part in datasets]
-    if not parts or sum(part.count for part in parts) != count:
+    parts = [_known(part) for part in dataset.datasets]
+    if sum(part.count for part in parts) != count:
         return None
     names, splits, classes = None, None, parts[0].classes
     notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
@@ -335,9 +323,7 @@ def _known_of_parts(dataset: Any, count: int) -> _Known | None:
         names = [name for part in parts for name in part.names or [""] * part.count]
     if any(part.splits for part in parts):
         of_parts = [part.splits or one_split(part.count) for part in parts]
-        joined = split_order(name for own, _ in of_parts for name in own)
-        ids = [np.array([joined.index(name) for name in own], np.int32)[some] for own, some in of_parts]
-        splits = joined, np.concatenate(ids)
+        splits = numbered_splits([own[number] for own, ids in of_parts for number in ids.tolist()])
     return _Known(count, names, classes, splits, notes)
 
 
