@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,11 +62,8 @@ class DecodedChunks:
             state = self._state = _CacheState()
         return state
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"capacity": self.capacity}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[DecodedChunks], tuple[int]]:
+        return DecodedChunks, (self.capacity,)
 
     @property
     def bytes(self) -> int:
@@ -77,9 +74,9 @@ class DecodedChunks:
         return key in self._own_state().chunks
 
     def get(self, key: Hashable, decode: Callable[[], npt.NDArray[np.uint8]], *, keep: bool) -> npt.NDArray[np.uint8]:
-        """Return the chunk cached under `key`, or else the result of `decode`, which is then cached if `keep` is true.
+        """Return the chunk cached under `key`, or else the result of `decode`, which is cached if `keep` is true.
 
-        Two threads may decode the same chunk at the same time. That wastes time, but the results are correct.
+        Two threads may decode the same chunk at once, which wastes time, but is correct.
         """
         state = self._own_state()
         with state.lock:
@@ -99,10 +96,7 @@ class DecodedChunks:
         return found
 
     def move(self, key: Hashable, out: npt.NDArray[np.uint8]) -> bool:
-        """Fill `out` with the first bytes of the chunk cached under `key`, and cache `out` in its place.
-
-        Return False if no chunk is cached under `key`.
-        """
+        """Copy the chunk cached under `key` to `out`, which may be shorter, and cache `out` instead; False if none."""
         state = self._own_state()
         with state.lock:
             found = state.chunks.get(key)
@@ -122,7 +116,7 @@ class DecodedChunks:
 
 
 class ChunkRows(NamedTuple):
-    """Rows of one chunk, as bytes. `size` and `calls` are 0 if the chunk was cached."""
+    """Rows of one chunk. `size` and `calls` are 0 if the chunk was cached."""
 
     values: npt.NDArray[np.uint8]  # 1-D: the bytes of whole rows, one after the other; may be read-only
     positions: npt.NDArray[np.int64]  # the index of each requested row among the rows in `values`
@@ -136,17 +130,15 @@ class ChunkDecoder:
     def __init__(self, storage: Storage, reader: H5Reader, cache: DecodedChunks | None = None) -> None:
         self.storage, self.reader = storage, reader
         self.cache = DecodedChunks() if cache is None else cache
-        self._key = () if cache is None else (storage.path,)
 
     def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
-        """Return the decoded chunk that contains `rows`, int64 (n,), or these rows alone if that is cheaper.
+        """Return the decoded chunk that contains all `rows`, int64 (n,), or these rows alone if that is cheaper.
 
-        All rows must be in the same chunk, and the dataset must have a codec. If `keep` is true, the decoded chunk is
-        cached.
+        The dataset must have a codec. If `keep` is true, the decoded chunk is cached.
         """
         assert index.codec is not None
         chunk = int(rows[0]) // index.chunk_rows
-        key = (*self._key, index.name, chunk)
+        key = (self.storage.path, index.name, chunk)
         if not index.codec.steps and len(rows) * _SPARSE_FACTOR < index.chunk_rows and key not in self.cache:
             # Without filters, HDF5 can read just the bytes of the requested rows.
             return self.read_through_library(index, rows)
@@ -162,13 +154,10 @@ class ChunkDecoder:
 
     def move(self, index: ChunkIndex, chunk: int, out: npt.NDArray[np.uint8]) -> bool:
         """Call `DecodedChunks.move` for chunk number `chunk`."""
-        return self.cache.move((*self._key, index.name, chunk), out)
+        return self.cache.move((self.storage.path, index.name, chunk), out)
 
     def _load(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        """Return all rows of chunk number `chunk`, decoded; chunks are numbered along axis 0.
-
-        The last chunk may end with undefined bytes, which belong to no row.
-        """
+        """Return all rows of chunk number `chunk` along axis 0; the last chunk may end with undefined bytes."""
         first = chunk * index.chunk_rows
         stop = min(index.rows, first + index.chunk_rows)
         if (index.sizes[chunk] < 0).any():
@@ -181,7 +170,7 @@ class ChunkDecoder:
         return self._assemble(index, chunk)
 
     def _assemble(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        """Return all rows of chunk number `chunk` along axis 0, joined from the chunks that hold parts of the rows."""
+        """Return all rows of chunk number `chunk` along axis 0, joined from the chunks that hold parts of them."""
         assert index.chunk_shape is not None
         # Labels of shape (N, 1) have an index of shape (N,), but their chunks still have two axes.
         row_shape, inner = index.row_shape or (1,), index.chunk_shape[1:]
@@ -232,10 +221,9 @@ class ChunkDecoder:
 
 
 class DecodedDataset:
-    """All rows of a dataset, decoded and in one array in memory, so that one call copies a batch.
+    """All rows of a dataset that is not virtual, decoded and in one array in memory, so that one call copies a batch.
 
-    A chunk moves from the cache to the array at the first call of `ready` for its rows. Virtual datasets are not
-    supported.
+    A chunk moves from the cache to the array at the first call of `ready` for its rows.
 
     Attributes
     ----------
@@ -249,10 +237,9 @@ class DecodedDataset:
         self._moved = np.zeros(-(-index.rows // index.chunk_rows), bool)
 
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Move rows ``first[i]`` to ``last[i]`` from the cache to `array`, up to the first missing chunk.
+        """Move rows ``first[i]`` to ``last[i]``, int64 (n,), from the cache to `array`, up to the first missing chunk.
 
-        Return whether all are there. `first` and `last` are int64 (n,). If some rows are not there, cache their chunks
-        by calling `ChunkDecoder.rows_in_chunk` with ``keep=True``, and try again.
+        Return whether all are there. If not, cache their chunks by `ChunkDecoder.rows_in_chunk`, and try again.
         """
         chunks = all_between(self.index.chunks_of(first), self.index.chunks_of(last))
         return all(self._move(chunk) for chunk in chunks[~self._moved[chunks]].tolist())
@@ -269,9 +256,9 @@ class DecodedDataset:
 
 
 class SourceFiles:
-    """The source files of virtual datasets, each opened on its first read in a process.
+    """The source files of virtual datasets, opened on their first read; `own` reads the engine's own file.
 
-    At most `max_open` stay open; the one that was opened first is closed first. `own` reads the engine's own file.
+    At most `max_open` stay open. The one that was opened first is closed first.
     """
 
     def __init__(self, own: ChunkDecoder) -> None:
@@ -281,10 +268,7 @@ class SourceFiles:
         self._checked: dict[str, float] = {}
 
     def close(self) -> None:
-        """Empty the cache, and close all files in this process once reads in progress have ended.
-
-        The next read opens them again.
-        """
+        """Empty the cache, and close all files in this process once reads in progress have ended."""
         self.own.storage.close()
         self.own.reader.close()
         self.own.cache.clear()
@@ -319,16 +303,13 @@ class SourceFiles:
             file.identity.require(file.path)
 
     def check_unchanged_throttled(self, index: ChunkIndex) -> None:
-        """Call `check_unchanged`, at most once per second. The HDF5 library would not notice replaced source files."""
+        """Call `check_unchanged` at most once per second. The HDF5 library would not notice replaced source files."""
         if index.files and time.monotonic() - self._checked.get(index.name, 0.0) > CHECK_SECONDS:
             self.check_unchanged(index)
             self._checked[index.name] = time.monotonic()
 
     def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
-        """Return rows of one chunk, like `ChunkDecoder.rows_in_chunk`. The dataset may be virtual or have no codec.
-
-        The rows of a virtual dataset must be in one of its ranges (see `VirtualIndex`).
-        """
+        """Return rows like `ChunkDecoder.rows_in_chunk`, also if `index` is virtual or has no codec."""
         ((file, source, there),) = index.split_by_source(rows)
         decoder = self.decoder(file)
         if source.codec is not None:
@@ -343,10 +324,7 @@ class SourceFiles:
         return ChunkRows(values.reshape(-1), np.arange(len(rows)), size, calls)
 
     def prefetch(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> None:
-        """Start reading the chunks that hold `rows`, int64 (n,), into the page cache.
-
-        Do nothing for chunks that are read through the HDF5 library.
-        """
+        """Start reading the chunks that hold `rows`, int64 (n,), into the page cache, unless HDF5 must read them."""
         for file, source, there in index.split_by_source(rows):
             if source.codec is not None:
                 numbers = source.chunks_of(there)

@@ -129,7 +129,7 @@ def test_a_chunk_is_decoded_once_for_several_batches(tmp_path: Path, monkeypatch
     assert decode.call_count == 12
     engine.chunks.cache.capacity = 9_999
     assert np.array_equal(engine.read("x", [35, 31]), values[[35, 31]])
-    assert ("x", 3) not in engine.chunks.cache
+    assert (engine.path, "x", 3) not in engine.chunks.cache
     assert engine.decoding_bytes(3, keep=False) == 3 * (20_000 + int(engine.indexes["x"].sizes.max()))
 
 
