@@ -23,9 +23,9 @@ from h5pack.read.hdf5 import (
     chunk_grid,
     chunk_table,
     dataset_error,
-    failed_call,
     filters_of,
     find_item,
+    metadata_problem,
     require_filters,
 )
 from h5pack.read.storage import SourceFile, has_preadv
@@ -91,7 +91,7 @@ class ChunkIndex:
         """Whether every row has allocated storage, so that no row consists of fill values."""
         return not self.fill
 
-    @property
+    @cached_property
     def raw(self) -> bool:
         """Whether rows are stored unfiltered and contiguously, so that one direct read can fetch a row."""
         return self.library_reason is None and self.codec is None
@@ -310,17 +310,9 @@ def _library_reason(file: h5py.File, dataset: h5py.Dataset) -> str | None:
 def _read_table(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkTable:
     try:
         return chunk_table(dataset) if dataset.chunks else _contiguous_table(dataset)
-    except MemoryError as error:
-        raise dataset_error(
-            file.filename, name, "has a chunk index that does not fit in memory; use a machine with more memory"
-        ) from error
     except Exception as error:
         # On damaged files, h5py may raise any exception type.
-        reason = failed_call(error)
-        problem = f"has a damaged chunk index ({error}); restore the file, or convert again"
-        if reason is not None:
-            problem = f"has a chunk index that cannot be read ({reason}); check the disk, then try again"
-        raise dataset_error(file.filename, name, problem) from error
+        raise dataset_error(file.filename, name, metadata_problem(error, "has a damaged chunk index")) from error
 
 
 def _contiguous_table(dataset: h5py.Dataset) -> ChunkTable:

@@ -52,14 +52,14 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
 
 def _open_failure(name: str, error: Exception) -> str:
     # HDF5 distinguishes many causes only in the texts of its errors.
-    text = str(error)
+    text, number = str(error), getattr(error, "errno", None)
     if isinstance(error, PermissionError):
         return "no permission to read it; change its mode, or ask its owner"
     if isinstance(error, BlockingIOError):
         return "another process is writing it; wait until that process has finished"
-    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+    if number == errno.EMFILE:
         return f"cannot be opened ({os.strerror(errno.EMFILE)}); raise the limit on open files ('ulimit -n')"
-    if isinstance(error, OSError) and error.errno in (errno.ENOLCK, errno.ENOTSUP):
+    if number in (errno.ENOLCK, errno.ENOTSUP):
         return "its file system has no file locks; set HDF5_USE_FILE_LOCKING=FALSE in the environment and try again"
     if "truncated file" in text:
         return "the file is cut short (a broken copy or download); copy it again"
@@ -91,8 +91,11 @@ def reporting_damage(
         raise kind.at(path, metadata_problem(error)) from error
 
 
-def metadata_problem(error: Exception) -> str:
-    """Return a line that says why reading a file's metadata raised `error`, and what to do."""
+def metadata_problem(error: Exception, damage: str = "its metadata is damaged") -> str:
+    """Return a line that says why reading a file's metadata raised `error`, and what to do.
+
+    The reason is that a system call failed, that a name is not UTF-8, or else `damage`.
+    """
     reason = failed_call(error)
     if reason is not None:
         return f"cannot be read ({reason}); check the disk, then try again"
@@ -100,14 +103,11 @@ def metadata_problem(error: Exception) -> str:
         return f"it has no object {error.object!r}, since names are UTF-8; give another name"
     if isinstance(error, UnicodeDecodeError):
         return f"the name of an object in it is not UTF-8: {error.object!r}; rename it with h5py's Group.move"
-    return f"its metadata is damaged ({error}); restore the file, or convert again"
+    return f"{damage} ({error}); restore the file, or convert again"
 
 
 def failed_call(error: Exception) -> str | None:
-    """Return why the system call behind `error` failed; None if `error` has another cause.
-
-    HDF5's own text is longer: it contains a line break, and details such as the time.
-    """
+    """Return why the system call behind `error` failed, without the details in HDF5's text; None if none failed."""
     found = re.search(r"errno = (\d+)", str(error))
     number = getattr(error, "errno", None) or (int(found[1]) if found else 0)
     return os.strerror(number) if number else None
@@ -119,10 +119,9 @@ def dataset_error(path: str, name: str, problem: str, rows: Sequence[int] = ()) 
 
 
 def read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> int:
-    """Read `rows` into `out`; return the number of HDF5 library calls, which is one per run of consecutive rows.
+    """Read `rows`, int64 (n,), into `out`, (n, ...); return the number of HDF5 library calls, one per consecutive run.
 
-    `rows` is int64 (n,), and `out` is (n, ...). Raises ReadError if a system call fails, and PackFormatError if the
-    rows cannot be read for another reason.
+    Raises ReadError if a system call fails, and PackFormatError if the rows cannot be read for another reason.
     """
     row_shape = dataset.shape[1:]
     if dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER:
@@ -170,19 +169,13 @@ def require_complete(file: h5py.File) -> None:
     """Raise IncompletePackError for an incomplete pack, PackFormatError for a newer format; accept all other files."""
     if schema.FORMAT not in file.attrs:
         return
-    version = int(file.attrs[schema.FORMAT])
-    if version > schema.FORMAT_VERSION:
-        problem = (
-            f"has pack format {version}, but this h5pack reads only formats up to "
-            f"{schema.FORMAT_VERSION}; upgrade h5pack"
-        )
+    version, known = int(file.attrs[schema.FORMAT]), schema.FORMAT_VERSION
+    if version > known:
+        problem = f"has pack format {version}, but this h5pack reads only formats up to {known}; upgrade h5pack"
         raise PackFormatError.at(file.filename, problem)
     if not int(file.attrs.get(schema.COMPLETE, 0)):
-        raise IncompletePackError.at(
-            file.filename,
-            "its conversion did not finish; run the same conversion again with resume=True",
-            "resume=True",
-        )
+        problem = "its conversion did not finish; run the same conversion again with resume=True"
+        raise IncompletePackError.at(file.filename, problem, "resume=True")
 
 
 def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dataset:
@@ -247,20 +240,17 @@ def find_item(file: h5py.File, name: str) -> Any:
         return file[name]
     except (KeyError, RuntimeError) as error:  # A loop of soft links is a RuntimeError.
         if isinstance(file.get(name, getlink=True), h5py.HardLink):
-            problem = f"cannot be opened ({error.args[0]}); the file is damaged: restore it, or convert again"
-            if (reason := failed_call(error)) is not None:
-                problem = f"cannot be opened ({reason}); check the disk, then try again"
-            raise dataset_error(file.filename, name, problem) from error
+            raise dataset_error(file.filename, name, metadata_problem(error, "has damaged metadata")) from error
         return None
     except UnicodeEncodeError:  # There is no name with an unpaired surrogate.
         return None
 
 
 def dataset_names(file: h5py.File, links: Sequence[ExternalLink] | None = None) -> list[str]:
-    """Return the paths of all datasets in a file, without a leading slash, in the order in which HDF5 visits them.
+    """Return the paths of all datasets in a file, without a leading slash; those behind external links come last.
 
-    Datasets in other files, to which external links lead, come last. `links` are the file's external links, if known.
-    The elements of MATLAB's cell arrays are left out: there may be thousands of names such as "#refs#/a".
+    `links` are the file's external links, if known. The elements of MATLAB's cell arrays are left out: there may be
+    thousands of names such as "#refs#/a".
     """
     names = _datasets_below(file)
     for link in external_links(file) if links is None else links:
@@ -305,10 +295,9 @@ def external_links(file: h5py.File) -> tuple[ExternalLink, ...]:
 
 
 def reopen_tuned(dataset: h5py.Dataset, cache: CachePlan | None = None) -> h5py.Dataset:
-    """Reopen a dataset with another chunk cache, by default one that suits reading rows in any order.
+    """Reopen a chunked dataset with another chunk cache, by default one that suits reading rows in any order.
 
-    A dataset without chunks is returned unchanged. Any other `dataset` is closed and must not be used afterwards. The
-    cache is set through an access property list, because h5py ignores ``rdcc_nbytes=0`` for datasets.
+    `dataset` itself is closed. h5py ignores ``rdcc_nbytes=0`` for datasets, so use an access property list.
     """
     if dataset.chunks is None:
         return dataset
