@@ -133,10 +133,7 @@ class Engine:
         self.files.close()
 
     def mapped(self, name: str) -> MappedDataset | None:
-        """Return a dataset's rows in a mapping of the files that store them; None if they cannot be mapped.
-
-        Copy rows only after `MappedDataset.ready` has returned True for them.
-        """
+        """Return a dataset's rows in a mapping of the files that store them; None if they cannot be mapped."""
         mapped = self._mapped  # Keep this dict, because `close` in another thread may replace the attribute.
         if name not in mapped:
             # `dict.setdefault` is atomic, so one of two racing threads wins.
@@ -149,23 +146,19 @@ class Engine:
         if isinstance(index, VirtualIndex):
             return MappedDataset.of_sources(index, lambda file: self.files.decoder(file).storage)
         # All datasets that are not virtual share one mapping of the file.
-        others = [one for one in list(self._mapped.values()) if one is not None]
-        mappings = [one.mapping for one in others if not isinstance(one.index, VirtualIndex)]
-        mapping = mappings[0] if mappings else FileMapping.open([self.storage], [0])
+        others = [one for one in list(self._mapped.values()) if one and not isinstance(one.index, VirtualIndex)]
+        mapping = others[0].mapping if others else FileMapping.open([self.storage], [0])
         return None if mapping is None else MappedDataset(index, mapping, None)
 
     def decoded(self, name: str) -> DecodedDataset | None:
-        """Return the array for decoded rows; None if h5pack does not decode them, or all chunks exceed the cache.
-
-        Copy rows only after `DecodedDataset.ready` has returned True for them.
-        """
+        """Return the array for decoded rows; None if h5pack does not decode them, or all chunks exceed the cache."""
         index, decoded = self.indexes[name], self._decoded
         if index.codec is None or index.library_reason is not None or not self.decoded_bytes():
             return None
         return decoded.get(name) or decoded.setdefault(name, DecodedDataset(index, self.chunks))
 
     def count_copied(self, name: str, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> None:
-        """Count rows that were copied from memory, in runs: run i consists of the rows ``first[i]`` to ``last[i]``."""
+        """Count rows that were copied from memory: ``first[i]`` to ``last[i]`` for each i."""
         index = self.indexes[name]
         begins, ends = index.chunks_of(first), index.chunks_of(last)
         chunks = int((ends - begins + 1).sum()) - int(np.count_nonzero(begins[1:] == ends[:-1]))
@@ -205,7 +198,7 @@ class Engine:
                 out.byteswap(inplace=True)
         elif order is None:
             start = int(wanted[0])
-            if int(wanted[-1]) - start >= len(wanted) or not self._read_consecutive(index, start, out):
+            if int(wanted[-1]) - start >= len(wanted) or not self._read_consecutive(index, start, len(out), out):
                 self._stage(index, wanted, out)
         else:
             staged = np.empty_like(out)
@@ -214,10 +207,9 @@ class Engine:
         return out  # type: ignore[no-any-return]
 
     def read_batch(self, name: str, rows: npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
-        """Return rows like `read`, but copy them from memory if all are there, and there are several small ones.
+        """Return rows like `read`, but copy several small ones from memory if all are there.
 
-        Rows in the page cache are copied from a mapping. Rows of filtered chunks are copied from the decoded chunks, if
-        all decoded chunks of the file stay in memory.
+        They are copied from a mapping of the page cache, or from the decoded chunks if all of the file's fit in memory.
         """
         found = self._copy_cached(name, rows, out)
         return self.read(name, rows, out) if found is None else found
@@ -249,32 +241,25 @@ class Engine:
     def read_one(self, name: str, row: int) -> npt.NDArray[Any]:
         """Return one row, like `read`. A row that can be read directly takes little more time than the system call."""
         index = self.indexes[name]
-        offset = index.offset_of(row)
-        if offset is None:
-            found: npt.NDArray[Any] = self.read(name, [row])[0]
-            return found
         out = np.empty(index.row_shape, index.native_dtype)
-        calls = self.storage.read_into(out, offset, lambda _: index.describe(np.array([row]), 0))
-        if not index.dtype.isnative:
-            out.byteswap(inplace=True)
-        self._count(index, 1, 1, out.nbytes, calls)
-        return out
+        return out if self._read_consecutive(index, row, 1, out) else self.read(name, [row])[0]
 
     def read_range(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows `start` to `stop` - 1 (at least one), like `read`. Unfiltered rows of one chunk take one read."""
         index = self.indexes[name]
         out = np.empty((stop - start, *index.row_shape), index.native_dtype)
-        return out if self._read_consecutive(index, start, out) else self.read(name, np.arange(start, stop), out)
+        is_read = self._read_consecutive(index, start, stop - start, out)
+        return out if is_read else self.read(name, np.arange(start, stop), out)
 
-    def _read_consecutive(self, index: ChunkIndex, start: int, out: npt.NDArray[Any]) -> bool:
-        """Read as many rows from `start` on as `out` has; return False if they are not in one unfiltered chunk."""
-        offset, stop = index.offset_of(start), start + len(out)
-        if offset is None or start // index.chunk_rows != (stop - 1) // index.chunk_rows:
+    def _read_consecutive(self, index: ChunkIndex, start: int, count: int, out: npt.NDArray[Any]) -> bool:
+        """Read `count` rows from `start` on into `out`; return False if they are not in one unfiltered chunk."""
+        offset, stop = index.offset_of(start), start + count
+        if offset is None or start % index.chunk_rows + count > index.chunk_rows:
             return False
         calls = self.storage.read_into(out, offset, lambda _: index.describe(np.arange(start, stop), 0))
         if not index.dtype.isnative:
             out.byteswap(inplace=True)
-        self._count(index, len(out), 1, out.nbytes, calls)
+        self._count(index, count, 1, out.nbytes, calls)
         return True
 
     @staticmethod
@@ -289,18 +274,13 @@ class Engine:
         return direct and index.row_bytes >= SCATTER_BYTES
 
     def keeps_byte_order(self, index: ChunkIndex) -> bool:
-        """Return whether rows are scattered or copied from decoded chunks, both of which keep the stored byte order.
-
-        A caller of `execute` or `rows_in_chunk` must then swap the bytes if the stored order is not the native one.
-        """
+        """Return whether rows are read by `execute` or `rows_in_chunk`, which keep the stored byte order."""
         return self.can_scatter(index) or self.can_decode(index)
 
     def decoding_bytes(self, num_threads: int, *, keep: bool) -> int:
         """Return the memory in bytes that `rows_in_chunk` needs in `num_threads` threads, plus the cache if `keep`."""
         largest = max((index.decoding_bytes for index in self.indexes.values()), default=0)
-        if not largest:
-            return 0
-        return num_threads * largest + (self.chunks.cache.capacity if keep else 0)
+        return num_threads * largest + (self.chunks.cache.capacity if keep and largest else 0)
 
     def decoded_bytes(self) -> int:
         """Return the size in bytes of all chunks after decoding; 0 if none needs decoding, or they exceed the cache."""
@@ -328,10 +308,7 @@ class Engine:
         return found.values.view(index.dtype).reshape(-1, *index.row_shape), found.positions
 
     def execute(self, plan: ScatterPlan, first: int = 0, last: int | None = None) -> None:
-        """Read the extents `first` to `last` - 1 of a plan into the addresses in its `buffers`.
-
-        The caller must set these addresses first, and keep the memory there alive and in place during the call.
-        """
+        """Read the extents `first` to `last` - 1 of a plan into its `buffers`, whose memory must stay in place."""
         last = len(plan.offsets) if last is None else last
         absent = calls = 0
         for extents in plan.by_file(first, last):
@@ -482,10 +459,7 @@ class Engine:
                 )
 
     def prefetch_encoded(self, name: str, rows: npt.NDArray[np.int64]) -> None:
-        """Start reading the bytes of encoded rows, int64 (n,), into the page cache, unless they are cached already.
-
-        Do nothing for rows that are not encoded images, or are read through the HDF5 library.
-        """
+        """Start reading the bytes of encoded rows, int64 (n,), into the page cache, unless HDF5 must read them."""
         index = self.indexes[name]
         if isinstance(index, EncodedIndex) and index.library_reason is None:
             reads = [index.extents(start, stop) for _, start, stop in index.reads(np.sort(rows)) if start < stop]

@@ -56,7 +56,6 @@ class VirtualIndex(ChunkIndex):
         # May be false although all rows are stored: ranges that are not read directly also have the address -1.
         return bool((self.addresses >= 0).all())
 
-    # Cached, because every read uses it and there may be thousands of sources.
     @cached_property
     def raw(self) -> bool:
         return all(source.index.raw for source in self.sources)
