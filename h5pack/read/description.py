@@ -120,34 +120,18 @@ def _describe(
 ) -> FileDescription:
     indexes: dict[str, ChunkIndex] = {}
     ragged: dict[str, RaggedIndex] = {}
-    rows = -1
+    roles, rows = {labels: "labels", images: "images"}, -1
     for name in (images, *(() if labels is None else (labels,)), *fields):
-        keeps = not indexes and has_kept_images(file, images)
-        if keeps or is_mask_group(file, name):
-            if not keeps and name in (images, labels):
-                raise dataset_error(file.filename, name, "holds masks; give it in fields, not as images or labels")
-            indexes[name] = index_kept(file, name, sized=sized)
-            rows = indexes[name].rows if rows < 0 else rows
-            _require_length(file, name, indexes[name].rows, images, rows)
+        index = _index(file, name, roles.get(name, "fields"), sized=sized)
+        rows = index.rows if rows < 0 else rows
+        _require_length(file, name, index.rows, images, rows)
+        if isinstance(index, RaggedIndex):
+            ragged[name] = index
+            continue
+        indexes[name] = index
+        # The checksums of encoded images that h5pack did not write are not those of their decoded pixels.
+        if isinstance(index, EncodedIndex) or not index.is_encoded:
             indexes.update(index_checksums(file, name, rows))
-            continue
-        if name in fields and name not in (images, labels) and is_ragged(file, name):
-            ragged[name] = index_ragged(file, name)
-            _require_length(file, name, ragged[name].rows, images, rows)
-            continue
-        parameter = {images: "images=NAME", labels: "labels=NAME"}.get(name, "fields=[NAME]")
-        dataset = require_dataset(file, name, parameter)
-        _require_rows(file, dataset, name == images)
-        rows = len(dataset) if rows < 0 else rows
-        _require_length(file, name, len(dataset), images, rows)
-        if is_encoded(dataset):
-            # Ignore stored checksums: they are those of the encoded bytes, and do not apply to decoded pixels.
-            others = other_files(file, dataset)
-            indexes[name] = replace(index_encoded(file, dataset, name, sized=sized), external_files=others)
-            continue
-        index = index_rows(file, dataset, name)
-        indexes[name] = _single_labels(dataset, index) if name == labels else index
-        indexes.update(index_checksums(file, name, rows))
     _require_same_sources(file, indexes, images)
     for name, one in ragged.items():
         indexes.update({one.data.name: one.data, **index_checksums(file, name, rows)})
@@ -172,6 +156,24 @@ def _describe(
     )
 
 
+def _index(file: h5py.File, name: str, role: str, *, sized: bool) -> ChunkIndex | RaggedIndex:
+    """Return the index of the images, the labels, or one of the fields, depending on `role`."""
+    if role == "images" and has_kept_images(file, name):
+        return index_kept(file, name, sized=sized)
+    if is_mask_group(file, name):
+        if role != "fields":
+            raise dataset_error(file.filename, name, "holds masks; give it in fields, not as images or labels")
+        return index_kept(file, name, sized=sized)
+    if role == "fields" and is_ragged(file, name):
+        return index_ragged(file, name)
+    dataset = require_dataset(file, name, "fields=[NAME]" if role == "fields" else f"{role}=NAME")
+    _require_rows(file, dataset, role == "images")
+    if is_encoded(dataset):
+        return replace(index_encoded(file, dataset, name, sized=sized), external_files=other_files(file, dataset))
+    index = index_rows(file, dataset, name)
+    return _single_labels(dataset, index) if role == "labels" else index
+
+
 def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], images: str) -> None:
     """Raise PackFormatError if a source file of a pack's virtual images now holds other images.
 
@@ -194,13 +196,10 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
                     start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
                 shift = int(data.shifts[at])
                 if crc32(np.ascontiguousarray(stored[start + shift : stop + shift])) != int(checksums[row]):
-                    raise PackFormatError(
-                        f"{file.filename}: row {row} differs from its checksum, because {source.file.path} was "
-                        "changed; restore that file, or join the packs again",
-                        path=source.file.path,
-                        dataset=images,
-                        rows=(row,),
-                    )
+                    changed = source.file.path
+                    problem = f"row {row} differs from its checksum, because {changed} was changed"
+                    problem = f"{file.filename}: {problem}; restore that file, or join the packs again"
+                    raise PackFormatError(problem, path=changed, dataset=images, rows=(row,))
 
 
 def _single_labels(dataset: h5py.Dataset, index: ChunkIndex) -> ChunkIndex:
@@ -230,18 +229,16 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
         return
     base, string = h5py.check_vlen_dtype(dtype), h5py.check_string_dtype(dtype)
     if isinstance(base, np.dtype):
-        raise refuse(
-            f"holds variable-length {base} of shape {dataset.shape}; only encoded images may have rows of variable "
-            "length (uint8 on one axis); name another dataset"
-        )
+        allowed = "only encoded images may have rows of variable length (uint8 on one axis)"
+        raise refuse(f"holds variable-length {base} of shape {dataset.shape}; {allowed}; name another dataset")
     if images and string is not None:
-        raise refuse(
-            "holds strings, which lose zero bytes; write encoded images as variable-length uint8 "
-            "(h5py.vlen_dtype(np.uint8)), or name another dataset"
-        )
+        advice = "write encoded images as variable-length uint8 (h5py.vlen_dtype(np.uint8)), or name another dataset"
+        raise refuse(f"holds strings, which lose zero bytes; {advice}")
+    if string is not None:
+        advice = "pack the file with 'h5pack convert', which stores texts, or name another dataset"
+        raise refuse(f"holds texts, not real numbers; {advice}")
     if dtype.kind not in "biuf":
-        packs = "pack the file with 'h5pack convert', which stores texts, or " if string is not None else ""
-        raise refuse(f"holds {'texts' if string is not None else dtype}, not real numbers; {packs}name another dataset")
+        raise refuse(f"holds {dtype}, not real numbers; name another dataset")
 
 
 def _splits(file: h5py.File, rows: int, images: str) -> dict[str, RowNumbers]:
