@@ -108,18 +108,15 @@ def is_encoded(dataset: h5py.Dataset) -> bool:
         return False  # Reading the rows will raise an error with advice.
 
 
-class _RowDecoders(threading.local):
-    decoder: RowDecoder | None = None
-
-
-_decoders = _RowDecoders()
+_decoders = threading.local()
 
 
 def row_decoder() -> RowDecoder:
     """Return this thread's decoder. Threads must not share a decoder, because it reuses its memory."""
-    if _decoders.decoder is None:
-        _decoders.decoder = RowDecoder()
-    return _decoders.decoder
+    if not hasattr(_decoders, "own"):
+        _decoders.own = RowDecoder()
+    own: RowDecoder = _decoders.own
+    return own
 
 
 def decode_rows(
@@ -139,18 +136,15 @@ def decode_rows(
     decoder = row_decoder()
     for position, (row, data) in enumerate(zip(rows.tolist(), encoded, strict=True)):
         with decoding_row(file_row, name, row):
-            if mask_dtype is not None:
-                mask = read_mask(data, mask_dtype)
-                if out.dtype != object:
-                    _require_size(file_row, name, row, mask.shape, out.shape[1:3])
-                out[position] = mask
+            if mask_dtype is None and out.dtype != object:
+                header = decoder.header(data)
+                _require_size(file_row, name, row, (header.height, header.width), out.shape[1:3])
+                decoder.decode(data, header.decode_path, out[position])
                 continue
-            if out.dtype == object:
-                out[position] = decoder.pixels(data)
-                continue
-            header = decoder.header(data)
-            _require_size(file_row, name, row, (header.height, header.width), out.shape[1:3])
-            decoder.decode(data, header.decode_path, out[position])
+            found = decoder.pixels(data) if mask_dtype is None else read_mask(data, mask_dtype)
+            if out.dtype != object:
+                _require_size(file_row, name, row, found.shape, out.shape[1:3])
+            out[position] = found
 
 
 @contextlib.contextmanager
@@ -160,32 +154,26 @@ def decoding_row(file_row: FileRow, name: str, row: int) -> Iterator[None]:
         yield
     except RejectedImageError as error:
         path, row = file_row(row)
-        problem = (
-            f"{name!r} row {row} cannot be decoded ({error}); leave it out with a torch Subset, or pack the "
-            "file with 'h5pack convert', which lists such rows"
-        )
+        advice = "leave it out with a torch Subset, or pack the file with 'h5pack convert', which lists such rows"
+        problem = f"{name!r} row {row} cannot be decoded ({error}); {advice}"
         raise DamagedRowsError.at(path, problem, dataset=name, rows=(row,)) from error
 
 
 def _require_size(file_row: FileRow, name: str, row: int, size: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     """Raise SizesDifferError if a row's `size` differs from `wanted`, the size of row 0."""
     if size != wanted:
-        (height, width), (path, row) = wanted, file_row(row)
-        problem = (
-            f"image {row} of {name!r} is {size[0]}x{size[1]} and the first is {height}x{width}, so they cannot "
-            "be batched; give decode=RandomResizedCrop(224), or another crop or Resize, or convert the file with "
-            f"size='{height}x{width}'"
-        )
-        raise SizesDifferError.at(
-            path, problem, "decode=RandomResizedCrop(224)", f"size='{height}x{width}'", dataset=name, rows=(row,)
-        )
+        path, row = file_row(row)
+        own, first = f"{size[0]}x{size[1]}", f"{wanted[0]}x{wanted[1]}"
+        options = "decode=RandomResizedCrop(224)", f"size='{first}'"
+        problem = f"image {row} of {name!r} is {own} and the first is {first}, so they cannot be batched"
+        advice = f"give {options[0]}, or another crop or Resize, or convert the file with {options[1]}"
+        raise SizesDifferError.at(path, f"{problem}; {advice}", *options, dataset=name, rows=(row,))
 
 
 def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: bool = True) -> ChunkIndex:
     """Return the index of a dataset of encoded images, with the shape of decoded pixels, (N, H, W, 3).
 
-    H and W are the size of row 0. If `sized` is false, row 0 is not decoded, and H and W are 0, which suffices for
-    reading the bytes. Raises PackFormatError if row 0 cannot be decoded.
+    H and W are the size of row 0, which must be decodable, or 0 if `sized` is false, which suffices for reading bytes.
     """
     rows = len(dataset)
     height = width = 0
@@ -195,13 +183,10 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
         try:
             height, width, _ = row_decoder().pixels(cell[0].tobytes()).shape
         except RejectedImageError as error:
-            problem = (
-                f"row 0 is not an image that can be decoded ({error}), so the size of the images is unknown; name "
-                "another dataset, or repair that row"
-            )
-            raise dataset_error(file.filename, name, problem, (0,)) from error
-    # Choose chunk groups as in a contiguous dataset, because chunks of variable-length rows hold only references. Treat
-    # rows of one length alike.
+            problem = f"row 0 is not an image that can be decoded ({error}), so the size of the images is unknown"
+            advice = "name another dataset, or repair that row"
+            raise dataset_error(file.filename, name, f"{problem}; {advice}", (0,)) from error
+    # Choose chunk groups as in a contiguous dataset, because chunks of variable-length rows hold only references.
     return ChunkIndex(
         name=name,
         dtype=np.dtype(np.uint8),
@@ -216,10 +201,9 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedIndex(ChunkIndex):
-    """The locations of the encoded images in a pack's group `/encoded`.
+    """The locations of the images in a pack's group `/encoded`, or of masks, which a group in `/fields` stores alike.
 
-    `data` is the index of the dataset `/encoded/data`, in which each row is one byte. Image i consists of its bytes
-    ``offsets[i]`` to ``offsets[i + 1] - 1``. Masks are stored in the same way, in a group in `/fields`.
+    In the dataset `data`, each row is one byte. Image i consists of its bytes ``offsets[i]`` to ``offsets[i + 1] - 1``.
     """
 
     offsets: npt.NDArray[np.int64]  # (N + 1,), ascending

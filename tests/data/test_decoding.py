@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def decoders(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(decoding, "decode_top", lambda *_: None)
     if request.param == "Pillow only":
         monkeypatch.setattr(decode, "_simplejpeg", lambda: None)
-    monkeypatch.setattr(encoded_rows, "_decoders", encoded_rows._RowDecoders())
+    monkeypatch.setattr(encoded_rows, "_decoders", threading.local())
     return request.param
 
 

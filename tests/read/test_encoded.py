@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -345,7 +346,7 @@ def test_unwritten_rows_and_datasets_are_empty(tmp_path: Path) -> None:
 def test_threads_decode_without_simplejpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of one size: Pillow's decoder writes to memory that it uses again for the next image of this size."""
     monkeypatch.setattr(decode, "_simplejpeg", lambda: None)
-    monkeypatch.setattr(row_decoder_module, "_decoders", row_decoder_module._RowDecoders())
+    monkeypatch.setattr(row_decoder_module, "_decoders", threading.local())
     rows = [encode(pixels(number, (200, 200))) for number in range(8)]
     engine = described(write_encoded(tmp_path / "f.h5", rows))
     read_in_threads(engine, np.stack([decoded(row) for row in rows]), "images")
