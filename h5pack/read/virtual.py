@@ -33,19 +33,18 @@ _MAX_DEPTH = 8
 
 @dataclass(frozen=True)
 class _Selection:
-    """The elements that a mapping selects in one dataset: all of them (`everything`), or some.
+    """The elements that a mapping selects in one dataset.
 
-    `slab` is true for a hyperslab. `count` is the number of elements, None if unlimited. `begins` and `ends`
-    (exclusive) are the corners of the bounding box, empty if nothing or everything is selected, or if `count` is None.
-    The selection is stored as Python integers and not as an HDF5 dataspace, because closing a file takes 14 ms while
-    20,000 dataspaces are alive.
+    They are Python integers and not an HDF5 dataspace, because closing a file takes 14 ms while 20,000 dataspaces are
+    alive.
     """
 
     everything: bool
-    slab: bool
-    count: int | None
+    slab: bool  # whether it is a hyperslab
+    count: int | None  # number of elements; None if unlimited
+    # Corners of the bounding box; empty if nothing or everything is selected, or if `count` is None.
     begins: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()  # exclusive
 
     @classmethod
     def of(cls, space: Any) -> _Selection:
@@ -90,30 +89,25 @@ class _Visited:
     indexes: dict[tuple[str, str], ChunkIndex] = field(default_factory=dict)
 
 
-def require_sources(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int = 0) -> frozenset[SourceFile]:
-    """Return the source files of a virtual dataset; raise PackFormatError if a source is missing or too small.
+def files_of(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int = 0) -> frozenset[SourceFile]:
+    """Return a dataset's file and all others that hold its values; raise PackFormatError if one is missing or short.
 
-    The files of a source's external storage are returned, too. Sources with ``%b`` in their name are neither checked
-    nor returned, because such a name stands for any number of files.
+    Sources with ``%b`` in their name are left out, because such a name stands for any number of files.
     """
     visited = visited or _Visited()
     key = dataset.file.filename, dataset.name
     if key not in visited.files:
-        files: set[SourceFile] = set()
+        files = {_identify(dataset.file)}
 
         def visit(file: h5py.File, found: h5py.Dataset, name: str, mappings: list[_Mapping]) -> None:
-            files.add(_identify(file))
-            files.update(files_of(found, visited, depth + 1))
+            files.update({_identify(file)}, files_of(found, visited, depth + 1))
 
-        _visit_sources(dataset, depth, visit)
+        if dataset.is_virtual:
+            _visit_sources(dataset, depth, visit)
+        else:
+            files.update(_external_files(dataset))
         visited.files[key] = frozenset(files)
     return visited.files[key]
-
-
-def files_of(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int = 0) -> frozenset[SourceFile]:
-    """Return a dataset's file and all other files that hold its values; raise the errors of `require_sources`."""
-    others = require_sources(dataset, visited, depth) if dataset.is_virtual else _external_files(dataset)
-    return others | {_identify(dataset.file)}
 
 
 def other_files(file: h5py.File, dataset: h5py.Dataset) -> frozenset[SourceFile]:
@@ -126,9 +120,8 @@ def index_rows(
 ) -> ChunkIndex:
     """Index a dataset like `index_dataset`, and follow virtual mappings and links to the files that hold the rows.
 
-    Returns a `VirtualIndex` if at least some rows can be read directly from the source files. Also raises
-    PackFormatError if a source is missing, or smaller than its mapping requires. Only recursive calls give `visited`
-    and `depth`.
+    Returns a `VirtualIndex` if at least some rows can be read directly from the source files. Also raises the errors of
+    `files_of`. Only recursive calls give `visited` and `depth`.
     """
     visited = visited or _Visited()
     key = file.filename, name
@@ -192,9 +185,8 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
         files.add(where)
         boxes = [_whole_rows(dataset, found, mapping) for mapping in mappings]
         if reason is None and None in boxes:
-            reason = (
-                f"it is virtual, and a mapping does not cover consecutive whole rows of {name!r} in {file.filename}"
-            )
+            source = f"{name!r} in {file.filename}"
+            reason = f"it is virtual, and a mapping does not cover consecutive whole rows of {source}"
         same_type = dataset.id.get_type().equal(found.id.get_type()) and dataset.dtype == found.dtype
         if reason is None and not same_type:
             reason = f"it is virtual, and its source {name!r} in {file.filename} holds numbers of another type"
@@ -240,10 +232,8 @@ def _identify(file: h5py.File) -> SourceFile:
 def _visit_sources(dataset: h5py.Dataset, depth: int, visit: _Visit) -> None:
     """Call ``visit(file, dataset, name, mappings)`` for each source, while the source's file is open."""
     if depth > _MAX_DEPTH:
-        raise PackFormatError(
-            f"{_where(dataset)} is nested more than {_MAX_DEPTH} virtual datasets deep; store its rows in an "
-            "ordinary dataset"
-        )
+        problem = f"is nested more than {_MAX_DEPTH} virtual datasets deep; store its rows in an ordinary dataset"
+        raise PackFormatError(f"{_where(dataset)} {problem}")
     by_file: dict[str, dict[str, list[_Mapping]]] = {}
     for here, file_name, name, there in dataset.virtual_sources():
         if not _is_pattern(file_name) and not _is_pattern(name):
@@ -257,20 +247,15 @@ def _visit_sources(dataset: h5py.Dataset, depth: int, visit: _Visit) -> None:
             continue
         path = _find(name.replace("%%", "%"), dataset.file.filename)
         if path is None:
-            raise PackFormatError(
-                f"{_where(dataset)} is virtual, and its source file {name} is missing; restore it at that path (a "
-                "relative path starts in the virtual file's folder)",
-                path=name,
-            )
+            advice = "restore it at that path (a relative path starts in the virtual file's folder)"
+            problem = f"{_where(dataset)} is virtual, and its source file {name} is missing; {advice}"
+            raise PackFormatError(problem, path=name)
         try:
             with open_file(path) as file:
                 _visit(dataset, file, datasets, visit)
         except H5PackError as error:
-            raise PackFormatError(
-                f"{_where(dataset)} is virtual, and a source cannot be read: {error}",
-                path=error.path,
-                dataset=error.dataset,
-            ) from error
+            problem = f"{_where(dataset)} is virtual, and a source cannot be read: {error}"
+            raise PackFormatError(problem, path=error.path, dataset=error.dataset) from error
 
 
 def _is_pattern(name: str) -> bool:
@@ -286,20 +271,15 @@ def _visit(dataset: h5py.Dataset, file: h5py.File, datasets: dict[str, list[_Map
 
 def _require_source(dataset: h5py.Dataset, file: h5py.File, name: str, mappings: Sequence[_Mapping]) -> h5py.Dataset:
     found = find_item(file, name)
-    if not isinstance(found, h5py.Dataset):
-        problem = (
-            f"is missing or not a dataset, but the virtual dataset {_where(dataset)} needs it; restore the right file"
-        )
-        raise dataset_error(file.filename, name, problem)
-    require_filters(found)
-    for mapping in mappings:
-        needed = _needed(mapping, found.shape)
-        if needed is not None:
-            problem = (
-                f"has shape {found.shape}, but the virtual dataset {_where(dataset)} needs {needed}; restore the right "
-                "file"
-            )
-            raise dataset_error(file.filename, name, problem)
+    problem, needed = "is missing or not a dataset", "it"
+    if isinstance(found, h5py.Dataset):
+        require_filters(found)
+        problem = f"has shape {found.shape}"
+        sizes = (_needed(mapping, found.shape) for mapping in mappings)
+        needed = next((size for size in sizes if size is not None), "")
+    if needed:
+        advice = f"the virtual dataset {_where(dataset)} needs {needed}; restore the right file"
+        raise dataset_error(file.filename, name, f"{problem}, but {advice}")
     return found
 
 

@@ -39,11 +39,8 @@ class VirtualIndex(ChunkIndex):
     The rows are divided into ranges. A range is a run of rows within one chunk of one source (or about 4 MiB of a
     contiguous source). Ranges replace chunks in the methods inherited from `ChunkIndex`: `chunks_of` returns range
     numbers, and `addresses` holds the byte offset of each range's first row in the source's file, or -1 if the range
-    has no allocated storage or its rows cannot be read directly. Fill values and the row numbers in messages are
-    those of the sources.
-
-    Rows that no mapping covers get a placeholder source without allocated storage, with the fill value of the virtual
-    dataset.
+    has no allocated storage or its rows cannot be read directly. Fill values and row numbers in messages are those of
+    the sources. Rows that no mapping covers have a placeholder source without allocated storage.
     """
 
     starts: Integers  # first row of each range, ascending from 0
@@ -118,9 +115,8 @@ class VirtualIndex(ChunkIndex):
         return RowRanges(firsts, self.source_ids[low:high], self.shifts[low:high], addresses)
 
     def fill_of(self, row: int) -> bytes:
-        number = self.chunks_of(np.array([row]))[0]
-        source: SourceDataset = self.sources[self.source_ids[number]]
-        return source.index.fill
+        _, source, _ = next(self.split_by_source(np.array([row])))
+        return source.fill
 
     def describe(self, rows: Integers, position: int) -> str:
         _, index, there = next(self.split_by_source(rows[position:]))
@@ -172,8 +168,7 @@ class _Builder:
     def __init__(self) -> None:
         self.columns: list[tuple[Integers, Integers, Integers, Integers]] = []
         self.sources: list[SourceDataset] = []
-        self._numbers: dict[tuple[str, str], int] = {}
-        self._known: dict[int, tuple[ChunkIndex, int]] = {}
+        self._numbers: dict[tuple[str, str | bytes], int] = {}
         self._rows_by_group: Counter[int] = Counter()
 
     def add(self, part: MappedRows) -> None:
@@ -195,14 +190,10 @@ class _Builder:
         return self._rows_by_group.most_common(1)[0][0] if self._rows_by_group else 0
 
     def _number(self, source: SourceDataset) -> int:
-        known = self._known.get(id(source.index))
-        if known is None:
-            # Sources without allocated storage differ only in their fill values, so one entry stands for all sources
-            # of a file with the same fill value.
-            what = f"\0{source.index.fill!r}" if source.index.is_empty else source.index.name
-            found = self._numbers.setdefault((source.file.path, what), len(self.sources))
-            if found == len(self.sources):
-                self.sources.append(source)
-            # The reference keeps the index alive, so that no other object can get the same id.
-            known = self._known[id(source.index)] = source.index, found
-        return known[1]
+        # Sources without allocated storage differ only in their fill values, so one entry stands for all sources of a
+        # file with the same fill value.
+        what = source.index.fill if source.index.is_empty else source.index.name
+        found = self._numbers.setdefault((source.file.path, what), len(self.sources))
+        if found == len(self.sources):
+            self.sources.append(source)
+        return found

@@ -33,7 +33,7 @@ from h5pack.read.hdf5 import (
 )
 from h5pack.read.ragged import index_ragged, is_ragged, read_ragged
 from h5pack.read.storage import FileIdentity
-from h5pack.read.virtual import require_sources
+from h5pack.read.virtual import files_of
 from h5pack.sources.text_tables import class_ids
 from h5pack.system.files import absolute_path
 from h5pack.system.machine import available_memory
@@ -217,7 +217,7 @@ def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
                 engine.check(name, rows, values)
             return values
         if dataset.is_virtual:
-            require_sources(dataset)
+            files_of(dataset)  # Raises an error if a source is missing.
         require_filters(dataset)
         values = np.asarray(dataset[()])
         require_open_sources(dataset)
