@@ -84,8 +84,9 @@ def join_descriptions(packs: Sequence[FileDescription]) -> FileDescription:
 
 
 def _require_alike(first: FileDescription, other: FileDescription) -> None:
-    for what, one, two in zip(_METADATA, _metadata(first), _metadata(other), strict=True):
-        if one != two:
+    others = _metadata(other)
+    for what, one in _metadata(first).items():
+        if one != (two := others[what]):
             if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
                 shared = {*one} & {*two}
                 one, two = ([entry for entry in found if entry not in shared] or found for found in (one, two))
@@ -94,17 +95,19 @@ def _require_alike(first: FileDescription, other: FileDescription) -> None:
             raise PackFormatError.at(other.path, f"{problem}; files that are read as one must agree in this ({advice})")
 
 
-_METADATA = ("the datasets", "the layout", "the classes", "the columns", "the kinds of fields", "the classes of fields")
-
-
-def _metadata(pack: FileDescription) -> tuple[Any, ...]:
-    """Return the metadata that must be equal in files that are read as one. `_METADATA` names the elements."""
-    datasets = [
-        (name, str(index.dtype), () if isinstance(index, EncodedIndex) else index.row_shape)
-        for name, index in pack.indexes.items()
-    ]
-    ragged = [(name, index.classes) for name, index in pack.ragged.items()]
-    return datasets, pack.layout, pack.classes, pack.columns, pack.kinds, ragged
+def _metadata(pack: FileDescription) -> dict[str, Any]:
+    """Return the metadata that must be equal in files that are read as one, by its name in messages."""
+    return {
+        "the datasets": [
+            (name, str(index.dtype), () if isinstance(index, EncodedIndex) else index.row_shape)
+            for name, index in pack.indexes.items()
+        ],
+        "the layout": pack.layout,
+        "the classes": pack.classes,
+        "the columns": pack.columns,
+        "the kinds of fields": pack.kinds,
+        "the classes of fields": [(name, index.classes) for name, index in pack.ragged.items()],
+    }
 
 
 def _join(packs: Sequence[FileDescription], parts: Sequence[ChunkIndex]) -> ChunkIndex:
@@ -171,10 +174,7 @@ def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] |
 
 
 def read_filenames(pack: FileDescription, rows: RowNumbers) -> list[str] | None:
-    """Return the stored file name of each row's original; None if one of the files has no file names.
-
-    Raises PackChangedError if a file was replaced or rewritten since it was described.
-    """
+    """Return the stored file name of each row's original; None if a file has none. A changed file is an error."""
     for source in {SourceFile(pack.path, pack.identity)}.union(*(index.files for index in pack.indexes.values())):
         source.identity.require(source.path)
     found = [""] * len(rows)
