@@ -138,10 +138,7 @@ class ChunkIndex:
         return min(self.chunk_rows, self.rows - row // self.chunk_rows * self.chunk_rows)
 
     def offsets_of(self, rows: npt.NDArray[np.int64], chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the byte offset of each row, given the rows' chunk numbers; -1 for rows without allocated storage.
-
-        Only valid if `raw` is true.
-        """
+        """Return the byte offset of each row of a `raw` dataset, given the rows' chunk numbers; -1 if not stored."""
         starts = self.addresses[chunks]
         offsets = starts + (rows - chunks * self.chunk_rows) * self.row_bytes
         if not self.complete:
@@ -159,9 +156,9 @@ class ChunkIndex:
     def split_by_source(
         self, rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[SourceFile | None, ChunkIndex, npt.NDArray[np.int64]]]:
-        """Split `rows` into runs with the same source; for each run, yield the source's (file, `ChunkIndex`, rows).
+        """Split `rows` into runs of one source; for each, yield the source's (file, index, row numbers in the source).
 
-        The file is None for the dataset's own file. The yielded rows are row numbers in the source.
+        The file is None for the dataset's own file.
         """
         yield None, self, rows
 

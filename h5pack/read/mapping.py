@@ -146,11 +146,8 @@ class FileMapping:
     def load(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
         """Like `ready`, but first read the extents from the disk into the page cache, in blocks of `_BLOCK` bytes.
 
-        Return False if loading fails, or if preadv suits better, for one of these reasons:
-
-        - The rows of all files do not fit into half of the available memory.
-        - The extents fill less than half of their blocks, and the files have more than `_SMALL_BYTES` bytes of rows.
-        - The kernel, or the file system of a file, is not known to load whole blocks well.
+        Return False if loading fails, or if preadv suits better: if whole blocks load badly here, all rows do not fit
+        into half of the available memory, or less than half of each block is wanted and the files are not small.
         """
         blocks, size = self._blocks_of(starts, stops), int((self._stops - self._begins).sum())
         if not self._suits_blocks or size > available_memory() // 2:
@@ -163,9 +160,9 @@ class FileMapping:
         return all_between(starts // _BLOCK, (np.minimum(stops, self._ends[-1]) - 1) // _BLOCK)
 
     def _check(self, wanted: npt.NDArray[np.int64], max_absent: float) -> bool:
-        """Load the blocks `wanted` into the page table, several consecutive ones at a time; return False on an error.
+        """Load the blocks `wanted` into the page table, several consecutive ones at a time.
 
-        Also return False if a larger share than `max_absent` of such blocks' pages is not in the page cache.
+        Return False on an error, or if more than a share of `max_absent` of such pages is not in the page cache.
         """
         process, checked = self._checked
         if process != os.getpid():
@@ -189,8 +186,8 @@ class FileMapping:
     def require_whole(self, numbers: Iterable[int]) -> None:
         """Raise PackChangedError if one of the files `numbers` was cut short since it was opened.
 
-        Call this before touching `bytes`, because touching bytes past the end of a file ends the process with SIGBUS.
-        This check takes half the time of `require_unchanged`.
+        Call this before touching `bytes`, because a byte past the end of a file ends the process with SIGBUS. It takes
+        half the time of `require_unchanged`.
         """
         files, lseek, end = self._opened_files(), os.lseek, os.SEEK_END
         for number in numbers:
@@ -203,10 +200,7 @@ class FileMapping:
                 storage.identity.require(storage.path, descriptor)
 
     def require_unchanged(self, numbers: Iterable[int]) -> None:
-        """Raise PackChangedError if one of the files `numbers` was cut short, rewritten or replaced since opening.
-
-        Call this after touching `bytes`, because another program may have changed the bytes meanwhile.
-        """
+        """Raise PackChangedError if one of the files `numbers` was changed; call this after touching `bytes`."""
         files = self._opened_files()
         for number in numbers:
             storage, descriptor, _ = files[number]
@@ -221,10 +215,10 @@ class FileMapping:
         return files
 
     def _load(self, number: int, start: int, stop: int, *, loaded: bool, max_absent: float) -> bool:
-        """Load ``bytes[start:stop]``, of file `number`, into the page table; return False on an error.
+        """Load ``bytes[start:stop]``, of file `number`, into the page table, like `_check`.
 
-        Also return False if a larger share than `max_absent` of the pages is not in the page cache. Bytes that were
-        `loaded` before and are all still in the page cache are not loaded again: checking them is seven times as fast.
+        Bytes that were `loaded` before and are all still in the page cache are not loaded again: checking them is seven
+        times as fast.
         """
         share = self._cached_share(number, start, stop)
         if share < 1 - max_absent:
@@ -249,8 +243,8 @@ class FileMapping:
 def _kernel_reads_blocks() -> bool:
     """Return whether the kernel reads 2 MiB at once when it loads a missing page of a mapping with MADV_HUGEPAGE.
 
-    Linux does so since version 5.18. Earlier versions wait for as little as one page at a time. With pages larger than
-    4 KiB, as some ARM machines have, Linux reads far more: 512 MiB with pages of 64 KiB.
+    Before version 5.18, Linux waits for as little as one page at a time. With the larger pages of some ARM machines, it
+    reads far more: 512 MiB with pages of 64 KiB.
     """
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
     return mmap.PAGESIZE == 4096 and release is not None and (int(release[1]), int(release[2])) >= (5, 18)
@@ -259,9 +253,8 @@ def _kernel_reads_blocks() -> bool:
 class MappedDataset:
     """The rows of a dataset in a mapping of the files that store them, in stored byte order.
 
-    The rows of a dataset that is not virtual form an array if its chunks are adjacent. The rows of a virtual dataset
-    form an array if the distance between any two rows is a multiple of the row size. If possible, `of_sources` maps the
-    files accordingly.
+    The rows form an array if the dataset's chunks are adjacent or, for a virtual dataset, if the distance between any
+    two rows is a multiple of the row size. If possible, `of_sources` maps the files accordingly.
 
     Attributes
     ----------
@@ -315,11 +308,7 @@ class MappedDataset:
         return list(set(self._files[self._chunks_of(rows)[0]].tolist()))
 
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Make sure that rows can be copied without waiting; return False if preadv must be used instead.
-
-        Run i consists of the rows ``first[i]`` to ``last[i]``; both arrays are int64 (n,). The result holds for about a
-        second.
-        """
+        """Make sure that rows ``first[i]`` to ``last[i]``, int64 (n,), can be copied (see `FileMapping.ready`)."""
         return self.mapping.ready(*self._extents(first, last))
 
     def load(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
@@ -329,7 +318,7 @@ class MappedDataset:
     def _extents(
         self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return starts and stops, int64 (m,), of the extents of the mapping's `bytes` with the runs (see `ready`)."""
+        """Return starts and stops, int64 (m,), of the extents of the mapping's `bytes` with rows (see `ready`)."""
         index = self.index
         if self.array is not None and self._files is None:
             return self.offsets(first), self.offsets(last) + index.row_bytes
@@ -361,11 +350,10 @@ class MappedDataset:
 
 
 def _grid_bases(found: Sequence[SourceFile], files: npt.NDArray[np.int64], index: VirtualIndex) -> list[int]:
-    """Return the index in `FileMapping.bytes` at which to map each file, a multiple of `_BLOCK`.
+    """Return where in `FileMapping.bytes` to map each file: a multiple of `_BLOCK` after the previous file.
 
-    If possible, the distance between the first rows of any two files is a multiple of the row size, so that the rows of
-    all files can form one array. Where this is impossible, or gaps could exceed `_MAX_STEP`, a file begins at the next
-    multiple of `_BLOCK` after the previous file.
+    If gaps cannot exceed `_MAX_STEP`, choose one that makes the distance between the first rows of any two files a
+    multiple of the row size where possible, so that the rows of all files can form one array.
     """
     step = math.lcm(_BLOCK, index.row_bytes)
     bases, end, origin = [], 0, 0

@@ -128,10 +128,7 @@ def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64],
 
 
 def texts_of(engine: Engine, name: str, rows: npt.NDArray[np.int64], found: RaggedRows) -> list[Any]:
-    """Return the texts in `found`; raise DamagedRowsError if one is malformed.
-
-    The other parameters are used in messages only.
-    """
+    """Return the texts in `found`; raise DamagedRowsError, which names one of `rows`, if one is malformed."""
     wrong, problem = np.zeros(len(found), np.bool_), "is not UTF-8"
     if found.kind == schema.TEXTS:
         filled = np.flatnonzero(np.diff(found.offsets))

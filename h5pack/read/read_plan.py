@@ -114,11 +114,7 @@ class ReadPlan:
 
 
 def plan_reads(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> ReadPlan:
-    """Plan direct reads of rows, int64 (n,) with n > 0, into one array.
-
-    Two adjacent extents become one read if the gap between them is at most `MAX_GAP_BYTES`, and both begin in the same
-    aligned block of `MAX_EXTENT_BYTES` of the file.
-    """
+    """Plan direct reads of rows, int64 (n,) with n > 0, into one array; see `MAX_GAP_BYTES` and `MAX_EXTENT_BYTES`."""
     extents = plan_extents(index, rows)
     starts, ends = extents.offsets, extents.offsets + np.diff(extents.edges) * index.row_bytes
     # Extents without allocated storage are not merged with others, because their rows are filled, not read.
@@ -138,11 +134,7 @@ def _copy_rows(
     staging: npt.NDArray[np.uint8],
     out: npt.NDArray[np.uint8],
 ) -> None:
-    """Copy the rows of extents, each row `size` bytes, from `staging` to `out`.
-
-    Extent i consists of the rows ``edges[i]`` to ``edges[i + 1] - 1`` of `out`. It begins at byte ``offsets[i]`` of
-    `staging`, which also contains the gaps between extents.
-    """
+    """Copy rows of `size` bytes: those at byte ``offsets[i]`` of `staging` become ``out[edges[i]:edges[i + 1]]``."""
     counts = np.diff(edges)
     within = np.arange(edges[-1] - edges[0]) - np.repeat(edges[:-1] - edges[0], counts)
     positions = np.repeat(offsets, counts) + within * size
