@@ -128,13 +128,6 @@ def write_virtual(path: Path, shape: tuple[int, ...], *mappings: Mapped, **setti
     return path
 
 
-def save(path: Path, **datasets: Any) -> Path:
-    """Write a file of these datasets."""
-    with h5py.File(path, "w") as file:
-        file.update(datasets)
-    return path
-
-
 def flip(path: Path, place: int, bits: int = 255) -> None:
     """Damage a byte of a file."""
     data = bytearray(path.read_bytes())

@@ -17,6 +17,7 @@ from h5pack.errors import PackFormatError
 from h5pack.format.plans import plan_chunks
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.engine import Engine
+from tests.makers import hdf5_file
 from tests.read.files import (
     COUNTS_USER_BLOCK,
     WHOLE_ROWS,
@@ -25,7 +26,6 @@ from tests.read.files import (
     low_level,
     numbers,
     require_rows,
-    save,
     write,
 )
 
@@ -71,8 +71,8 @@ def external(path: Path) -> None:
 
 
 def linked(path: Path) -> None:
-    save(path.with_name("other.h5"), y=VALUES)
-    save(path, x=h5py.ExternalLink("other.h5", "y"))
+    hdf5_file(path.with_name("other.h5"), y=VALUES)
+    hdf5_file(path, x=h5py.ExternalLink("other.h5", "y"))
 
 
 def filtered(path: Path) -> None:

@@ -19,8 +19,8 @@ from h5pack.read.description import describe_file
 from h5pack.read.engine import Engine
 from h5pack.read.several import join_descriptions
 from h5pack.read.storage import FileIdentity
-from tests.makers import quick, split_folders
-from tests.read.files import Mapped, create_virtual, flip, numbers, replaced, save
+from tests.makers import hdf5_file, quick, split_folders
+from tests.read.files import Mapped, create_virtual, flip, numbers, replaced
 
 IMAGES = numbers((6, 5, 4, 3), "u1", 1)
 
@@ -41,7 +41,7 @@ def copy(pack: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
     """A file that was not written by h5pack."""
-    return save(tmp_path / "f.h5", **{"images": IMAGES, "deep/er/y": np.arange(6) % 3})
+    return hdf5_file(tmp_path / "f.h5", **{"images": IMAGES, "deep/er/y": np.arange(6) % 3})
 
 
 def test_a_pack(pack: Path) -> None:
@@ -115,7 +115,7 @@ ONE_COLUMN: dict[str, dict[str, Any]] = {
 def test_integer_labels_of_one_column_are_numbers_however_they_are_stored(
     tmp_path: Path, storage: str, where: str
 ) -> None:
-    path = save(tmp_path / "f.h5", images=np.zeros((7, 4), np.uint8))
+    path = hdf5_file(tmp_path / "f.h5", images=np.zeros((7, 4), np.uint8))
     source = path if where == "here" else tmp_path / "source.h5"
     with h5py.File(source, "a") as file:
         # The rows of the last chunk are fill values.
@@ -125,7 +125,7 @@ def test_integer_labels_of_one_column_are_numbers_however_they_are_stored(
             create_virtual(file, (7, 1), Mapped(slice(None), "source.h5", (7, 1)), dtype="i4", name="labels")
         else:
             file["labels"] = file["x"] if where == "here" else h5py.ExternalLink("source.h5", "x")
-    plain = save(tmp_path / "plain.h5", images=np.zeros((1, 4), np.uint8), labels=np.full((1, 1), 4, np.int32))
+    plain = hdf5_file(tmp_path / "plain.h5", images=np.zeros((1, 4), np.uint8), labels=np.full((1, 1), 4, np.int32))
     one, two = describe_file(path), join_descriptions([describe_file(plain), describe_file(path)])
     for found, labels in ((one, [0, 1, 2, 3, 4, 5, 9]), (two, [4, 0, 1, 2, 3, 4, 5, 9])):
         read = Engine(found.path, found.identity, found.indexes).read("labels", range(len(labels)))

@@ -85,7 +85,7 @@ def test_many_threads(tmp_path: Path) -> None:
 
 def test_group_rows_follow_the_mean_size(tmp_path: Path) -> None:
     thumbnail, photo = encode(pixels(0, (8, 8))), encode(pixels(1, (200, 300)))
-    path = write_kept(tmp_path / "f.h5", [thumbnail] + [photo] * 4_000)
+    path = write_kept(tmp_path / "f.h5", [thumbnail] + [photo] * 4_000, chunk=1 << 20)
     index = describe_file(path).indexes["encoded"]
     assert index.group_rows == (4 << 20) // ((4_000 * 200 * 300 + 64) * 3 // 4_001)
     assert describe_file(path, "encoded").indexes["encoded"].shape == index.shape == (4_001, 8, 8, 3)

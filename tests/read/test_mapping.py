@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -27,6 +27,14 @@ ROWS, SHAPE = 200, (64, 64, 3)
 def mapped_file(path: Path, storage: str = "rows", dtype: str = "u1", **settings: Any) -> tuple[Any, MappedDataset]:
     values = write(path, numbers((ROWS, *SHAPE), dtype), storage, **settings)
     found = engine_of(path).mapped("x")
+    return values, found
+
+
+@pytest.fixture
+def hot(tmp_path: Path) -> tuple[Any, MappedDataset]:
+    """Values, and their rows in a mapping of the file f.h5, which is in the page cache."""
+    values, found = mapped_file(tmp_path / "f.h5")
+    make_hot(tmp_path / "f.h5")
     return values, found
 
 
@@ -74,10 +82,10 @@ def test_rows_are_ready_only_while_the_page_cache_has_them(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("sees", [True, False], ids=["mincore", "RWF_NOWAIT"])
-def test_a_block_is_checked_again_after_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: bool) -> None:
-    path = tmp_path / "f.h5"
-    _, found = mapped_file(path)
-    make_hot(path)
+def test_a_block_is_checked_again_after_a_second(
+    hot: tuple[Any, MappedDataset], monkeypatch: pytest.MonkeyPatch, sees: bool
+) -> None:
+    _, found = hot
     found.mapping._sees_cache = sees
     calls, now = [], [100.0]
     share = found.mapping._cached_share
@@ -94,13 +102,14 @@ def test_a_block_is_checked_again_after_a_second(tmp_path: Path, monkeypatch: py
     assert not found.ready(np.array([0]), np.array([0]))
 
 
-def test_pages_are_loaded_into_the_page_table_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, found = mapped_file(tmp_path / "f.h5")
+def test_pages_are_loaded_into_the_page_table_once(
+    hot: tuple[Any, MappedDataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, found = hot
     loaded: list[int] = []
     madvise = mapping._madvise
     monkeypatch.setattr(mapping, "_madvise", lambda *call: loaded.append(call[1]) or madvise(*call))
     monkeypatch.setattr(mapping, "CHECK_SECONDS", -1.0)
-    make_hot(tmp_path / "f.h5")
     rows = np.arange(ROWS)
     for _ in range(3):
         assert found.ready(rows, rows)
@@ -119,8 +128,7 @@ def test_pages_are_loaded_into_the_page_table_once(tmp_path: Path, monkeypatch: 
 
 def test_blocks_between_wanted_ones_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "_BLOCK", 65_536)
-    path = tmp_path / "f.h5"
-    _, found = mapped_file(path)
+    _, found = mapped_file(tmp_path / "f.h5")
     spans: list[tuple[int, int]] = []
     monkeypatch.setattr(found.mapping, "_load", lambda *span, **_: spans.append(span[1:3]) or True)
     rows = np.array([3, 150, 4])
@@ -250,10 +258,8 @@ def test_a_file_that_became_shorter_is_not_mapped(tmp_path: Path) -> None:
     assert engine.mapped("x") is None
 
 
-def test_a_forked_child_checks_for_itself(tmp_path: Path) -> None:
-    path = tmp_path / "f.h5"
-    values, found = mapped_file(path)
-    make_hot(path)
+def test_a_forked_child_checks_for_itself(hot: tuple[Any, MappedDataset]) -> None:
+    values, found = hot
     rows = np.arange(ROWS)
     assert found.ready(rows, rows)
 
@@ -264,10 +270,10 @@ def test_a_forked_child_checks_for_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["cut", "replaced"])
-def test_a_changed_file_is_noticed_before_its_bytes_are_touched(tmp_path: Path, change: str) -> None:
-    path = tmp_path / "f.h5"
-    _, found = mapped_file(path)
-    make_hot(path)
+def test_a_changed_file_is_noticed_before_its_bytes_are_touched(
+    hot: tuple[Any, MappedDataset], tmp_path: Path, change: str
+) -> None:
+    path, (_, found) = tmp_path / "f.h5", hot
     assert found.ready(np.arange(ROWS), np.arange(ROWS))
     if change == "cut":
         os.truncate(path, 4096)
@@ -282,22 +288,14 @@ def test_a_changed_file_is_noticed_before_its_bytes_are_touched(tmp_path: Path, 
         assert found.mapping.bytes[found.offsets(np.array([0]))[0] :][:9].any(), "the mapping has the old bytes"
 
 
-_TOUCH = """
-import os, sys
-import numpy as np
-from tests.read.files import engine_of
-found = engine_of(sys.argv[1]).mapped("x")
-os.truncate(sys.argv[1], 4096)
-if sys.argv[2] == "ready":
-    assert not found.ready(np.arange(200), np.arange(200)), "a file that was cut short is not ready"
-else:
-    found.mapping.bytes[-1]
-"""
-
-
-@pytest.mark.parametrize(("how", "expected"), [("ready", 0), ("touched", -signal.SIGBUS)])
-def test_only_touching_a_cut_file_without_checking_is_a_signal(tmp_path: Path, how: str, expected: int) -> None:
-    mapped_file(tmp_path / "f.h5")
-    command = [sys.executable, "-c", _TOUCH, str(tmp_path / "f.h5"), how]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert ended.returncode == expected, ended.stderr
+def test_only_touching_a_cut_file_without_checking_is_a_signal(hot: tuple[Any, MappedDataset], tmp_path: Path) -> None:
+    _, found = hot
+    os.truncate(tmp_path / "f.h5", 4096)
+    assert not found.ready(np.arange(ROWS), np.arange(ROWS))
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        with contextlib.suppress(BaseException):
+            found.mapping.bytes[-1]
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGBUS

@@ -16,13 +16,14 @@ import hdf5plugin
 import numpy as np
 import pytest
 
-from h5pack import H5Dataset
+import h5pack
 from h5pack.errors import PackChangedError, PackFormatError, ReadError
 from h5pack.format.fields import RaggedRows
 from h5pack.read import virtual as module
 from h5pack.read.chunk_index import index_dataset
 from h5pack.read.description import describe_file
 from h5pack.sources.hdf5_tables import read_field
+from tests.makers import hdf5_file
 from tests.read.encoded_files import encode, write_encoded
 from tests.read.files import (
     Mapped,
@@ -30,7 +31,6 @@ from tests.read.files import (
     described,
     in_child,
     limit_open_files,
-    save,
     unload_zstd,
     write_virtual,
 )
@@ -44,7 +44,7 @@ TEXTS = np.arange(10, 40).astype("S2")
 def virtual(path: Path) -> Path:
     """Write a virtual dataset over three files."""
     for number in range(3):
-        save(path.with_name(f"part{number}.h5"), **{"data/x": ROWS[number * 8 : number * 8 + 8]})
+        hdf5_file(path.with_name(f"part{number}.h5"), **{"data/x": ROWS[number * 8 : number * 8 + 8]})
     taken = [Mapped(np.s_[n * 8 : n * 8 + 8], f"part{n}.h5", (8, 5, 4, 3), name="data/x") for n in range(3)]
     return write_virtual(path, SHAPE, *taken, name="images")
 
@@ -59,8 +59,8 @@ def rows_of(path: Path) -> Any:
     [
         (Path.unlink, "part1.h5", None, "missing"),
         (lambda path: path.write_bytes(b"no file"), "{folder}/part1.h5", None, "not an HDF5 file"),
-        (lambda path: save(path, **{"data/y": ROWS[:8]}), "{folder}/part1.h5", "data/x", "data/x"),
-        (lambda path: save(path, **{"data/x": ROWS[:5]}), "{folder}/part1.h5", "data/x", "data/x"),
+        (lambda path: hdf5_file(path, **{"data/y": ROWS[:8]}), "{folder}/part1.h5", "data/x", "data/x"),
+        (lambda path: hdf5_file(path, **{"data/x": ROWS[:5]}), "{folder}/part1.h5", "data/x", "data/x"),
     ],
     ids=["missing", "no HDF5", "no dataset", "few rows"],
 )
@@ -79,16 +79,16 @@ def test_a_part_of_a_source_needs_that_part(tmp_path: Path) -> None:
     mapped = Mapped(ALL, "a.h5", SHAPE, np.s_[6:14:2])
     path = write_virtual(tmp_path / "v.h5", (4, 5, 4, 3), mapped, name="images")
     for kept in (24, 13):
-        save(tmp_path / "a.h5", x=ROWS[:kept])
+        hdf5_file(tmp_path / "a.h5", x=ROWS[:kept])
         assert np.array_equal(rows_of(path), ROWS[6:14:2])
-    save(tmp_path / "a.h5", x=ROWS[:12])
+    hdf5_file(tmp_path / "a.h5", x=ROWS[:12])
     with pytest.raises(PackFormatError, match="12"):
         describe_file(path)
 
 
 def test_virtual_over_virtual_and_the_same_file(tmp_path: Path) -> None:
     virtual(tmp_path / "inner.h5")
-    path = save(tmp_path / "outer.h5", own=ROWS[:2])
+    path = hdf5_file(tmp_path / "outer.h5", own=ROWS[:2])
     own, inner = Mapped(np.s_[:2], ".", (2, 5, 4, 3), name="own"), Mapped(np.s_[2:], "inner.h5", SHAPE, name="images")
     write_virtual(path, (26, 5, 4, 3), own, inner, name="images")
     assert np.array_equal(rows_of(path), np.concatenate([ROWS[:2], ROWS]))
@@ -109,7 +109,7 @@ def print_found(folder: Path, name: str) -> None:
     relative = name if name.startswith("sub") else os.path.basename(name)
     for number, place in enumerate(PLACES):
         (folder / place / relative).parent.mkdir(exist_ok=True)
-        save(folder / place / relative, x=np.full((2, 4), number, np.uint8))
+        hdf5_file(folder / place / relative, x=np.full((2, 4), number, np.uint8))
     (folder / "linked" / "v.h5").unlink(missing_ok=True)
     mapped = Mapped(ALL, name, (2, 4))
     write_virtual(folder / "linked" / "v.h5", (2, 4), mapped, name="images", fill=FILL)
@@ -173,7 +173,7 @@ def test_replaced_sources_of_library_reads_are_noticed(
         halves = Mapped(np.s_[0::2], "source.h5", shape, np.s_[:3]), Mapped(np.s_[1::2], "source.h5", shape, np.s_[3:])
         write_virtual(path, shape, *halves, name="images")
     elif kind == "linked":
-        save(path, images=h5py.ExternalLink("source.h5", "x"))
+        hdf5_file(path, images=h5py.ExternalLink("source.h5", "x"))
     else:
         with h5py.File(path, "w") as file:
             file.create_dataset("images", shape, np.uint8, external=[(str(source), 0, h5py.h5f.UNLIMITED)])
@@ -215,7 +215,7 @@ def test_sources_beyond_the_limit_on_open_files_are_an_error(tmp_path: Path, kin
     """HDF5 keeps sources open, and silently reads fill values of those that it cannot open."""
     expected = np.arange(10, 40).repeat(16).reshape(30, 4, 4).astype("u1") if kind == "pixels" else TEXTS
     for number in range(30):
-        save(tmp_path / f"{number}.h5", x=expected[number])
+        hdf5_file(tmp_path / f"{number}.h5", x=expected[number])
     mapped = [Mapped(number, f"{number}.h5", expected.shape[1:]) for number in range(30)]
     path = write_virtual(tmp_path / "v.h5", expected.shape, *mapped, dtype=expected.dtype)
 
@@ -243,11 +243,11 @@ def test_filters_of_sources_are_loaded_in_each_process(tmp_path: Path, pickled: 
             file.create_dataset("x", data=ROWS[number], chunks=SHAPE[1:], **hdf5plugin.Zstd())
     mapped = [Mapped(number, f"{number}.h5", SHAPE[1:]) for number in range(2)]
     path = write_virtual(tmp_path / "v.h5", (2, *SHAPE[1:]), *mapped, name="images")
-    dataset = pickle.dumps(H5Dataset(path))
+    dataset = pickle.dumps(h5pack.H5Dataset(path))
 
     def check() -> bool:
         unload_zstd()
-        opened = pickle.loads(dataset) if pickled else H5Dataset(path)
+        opened = pickle.loads(dataset) if pickled else h5pack.H5Dataset(path)
         return bool(np.array_equal(opened[1][0], ROWS[1]))
 
     assert in_child(check)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from h5pack.errors import DamagedRowsError, PackChangedError, ReadError
 from h5pack.read.virtual_index import VirtualIndex
+from tests.makers import hdf5_file
 from tests.read import files
 from tests.read.files import Mapped, engine_of, numbers, require_rows, write, write_virtual
 
@@ -159,7 +160,7 @@ def test_other_mappings_are_read_through_the_library(
     four_sources(tmp_path)
     shapes = {0: SHAPE, 1: (11, 30, 30), 5: (30, 30), 6: (), 7: (30, 30), 8: (30, 30)}
     for number in (5, 6, 7, 8):
-        files.save(tmp_path / f"s{number}.h5", x=numbers(shapes[number], "u1", number) + 1)
+        hdf5_file(tmp_path / f"s{number}.h5", x=numbers(shapes[number], "u1", number) + 1)
     mapped = [Mapped(here, f"s{number}.h5", shapes[number], there) for here, number, there in mappings]
     values = of_library(write_virtual(tmp_path / "w.h5", shape, *mapped, dtype=dtype))
     assert values.any()
@@ -343,7 +344,7 @@ def test_group_rows_are_those_of_most_sources(tmp_path: Path) -> None:
 
 def test_a_link_leads_to_a_file_that_is_read_directly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     values = four_sources(tmp_path)
-    files.save(tmp_path / "l.h5", images=h5py.ExternalLink("s1.h5", "x"), all=h5py.ExternalLink("v.h5", "x"))
+    hdf5_file(tmp_path / "l.h5", images=h5py.ExternalLink("s1.h5", "x"), all=h5py.ExternalLink("v.h5", "x"))
     with caplog.at_level(logging.DEBUG):
         for name, there in (("images", values[10:21]), ("all", values)):
             engine = files.described(tmp_path / "l.h5", name)
