@@ -228,7 +228,6 @@ class SharedSegment:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.sent = False
         self._used: weakref.ref[Any] | None = None
         try:
             self.descriptor = os.memfd_create("h5pack-batch", os.MFD_CLOEXEC)
@@ -247,21 +246,19 @@ class SharedSegment:
     def is_free(self) -> bool:
         """Return whether neither this worker nor the main process uses the segment."""
         here = self._used is not None and self._used() is not None
-        return not here and not (self.sent and self._memory[0] != _FREE)
+        return not here and self.state == _FREE
 
-    def is_forked(self) -> bool:
-        """Return whether the main process has freed the segment, but a child that it forked may use it."""
-        return self.sent and self._memory[0] == _FORKED
+    @property
+    def state(self) -> int:
+        """`_BUSY` if the main process uses the segment, `_FORKED` if only a child that it forked does, else `_FREE`."""
+        return self._memory[0]
 
     def send(self) -> None:
         """Mark the segment as used by the main process."""
-        self.sent = True
         self._memory[0] = _BUSY
 
     def fill(self) -> npt.NDArray[np.uint8]:
         """Mark the segment as used by this worker, and return an array of its bytes, uint8 (size,)."""
-        self.sent = False
-        self._memory[0] = _BUSY
         base = np.frombuffer(self._memory, np.uint8, self.size, _HEADER)
         self._used = weakref.ref(base)
         return base
@@ -313,7 +310,7 @@ class SharedMemory:
         fitting = [segment for segment in free if size <= segment.size <= 2 * size] or [SharedSegment(size)]
         # Drop the other free segments: they have the wrong size, or are left from a time when more batches were in use.
         kept = fitting[: 1 + _SPARE]
-        used = [segment for segment in self._segments if segment not in free and not segment.is_forked()]
+        used = [segment for segment in self._segments if segment not in free and segment.state != _FORKED]
         self._segments = used + kept
         return kept[0]
 
@@ -329,9 +326,9 @@ class SharedBatch(list[torch.Tensor]):
     def reduced(self, tensors: list[torch.Tensor]) -> Any:
         """Mark the segment as sent; return the function and arguments that recreate the tensors in the main process.
 
-        Return None if a tensor was replaced or reshaped since this batch was made, or if the segment was sent before.
+        Return None if a tensor was replaced or reshaped since this batch was made, or if the batch is sent already.
         """
-        if self._segment.sent or [_signature(tensor) for tensor in tensors] != self._signatures:
+        if self._segment.state != _FREE or [_signature(tensor) for tensor in tensors] != self._signatures:
             return None
         self._segment.send()
         return _receive, (os.getpid(), self._segment.descriptor, self._shapes)

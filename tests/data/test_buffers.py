@@ -440,7 +440,7 @@ def test_a_segment_is_free_when_neither_process_uses_it() -> None:
     assert segment.is_free()
     array = segment.fill()
     assert not segment.is_free()
-    segment.sent = True
+    segment.send()
     del array
     assert not segment.is_free()
 
