@@ -30,8 +30,8 @@ _PLANNED_ROWS = 4_096
 
 Item = TypeVar("Item")
 
-_MAX_FRAMES, _LOADER_MODULE = 10, "torch.utils.data.dataloader"
-_DIVIDING_MODULE, _DIVIDING_CLASSES = "accelerate.data_loader", ("BatchSamplerShard", "DataLoaderDispatcher")
+_MAX_FRAMES = 12
+_DIVIDING_CLASSES = ("BatchSamplerShard", "DataLoaderDispatcher")
 
 
 def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -51,6 +51,14 @@ def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArr
         yield open_batches.pop(batch)
 
 
+def _callers(module: str) -> Iterator[Any]:
+    """Yield the objects whose methods, defined in a module of this name, call this function directly or indirectly."""
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(1)), _MAX_FRAMES):
+        # Before Python 3.13, `f_locals` keeps a frame's variables alive until the frame returns.
+        if frame.f_globals.get("__name__") == module:
+            yield frame.f_locals.get("self")
+
+
 def _watch_loop(iteration: IterationState, unit: str) -> None:
     """Set `iteration.received` and `iteration.in_order` if a DataLoader with workers runs the iteration.
 
@@ -58,10 +66,7 @@ def _watch_loop(iteration: IterationState, unit: str) -> None:
     that the loop received, so find that iterator on the stack. torchdata's StatefulDataLoader has other iterators, and
     counts by itself.
     """
-    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), _MAX_FRAMES):
-        # Use `f_locals` only of torch's frames. Before Python 3.13, it keeps a frame's variables alive until the frame
-        # returns.
-        found: Any = frame.f_locals.get("self") if frame.f_globals.get("__name__") == _LOADER_MODULE else None
+    for found in _callers("torch.utils.data.dataloader"):
         if any(one.__name__ == "_MultiProcessingDataLoaderIter" for one in type(found).__mro__):
             iteration.received = partial(_received, weakref.ref(found), iteration, unit)
             # torch has no parameter in_order before version 2.6.
@@ -93,9 +98,8 @@ def _require_undivided(num_replicas: int) -> None:
 
     Each epoch would then lack rows, without any warning. `num_replicas` is the sampler's number of ranks.
     """
-    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), _MAX_FRAMES if num_replicas > 1 else 0):
-        accelerate = frame.f_globals.get("__name__") == _DIVIDING_MODULE
-        if accelerate and type(frame.f_locals.get("self")).__name__ in _DIVIDING_CLASSES:
+    for found in _callers("accelerate.data_loader") if num_replicas > 1 else ():
+        if type(found).__name__ in _DIVIDING_CLASSES:
             raise OptionsError(
                 "Accelerate divides the batches of a DataLoader that it prepares among the ranks, but this sampler "
                 f"yields only the rows of its rank of {num_replicas}; give the sampler rank=0, num_replicas=1, or do "
@@ -221,20 +225,16 @@ class ChunkSampler(Resumable, Sampler[int]):
         return SamplerIterator(self._cursor, self._items)
 
     def _items(self, iteration: IterationState) -> Iterator[int]:
-        first, skip = divmod(iteration.start, self.plan.batch_size)
-        streams = self.plan.step_streams
-        for indices in batch_indices(self.plan, iteration.epoch, first) if iteration.start < len(self) else ():
+        start, streams = iteration.start, self.plan.step_streams
+        first, skip = divmod(start, self.plan.batch_size)
+        for indices in batch_indices(self.plan, iteration.epoch, first) if start < len(self) else ():
             # Take one row from each stream in turn, so that a step has the same rows for every number of ranks.
-            found = indices.reshape(streams, -1).T.reshape(-1).tolist()
+            found = indices.reshape(streams, -1).T.reshape(-1)[skip:].tolist()
             if self._base.is_random:
-                # Make the keys of one turn at a time. `skip` may be in the middle of a turn.
-                for begin in range(skip - skip % streams, len(found), streams):
-                    turn, slots = (first * self.plan.batch_size + begin) // streams, np.arange(streams)
-                    key = draw_key(self.plan, iteration.epoch, turn, slots, rank_rows=streams)
-                    yield from DrawnIndex.of(found[begin : begin + streams], key)[max(0, skip - begin) :]
-            else:
-                yield from found[skip:]
-            first, skip = first + 1, 0
+                turns, slots = np.divmod(start + np.arange(len(found)), streams)
+                found = DrawnIndex.of(found, draw_key(self.plan, iteration.epoch, turns, slots, rank_rows=streams))
+            yield from found
+            start, skip = start + len(found), 0
 
     def state_dict(self, rows_consumed: int | None = None) -> dict[str, Any]:
         """Return the state of the running iteration, for `load_state_dict`.
