@@ -151,7 +151,7 @@ class _Countdown:
 
 
 class GroupReader:
-    """Factory of the tasks that fill batches with the rows of chunk groups.
+    """Factory of the tasks that fill `batches` with the rows of chunk groups.
 
     `held` has the small fields that are held in memory, by name. If `keep` is true, decoded chunks are cached for later
     groups and epochs. ``draw_key(batches, slots)`` returns the key of random crops (`h5pack.data.samplers.draw_key`).
@@ -161,15 +161,14 @@ class GroupReader:
         self,
         dataset: H5Dataset,
         fields: list[BatchField],
-        batches: OpenBatches,
         held: dict[str, HeldRows],
         draw_key: Callable[[Any, Any], DrawKey],
         *,
         keep: bool,
     ) -> None:
+        self.batches = OpenBatches()
         self._dataset, self._engine = dataset, dataset.engine
-        self._fields, self._batches, self._held, self._keep = fields, batches, held, keep
-        self._draw_key = draw_key
+        self._fields, self._held, self._keep, self._draw_key = fields, held, keep, draw_key
         self._cached = {field.name: rows for field in fields if (rows := self._find(field)) is not None}
         self._can_gather = len(held) + len(self._cached) == len(dataset.names)
 
@@ -304,7 +303,7 @@ class GroupReader:
         # The kernel may have dropped pages since the group was planned. Copying from the mapping would wait for these
         # pages one by one, so read the rows with the engine instead.
         in_memory = time.monotonic() - block.checked < CHECK_SECONDS or self._ready(block.rows, block.rows)
-        for name, part in self._batches.arrays_of(block).items():
+        for name, part in self.batches.arrays_of(block).items():
             if name == ROWS:
                 part[...] = block.rows
             elif name in self._held:
@@ -327,7 +326,7 @@ class GroupReader:
         size = field.row_bytes
         start, bases, counts = 0, [], []
         for batch, slot, count in group.spans:
-            bases.append(self._batches.memory(batch).address + field.offset + (slot - start) * size)
+            bases.append(self.batches.memory(batch).address + field.offset + (slot - start) * size)
             counts.append(count)
             start += count
         addresses = np.repeat(np.array(bases, np.int64), counts)
@@ -347,7 +346,7 @@ class GroupReader:
         else:
             values = self._engine.read(field.name, group.rows)
         for (batch, slot, count), part in group.split_by_batch(values):
-            self._batches.memory(batch).arrays[field.name][slot : slot + count] = part
+            self.batches.memory(batch).arrays[field.name][slot : slot + count] = part
 
     def _decode(self, field: BatchField, group: ChunkGroup, edges: list[int], low: int, high: int) -> None:
         """Copy the rows of decoded chunks to their batches, in the stored byte order.
@@ -371,7 +370,7 @@ class GroupReader:
 
     def _arrays(self, field: BatchField, group: ChunkGroup) -> list[npt.NDArray[Any]]:
         """Return the field's array in the batch of each of the group's spans."""
-        return [self._batches.memory(batch).arrays[field.name] for batch, _, _ in group.spans]
+        return [self.batches.memory(batch).arrays[field.name] for batch, _, _ in group.spans]
 
     def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
         """Read large rows for which neither scattering nor decoded chunks serve, and copy them to their batches."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from h5pack.data.buffers import BatchMemory, BufferPool
-from h5pack.data.chunk_groups import ROWS
+from h5pack.data.chunk_groups import ROWS, GroupReader
 from h5pack.data.dataset import batch_fields
 from h5pack.data.gather import HeldRows, list_sizes
 from h5pack.data.iteration import BatchIterator, Closeable, IdleThreads
@@ -260,36 +260,34 @@ class H5Loader(Closeable, Resumable):
             window = self.plan.window if self.plan.shuffle == "window" else 0
             source = f" from windows of {counted(window, 'chunk')}" if window else ""
             threads = self.num_threads if decoding else 1
-            sizes = {"batch_size": self.batch_size, "window": window, "num_threads": threads}
-            smaller = [name for name, value in sizes.items() if value > 1]
+            values = {"batch_size": self.batch_size, "window": window, "num_threads": threads}
+            smaller = [name for name, value in values.items() if value > 1]
             advice = "free memory" if memory_bytes is None else "raise it"
             raise OptionsError(
                 f"memory_bytes is {budget:,}, but batches of {counted(self.batch_size, 'row')}{source} need "
                 f"{needed:,}; {advice}{', or give a smaller ' if smaller else ''}{' or '.join(smaller)}",
                 parameters=("memory_bytes", *smaller),
             )
-        indexes, rows = self._base.engine.indexes, self.plan.rows.unique_count
+        spare = budget - needed
         # Hold labels and other small fields in memory if they fit, because reading a few small rows at a time is slow.
-        small = [name for name in self._base.names if indexes[name].row_bytes < SCATTER_BYTES]
-        small = [name for name in small if not self._base.is_cropped(name)]
-        small_bytes = rows * sum(indexes[name].row_bytes for name in small)
-        hold_small = small_bytes <= min(_MAX_SMALL_BYTES, budget - needed)
-        self._held_names = small if hold_small else []
-        held = decoding + (small_bytes if hold_small else 0)
-        spare = budget - needed + decoding  # upper bound of `held`
+        sizes = {name: self._base.engine.indexes[name].row_bytes for name in self._base.names}
+        small = [name for name, size in sizes.items() if size < SCATTER_BYTES and not self._base.is_cropped(name)]
+        small_bytes = self.plan.rows.unique_count * sum(sizes[name] for name in small)
+        self._held_names = small if small_bytes <= min(_MAX_SMALL_BYTES, spare) else []
+        spare -= small_bytes if self._held_names else 0
         # If all decoded chunks fit into the cache, decode each only once, not once per epoch. The doctor and the
         # monitor read `decodes_once`. If the plan reads chunks several times per epoch, `decoding` includes the cache.
-        decoded, again = self._base.engine.decoded_bytes(), self.plan.reads_again
-        self.decodes_once = decoded > 0 and (again or decoded <= spare - held)
-        self._keeps_decoded = again or self.decodes_once
-        held += decoded if self.decodes_once and not again else 0
+        cached = 0 if self.plan.reads_again else self._base.engine.decoded_bytes()
+        self.decodes_once = self._base.engine.decoded_bytes() > 0 and cached <= spare
+        self._keeps_decoded = self.plan.reads_again or self.decodes_once
+        spare -= cached if self.decodes_once else 0
         listed = self.plan.rows.unique_rows() if self._base.ragged else range(0)
         # Hold the rows from the first to the last, so that the position of a row is its number minus the first one.
         self._list_rows = range(int(listed[0]), int(listed[-1]) + 1) if len(listed) else range(0)
-        self._list_sizes = list_sizes(self._base, self._list_rows, min(_MAX_LIST_BYTES, spare - held))
-        held += sum(self._list_sizes.values())
-        self.prefetch_factor = max(minimum, min(wanted, (budget - held) // max(1, batch_bytes) - 1))
-        self.memory_bytes = (self.prefetch_factor + 1) * batch_bytes + held
+        self._list_sizes = list_sizes(self._base, self._list_rows, min(_MAX_LIST_BYTES, spare))
+        spare -= sum(self._list_sizes.values())
+        self.prefetch_factor = max(minimum, min(wanted, minimum + spare // max(1, batch_bytes)))
+        self.memory_bytes = budget - spare + (self.prefetch_factor - minimum) * batch_bytes
         self._plan_blocks(batch_bytes, prefetch_factor)
 
     def _plan_blocks(self, batch_bytes: int, wanted: int | None) -> None:
@@ -412,8 +410,9 @@ class H5Loader(Closeable, Resumable):
         self._reset()
 
     def _start(self, iteration: IterationState) -> Pipeline:
+        keys, held = partial(draw_key, self.plan, iteration.epoch), self._held or {}
         return Pipeline(
-            self._base,
+            GroupReader(self._base, self._pool.fields, held, keys, keep=self._keeps_decoded),
             self.plan,
             self._groups.of(iteration.epoch, iteration.start),
             iteration.start,
@@ -421,9 +420,6 @@ class H5Loader(Closeable, Resumable):
             num_threads=self.num_threads,
             credits=self.prefetch_factor,
             finish=partial(self._finish, iteration.epoch),
-            held=self._held or {},
-            draw_key=partial(draw_key, self.plan, iteration.epoch),
-            keep_decoded=self._keeps_decoded,
             max_gathered=self._max_gathered,
             block_rows=self._block_rows,
             cpus=self._cpus,
@@ -442,7 +438,7 @@ class H5Loader(Closeable, Resumable):
                 if not index.dtype.isnative and engine.keeps_byte_order(index):
                     array.byteswap(inplace=True)
                 if self._check:
-                    self._base.check_rows(name, memory.arrays[ROWS], array)
+                    engine.check(name, memory.arrays[ROWS], array)
             tensors.append(self._transformed(name, memory.tensor(name), epoch, batch))
         if self._with_rows:
             tensors.append(memory.tensor(ROWS))

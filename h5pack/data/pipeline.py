@@ -45,10 +45,7 @@ from typing import Any
 import torch
 
 from h5pack.data.buffers import BatchMemory, BufferPool
-from h5pack.data.chunk_groups import Block, GroupReader, OpenBatches, PlannedGroup, Task
-from h5pack.data.dataset import H5Dataset
-from h5pack.data.decoding import DrawKey
-from h5pack.data.gather import HeldRows
+from h5pack.data.chunk_groups import Block, GroupReader, PlannedGroup, Task
 from h5pack.data.iteration import BackgroundThreads, IdleThreads
 from h5pack.errors import LoaderError
 from h5pack.order.window import ChunkGroup, OrderPlan, Span, merge_groups
@@ -84,9 +81,8 @@ class Pipeline(BackgroundThreads):
     """The threads and batches of one epoch, starting with batch `first`; `groups` are its chunk groups from there on.
 
     At most `credits` batches have memory but are not delivered yet. `finish` receives the number and the memory of each
-    complete batch, and returns the batch that the consumer gets. `held` has the small fields that are held in memory.
-    ``draw_key(batches, slots)`` returns the key of random crops, see `h5pack.data.samplers.draw_key`. The threads come
-    from `idle`, as in `BackgroundThreads.start`.
+    complete batch, and returns the batch that the consumer gets. The threads come from `idle`, as in
+    `BackgroundThreads.start`.
 
     For cached groups, a task copies up to `block_rows` rows. With a single stream and lane, `max_gathered`, which must
     not exceed `credits`, is the bound instead of `credits` while such groups are copied. If `can_help` is also true,
@@ -95,7 +91,7 @@ class Pipeline(BackgroundThreads):
 
     def __init__(
         self,
-        dataset: H5Dataset,
+        reader: GroupReader,
         plan: OrderPlan,
         groups: Iterator[ChunkGroup],
         first: int,
@@ -104,9 +100,6 @@ class Pipeline(BackgroundThreads):
         num_threads: int,
         credits: int,
         finish: Callable[[int, BatchMemory], Any],
-        held: dict[str, HeldRows],
-        draw_key: Callable[[Any, Any], DrawKey],
-        keep_decoded: bool,
         max_gathered: int,
         block_rows: int,
         cpus: int,
@@ -115,13 +108,11 @@ class Pipeline(BackgroundThreads):
     ) -> None:
         super().__init__()
         self._plan, self._pool, self._finish = plan, pool, finish
-        self._groups = groups
+        self._reader, self._batches, self._groups = reader, reader.batches, groups
         self._planned: deque[PlannedGroup] = deque()
         self._planning = True
         # Numbers of the next batch to open and of the next batch to deliver.
         self._opened, self._delivered, self._max_open = first, first, credits
-        self._batches = OpenBatches()
-        self._reader = GroupReader(dataset, pool.fields, self._batches, held, draw_key, keep=keep_decoded)
         # Fill batches of cached rows one after the other: this uses few buffers, which then stay in the CPU's cache.
         # With several streams or lanes, process whole groups at once, because consecutive batches take rows from
         # several groups.
@@ -145,7 +136,7 @@ class Pipeline(BackgroundThreads):
             # After an epoch, the first group of the next one is computed already. Plan it here to begin at once, unless
             # that would wait for the disk.
             for group in itertools.islice(groups, 1):
-                planned = self._reader.plan_cached(group)
+                planned = reader.plan_cached(group)
                 if planned is None:
                     self._groups, batchwise = itertools.chain([group], groups), False
                 else:

@@ -16,7 +16,7 @@ import pytest
 import h5pack
 from h5pack.data import chunk_groups
 from h5pack.data.buffers import BatchMemory, BufferPool
-from h5pack.data.chunk_groups import ROWS
+from h5pack.data.chunk_groups import ROWS, GroupReader
 from h5pack.data.decoding import NO_KEY
 from h5pack.data.gather import CachedRows, HeldRows
 from h5pack.data.pipeline import EpochGroups, Pipeline
@@ -50,12 +50,11 @@ def begin(dataset: h5pack.H5Dataset, plan: OrderPlan, threads: int = 2, first: i
     fields.append((ROWS, (), np.dtype("i8")))
     pool = BufferPool(fields, plan.batch_size, pinned=False, keep=2)
     pool.blocks = BufferPool(fields, 2 * plan.batch_size, pinned=False, keep=2)
-    usual = {"num_threads": threads, "credits": plan.max_group_batches + 1, "finish": contents}
-    settings = {"block_rows": pool.blocks.batch_rows, "cpus": 2, "can_help": True, **usual, **settings}
-    groups = EpochGroups(plan, 576).of(1, first)
-    settings = {"held": {}, "draw_key": lambda _: NO_KEY, "keep_decoded": False, "max_gathered": 2, "idle": None,
-                **settings}  # fmt: skip
-    return Pipeline(dataset, plan, groups, first, pool, **settings)
+    usual: dict[str, Any] = {"num_threads": threads, "credits": plan.max_group_batches + 1, "finish": contents}
+    usual |= {"block_rows": pool.blocks.batch_rows, "cpus": 2, "can_help": True, "max_gathered": 2, "idle": None}
+    settings = {**usual, **settings}
+    reader = GroupReader(dataset, pool.fields, settings.pop("held", {}), lambda *_: NO_KEY, keep=False)
+    return Pipeline(reader, plan, EpochGroups(plan, 576).of(1, first), first, pool, **settings)
 
 
 def consumed(pipeline: Pipeline, first: int, end: int) -> Iterator[Any]:
