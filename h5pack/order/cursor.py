@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-from h5pack.errors import OptionsError, StateError
+from h5pack.errors import StateError
 from h5pack.system.parameters import whole_number
 
 # Parameters whose names differ from their keys in saved states.
@@ -107,10 +107,7 @@ class EpochCursor:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch. If a state was loaded for the same epoch, the next iteration still resumes from it."""
-        try:
-            epoch = index(epoch)
-        except TypeError as error:
-            raise OptionsError(f"epoch is {epoch!r}; give a whole number", parameters=("epoch",)) from error
+        epoch = whole_number("epoch", epoch, None)
         if epoch != self._next_epoch:
             self._next_epoch, self._next_start = epoch, 0
         self._running = False

@@ -74,7 +74,7 @@ class Mixture:
         whole, rest = divmod(first * self.global_batch, period)
         before = np.bincount(self.owners[:rest], minlength=len(self.plans)).tolist()
         orders = [
-            _PackOrder(self, number, whole * count + done, begun)
+            _PackOrder(_pack_groups(self, number, whole * count + done, begun))
             for number, (count, done) in enumerate(zip(self.counts, before, strict=True))
         ]
         offsets = np.arange(self.global_batch)
@@ -98,46 +98,41 @@ class Mixture:
 
 
 class _PackOrder:
-    """The endless order of pack `number` of a mixture, from row `first` on."""
+    """The endless order of a pack, whose chunk groups come from `groups` as arrays of dataset indices."""
 
-    def __init__(
-        self, mixture: Mixture, number: int, first: int, begun: Callable[[int, int, Rows], None] | None
-    ) -> None:
-        self._number, self._plan, self._start = number, mixture.plans[number], int(mixture.starts[number])
-        self._begun, self._following = begun, first
-        self._groups = self._from(first)
+    def __init__(self, groups: Iterator[Rows]) -> None:
+        self._groups, self._rows = groups, np.empty(0, np.int64)
         # Begin each chunk group one group early, so that its rows can be read before they are needed.
-        self._ahead = self._begin()
-        self._rows, self._done = np.empty(0, np.int64), 0
+        self._ahead = next(groups)
 
     def take(self, count: int) -> Rows:
         """Return the dataset indices of the next rows, int64 (count,)."""
-        parts, left = [self._rows[self._done : self._done + count]], count
-        self._done += count
-        while (left := left - len(parts[-1])) > 0:
-            self._rows, self._ahead = self._ahead, self._begin()
-            parts.append(self._rows[:left])
-            self._done = left
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        while len(self._rows) < count:
+            self._rows, self._ahead = np.concatenate((self._rows, self._ahead)), next(self._groups)
+        found, self._rows = self._rows[:count], self._rows[count:]
+        return found
 
-    def _begin(self) -> Rows:
-        indices = next(self._groups)
-        if self._begun is not None:
-            self._begun(self._number, self._following, indices)
-        self._following += len(indices)
-        return indices
 
-    def _from(self, first: int) -> Iterator[Rows]:
-        """Yield the dataset indices of the pack's order from row `first` on, one array per chunk group."""
-        epoch, row = divmod(first, self._plan.rows.count)
-        batch, skipped = divmod(row, BLOCK_ROWS)
-        while True:
-            for group in self._plan.chunk_groups(epoch, batch):
-                indices = group.in_slot_order(group.indices)[skipped:]
-                skipped = max(0, skipped - len(group.indices))
-                if len(indices):
-                    yield indices + self._start
-            epoch, batch = epoch + 1, 0
+def _pack_groups(
+    mixture: Mixture, number: int, first: int, begun: Callable[[int, int, Rows], None] | None
+) -> Iterator[Rows]:
+    """Yield the dataset indices of each chunk group of pack `number`, from row `first` of its order on, without an end.
+
+    ``begun(number, first, indices)`` is called before indices are yielded.
+    """
+    plan, start = mixture.plans[number], mixture.starts[number]
+    epoch, row = divmod(first, plan.rows.count)
+    batch, skipped = divmod(row, BLOCK_ROWS)
+    while True:
+        for group in plan.chunk_groups(epoch, batch):
+            indices = group.in_slot_order(group.indices)[skipped:] + start
+            skipped = max(0, skipped - len(group.indices))
+            if len(indices):
+                if begun is not None:
+                    begun(number, first, indices)
+                first += len(indices)
+                yield indices
+        epoch, batch = epoch + 1, 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ class Permutation:
         """Return the items at the given positions; int64, (n,)."""
         if self._table is not None:
             return self._table[positions]
-        return self._walk(positions, self._keys)
+        return self._walk(positions)
 
     def positions_of(self, items: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the positions of the given items, int64 (n,): the inverse of `items_at`."""
@@ -52,25 +52,23 @@ class Permutation:
             inverse = np.empty(self.count, np.int64)
             inverse[self._table] = np.arange(self.count)
             return inverse[items]
-        return self._walk(items, self._keys[::-1], inverse=True)
+        return self._walk(items, inverse=True)
 
-    def _walk(
-        self, values: npt.NDArray[np.int64], keys: list[np.uint64], inverse: bool = False
-    ) -> npt.NDArray[np.int64]:
+    def _walk(self, values: npt.NDArray[np.int64], inverse: bool = False) -> npt.NDArray[np.int64]:
         """Apply the Feistel network to each value until it is below `count`."""
-        current = self._encrypt(values.astype(np.uint64), keys, inverse)
+        current = self._encrypt(values.astype(np.uint64), inverse)
         outside = np.flatnonzero(current >= self.count)
         while len(outside):
-            current[outside] = self._encrypt(current[outside], keys, inverse)
+            current[outside] = self._encrypt(current[outside], inverse)
             outside = outside[current[outside] >= self.count]
         return current.view(np.int64)
 
-    def _encrypt(self, values: npt.NDArray[np.uint64], keys: list[np.uint64], inverse: bool) -> npt.NDArray[np.uint64]:
-        """Run the rounds of the network. For its inverse, `keys` must be reversed; the halves are exchanged here."""
+    def _encrypt(self, values: npt.NDArray[np.uint64], inverse: bool) -> npt.NDArray[np.uint64]:
+        """Run the rounds of the network. Its inverse is the same with reversed keys and exchanged halves."""
         left, right = values >> self._half, values & self._low
         if inverse:
             left, right = right, left
-        for key in keys:
+        for key in reversed(self._keys) if inverse else self._keys:
             mixed = splitmix64_array((right + np.uint64(1)) * np.uint64(SPLITMIX64_GAMMA) + key)
             mixed &= self._low
             left, right = right, left ^ mixed
