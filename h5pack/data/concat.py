@@ -108,11 +108,8 @@ class ConcatPack(BatchSource):
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         """Return the samples at many indices; samples of the same dataset are read together."""
-        numbers = positions_of(indices, len(self))
-        key = self.draw_key(indices)
-        if self._plain:
-            return SampleBatch(numbers, self, key)
-        return self._load(numbers, key)
+        numbers, key = positions_of(indices, len(self)), self.draw_key(indices)
+        return SampleBatch(numbers, self, key) if self._plain else self._load(numbers, key)
 
     def _load(self, indices: Rows, key: DrawKey) -> list[Any]:
         samples: list[Any] = [None] * len(indices)
@@ -144,7 +141,7 @@ class ConcatPack(BatchSource):
                         whole[position] = value
         return lists
 
-    def split_batch(self, batch: list[torch.Tensor], indices: Rows, lists: Sequence[list[Any]] = ()) -> list[Any]:
+    def split_batch(self, batch: Sequence[Any], indices: Rows, lists: Sequence[list[Any]]) -> list[Any]:
         # Any of the datasets can split the batch, because all have the same dtypes. With `with_rows`, the row
         # numbers are in the last tensor.
         rows = batch[-1].numpy()[: len(indices)] if self.datasets[0].with_rows else indices

@@ -288,7 +288,7 @@ class H5Dataset(BatchSource):
             if self.is_cropped(name):
                 self.decode_rows(name, rows, list(out), key)
                 if self.check:
-                    self.check_rows(name, rows, out)
+                    self.engine.check(name, rows, out)
             elif out.dtype == self.engine.indexes[name].native_dtype:
                 self.read_rows(name, rows, out)
             else:
@@ -374,16 +374,11 @@ class H5Dataset(BatchSource):
                 found.append(split_list(values.data, np.diff(values.offsets).tolist()))
         return found
 
-    def split_batch(
-        self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64], lists: Sequence[list[Any]] = ()
-    ) -> list[Any]:
-        return self._samples([list(tensor.numpy()[: len(rows)]) for tensor in batch[: len(self.names)]], rows, lists)
-
-    def _samples(self, columns: list[list[Any]], rows: npt.NDArray[np.int64], lists: Sequence[list[Any]]) -> list[Any]:
-        """Make samples from `columns` (the values of each dataset in `names`), `lists` and, if wanted, row numbers."""
+    def split_batch(self, batch: Sequence[Any], rows: npt.NDArray[np.int64], lists: Sequence[list[Any]]) -> list[Any]:
+        samples, new, last = [], sample_type(self.field_names, self._lists), len(self.names)
+        columns: list[Any] = [np.asarray(part)[: len(rows)] for part in batch[:last]]
         if self.with_rows:
             columns.append(rows.tolist())
-        samples, new, last = [], sample_type(self.field_names, self._lists), len(self.names)
         for number, values in enumerate(zip(*columns, strict=True)):
             converted = [self._convert(name, value) for name, value in zip(self.names, values, strict=False)]
             samples.append(new(*self.arranged([*converted, *values[last:]], [some[number] for some in lists])))
@@ -417,18 +412,8 @@ class H5Dataset(BatchSource):
         """
         values = self.engine.read_batch(name, rows, out)
         if self.check:
-            self.check_rows(name, rows, values)
+            self.engine.check(name, rows, values)
         return values
-
-    def check_rows(self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
-        """Compare the values of `rows` with the stored checksums, unless the file has none for this dataset.
-
-        Raises
-        ------
-        DamagedRowsError
-            If rows differ from their checksums.
-        """
-        self.engine.check(name, rows, values)
 
     def stats(self) -> ReadStats:
         """Return statistics of what this process has read: rows, visits to chunks, bytes, amplification.
@@ -447,13 +432,12 @@ class H5Dataset(BatchSource):
 
     def _load(self, rows: npt.NDArray[np.int64], key: DrawKey) -> list[Any]:
         if not self._encoded or self.decoder is not None:
-            return self.split_batch(self.read_batch(rows, key, share=False), rows, self.read_lists(rows, key))
-        columns = []
-        for name in self.names:
+            batch: list[Any] = self.read_batch(rows, key, share=False)
+        else:
             # An array of objects can hold images of different sizes.
-            out = np.empty(len(rows), object) if name in self._encoded else None
-            columns.append(list(self.read_rows(name, rows, out)))
-        return self._samples(columns, rows, self.read_lists(rows, key))
+            outs = [np.empty(len(rows), object) if name in self._encoded else None for name in self.names]
+            batch = [self.read_rows(name, rows, out) for name, out in zip(self.names, outs, strict=True)]
+        return self.split_batch(batch, rows, self.read_lists(rows, key))
 
     def _convert(self, name: str, value: Any) -> Any:
         if name == self.names[0]:

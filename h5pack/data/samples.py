@@ -270,10 +270,8 @@ class BatchSource(Closeable, Dataset[Any]):
         tensors, others = iter(values), iter(lists)
         return [next(others if name in self._lists else tensors) for name in self.field_names]
 
-    def split_batch(
-        self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64], lists: Sequence[list[Any]] = ()
-    ) -> list[Any]:
-        """Return the first ``len(rows)`` samples of a batch; their tensors share the batch's memory.
+    def split_batch(self, batch: Sequence[Any], rows: npt.NDArray[np.int64], lists: Sequence[list[Any]]) -> list[Any]:
+        """Return the first ``len(rows)`` samples of a batch of tensors or arrays, with which they share memory.
 
         `lists` is what `read_lists` returned for these rows.
         """
@@ -302,8 +300,6 @@ def positions_of(indices: Sequence[int], count: int, where: str = "") -> npt.NDA
         numbers = np.fromiter(map(operator.index, indices), np.int64, len(indices))
     except TypeError as error:
         raise TypeError(f"{where}{error}; a DataLoader takes batches of indices as batch_sampler") from None
-    except OverflowError:
-        numbers = np.array([min(max(operator.index(index), -count - 1), count) for index in indices])
     wrong = np.flatnonzero((numbers < -count) | (numbers >= count))
     if len(wrong):
         raise out_of_range(indices[int(wrong[0])], count, where)
