@@ -25,7 +25,7 @@ from h5pack.order.window import ChunkGroup, Span
 from h5pack.read.engine import SCATTER_BYTES
 from h5pack.read.read_plan import ScatterPlan, plan_scatter
 from h5pack.read.storage import CHECK_SECONDS
-from h5pack.system.arrays import consecutive_runs, equal_runs
+from h5pack.system.arrays import consecutive_runs, equal_runs, limited_stops, run_edges
 
 TASK_BYTES = 8 * 1024 * 1024
 """Bytes that one task reads: enough to make the overhead of a task (about 10 us) negligible, and few enough to divide
@@ -246,10 +246,12 @@ class GroupReader:
         group, countdown = planned.group, _Countdown(planned.group.spans, on_arrival)
         rows, tasks = len(group.rows), list[Task]()
         for field in self._fields:
-            plan = planned.plans.get(field.name)
+            plan, max_rows = planned.plans.get(field.name), max(1, TASK_BYTES // max(1, field.row_bytes))
             if plan is not None:
                 plan.buffers[:, 0] = self._addresses(group, field)
-                work, cuts = partial(self._engine.execute, plan), _cut_runs(plan.edges, field.row_bytes)
+                # Tasks of about `TASK_BYTES` that do not cut a run of rows.
+                work, stops = partial(self._engine.execute, plan), limited_stops(np.diff(plan.edges), max_rows)
+                cuts = [0, *stops]
             elif self._dataset.is_cropped(field.name):
                 size = self._engine.indexes[field.name].row_bytes
                 count = max(_MIN_CROPS, min(_MAX_CROPS, _CROPPED_BYTES // max(1, size)))
@@ -262,8 +264,10 @@ class GroupReader:
                 count, last = max(1, DECODING_BYTES // (index.chunk_rows * field.row_bytes)), len(edges) - 1
                 work, cuts = partial(self._decode, field, group, edges), [*range(0, last, count), last]
             else:
-                max_rows = max(1, TASK_BYTES // field.row_bytes)
-                work, cuts = partial(self._copy, field, group), _cut_rows(group.rows, max_rows)
+                # Tasks of up to `max_rows` ascending rows.
+                ascending = itertools.pairwise(run_edges(np.diff(group.rows) < 0).tolist())
+                starts = [start for low, high in ascending for start in range(low, high, max_rows)]
+                work, cuts = partial(self._copy, field, group), [*starts, rows]
             tasks += [partial(countdown.run, work, low, high) for low, high in itertools.pairwise(cuts)]
         countdown.tasks = len(tasks)
         return tasks
@@ -395,24 +399,3 @@ def _runs_of(rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.ND
     """Return the first and the last row of each run of consecutive rows, int64 (runs,)."""
     edges = consecutive_runs(rows)
     return rows[edges[:-1]], rows[edges[1:] - 1]
-
-
-def _cut_rows(rows: npt.NDArray[np.int64], max_rows: int) -> list[int]:
-    """Divide rows into ascending parts of at most `max_rows`; return each part's start, then the number of rows."""
-    edges = [0, *(np.flatnonzero(np.diff(rows) < 0) + 1).tolist(), len(rows)]
-    cuts = [cut for low, high in itertools.pairwise(edges) for cut in range(low, high, max_rows)]
-    return [*cuts, len(rows)]
-
-
-def _cut_runs(edges: list[int], row_bytes: int) -> list[int]:
-    """Combine runs of rows into tasks of about `TASK_BYTES`, without cutting a run.
-
-    Run i has the rows ``edges[i]`` to ``edges[i + 1] - 1``. Return the index of each task's first run, followed by the
-    number of runs.
-    """
-    max_rows = max(1, TASK_BYTES // row_bytes)
-    cuts = [0]
-    for number in range(1, len(edges) - 1):
-        if edges[number + 1] - edges[cuts[-1]] > max_rows:
-            cuts.append(number)
-    return [*cuts, len(edges) - 1]

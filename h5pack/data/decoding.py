@@ -124,15 +124,13 @@ class CropDecoder:
     """
 
     def __init__(self, path: str, images: ChunkIndex, crop: DecodeCrop, exact: bool, unmoved: Sequence[str]) -> None:
-        problem, parameters = "", ["decode"]
         if not images.is_encoded:
             problem = "the images are stored as pixels, so decode has no effect; give Normalize(crop=...) the crop, or "
-            problem, parameters = problem + "convert with keep='jpeg'", ["decode", "keep='jpeg'"]
-        elif unmoved:
+            problem += "convert with keep='jpeg'"
+            raise OptionsError.at(path, problem, "decode", "keep='jpeg'", dataset=images.name)
+        if unmoved:
             problem = f"{', '.join(map(repr, unmoved))} cannot be cropped with the images; leave them out of fields"
-            parameters = ["decode", "fields"]
-        if problem:
-            raise OptionsError.at(path, problem, *parameters, dataset=images.name)
+            raise OptionsError.at(path, problem, "decode", "fields", dataset=images.name)
         if not isinstance(crop, DecodeCrop):
             raise unfit(
                 "decode",

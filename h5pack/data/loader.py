@@ -52,8 +52,11 @@ class LoaderIterator(BatchIterator):
         self._ready: dict[int, Any] = {}
         self._pipeline: Pipeline | None = None
         if self._following < self._end:
-            with cursor.canceled_on_error():
+            try:
                 self._pipeline = start(iteration)
+            except BaseException:
+                cursor.cancel()
+                raise
             # The threads do not reference this iterator. So if the user drops it, its finalizer stops the threads.
             self._finalizer = self._pipeline.stop_with(self)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -128,15 +127,10 @@ class EpochCursor:
         self._running = True
         return self.iteration
 
-    @contextlib.contextmanager
-    def canceled_on_error(self) -> Iterator[None]:
-        """If the ``with`` block fails, make the next iteration begin where the current one began."""
-        try:
-            yield
-        except BaseException:
-            self._next_epoch, self._next_start = self.iteration.epoch, self.iteration.start
-            self._running = False
-            raise
+    def cancel(self) -> None:
+        """Make the next iteration begin where the current one began, because the current one failed to start."""
+        self._next_epoch, self._next_start = self.iteration.epoch, self.iteration.start
+        self._running = False
 
     def state(self, count: int | None = None) -> dict[str, Any]:
         """Return the state after `count` batches or rows of the running iteration.
