@@ -6,11 +6,8 @@ batch size and number of ranks, and after a resume.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +24,15 @@ from h5pack.data.draws import (
     random_words,
 )
 from h5pack.errors import OptionsError
-from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop, ResizedCrop, check_image_size
-from h5pack.system.parameters import real_number, unfit
+from h5pack.images.crops import (
+    CenterCrop,
+    RandomCrop,
+    RandomResizedCrop,
+    ResizedCrop,
+    check_image_size,
+    checked_range,
+)
+from h5pack.system.parameters import real_number, unfit, whole_number
 
 FLIP, TOP, LEFT, ERASE, BOX, VERTICAL_FLIP = 0, 1, 2, 3, 4, 44
 """Positions in a sample's random words (`random_words`, stream 0). From BOX on, each attempt at a box takes four."""
@@ -86,16 +90,14 @@ class ColorJitter:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).copy().items():
-            number, largest = checked_number(name, value), 0.5 if name == "hue" else 1
-            if not 0 <= number <= largest:
-                raise OptionsError(f"{name} is {value}; give a number from 0 to {largest}", parameters=(name,))
-            object.__setattr__(self, name, number)
+            object.__setattr__(self, name, _checked_share(name, value, 0.5 if name == "hue" else 1))
 
 
-def checked_number(name: str, value: Any) -> float:
-    """Return the value of an option as a float; raise OptionsError if it is not a number."""
-    if math.isnan(number := real_number(value)):
-        raise unfit(name, value, "give a number")
+def _checked_share(name: str, value: Any, largest: float) -> float:
+    """Return the value of an option as a float; raise OptionsError if it is not a number from 0 to `largest`."""
+    number = real_number(value)
+    if not 0 <= number <= largest:  # NaN for anything but a number
+        raise unfit(name, value, f"give a number from 0 to {largest}")
     return number
 
 
@@ -125,33 +127,19 @@ class Augmentation:
 
     def __post_init__(self) -> None:
         for name in ("flip", "vertical_flip", "erase"):
-            object.__setattr__(self, name, checked_number(name, getattr(self, name)))
+            object.__setattr__(self, name, _checked_share(name, getattr(self, name), 1))
         # Tuples of floats are hashable: these values are part of the key under which a table is cached.
-        for name in ("erase_scale", "erase_ratio"):
-            given = getattr(self, name)
-            values = tuple(checked_number(name, value) for value in given) if isinstance(given, Iterable) else ()
-            if len(values) != 2:
-                raise unfit(name, given, "give two numbers in ascending order")
-            object.__setattr__(self, name, values)
-        (low_area, high_area), (low_ratio, high_ratio) = self.erase_scale, self.erase_ratio
-        crop: Any = self.crop
-        with contextlib.suppress(TypeError):
-            object.__setattr__(self, "crop", index(crop))  # A NumPy integer becomes an int.
-        is_crop = isinstance(self.crop, (RandomCrop, CenterCrop, RandomResizedCrop))
-        if isinstance(self.crop, int):
-            is_crop = 0 <= real_number(crop) < 1 << 20  # NaN for a bool
-        is_scale, is_ratio = 0 < low_area <= high_area <= 1, 1 / 1024 <= low_ratio <= high_ratio <= 1024
-        for name, is_valid, wanted in (
-            ("flip", 0 <= self.flip <= 1, "a probability from 0 to 1"),
-            ("vertical_flip", 0 <= self.vertical_flip <= 1, "a probability from 0 to 1"),
-            ("erase", 0 <= self.erase <= 1, "a probability from 0 to 1"),
-            ("crop", is_crop, "the padding in pixels (an integer from 0 to 1048575) or a crop such as RandomCrop(224)"),
-            ("color", self.color is None or isinstance(self.color, ColorJitter), "ColorJitter(...)"),
-            ("erase_scale", is_scale, "two fractions of the area in ascending order, above 0 and at most 1"),
-            ("erase_ratio", is_ratio, "two ratios in ascending order, from 1/1024 to 1024"),
-        ):
-            if not is_valid:
-                raise unfit(name, crop if name == "crop" else getattr(self, name), f"give {wanted}")
+        for name, low, high in (("erase_scale", 0.0, 1.0), ("erase_ratio", 1 / 1024, 1024.0)):
+            object.__setattr__(self, name, checked_range(name, getattr(self, name), low, high))
+        if not isinstance(self.crop, (RandomCrop, CenterCrop, RandomResizedCrop)):
+            try:
+                padding = whole_number("crop", self.crop, 0, (1 << 20) - 1)
+            except OptionsError:
+                advice = "give the padding in pixels (an integer from 0 to 1048575) or a crop such as RandomCrop(224)"
+                raise unfit("crop", self.crop, advice) from None
+            object.__setattr__(self, "crop", padding)
+        if self.color is not None and not isinstance(self.color, ColorJitter):
+            raise unfit("color", self.color, "give ColorJitter(...)")
 
     @property
     def is_random(self) -> bool:
@@ -162,8 +150,9 @@ class Augmentation:
     @property
     def resize(self) -> ResizedCrop | None:
         """`crop` if it resizes (`RandomResizedCrop`, or `CenterCrop` with `resize`), else None."""
-        is_resized = isinstance(self.crop, RandomResizedCrop) or getattr(self.crop, "resize", None) is not None
-        return self.crop if is_resized and isinstance(self.crop, ResizedCrop) else None
+        if isinstance(self.crop, CenterCrop):
+            return None if self.crop.resize is None else self.crop
+        return self.crop if isinstance(self.crop, RandomResizedCrop) else None
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width of the result for images of this size, in pixels.
@@ -172,7 +161,7 @@ class Augmentation:
         """
         if self.resize is not None:
             check_image_size(self.resize, height, width)
-        return (height, width) if isinstance(self.crop, (int, float)) else self.crop.output_size
+        return (height, width) if isinstance(self.crop, int) else self.crop.output_size
 
     def windows(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return (smallest first row, number of possible first rows) of the crop window, and the same for its columns.

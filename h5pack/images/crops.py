@@ -137,7 +137,7 @@ class RandomResizedCrop(_Crop):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, low, high in (("scale", 0.0, 1.0), ("ratio", 1 / _MAX_RATIO, float(_MAX_RATIO))):
-            object.__setattr__(self, name, _checked_range(name, getattr(self, name), low, high))
+            object.__setattr__(self, name, checked_range(name, getattr(self, name), low, high))
 
     def resized_size(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width of a resized window, in pixels."""
@@ -198,7 +198,7 @@ def check_image_size(crop: ResizedCrop, height: int, width: int) -> None:
         raise OptionsError(f"crop cannot resize images of {height} x {width} {what}", parameters=("crop",))
 
 
-def _checked_range(name: str, value: Any, low: float, high: float) -> tuple[float, float]:
+def checked_range(name: str, value: Any, low: float, high: float) -> tuple[float, float]:
     """Return two ascending positive numbers from `low` to `high` as floats; raise OptionsError for anything else."""
     try:
         first, last = map(real_number, value)
