@@ -158,18 +158,14 @@ def images_of(batch: Any, image_key: Hashable | None = None) -> torch.Tensor:
 
 
 def with_images(batch: Any, image_key: Hashable | None, images: Any) -> Any:
-    """Return a copy of the batch in which `images` replaces its images. The other elements are shared."""
-    if is_echoed(batch):
-        return mark_echoed(with_images(unmark_echoed(batch), image_key, images), repeats_of(batch))
+    """Return a copy of an unmarked batch in which `images` replaces its images. The other elements are shared."""
     if isinstance(batch, torch.Tensor):
         return images
     return with_elements(batch, {_resolve_key(batch, image_key): images})
 
 
 def with_elements(batch: Any, elements: Mapping[Any, Any]) -> Any:
-    """Return a copy of the batch with some elements replaced: `elements` maps keys or indices to new elements."""
-    if is_echoed(batch):
-        return mark_echoed(with_elements(unmark_echoed(batch), elements), repeats_of(batch))
+    """Return a copy of an unmarked batch with some elements replaced: `elements` maps keys or indices to new ones."""
     if isinstance(batch, Mapping):
         return _with_values(batch, dict(elements))
     changed = list(batch)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 
 from h5pack.data.samples import can_join
-from h5pack.device.batch import images_of, map_tensors, named_elements, repeats_of, tensors_of, with_elements
+from h5pack.device.batch import images_of, map_tensors, named_elements, repeats_of, tensors_of
 from h5pack.device.loader_wrapper import FetchedBatch
 from h5pack.device.profiling import profiler_range
 from h5pack.device.transforms import ImageTransform
@@ -130,17 +130,10 @@ class DeviceCopier:
             # The loader may have written new images into the tensor of its last batch.
             self._kept = None
         with operations.on(stream), profiler_range("copy"):
-            lists = {
-                index: self._copied_list(element)
-                for index, element in named_elements(fetched.batch).values()
-                if isinstance(element, list)
-                and len(element) > 1
-                and can_join(element)
-                and not self._is_here(element[0])
-            }
-            batch = with_elements(fetched.batch, dict.fromkeys(lists)) if lists else fetched.batch
-            batch = map_tensors(batch, functools.partial(self._copied, images))
-            fetched.batch = with_elements(batch, lists) if lists else batch
+            joined = self._joined_copies(fetched.batch)
+            fetched.batch = map_tensors(
+                fetched.batch, lambda one: joined[id(one)] if id(one) in joined else self._copied(images, one)
+            )
             return QueuedBatch(fetched, operations.event(stream))
 
     def transform(self, queued: QueuedBatch) -> QueuedBatch:
@@ -190,10 +183,17 @@ class DeviceCopier:
             self._kept = tensor, self._operations.copy(self._operations.pin(tensor))
         return self._kept[1]
 
-    def _copied_list(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Queue one copy for a whole list of tensors, because copying one small tensor takes as long as copying all."""
-        joined = self._operations.copy(self._operations.pin(torch.cat(tensors)))
-        return list(torch.split(joined, [len(tensor) for tensor in tensors]))
+    def _joined_copies(self, batch: Any) -> dict[int, torch.Tensor]:
+        """Queue one copy for each list of tensors in the batch, and return the tensors' copies by their `id`.
+
+        Copying one small tensor takes as long as copying all.
+        """
+        copies: dict[int, torch.Tensor] = {}
+        for _, element in named_elements(batch).values():
+            if isinstance(element, list) and len(element) > 1 and can_join(element) and not self._is_here(element[0]):
+                joined = self._operations.copy(self._operations.pin(torch.cat(element)))
+                copies.update(zip(map(id, element), torch.split(joined, list(map(len, element))), strict=True))
+        return copies
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self._operations.device

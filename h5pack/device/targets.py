@@ -16,6 +16,7 @@ import torch
 from h5pack.device.augment import AugmentationDraws
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomResizedCrop, ResizedCrop
+from h5pack.system.parameters import unfit
 
 Size = tuple[int, int]
 
@@ -245,8 +246,13 @@ def _floats(values: torch.Tensor) -> torch.Tensor:
     return values if values.dtype == torch.float64 else values.to(torch.float32)
 
 
+def is_mask(shape: tuple[int, ...], size: Size) -> bool:
+    """Return whether a shape is (N, H, W), (N, H, W, C) or (N, C, H, W), where (H, W) is `size`."""
+    return len(shape) in (3, 4) and size in (shape[1:3], shape[-2:])
+
+
 _SHAPES: dict[str, Callable[[tuple[int, ...], Size], bool]] = {
-    "mask": lambda shape, size: len(shape) in (3, 4) and size in (shape[1:3], shape[-2:]),
+    "mask": is_mask,
     "boxes": lambda shape, size: len(shape) > 1 and shape[-1] == 4,
     "keypoints": lambda shape, size: len(shape) > 1 and shape[-1] in (2, 3),
 }
@@ -268,8 +274,7 @@ def checked_fields(fields: Any) -> dict[Hashable, str | None]:
         return {}
     known = ", ".join(map(repr, (*_WANTED, None)))
     if not isinstance(fields, Mapping):
-        problem = f"fields is {fields!r}; give a dict from names of the batch's elements to one of {known}"
-        raise OptionsError(problem, parameters=("fields",))
+        raise unfit("fields", fields, f"give a dict from names of the batch's elements to one of {known}")
     for name, kind in fields.items():
         if kind not in (*_WANTED, None):
             problem = f"fields[{name!r}] is {kind!r}; it must be one of {known}"

@@ -28,7 +28,7 @@ from h5pack.device.batch import (
 )
 from h5pack.device.normalize import Normalize
 from h5pack.device.profiling import profiler_range
-from h5pack.device.targets import axes_of, move_field
+from h5pack.device.targets import axes_of, is_mask, move_field
 from h5pack.errors import OptionsError
 from h5pack.format import schema
 from h5pack.system.parameters import unfit, whole_number
@@ -71,7 +71,7 @@ class Views:
                     f"{_name_of(transform)} cannot make a view; give callables that take images and return a tensor",
                     parameters=("transforms",),
                 )
-        self.transforms = transforms
+        self.transforms: tuple[Any, ...] = transforms
         self.keyed = any(map(_is_keyed, transforms))
 
     def __repr__(self) -> str:
@@ -120,7 +120,7 @@ class ImageTransform:
     def __init__(
         self, transform: Any, image_key: Hashable | None, dataset: Any = None, rank: int | None = None
     ) -> None:
-        self.rank = rank
+        self.image_key, self.rank = image_key, rank
         self.transforms = tuple(transform) if isinstance(transform, (list, tuple)) else (transform,)
         for one in self.transforms:
             if not callable(one):
@@ -128,9 +128,7 @@ class ImageTransform:
                     f"the transform {_name_of(one)} is not callable; give a callable or a sequence of them",
                     parameters=("transform",),
                 )
-        keyed = [one for one in self.transforms if _is_keyed(one)]
-        self.keyed = bool(keyed)
-        called = [one for each in self.transforms for one in (each.transforms if isinstance(each, Views) else (each,))]
+        called = [one for each in self.transforms for one in _views_of(each)]
         for one in called:
             if getattr(one, "fields", None) and not isinstance(one, Normalize):
                 raise OptionsError(
@@ -143,11 +141,10 @@ class ImageTransform:
         # surely returns new images, and so keeps the loaded ones.
         self.draws = any(not _is_keyed(one) and not isinstance(one, Normalize) for one in called)
         first = self.transforms[0] if self.transforms else None
-        views = first.transforms if isinstance(first, Views) else (first,)
-        self.replaces_images = all(isinstance(one, Normalize) for one in views)
+        self.replaces_images = all(isinstance(one, Normalize) for one in _views_of(first))
         self.seconds = 0.0
-        self._name = _name_of(keyed[0]) if keyed else ""
-        self.image_key = image_key
+        keyed = [one for one in self.transforms if _is_keyed(one)]
+        self.keyed, self._name = bool(keyed), _name_of(keyed[0]) if keyed else ""
         pack = _pack_of(dataset)
         self._gives_rows = None if pack is None else pack.with_rows
         kinds = {} if pack is None else pack.kinds
@@ -166,24 +163,18 @@ class ImageTransform:
             # Make the key from the loaded batch, because a transform of whole batches may drop the row numbers.
             key = self._key(batch, images_of(batch, self.image_key), epoch, number) if self.keyed else None
             begin = time.perf_counter()
+            changed = unmark_echoed(batch)
             for transform in self.transforms:
-                apply = self._apply_to_batch if _takes_batches(transform) else self._apply_to_images
-                batch = apply(transform, batch, key)
+                apply = self._call if _takes_batches(transform) else self._apply_to_images
+                changed = apply(transform, changed, key)
             self.seconds += time.perf_counter() - begin
-        return batch
-
-    def _apply_to_batch(self, transform: Callable[..., Any], batch: Any, key: BatchKey | None) -> Any:
-        changed = self._call(transform, unmark_echoed(batch), key)
         return mark_echoed(changed, repeats_of(batch)) if is_echoed(batch) else changed
 
     def _apply_to_images(self, transform: Callable[..., Any], batch: Any, key: BatchKey | None) -> Any:
         images = images_of(batch, self.image_key)
-        if not isinstance(transform, Views):
-            changed, moved = self._view(transform, batch, images, key)
-        else:
-            views = [
-                self._view(one, batch, images, _view(key, number)) for number, one in enumerate(transform.transforms)
-            ]
+        views = [self._view(one, batch, images, _view(key, number)) for number, one in enumerate(_views_of(transform))]
+        changed, moved = views[0]
+        if isinstance(transform, Views):
             changed = tuple(view for view, _ in views)
             # If only some of the views move a field, the others get it unmoved.
             moved = {
@@ -218,7 +209,8 @@ class ImageTransform:
 
     def _kinds(self, transform: Normalize, batch: Any, images: torch.Tensor, size: tuple[int, int]) -> dict[Any, str]:
         """Return the kind of each field to move, by key or index; raise OptionsError if `transform.fields` is wrong."""
-        elements, names = named_elements(batch), ", ".join(map(repr, named_elements(batch)))
+        elements = named_elements(batch)
+        names = ", ".join(map(repr, elements))
         kinds = {}
         for name, kind in transform.fields.items():
             # An element that has a name may also be given by its index.
@@ -235,21 +227,19 @@ class ImageTransform:
             if kind is not None:
                 kinds[index] = kind
         for name, (_, element) in elements.items():
+            shapes = [tuple(tensor.shape) for tensor in tensors_of(element) if tensor is not images]
+            masks = [shape for shape in shapes if is_mask(shape, size) and shape[0] == len(images)]
             if name in self._moving:
-                raise OptionsError(
-                    f"the transform moves the pixels of the images, but not their {self._moving[name]} in {name!r}; "
-                    f'give Normalize fields={{{name!r}: "{self._moving[name]}"}}, or None instead of '
-                    f'"{self._moving[name]}" to leave them unmoved',
-                    parameters=("fields",),
-                )
-            for tensor in tensors_of(element):
-                if tensor is not images and _is_spatial(tensor, len(images), size):
-                    raise OptionsError(
-                        f"the transform moves the pixels of the images, but not {name!r} of shape "
-                        f"{tuple(tensor.shape)}, which has their height and width; give Normalize "
-                        f'fields={{{name!r}: "mask"}}, or None instead of "mask" to leave it unmoved',
-                        parameters=("fields",),
-                    )
+                kind, what = self._moving[name], f"their {self._moving[name]} in {name!r}"
+            elif masks:
+                kind, what = "mask", f"{name!r} of shape {masks[0]}, which has their height and width"
+            else:
+                continue
+            raise OptionsError(
+                f"the transform moves the pixels of the images, but not {what}; give Normalize "
+                f'fields={{{name!r}: "{kind}"}}, or None instead of "{kind}" to leave it unmoved',
+                parameters=("fields",),
+            )
         return kinds
 
     def _key(self, batch: Any, images: torch.Tensor, epoch: int, number: int) -> BatchKey:
@@ -277,6 +267,11 @@ def _call(transform: Callable[..., Any], argument: Any, key: BatchKey | None) ->
     return transform(argument, key) if _is_keyed(transform) else transform(argument)
 
 
+def _views_of(transform: Any) -> tuple[Any, ...]:
+    """Return the transforms of a `Views`, or the transform itself as the only one."""
+    return transform.transforms if isinstance(transform, Views) else (transform,)
+
+
 def _view(key: BatchKey | None, number: int) -> BatchKey | None:
     return None if key is None else replace(key, view=number)
 
@@ -299,12 +294,6 @@ def _takes_batches(transform: Any) -> bool:
 
 def _name_of(transform: Any) -> str:
     return getattr(transform, "__name__", type(transform).__name__)
-
-
-def _is_spatial(tensor: torch.Tensor, count: int, size: tuple[int, int]) -> bool:
-    """Return whether a tensor looks like (N, H, W), (N, H, W, C) or (N, C, H, W) with the images' N, H and W."""
-    shape = tuple(tensor.shape)
-    return len(shape) in (3, 4) and shape[0] == count and size in (shape[1:3], shape[-2:])
 
 
 def _pack_of(dataset: Any) -> H5Dataset | None:
