@@ -177,7 +177,7 @@ class EchoLoader(LoaderWrapper):
         super().load_state_dict(loader)
         self._loaded = loaded
 
-    def _first_number(self, _: dict[str, Any] | None) -> int:
+    def _first_number(self) -> int:
         state = self._state
         factor = self.factor if isinstance(self.factor, Fraction) else self.max_factor
         return math.floor(state.batch * factor) + state.showing

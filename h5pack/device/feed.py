@@ -220,9 +220,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         rank = launched_number("LOCAL_RANK", -1)
         return torch.device("cuda", rank if 0 <= rank < torch.cuda.device_count() else torch.cuda.current_device())
     try:
-        # Without a GPU, torch.device(0) would be an error that does not say so.
-        has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
-        found = torch.device(f"cuda:{device}" if type(device) is int and not has_gpu else device)
+        found = torch.device(f"cuda:{device}" if type(device) is int else device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise invalid("device", device, " is not a torch device; give 'cpu', 'cuda' or 'cuda:0'") from error
     if found.type != "cuda":

@@ -167,23 +167,18 @@ class LoaderWrapper(Closeable):
         self._leave_epoch()
         iterator = iter(self.loader)
         self._iteration, self._next_iteration = self._next_iteration, self._next_iteration + 1
-        state = self._loader_state() if record else None
-        self._cursor = DeliveryCursor(self._iteration, 0, state)
+        self._cursor = DeliveryCursor(self._iteration, 0, self._loader_state() if record else None)
         # Only wrappers that record states use `FetchedBatch.number`.
-        first = self._first_number(state) if record else 0
+        first = self._first_number() if record else 0
         return self._cursor, BatchFetcher(self, iterator, self._iteration, record, first)
 
-    def _first_number(self, state: dict[str, Any] | None) -> int:
-        """Return the index within the epoch of the batch that the new iteration begins with; 0 if unknown.
-
-        `state` is the loader's state at the beginning of the iteration.
-        """
+    def _first_number(self) -> int:
+        """Return the index within the epoch of the batch that the new iteration begins with; 0 if unknown."""
         if isinstance(self.loader, LoaderWrapper):
-            return self.loader._first_number(self.loader._loader_state())
-        state = state or {}
+            return self.loader._first_number()
+        state = self._loader_state() or {}
         if "rows" not in state and "batches" not in state:
-            samplers = (one for one in with_samplers(self.loader) if isinstance(one, (BatchOrder, ChunkSampler)))
-            state = next((sampler.state_dict(0) for sampler in samplers), {})
+            state = next((sampler.state_dict(0) for sampler in _resumable_samplers(self.loader)), {})
         if "rows" in state:
             return int(state["rows"]) // _batch_rows(self.loader)
         number = state.get("batches", 0)
@@ -199,9 +194,8 @@ class LoaderWrapper(Closeable):
         """Make the samplers' states describe the beginning of the next epoch, if they describe an iteration."""
         if hasattr(self.loader, "state_dict"):
             return
-        for sampler in with_samplers(self.loader):
-            if isinstance(sampler, (BatchOrder, ChunkSampler)):
-                finish_epoch(sampler)
+        for sampler in _resumable_samplers(self.loader):
+            finish_epoch(sampler)
 
     def _loader_state(self) -> dict[str, Any] | None:
         """Return the loader's own current state; None if it keeps no state."""
@@ -215,9 +209,8 @@ class LoaderWrapper(Closeable):
         return state
 
     def _stateful_sampler(self) -> BatchOrder | ChunkSampler:
-        for one in with_samplers(self.loader):
-            if isinstance(one, (BatchOrder, ChunkSampler)):
-                return one
+        for sampler in _resumable_samplers(self.loader):
+            return sampler
         raise StateError(
             f"neither the {type(self.loader).__name__} nor its sampler keeps a state; use an H5Loader, a "
             "StatefulDataLoader, or a DataLoader with batch_sampler=ChunkBatchSampler(...)"
@@ -299,6 +292,11 @@ def with_samplers(loader: Any) -> list[Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
     return [loader, *(sampler for sampler in samplers if sampler is not None)]
+
+
+def _resumable_samplers(loader: Any) -> list[BatchOrder | ChunkSampler]:
+    """Return the samplers of h5pack among a loader and its samplers."""
+    return [one for one in with_samplers(loader) if isinstance(one, (BatchOrder, ChunkSampler))]
 
 
 def rank_of_copies(loader: Any) -> int | None:

@@ -213,7 +213,7 @@ class FeedMonitor(LoaderWrapper):
         if self._recorder is not None:
             self._earlier_batches += self._recorder.counters.batches
         # A resumed epoch does not begin at batch 0.
-        self._first_batch = self._first_number(self._loader_state())
+        self._first_batch = self._first_number()
         self._recorder = recorder = FeedRecorder(self, layers, begun, None if cuda is None else DeviceWait(cuda))
         # The step also waited while the loader started its workers.
         recorder.waited(time.perf_counter() - begun)
