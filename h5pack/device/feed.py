@@ -110,9 +110,6 @@ class DeviceFeed(LoaderWrapper):
             self._transform.seconds = before.seconds
         self._given_transform = transform
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_cursor": None}
-
     def __repr__(self) -> str:
         return f"DeviceFeed({self.loader!r}, device={str(self.device)!r}, prefetch_factor={self.prefetch_factor})"
 
