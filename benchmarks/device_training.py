@@ -29,6 +29,7 @@ from h5pack.system.machine import available_cpus
 
 CLASSES = 10
 MakeNetwork = Callable[[], nn.Module]
+Step = Callable[[torch.Tensor, torch.Tensor], Any]
 NETWORKS: dict[str, MakeNetwork] = {
     name: partial(Network, name, 3, CLASSES, small=False) for name in ("resnet50", "resnet18")
 }
@@ -112,8 +113,7 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 def train(network: nn.Module, batches: Iterator[Any], device: torch.device, steps: int) -> dict[str, Any]:
     """Seconds and CPU seconds of some steps, after a few to warm up, and how busy the GPU was."""
-    network = network.to(device, memory_format=torch.channels_last).train()
-    optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum=0.9)
+    train_step = training_step(network, device)
     begin, images_done, cpu = 0.0, 0, CpuTime.now()
     with Utilization(device) as utilization:
         for step, (images, labels) in zip(range(steps + _WARM_UP), batches, strict=False):
@@ -121,11 +121,7 @@ def train(network: nn.Module, batches: Iterator[Any], device: torch.device, step
                 wait_for_device(device)
                 utilization.percents.clear()
                 begin, images_done, cpu = time.perf_counter(), 0, CpuTime.now()
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = nn.functional.cross_entropy(network(images), labels)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
+            train_step(images, labels)
             images_done += len(images)
         wait_for_device(device)
         seconds = time.perf_counter() - begin
@@ -188,8 +184,10 @@ def training_figures(
             )
         figures["networks"][network] = found
     make_first = next(iter(networks.values()))
-    reserved = partial(torch.cuda.memory_reserved, device) if device.type == "cuda" else lambda: 0
-    figures["replayed_steps"] = replay_figures(pack, make_step(make_first(), ready, device), 10 * steps, reserved)
+    reserved = partial(torch.cuda.memory_reserved, device) if pinned else lambda: 0
+    step = training_step(make_first(), device)
+    replayed = CapturedStep(step, *ready) if pinned else step
+    figures["replayed_steps"] = replay_figures(pack, replayed, 10 * steps, reserved)
     figures["validations"] = validation_figures(
         lambda: DeviceFeed(pack.loader, device, transform=normalize), max(2, steps // 5), reserved
     )
@@ -200,7 +198,7 @@ def training_figures(
 class CapturedStep:
     """A training step as a CUDA graph, which reads batches from memory of its own."""
 
-    def __init__(self, step: Callable[[torch.Tensor, torch.Tensor], Any], images: torch.Tensor, labels: torch.Tensor):
+    def __init__(self, step: Step, images: torch.Tensor, labels: torch.Tensor):
         self._images, self._labels = images.clone(), labels.clone()
         stream = torch.cuda.Stream(images.device)
         stream.wait_stream(torch.cuda.current_stream(images.device))
@@ -219,12 +217,13 @@ class CapturedStep:
         self._graph.replay()
 
 
-def make_step(network: nn.Module, batch: Any, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-    """A training step in bfloat16; on CUDA captured with the shapes of a batch."""
+def training_step(network: nn.Module, device: torch.device) -> Step:
+    """A training step in bfloat16, which returns the loss."""
     network = network.to(device, memory_format=torch.channels_last).train()
     optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum=0.9)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        # A step that is captured must not use weights that were converted, and kept, outside of it.
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
             loss = nn.functional.cross_entropy(network(images), labels)
         optimizer.zero_grad(set_to_none=True)
@@ -232,12 +231,10 @@ def make_step(network: nn.Module, batch: Any, device: torch.device) -> Callable[
         optimizer.step()
         return loss.detach()
 
-    return CapturedStep(step, *batch) if device.type == "cuda" else step
+    return step
 
 
-def replay_figures(
-    feed: Any, step: Callable[[torch.Tensor, torch.Tensor], Any], steps: int, reserved: Callable[[], int]
-) -> dict[str, Any]:
+def replay_figures(feed: Any, step: Step, steps: int, reserved: Callable[[], int]) -> dict[str, Any]:
     """Bytes that torch reserves on the device while a step that the host does not wait for works on a feed's batches.
 
     The step's host time is short, so a feed that did not bound how far it runs ahead would take ever more memory.
@@ -281,7 +278,7 @@ def loss_figures(
     normalize = Normalize.from_dataset(rows, dtype=torch.bfloat16, flip=0.5, crop=4)
 
     def fed() -> Iterator[Any]:
-        return iter(endless(DeviceFeed(h5pack.H5Loader(rows, batch, drop_last=True), device, transform=normalize)))
+        return endless(DeviceFeed(h5pack.H5Loader(rows, batch, drop_last=True), device, transform=normalize))
 
     def blocking() -> Iterator[Any]:
         loader = h5pack.H5Loader(rows, batch, drop_last=True)
@@ -293,18 +290,10 @@ def loss_figures(
     losses = []
     for batches in (fed(), blocking()):
         torch.manual_seed(0)
-        network = make_network().to(device, memory_format=torch.channels_last).train()
-        optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum=0.9)
-        found = []
+        step = training_step(make_network(), device)
         # cuDNN's fastest algorithms sum in any order.
         with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-            for _, (images, labels, _) in zip(range(steps), batches, strict=False):
-                with torch.autocast(device.type, torch.bfloat16):
-                    loss = nn.functional.cross_entropy(network(images), labels)
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                optimizer.step()
-                found.append(loss.detach())
+            found = [step(*one[:2]) for _, one in zip(range(steps), batches, strict=False)]
         losses.append(torch.stack(found))
     largest = (losses[0] - losses[1]).abs().max().item()
     print(f"losses of {steps} steps, fed and blocking: the largest difference is {largest:.3g}")
