@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,19 @@ _WAYS = (
 _LARGE = "116 KB"
 _OURS = "h5loader"
 _MARGIN = 0.05
+_REPEATS = "interleaved repeats, minimum to maximum in brackets."
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a Markdown table."""
+    head, *lines = (f"| {' | '.join(map(str, cells))} |" for cells in (heads, *rows))
+    return [head, "|" + "---|" * len(heads), *lines]
+
+
+def _ranged(found: dict[str, float], digits: int = 0) -> str:
+    """A median with minimum and maximum, such as "1,234 (1,100 to 1,300)"."""
+    median, low, high = (f"{found[name]:,.{digits}f}" for name in ("median", "min", "max"))
+    return f"{median} ({low} to {high})"
 
 
 def cluster_table(result: dict[str, Any]) -> str:
@@ -32,8 +47,7 @@ def cluster_table(result: dict[str, Any]) -> str:
     repeats = next(iter(result["images_per_s"].values()))["repeats"]
     measured = (
         f"Measured: {result['images']:,} JPEGs of 218x178, {machine['processor']}, {machine['cpus']} CPUs, "
-        f"{machine['file_system']}; images/s, medians of {repeats} interleaved repeats, minimum to maximum in "
-        "brackets. "
+        f"{machine['file_system']}; images/s, medians of {repeats} {_REPEATS} "
         f"All files were {'identical' if result['identical'] else 'DIFFERENT'}."
     )
     image_us = result["worker_us_per_image"]["local, 1 workers"]["median"]
@@ -42,23 +56,16 @@ def cluster_table(result: dict[str, Any]) -> str:
         f"and the coordinator {task['coordinator_ms']:.1f} ms of CPU time (measured with {task['tasks']} tasks), and "
         f"{image_us:,.0f} us of a worker for each image:"
     )
-    speeds = result["images_per_s"].values()
-    cells = [f"{one['median']:,.0f} ({one['min']:,.0f} to {one['max']:,.0f})" for one in speeds]
-    lines = [
-        *(measured, ""),
-        f"| {' | '.join(result['images_per_s'])} |".replace("1 workers", "1 worker"),
-        "|" + "---|" * len(cells),
-        f"| {' | '.join(cells)} |",
-        *("", simulated, ""),
-        "| machines of 16 CPUs | images/s | of ideal | scheduler busy | coordinator busy |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {one['machines']} | {one['images_per_s']:,} | {one['of_ideal']:.2f} | {one['scheduler_busy']:.0%} | "
-        f"{one['coordinator_busy']:.0%} |"
+    speeds = result["images_per_s"]
+    heads = [name.replace("1 workers", "1 worker") for name in speeds]
+    machines = [
+        (one["machines"], f"{one['images_per_s']:,}", f"{one['of_ideal']:.2f}", f"{one['scheduler_busy']:.0%}",
+         f"{one['coordinator_busy']:.0%}")
         for one in result["simulation"]
-    ]
-    return "\n".join(lines)
+    ]  # fmt: skip
+    lines = [measured, "", *_table(heads, [[*map(_ranged, speeds.values())]]), "", simulated, ""]
+    columns = ("machines of 16 CPUs", "images/s", "of ideal", "scheduler busy", "coordinator busy")
+    return "\n".join([*lines, *_table(columns, machines)])
 
 
 def cluster_paper(result: dict[str, Any]) -> str:
@@ -74,8 +81,7 @@ def cluster_paper(result: dict[str, Any]) -> str:
         "... when it sorts the names for their table": f"{paper['coordinator_peak_gigabytes']:.0f} GB",
         "journal": f"{1000 * paper['journal_gigabytes']:,.0f} MB",
     }
-    lines = [f"| {name} | {value} |" for name, value in rows.items()]
-    return "\n".join(["| 100 million images | |", "|---|---|", *lines])
+    return "\n".join(_table(("100 million images", ""), rows.items()))
 
 
 def _machine(result: dict[str, Any]) -> str:
@@ -87,72 +93,58 @@ def convert_table(result: dict[str, Any]) -> str:
     """The figures of conversion as a Markdown table."""
     where = f"{_machine(result)}, {result['machine']['file_system']}"
     repeats = next(iter(result["cases"].values()))["write_seconds"]["repeats"]
-    columns = (
+    heads = (
         "decoder, writing",
         "only open, read, decode: images/s",
         "convert to the last write: images/s",
         "ratio",
         "tables, fsync, rename",
     )
-    lines = [
-        f"{result['images']:,} JPEGs of 218x178, {result['workers']} workers, {where};",
-        f"medians of {repeats} interleaved repeats, minimum to maximum in brackets.",
-        "",
-        f"| {' | '.join(columns)} |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for case, found in result["cases"].items():
         decoder, how = case.split()
-        ceiling, speed = found["ceiling_images_per_s"], found["convert_images_per_s"]
-        ratio, finish = found["ratio_to_last_write"], found["finish_seconds"]
-        lines.append(
-            f"| {decoder}, {'direct' if how == 'auto' else how} | {ceiling['median']:,.0f} | {speed['median']:,.0f} | "
-            f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) | {finish['median']:.1f} s |"
-        )
+        speeds = (f"{found[f'{name}_images_per_s']['median']:,.0f}" for name in ("ceiling", "convert"))
+        finish = f"{found['finish_seconds']['median']:.1f} s"
+        how = "direct" if how == "auto" else how
+        rows.append((f"{decoder}, {how}", *speeds, _ranged(found["ratio_to_last_write"], 2), finish))
     memory = "; ".join(
         f"{part['images']:,} images: {part['parent_mb']:.0f} MB in the converting process, "
         f"{part['largest_worker_mb']:.0f} MB in its largest worker"
         for part in result["memory"]
     )
-    lines += ["", f"Peak memory, {memory}."]
-    return "\n".join(lines)
+    lines = [
+        f"{result['images']:,} JPEGs of 218x178, {result['workers']} workers, {where};",
+        f"medians of {repeats} {_REPEATS}",
+    ]
+    return "\n".join([*lines, "", *_table(heads, rows), "", f"Peak memory, {memory}."])
 
 
 def way_of(found: dict[str, Any], name: str, threads: int) -> dict[str, Any]:
     return next(case for case in found["hot"] if case["case"] == name and case["threads"] == threads)
 
 
-def _read_cell(case: dict[str, Any]) -> str:
-    speed, ratio = case["images_per_s"], case["of_memory_copy"]
-    return f"{speed['median']:,.0f} | {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
-
-
 def hot_table(result: dict[str, Any]) -> str:
     """The figures of hot reading as a Markdown table."""
     repeats = next(iter(result["sizes"].values()))["hot"][0]["images_per_s"]["repeats"]
-    lines = [
-        f"{_machine(result)}; medians of {repeats} interleaved repeats, minimum to maximum in brackets.",
-        "",
-        "| reader | threads or workers | rows | batch | images/s | of the memory copy |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, found in result["sizes"].items():
-        for case in found["hot"]:
-            lines.append(f"| {case['case']} | {case['threads']} | {name} | {case['batch']} | {_read_cell(case)} |")
-    return "\n".join(lines)
+    heads = ("reader", "threads or workers", "rows", "batch", "images/s", "of the memory copy")
+    rows = [
+        (case["case"], case["threads"], name, case["batch"], f"{case['images_per_s']['median']:,.0f}",
+         _ranged(case["of_memory_copy"], 2))
+        for name, found in result["sizes"].items()
+        for case in found["hot"]
+    ]  # fmt: skip
+    return "\n".join([f"{_machine(result)}; medians of {repeats} {_REPEATS}", "", *_table(heads, rows)])
 
 
 def cold_table(result: dict[str, Any]) -> str:
     """The figures of cold reading as a Markdown table."""
-    lines = ["| reader | threads | rows | MB/s | of the sequential read |", "|---|---|---|---|---|"]
+    rows = []
     for name, found in result["sizes"].items():
         for case in found["cold"]["cases"]:
             label, _, threads = case["case"].partition(" | ")
-            speed, ratio = case["mb_per_s"], case["of_sequential"]
-            lines.append(
-                f"| {label} | {threads or 1} | {name} | {speed['median']:,.0f} | "
-                f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
-            )
+            speed, ratio = f"{case['mb_per_s']['median']:,.0f}", _ranged(case["of_sequential"], 2)
+            rows.append((label, threads or 1, name, speed, ratio))
+    lines = _table(("reader", "threads", "rows", "MB/s", "of the sequential read"), rows)
     colds = [found["cold"] for found in result["sizes"].values()]
     pages = sum(found["pages_found_in_cache"] for found in colds)
     runs = sum(case["mb_per_s"]["repeats"] for found in colds for case in found["cases"])
@@ -168,56 +160,42 @@ def cold_table(result: dict[str, Any]) -> str:
 
 def compressed_table(result: dict[str, Any]) -> str:
     """The figures of reading compressed chunks as a Markdown table."""
-    lines = [
-        "| compression | bytes, of raw | reader | threads or workers | images/s | of the decoder |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, found in result["compressions"].items():
-        stored = found["bytes_stored"] / found["bytes_raw"]
-        for case in found["cases"]:
-            speed, ratio = case["images_per_s"], case["of_decoder"]
-            lines.append(
-                f"| {name} | {stored:.2f} | {case['case']} | {case['threads']} | {speed['median']:,.0f} | "
-                f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
-            )
-    return "\n".join(lines)
+    heads = ("compression", "bytes, of raw", "reader", "threads or workers", "images/s", "of the decoder")
+    rows = [
+        (name, f"{found['bytes_stored'] / found['bytes_raw']:.2f}", case["case"], case["threads"],
+         f"{case['images_per_s']['median']:,.0f}", _ranged(case["of_decoder"], 2))
+        for name, found in result["compressions"].items()
+        for case in found["cases"]
+    ]  # fmt: skip
+    return "\n".join(_table(heads, rows))
 
 
 def foreign_table(result: dict[str, Any]) -> str:
     """Reading files made by other tools, before and after converting, as a Markdown table."""
-    lines = [
-        "| file | reader | before: images/s | after convert: images/s | times as fast | converted at: images/s |",
-        "|---|---|---|---|---|---|",
-    ]
+    heads = (
+        "file", "reader", "before: images/s", "after convert: images/s", "times as fast", "converted at: images/s"
+    )  # fmt: skip
+    rows = []
     for name, found in result["files"].items():
         speeds = {(case["when"], case["case"]): case["images_per_s"] for case in found["cases"]}
         for case in dict.fromkeys(case for _, case in speeds):
             before, after = speeds["before", case], speeds["after", case]
-            cells = " | ".join(
-                f"{one['median']:,.0f} ({one['min']:,.0f} to {one['max']:,.0f})" for one in (before, after)
-            )
-            ratio = after["median"] / before["median"]
-            lines.append(f"| {name} | {case} | {cells} | {ratio:.1f} | {found['convert_images_per_s']:,.0f} |")
-    return "\n".join(lines)
+            ratio, converted = f"{after['median'] / before['median']:.1f}", f"{found['convert_images_per_s']:,.0f}"
+            rows.append((name, case, _ranged(before), _ranged(after), ratio, converted))
+    return "\n".join(_table(heads, rows))
 
 
 def normalize_table(result: dict[str, Any]) -> str:
     """The figures of normalizing on a device as a Markdown table."""
     size, batch = result["settings"]["size"], result["settings"]["batch"]
-    lines = [
-        f"On {result['device']}, batches of {batch} images of {size}x{size}:",
-        "",
-        "| result | augmentation | images/s | GB/s, read and written | of a copy on the device |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for case in result["normalize"]["cases"]:
-        speed, size_speed, ratio = case["images_per_s"], case["gb_per_s"], case["of_copy"]
-        of_copy = "-" if ratio is None else f"{ratio['median']:.2f}"
-        lines.append(
-            f"| {case['precision']} | {case['augmentation']} | {speed['median']:,.0f} ({speed['min']:,.0f} to "
-            f"{speed['max']:,.0f}) | {size_speed['median']:.1f} | {of_copy} |"
-        )
-    return "\n".join(lines)
+        of_copy = "-" if case["of_copy"] is None else f"{case['of_copy']['median']:.2f}"
+        speeds = _ranged(case["images_per_s"]), f"{case['gb_per_s']['median']:.1f}"
+        rows.append((case["precision"], case["augmentation"], *speeds, of_copy))
+    heads = ("result", "augmentation", "images/s", "GB/s, read and written", "of a copy on the device")
+    first = f"On {result['device']}, batches of {batch} images of {size}x{size}:"
+    return "\n".join([first, "", *_table(heads, rows)])
 
 
 def training_table(result: dict[str, Any]) -> str:
@@ -225,31 +203,26 @@ def training_table(result: dict[str, Any]) -> str:
     training = result["training"]
     batch, size, workers = (training[name] for name in ("batch", "size", "workers"))
     machine = f"{result['device']} and {result['machine']['cpus']} CPUs"
-    lines = [
-        f"{machine}, batches of {batch} images of {size}x{size}, bfloat16, {workers} workers decode the JPEG files:",
-        "",
-        "| network | batches | images/s | waiting for data | GPU busy | CPU seconds for 1,000 images |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for network, cases in training["networks"].items():
         for name, case in cases.items():
             cpu_seconds = case["cpu_seconds"] / (case["steps"] * batch) * 1000
-            lines.append(
-                f"| {network} | {name} | {case['images_per_s']:,.0f} | {100 * case['stall_fraction']:.1f} % | "
-                f"{case['gpu']['mean_percent']:.0f} % | {cpu_seconds:.2f} |"
-            )
-    return "\n".join(lines)
+            waiting, busy = f"{100 * case['stall_fraction']:.1f} %", f"{case['gpu']['mean_percent']:.0f} %"
+            rows.append((network, name, f"{case['images_per_s']:,.0f}", waiting, busy, f"{cpu_seconds:.2f}"))
+    first = f"{machine}, batches of {batch} images of {size}x{size}, bfloat16, {workers} workers decode the JPEG files:"
+    heads = ("network", "batches", "images/s", "waiting for data", "GPU busy", "CPU seconds for 1,000 images")
+    return "\n".join([first, "", *_table(heads, rows)])
 
 
 def hot_chunk_table(result: dict[str, Any]) -> str:
     """Images/s of every form of chunks with a warm page cache, as a Markdown table."""
     report = BenchReport.from_json(result)
     table = SweepTable(report.measurements, report.variants, report.run_off)
-    lines = [f"| chunks | {' | '.join(name for name, _, _ in _WAYS)} |", "|---|" + "---|" * len(_WAYS)]
-    for variant in _made(report):
-        cells = [_speed_cell(table.found(variant.label, order, engine, "hot")) for _, order, engine in _WAYS]
-        lines.append(f"| {_variant_text(variant, report)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = [
+        (_variant_text(one, report), *(_speed_cell(table.found(one.label, *names, "hot")) for _, *names in _WAYS))
+        for one in _made(report)
+    ]
+    return "\n".join(_table(("chunks", *(name for name, _, _ in _WAYS)), rows))
 
 
 def cold_chunk_table(result: dict[str, Any]) -> str:
@@ -259,7 +232,7 @@ def cold_chunk_table(result: dict[str, Any]) -> str:
     loaders = [one for one in report.measurements if one.speeds and one.case.num_workers is None]
     found = {one.case.variant: CaseRepeats.of(one, again.get(one.case)) for one in loaders}
     chosen = None if report.recommendation is None else found[report.recommendation.variant]
-    lines = ["| chunks | images/s | of the speed of the default |", "|---|---|---|"]
+    rows = []
     for variant in _made(report):
         if variant.label in found:
             one = found[variant.label]
@@ -267,8 +240,8 @@ def cold_chunk_table(result: dict[str, Any]) -> str:
             if chosen is not None and one is not chosen and (ratios := one.ratios(chosen)):
                 turns = len(one.ratios(chosen, all_turns=True))
                 ratio = f"{ratio_text(ratios)}, {counted(turns, 'turn')}"
-            lines.append(f"| {_variant_text(variant, report)} | {_range_text(one.stated)} | {ratio} |")
-    return "\n".join(lines)
+            rows.append((_variant_text(variant, report), _range_text(one.stated), ratio))
+    return "\n".join(_table(("chunks", "images/s", "of the speed of the default"), rows))
 
 
 def _made(report: BenchReport) -> list[FileVariant]:
@@ -283,7 +256,7 @@ def _variant_text(variant: FileVariant, report: BenchReport) -> str:
 
 
 def _range_text(one: Measurement) -> str:
-    return f"{one.median:,.0f} ({min(one.speeds):,.0f} to {max(one.speeds):,.0f})"
+    return _ranged({"median": one.median, "min": min(one.speeds), "max": max(one.speeds)})
 
 
 def _speed_cell(one: Measurement | None) -> str:
@@ -309,24 +282,21 @@ def chunk_size_about(result: dict[str, Any]) -> str:
 
 def run_off_table(result: dict[str, Any]) -> str:
     """The run-off: chunks, threads and workers, as a Markdown table."""
-    report = BenchReport.from_json(result)
-    lines = ["| chunks | read by | images/s |", "|---|---|---|"]
-    for one in sorted(report.run_off, key=lambda one: -one.median):
-        count = one.case.num_threads if one.case.num_workers is None else one.case.num_workers
-        what = "H5Loader, thread" if one.case.num_workers is None else "H5Dataset in a DataLoader, worker"
-        who = f"{what.replace(',', f', {count}')}{'s' * (count != 1)}"
-        lines.append(f"| {one.case.variant} | {who} | {_range_text(one) if one.speeds else '-'} |")
-    return "\n".join(lines)
+    rows = []
+    for one in sorted(BenchReport.from_json(result).run_off, key=lambda one: -one.median):
+        reader = f"H5Loader, {counted(one.case.num_threads, 'thread')}"
+        if one.case.num_workers is not None:
+            reader = f"H5Dataset in a DataLoader, {counted(one.case.num_workers, 'worker')}"
+        rows.append((one.case.variant, reader, _range_text(one) if one.speeds else "-"))
+    return "\n".join(_table(("chunks", "read by", "images/s"), rows))
 
 
 def again_table(result: dict[str, Any]) -> str:
     """The chunk sizes of a bench, measured once more, as a Markdown table and a sentence."""
-    lines = ["| chunks | images/s |", "|---|---|"]
-    for label, speed in result["images_per_s"].items():
-        name = f"**{label}**" if label == result["recommended"] else label
-        lines.append(f"| {name} | {speed['median']:,.0f} ({speed['min']:,.0f} to {speed['max']:,.0f}) |")
-    best = f"{result['recommended']}, as recommended: {result['of_best']:.2f} of the best."
-    return "\n".join([*lines, "", best])
+    best = result["recommended"]
+    rows = [(f"**{name}**" if name == best else name, _ranged(found)) for name, found in result["images_per_s"].items()]
+    last = f"{best}, as recommended: {result['of_best']:.2f} of the best."
+    return "\n".join([*_table(("chunks", "images/s"), rows), "", last])
 
 
 def recommendation_text(result: dict[str, Any]) -> str:
@@ -353,22 +323,22 @@ def echoing_table(result: dict[str, Any]) -> str:
         "showings of a batch",
         "time spent waiting",
     ]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rows = []
     for arm in result["arms"]:
         seconds = arm["seconds"]
         reached = sum(run["reached"] for run in arm["runs"])
         missed = "" if reached == len(arm["runs"]) else f", {reached} of {len(arm['runs'])} reached it"
         cells = [
             f"{arm['factor']}, {slow if arm['slowed'] else 'fast'}",
-            f"{seconds['median']:.1f} ({seconds['min']:.1f} to {seconds['max']:.1f}{missed})",
+            _ranged(seconds, 1).replace(")", f"{missed})"),
             f"{seconds['median'] / unslowed:.1f}x",
             f"{arm['epochs']['median']:.1f}",
             f"{arm['steps']['median']:.0f}",
             f"{arm['showings']['median']:.1f}",
             f"{arm['waiting']['median']:.0%}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return "\n".join(_table(heads, rows))
 
 
 def order_of(report: dict[str, Any], shuffle: str | bool, window: int | None = None) -> dict[str, Any]:
@@ -394,23 +364,21 @@ def mixing_table(result: dict[str, Any]) -> str:
     columns = ("order", "shuffled pack: distance", "vs full", "sorted pack: distance", "vs full", "chunks a batch")
     where = f"{by_class['rows']:,} rows of {result['classes']} classes in {by_class['chunks']} chunks"
     known = f"a full shuffle's distance is {by_class['expected_distance']:.4f}, calculated"
+    rows = []
+    for one, other in zip(shuffled["orders"], by_class["orders"], strict=True):
+        name = {"window": f"window={one['window']}", "full": "full shuffle", False: "stored order"}[one["shuffle"]]
+        cells: list[str] = []
+        for report, order in ((shuffled, one), (by_class, other)):
+            distance = f"{order['label_distance']:.4f} ± {order['standard_error']:.4f}"
+            cells += [distance, percent(excess(report, order))]
+        rows.append((name, *cells, f"{one['chunks_per_batch']:.1f}"))
+    enough = [report["enough_window"] or "none" for report in (shuffled, by_class)]
     lines = [
         f"{where}, batches of {by_class['batch_size']}, {by_class['epochs']} epochs;",
         f"{known}. After ±: the standard error.",
-        "",
-        f"| {' | '.join(columns)} |",
-        "|---|---|---|---|---|---|",
     ]
-    for one, other in zip(shuffled["orders"], by_class["orders"], strict=True):
-        name = {"window": f"window={one['window']}", "full": "full shuffle", False: "stored order"}[one["shuffle"]]
-        cells = [
-            f"{order['label_distance']:.4f} ± {order['standard_error']:.4f} | {percent(excess(report, order))}"
-            for report, order in ((shuffled, one), (by_class, other))
-        ]
-        lines.append(f"| {name} | {cells[0]} | {cells[1]} | {one['chunks_per_batch']:.1f} |")
-    enough = [report["enough_window"] or "none" for report in (shuffled, by_class)]
-    lines += ["", f"Smallest window shown to be equal: {enough[0]} (shuffled pack), {enough[1]} (sorted pack)."]
-    return "\n".join(lines)
+    last = f"Smallest window shown to be equal: {enough[0]} (shuffled pack), {enough[1]} (sorted pack)."
+    return "\n".join([*lines, "", *_table(columns, rows), "", last])
 
 
 def accuracy_table(result: dict[str, Any]) -> str:
@@ -422,18 +390,18 @@ def accuracy_table(result: dict[str, Any]) -> str:
         f"{data} of {result['chunk_rows']} rows, tested on {result['test_images']:,} others;",
         f"a network of {result['parameters']:,} parameters, {steps}, {result['seeds']} seeds.",
         "",
-        "| pack | shuffle | accuracy, mean ± standard deviation of the seeds | labels of a batch, to a full shuffle |",
-        "|---|---|---|---|",
     ]
+    rows = []
     for arm in result["arms"]:
         report = mixing[arm["pack"]]
         order = order_of(report, "full") if arm["shuffle"] == "full" else asked_order(report)
         name = "full" if arm["shuffle"] == "full" else f"window={training['window']}"
-        lines.append(
-            f"| {arm['pack']} | {name} | {100 * arm['mean']:.1f} ± {100 * arm['deviation']:.1f} % | "
-            f"{percent(excess(report, order))} |"
-        )
-    lines += ["", "Seed by seed, in points, with the standard error of the mean:"]
+        score = f"{100 * arm['mean']:.1f} ± {100 * arm['deviation']:.1f} %"
+        rows.append((arm["pack"], name, score, percent(excess(report, order))))
+    heads = (
+        "pack", "shuffle", "accuracy, mean ± standard deviation of the seeds", "labels of a batch, to a full shuffle"
+    )  # fmt: skip
+    lines += [*_table(heads, rows), "", "Seed by seed, in points, with the standard error of the mean:"]
     lines += [
         f"- {gap['of'].replace(' ', ' pack, ')} less {gap['less'].replace(' ', ' pack, ')}: {100 * gap['mean']:+.1f} ± "
         f"{100 * gap['standard_error']:.1f}"
@@ -444,30 +412,14 @@ def accuracy_table(result: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the tables.
+    """A column of the tables."""
 
-    Attributes
-    ----------
-    title : str
-        With its unit.
-    short : str
-        What sentences call it.
-    keys : tuple of str
-        Where a case's result has it.
-    digits : int
-        After the point.
-    unit : str
-        Behind a figure in a sentence.
-    least : bool
-        Less is better.
-    """
-
-    title: str
-    short: str
-    keys: tuple[str, ...]
-    digits: int
-    unit: str
-    least: bool
+    title: str  # With its unit.
+    short: str  # What sentences call it.
+    keys: tuple[str, ...]  # Where a case's result has it.
+    digits: int  # After the point.
+    unit: str  # Behind a figure in a sentence.
+    least: bool  # Less is better.
 
     def value(self, case: dict[str, Any]) -> float | None:
         """The figure of a case, a median where it was repeated."""
@@ -485,14 +437,10 @@ class Column:
 
     def cell(self, case: dict[str, Any]) -> str:
         """The figure, with its minimum and maximum where it was repeated."""
-        value = self.value(case)
-        if value is None:
-            return "-"
-        text = f"{value:,.{self.digits}f}"
-        spread = case[self.keys[0]]
+        value, spread = self.value(case), case[self.keys[0]]
         if isinstance(spread, dict) and "min" in spread:
-            text += f" ({spread['min']:,.{self.digits}f} to {spread['max']:,.{self.digits}f})"
-        return text
+            return _ranged(spread, self.digits)
+        return "-" if value is None else f"{value:,.{self.digits}f}"
 
     def better(self, case: dict[str, Any], other: dict[str, Any]) -> bool:
         """Whether a case's figure is better than another's by more than the margin."""
@@ -617,7 +565,7 @@ def _heading(result: dict[str, Any], name: str, found: dict[str, Any]) -> str:
     repeats = next(iter(found["ceilings"].values()))["repeats"]
     return (
         f"{name} rows, {found['rows']:,} images, {found['raw_mb']:,.0f} MB of pixels, batch {result['batch']};\n"
-        f"{where}, {machine['file_system']}; medians of {repeats} interleaved repeats, minimum to maximum in brackets."
+        f"{where}, {machine['file_system']}; medians of {repeats} {_REPEATS}"
     )
 
 
@@ -626,13 +574,13 @@ def peers_table(result: dict[str, Any]) -> str:
     blocks = []
     for name, found in result["sizes"].items():
         ceilings = found["ceilings"]
-        lines = [_heading(result, name, found), ""]
-        lines.append(f"| reader | of the copy | {' | '.join(column.title for column in COLUMNS)} |")
-        lines.append("|---" * (len(COLUMNS) + 2) + "|")
+        rows = []
         for case in measured_cases(found):
             label = f"**{way_name(case)}**" if case["ours"] else way_name(case)
-            cells = " | ".join(column.cell(case) for column in COLUMNS)
-            lines.append(f"| {label} | {case['hot_of_memory_copy']['median']:.2f} | {cells} |")
+            of_copy = f"{case['hot_of_memory_copy']['median']:.2f}"
+            rows.append((label, of_copy, *(column.cell(case) for column in COLUMNS)))
+        heads = ("reader", "of the copy", *(column.title for column in COLUMNS))
+        lines = [_heading(result, name, found), "", *_table(heads, rows)]
         copies = " and ".join(f"{ceilings[f'memory copy {n}']['median']:,.0f}" for n in (1, 2))
         straight = f"{ceilings['sequential read']['median']:,.0f}"
         lines += ["", f"The ceilings in the same turns: copying rows in memory, {copies} images/s on 1 and 2 threads;"]
@@ -653,22 +601,23 @@ def crops_table(result: dict[str, Any]) -> str:
     where, threads = _machine(result), result["threads"]
     names = [*threads["1"]]
     repeats, kilobytes = threads["1"][names[0]]["images_per_s"]["repeats"], f"{result['image_bytes'] / 1000:,.0f}"
-    lines = [
-        f"{result['images']:,} photos of up to {result['max_side']:,} pixels, {kilobytes} KB each, crops of 224x224;",
-        f"{where}; medians of {repeats} interleaved repeats, minimum to maximum in brackets.",
-        "",
-        "| reader | 1 thread, images/s | of decoding alone | 2 threads, images/s | of decoding alone | of FFCV |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name in names:
-        cells = []
+        cells: list[str] = []
         for count in ("1", "2"):
             case = threads[count][name]
-            speed, share = case["images_per_s"], case["of_ceiling"]
-            cells += [f"{speed['median']:,.0f} ({speed['min']:,.0f} to {speed['max']:,.0f})", f"{share['median']:.2f}"]
+            cells += [_ranged(case["images_per_s"]), f"{case['of_ceiling']['median']:.2f}"]
         peer = threads["2"][name]["of_ffcv"]
-        cells.append("-" if peer is None else f"{peer['median']:.2f}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        rows.append((name, *cells, "-" if peer is None else f"{peer['median']:.2f}"))
+    heads = (
+        "reader", "1 thread, images/s", "of decoding alone", "2 threads, images/s", "of decoding alone", "of FFCV"
+    )  # fmt: skip
+    lines = [
+        f"{result['images']:,} photos of up to {result['max_side']:,} pixels, {kilobytes} KB each, crops of 224x224;",
+        f"{where}; medians of {repeats} {_REPEATS}",
+        "",
+        *_table(heads, rows),
+    ]
     checked = result["checked"]
     lines += [
         "",
@@ -688,18 +637,18 @@ def several_table(result: dict[str, Any]) -> str:
         f"{result['shards']} packs beside one of the same {first['rows']:,} rows of 150 KB, and {small:,} of 3 KB;",
         f"{where}; medians of {repeats} interleaved repeats, in images/s and of the one pack.",
         "",
-        f"| H5Loader over | {' | '.join(f'{size}, 1 thread | of one | 2 threads | of one' for size in sizes)} |",
-        "|---|---|---|---|---|---|---|---|---|",
     ]
+    rows = []
     for name in first["loading"]["1"]:
-        cells = []
-        for side in ("224", "32"):
-            for threads in ("1", "2"):
-                case = result["sizes"][side]["loading"][threads][name]
-                cells += [f"{case['images_per_s']['median']:,.0f}", f"{case['of_one']['median']:.2f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        cells = [name]
+        for side, threads in itertools.product(("224", "32"), ("1", "2")):
+            case = result["sizes"][side]["loading"][threads][name]
+            cells += [f"{case['images_per_s']['median']:,.0f}", f"{case['of_one']['median']:.2f}"]
+        rows.append(cells)
+    heads = [head for size in sizes for head in (f"{size}, 1 thread", "of one", "2 threads", "of one")]
     copies = first["copying"]
     lines += [
+        *_table(("H5Loader over", *heads), rows),
         "",
         f"Copying the one pack of 150 KB rows with `cp` took {copies['cp']['seconds']['median']:.1f} s, joining the 8",
         f"{copies['join']['of_cp']['median']:.1f} times as long, and appending 100 images to the one",
