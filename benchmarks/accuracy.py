@@ -12,7 +12,6 @@ the pack, as it is in a large one.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 import warnings
@@ -26,10 +25,9 @@ from PIL import Image
 from torch import nn
 
 import h5pack
-from benchmarks.common import RESULTS, scratch_folder, write_result
+from benchmarks.common import about, benchmark_parser, scratch_folder, write_result
 from h5pack.benchmark.mixing import mixing_report
 from h5pack.order.window import DEFAULT_WINDOW
-from h5pack.system.machine import machine_facts
 
 ORDERS = ("shuffled", "sorted")
 SHUFFLES = ("full", "window")
@@ -37,19 +35,12 @@ SHUFFLES = ("full", "window")
 
 @dataclass(frozen=True)
 class Training:
-    """What is the same in all arms.
-
-    Attributes
-    ----------
-    epochs, batch, window : int
-    rate : float
-        Peak of the one-cycle schedule.
-    """
+    """What is the same in all arms."""
 
     epochs: int
     batch: int
     window: int
-    rate: float
+    rate: float  # Peak of the one-cycle schedule.
 
 
 def generated(folder: Path, count: int, classes: int = 4, size: int = 32) -> Path:
@@ -167,20 +158,19 @@ def packed(images: Path, scratch: Path, chunk_rows: int) -> dict[str, Path]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser("accuracy", __doc__)
     parser.add_argument("--images", type=Path, help="train/ and test/ or val/ with class folders (default: generated)")
     parser.add_argument("--count", type=int, default=2_000, help="training images to generate")
     parser.add_argument("--seeds", type=int, default=5, help="at least 2")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--chunk-rows", type=int, default=64)
-    parser.add_argument("--scratch", type=Path, help="a folder for the packs (default: a temporary one)")
-    parser.add_argument("--json", type=Path, default=RESULTS / "accuracy.json")
     arguments = parser.parse_args(argv)
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     torch.set_num_threads(1)
     training = Training(arguments.epochs, arguments.batch, DEFAULT_WINDOW, 0.1)
     with scratch_folder(arguments.scratch) as scratch:
+        given = arguments.images is not None
         images = arguments.images or generated(scratch / "images", arguments.count)
         split = "test" if (images / "test").is_dir() else "val"
         packs = packed(images, scratch, arguments.chunk_rows)
@@ -190,12 +180,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         tested = len(h5pack.H5Dataset(packs["sorted"], split=split))
         classes = len(datasets["sorted"].classes or ())
         result = {
-            "benchmark": "accuracy",
-            "command": f"python -m benchmarks.accuracy{' --images FOLDER' if arguments.images else ''} "
-            f"--seeds {arguments.seeds} --epochs {training.epochs} --batch {training.batch} "
-            f"--chunk-rows {arguments.chunk_rows}",
-            "machine": machine_facts(scratch),
-            "images": "class folders" if arguments.images else "generated",
+            **about("accuracy", arguments, "seeds epochs batch chunk-rows", scratch, " --images FOLDER" * given),
+            "images": "class folders" if given else "generated",
             "train_images": len(datasets["sorted"]),
             "test_images": tested,
             "classes": classes,

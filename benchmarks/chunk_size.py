@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import h5pack
-from benchmarks.common import RESULTS, consume, scratch_folder, spread, write_result
+from benchmarks.common import RESULTS, benchmark_parser, consume, scratch_folder, spread, write_result
 from h5pack.benchmark.ceilings import interleaved
 from h5pack.benchmark.synthetic import make_folder
 from h5pack.system.files import drop_cache
@@ -49,17 +49,9 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dict[str, Any]:
-    """Pack a folder with each chunk size of a bench, and read each as its recommendation says.
+    """Pack a folder with each chunk size of a bench of it, and read each as its recommendation says.
 
-    Parameters
-    ----------
-    bench : Path
-        What ``h5pack bench --json`` or this script wrote.
-    folder : Path
-        The images that it was about.
-    scratch : Path
-        For the packs.
-    repeats : int
+    `bench` is what ``h5pack bench --json`` or this script wrote.
     """
     found = json.loads(bench.read_text())
     chosen = found["recommendation"]
@@ -117,7 +109,8 @@ def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dic
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser("chunk_size", __doc__)
+    parser.set_defaults(json=None)  # The name depends on --again.
     parser.add_argument("--images", type=Path, help="a folder of images (default: generated ones)")
     parser.add_argument("--count", type=int, default=20_000, help="images to generate, of 218x178")
     parser.add_argument("--seconds", type=float, default=60.0)
@@ -125,8 +118,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--again", type=Path, metavar="RESULT", help="measure what this result compares again")
     parser.add_argument("--repeats", type=int, default=5, help="with --again")
-    parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
-    parser.add_argument("--json", type=Path, help="the result (default: in benchmarks/results)")
     arguments = parser.parse_args(argv)
     if arguments.again is not None and arguments.images is None:
         parser.error("--again needs --images: the folder that the result is about")

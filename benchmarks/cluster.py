@@ -12,7 +12,6 @@ and how much memory the coordinator needs for each image. Two things follow from
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import heapq
@@ -32,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import RESULTS, scratch_folder, spread, write_result
+from benchmarks.common import about, benchmark_parser, scratch_folder, spread, write_result
 from h5pack.benchmark.ceilings import interleaved
 from h5pack.benchmark.synthetic import make_folder
 from h5pack.cluster.dask_client import open_dask_executor
@@ -43,7 +42,6 @@ from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import make_plan
 from h5pack.pack.writer import TASK_BYTES, RowGroup, WriteJob, WriteTask
 from h5pack.sources.catalog import Catalog, FileReader, NameTable, one_split
-from h5pack.system.machine import machine_facts
 from h5pack.system.processes import run
 
 HEIGHT, WIDTH = 218, 178
@@ -289,14 +287,12 @@ def on_paper(task: dict[str, Any], memory: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser("cluster", __doc__)
     parser.add_argument("--count", type=int, default=4_000, help="images to make, 218x178")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tasks", type=int, default=500, help="tasks whose cost is measured")
     parser.add_argument("--rows", type=int, default=1_000_000, help="images whose memory is measured")
     parser.add_argument("--simulated", type=int, default=40, help="simulated tasks for each worker")
-    parser.add_argument("--scratch", type=Path, help="a folder for images and output (default: a temporary one)")
-    parser.add_argument("--json", type=Path, default=RESULTS / "cluster.json")
     arguments = parser.parse_args(argv)
     with scratch_folder(arguments.scratch) as scratch:
         make_folder(scratch / "images", arguments.count, workers=2)
@@ -304,10 +300,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         task, memory = measure_tasks(scratch, arguments.tasks), measure_memory(arguments.rows)
         image_seconds = found["worker_us_per_image"]["local, 1 workers"]["median"] / 1e6
         result = {
-            "benchmark": "cluster",
-            "command": f"python -m benchmarks.cluster --count {arguments.count} --repeats {arguments.repeats} "
-            "--scratch /dev/shm",
-            "machine": machine_facts(scratch),
+            **about("cluster", arguments, "count repeats", scratch, " --scratch /dev/shm"),
             "images": arguments.count,
             **found,
             "task": task,

@@ -1,7 +1,8 @@
-"""What the benchmarks share: files of random rows, usual datasets, interleaved timing, and where results are."""
+"""What the benchmarks share: options, files of random rows, usual datasets, interleaved timing, and results."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import shutil
@@ -22,7 +23,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 import h5pack
 from h5pack.benchmark.ceilings import interleaved, touch
+from h5pack.benchmark.sweep import through_library
 from h5pack.system.files import make_hot
+from h5pack.system.machine import machine_facts
 
 RESULTS = Path(__file__).parent / "results"
 WORKERS = 2
@@ -40,6 +43,45 @@ def consume(batches: Iterable[Any]) -> float:
         touch(images.numpy())
         rows += len(images)
     return rows / (time.perf_counter() - begin)
+
+
+def reader(batches: Iterable[Any]) -> Reader:
+    """A reader of all batches, warmed up by an epoch."""
+    consume(batches)
+    return lambda repeat: consume(batches)
+
+
+def loader_cases(path: Path, batch: int, *, decodes_again: bool = False, **settings: Any) -> dict[str, Reader]:
+    """H5Loader's cases of reading a file; with `decodes_again`, no decoded chunks are kept for the next epoch."""
+    cases = {}
+    for label, dataset in (
+        ("H5Loader", h5pack.H5Dataset(path)),
+        ("H5Loader through h5py", through_library(h5pack.H5Dataset(path))),
+    ):
+        if decodes_again:
+            dataset.engine.chunks.cache.capacity = 0
+        for threads in (1, 2):
+            loader = h5pack.H5Loader(dataset, batch, num_threads=threads, **settings)
+            cases[f"{label} | {threads}"] = reader(loader)
+    return cases
+
+
+def benchmark_parser(name: str, doc: str) -> argparse.ArgumentParser:
+    """A parser of a benchmark's options, with those that all have; the first line of `doc` describes it."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
+    parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json")
+    return parser
+
+
+def about(name: str, arguments: argparse.Namespace, options: str, scratch: Path, first: str = "") -> dict[str, Any]:
+    """The first entries of a result: the benchmark, its command with the named options, and the machine.
+
+    `first` are further arguments of the command, such as " FOLDER".
+    """
+    given = (f" --{option} {getattr(arguments, option.replace('-', '_'))}" for option in options.split())
+    command = f"python -m benchmarks.{name}{first}{''.join(given)}"
+    return {"benchmark": name, "command": command, "machine": machine_facts(scratch)}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -92,12 +134,7 @@ def ratios(speeds: Sequence[float], ceilings: Sequence[float]) -> dict[str, floa
 
 @dataclass(frozen=True)
 class RowSource:
-    """A map-style dataset of images that differ, and cost nothing to make.
-
-    Attributes
-    ----------
-    rows, height, width : int
-    """
+    """A map-style dataset of images that differ, and cost nothing to make."""
 
     rows: int
     height: int

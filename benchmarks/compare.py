@@ -22,9 +22,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, RowSource, make_pack, scratch_folder, spread, write_result
+from benchmarks.common import (
+    RowSource,
+    about,
+    benchmark_parser,
+    make_pack,
+    ratios,
+    scratch_folder,
+    spread,
+    write_result,
+)
 from h5pack.benchmark.synthetic import make_folder
-from h5pack.system.machine import available_cpus, machine_facts
+from h5pack.system.machine import available_cpus
 
 ROOT = Path(__file__).parent.parent
 
@@ -81,11 +90,10 @@ def compare(here: Path, against: Path, code: str, job: dict[str, Any], repeats: 
     for repeat in range(repeats):
         for name in checkouts if repeat % 2 == 0 else reversed(checkouts):
             speeds[name].append(run(checkouts[name], code, job))
-    ratios = [one / other for one, other in zip(speeds["this"], speeds["other"], strict=True)]
     return {
         "this_per_s": spread(speeds["this"]),
         "other_per_s": spread(speeds["other"]),
-        "ratio": spread(ratios),
+        "ratio": ratios(speeds["this"], speeds["other"]),
         "ratio_of_medians": round(statistics.median(speeds["this"]) / statistics.median(speeds["other"]), 4),
     }
 
@@ -110,7 +118,7 @@ def jobs_of(scratch: Path, arguments: argparse.Namespace) -> dict[str, tuple[str
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser("compare", __doc__)
     parser.add_argument("--against", type=Path, required=True, metavar="CHECKOUT", help="the other version")
     parser.add_argument("--large", type=int, default=8_000, help="rows of 116 KB (218x178)")
     parser.add_argument("--small", type=int, default=100_000, help="rows of 3 KB (32x32)")
@@ -118,8 +126,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--workers", type=int, default=available_cpus(), help="processes that convert")
     parser.add_argument("--seconds", type=float, default=2.0, help="of reading, in each repeat")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
-    parser.add_argument("--json", type=Path, default=RESULTS / "compare.json")
     arguments = parser.parse_args(argv)
     if not (arguments.against / "h5pack" / "__init__.py").is_file():
         parser.error(f"{arguments.against}: no checkout of h5pack")
@@ -130,11 +136,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             ratio = found[name]["ratio"]
             print(f"{name}: {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})", flush=True)
         result = {
-            "benchmark": "compare",
-            "command": f"python -m benchmarks.compare --against CHECKOUT --large {arguments.large} "
-            f"--small {arguments.small} --images {arguments.images} --seconds {arguments.seconds:g} "
-            f"--repeats {arguments.repeats}",
-            "machine": machine_facts(scratch),
+            **about("compare", arguments, "large small images seconds repeats", scratch, " --against CHECKOUT"),
             "measurements": found,
         }
     write_result(arguments.json, result)

@@ -11,7 +11,6 @@ ratio is taken within each turn.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import threading
 import time
@@ -27,20 +26,21 @@ import torch
 
 import h5pack
 from benchmarks.common import (
-    RESULTS,
     WORKERS,
     Reader,
+    about,
+    benchmark_parser,
     consume,
     data_loader,
+    loader_cases,
     ratios,
+    reader,
     repeat_in_turns,
     scratch_folder,
     spread,
     write_result,
 )
-from h5pack.benchmark.sweep import through_library
 from h5pack.read.codecs import MallocBuffer
-from h5pack.system.machine import machine_facts
 
 COMPRESSIONS: dict[str, dict[str, Any]] = {
     "bitshuffle-lz4": dict(hdf5plugin.Bitshuffle(cname="lz4")),
@@ -77,12 +77,7 @@ def make_file(path: Path, rows: int, settings: dict[str, Any]) -> Path:
 
 
 class Decoding:
-    """The ceiling: a file's chunks in memory as they are stored, decoded one after the other.
-
-    Parameters
-    ----------
-    path : Path
-    """
+    """The ceiling: a file's chunks in memory as they are stored, decoded one after the other."""
 
     def __init__(self, path: Path) -> None:
         dataset = h5pack.H5Dataset(path)
@@ -115,25 +110,14 @@ class Decoding:
 
 def cases_of(path: Path, batch: int) -> dict[str, Reader]:
     """All cases that read one file, each warmed up."""
-    cases: dict[str, Reader] = {}
-    decoding = Decoding(path)
-    for threads in (1, 2):
-        cases[f"decoder alone | {threads}"] = partial(decoding, threads)
-    for label, dataset in (
-        ("H5Loader", h5pack.H5Dataset(path)),
-        ("H5Loader through h5py", through_library(h5pack.H5Dataset(path))),
-    ):
-        # Decode the file in every epoch, as one that is too large to be kept decoded.
-        dataset.engine.chunks.cache.capacity = 0
-        for threads in (1, 2):
-            loader = h5pack.H5Loader(dataset, batch, num_threads=threads)
-            consume(loader)
-            cases[f"{label} | {threads}"] = lambda turn, loader=loader: consume(loader)
-    dataset = h5pack.H5Dataset(path)
+    decoding, dataset = Decoding(path), h5pack.H5Dataset(path)
     workers = data_loader(dataset, batch, batch_sampler=h5pack.ChunkBatchSampler(dataset, batch))
-    consume(workers)
-    cases[f"H5Dataset, DataLoader | {WORKERS}"] = lambda turn: consume(workers)
-    return cases
+    return {
+        **{f"decoder alone | {threads}": partial(decoding, threads) for threads in (1, 2)},
+        # Decode the file in every epoch, as one that is too large to be kept decoded.
+        **loader_cases(path, batch, decodes_again=True),
+        f"H5Dataset, DataLoader | {WORKERS}": reader(workers),
+    }
 
 
 def measure(path: Path, rows: int, settings: dict[str, Any], batch: int, repeats: int) -> dict[str, Any]:
@@ -164,20 +148,15 @@ def measure(path: Path, rows: int, settings: dict[str, Any], batch: int, repeats
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser("compressed", __doc__)
     parser.add_argument("--rows", type=int, default=4_000, help="images of 218x178")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
-    parser.add_argument("--json", type=Path, default=RESULTS / "compressed.json")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     with scratch_folder(arguments.scratch) as scratch:
         result = {
-            "benchmark": "compressed",
-            "command": f"python -m benchmarks.compressed --rows {arguments.rows} --batch {arguments.batch} "
-            f"--repeats {arguments.repeats}",
-            "machine": machine_facts(scratch),
+            **about("compressed", arguments, "rows batch repeats", scratch),
             "rows": arguments.rows,
             "batch": arguments.batch,
             "compressions": {

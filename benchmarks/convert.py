@@ -11,7 +11,6 @@ Then the peak memory of conversions of a quarter and of all of the images.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import multiprocessing
@@ -26,10 +25,10 @@ from typing import Any
 from PIL import Image
 
 import h5pack
-from benchmarks.common import RESULTS, scratch_folder, spread, write_result
+from benchmarks.common import about, benchmark_parser, ratios, scratch_folder, spread, write_result
 from h5pack.benchmark.ceilings import interleaved
 from h5pack.benchmark.synthetic import make_folder
-from h5pack.system.machine import available_cpus, machine_facts
+from h5pack.system.machine import available_cpus
 
 DECODERS = ("pillow", "simplejpeg")
 
@@ -113,18 +112,13 @@ def measure(folder: Path, scratch: Path, repeats: int, workers: int) -> dict[str
     results = {}
     for case in cases:
         to_last_write = [seconds["survey"] + seconds["write"] for seconds in times[case]]
+        stages = {name: [seconds[name] for seconds in times[case]] for name in ("survey", "write", "finish")}
         results[case] = {
             "ceiling_images_per_s": spread([len(paths) / seconds for seconds in ceilings[case]]),
             "convert_images_per_s": spread([len(paths) / seconds for seconds in to_last_write]),
-            "survey_seconds": spread([seconds["survey"] for seconds in times[case]]),
-            "write_seconds": spread([seconds["write"] for seconds in times[case]]),
-            "finish_seconds": spread([seconds["finish"] for seconds in times[case]]),
-            "ratio_to_last_write": spread(
-                [base / seconds for base, seconds in zip(ceilings[case], to_last_write, strict=True)]
-            ),
-            "ratio_of_writing_alone": spread(
-                [base / seconds["write"] for base, seconds in zip(ceilings[case], times[case], strict=True)]
-            ),
+            **{f"{name}_seconds": spread(seconds) for name, seconds in stages.items()},
+            "ratio_to_last_write": ratios(ceilings[case], to_last_write),
+            "ratio_of_writing_alone": ratios(ceilings[case], stages["write"]),
         }
     bytes_read = sum(os.path.getsize(path) for path in paths)
     return {
@@ -138,20 +132,16 @@ def measure(folder: Path, scratch: Path, repeats: int, workers: int) -> dict[str
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser("convert", __doc__)
     parser.add_argument("--count", type=int, default=20_000, help="images to make, 218x178")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--workers", type=int, default=available_cpus())
-    parser.add_argument("--scratch", type=Path, help="a folder for images and output (default: a temporary one)")
-    parser.add_argument("--json", type=Path, default=RESULTS / "convert.json")
     arguments = parser.parse_args(argv)
     with scratch_folder(arguments.scratch) as scratch:
         folder = scratch / "images"
         make_folder(folder, arguments.count, workers=arguments.workers)
         result = {
-            "benchmark": "convert",
-            "command": f"python -m benchmarks.convert --count {arguments.count} --repeats {arguments.repeats}",
-            "machine": machine_facts(scratch),
+            **about("convert", arguments, "count repeats", scratch),
             **measure(folder, scratch, arguments.repeats, arguments.workers),
         }
     write_result(arguments.json, result)

@@ -16,7 +16,6 @@ same resize. The mean difference of ``exact=False`` is measured, too.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import time
@@ -33,11 +32,22 @@ import torch.nn.functional as F
 from PIL import Image
 
 import h5pack
-from benchmarks.common import RESULTS, Reader, consume, ratios, repeat_in_turns, scratch_folder, spread, write_result
+from benchmarks.common import (
+    Reader,
+    about,
+    benchmark_parser,
+    consume,
+    ratios,
+    reader,
+    repeat_in_turns,
+    scratch_folder,
+    spread,
+    write_result,
+)
 from h5pack.benchmark.synthetic import make_folder
 from h5pack.data import decoding
 from h5pack.data.draws import BatchKey, crop_windows
-from h5pack.system.machine import available_cpus, machine_facts
+from h5pack.system.machine import available_cpus
 
 BATCH, SIZE = 64, 224
 CEILING = "simplejpeg alone"
@@ -120,8 +130,7 @@ def ffcv_case(images: Sequence[bytes], scratch: Path, max_side: int) -> Callable
         pipeline = [RandomResizedCropRGBImageDecoder((SIZE, SIZE)), ToTensor()]
         settings = {"num_workers": threads, "os_cache": True, "order": OrderOption.RANDOM}
         loader = Loader(str(path), BATCH, pipelines={"image": pipeline}, **settings)
-        consume(loader)
-        return lambda repeat: consume(loader)
+        return reader(loader)
 
     return make
 
@@ -191,22 +200,19 @@ def measure(folder: Path, scratch: Path, repeats: int, max_side: int) -> dict[st
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser("crops", __doc__)
     parser.add_argument("folder", nargs="?", type=Path, help="JPEGs; default: some that are made")
     parser.add_argument("--count", type=int, default=1_000, help="how many to make")
     parser.add_argument("--max-side", type=int, default=512, help="of the packed images, in pixels")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--scratch", type=Path)
-    parser.add_argument("--json", type=Path, default=RESULTS / "crops.json")
     options = parser.parse_args(arguments)
     with scratch_folder(options.scratch) as scratch:
         folder = options.folder
         if folder is None:
             folder = scratch / "images"
             make_folder(folder, options.count, (375, 500), workers=available_cpus())
-        command = f"python -m benchmarks.crops FOLDER --max-side {options.max_side}"
         found = measure(folder, scratch, options.repeats, options.max_side)
-        result = {"command": command, "machine": machine_facts(scratch), **found}
+        result = {**about("crops", options, "max-side", scratch, " FOLDER"), **found}
     for name in ("nvidia-nvimgcodec-cu12", "ffcv"):
         with contextlib.suppress(PackageNotFoundError):
             result["machine"]["packages"][name] = version(name)

@@ -14,7 +14,6 @@ for the loader, too.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -30,12 +29,11 @@ from torch import nn
 
 import h5pack
 from benchmarks.accuracy import accuracy, generated, network
-from benchmarks.common import RESULTS, scratch_folder, spread, write_result
+from benchmarks.common import about, benchmark_parser, scratch_folder, spread, write_result
 from benchmarks.tables import echoing_table
 from h5pack.device.echo import EchoLoader
 from h5pack.device.feed import DeviceFeed
 from h5pack.device.normalize import Normalize
-from h5pack.system.machine import machine_facts
 
 FACTORS: tuple[float | str, ...] = (1, 2, 3, "auto")
 _AHEAD = 2
@@ -44,38 +42,18 @@ _MEASURED = ("seconds", "epochs", "steps", "showings", "waiting")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same in all arms.
+    """What is the same in all arms."""
 
-    Attributes
-    ----------
-    target : float
-        Share of the test images to name rightly.
-    slowdown : float
-        Seconds that the loader needs for a batch, over those of the step.
-    batch : int
-    rate : float
-    max_epochs : int
-        Of fresh batches; an arm that needs more has failed.
-    tests : int
-        How often an epoch the network is tested.
-    """
-
-    target: float
-    slowdown: float
+    target: float  # Share of the test images to name rightly.
+    slowdown: float  # Seconds that the loader needs for a batch, over those of the step.
     batch: int
     rate: float
-    max_epochs: int
-    tests: int
+    max_epochs: int  # Of fresh batches; an arm that needs more has failed.
+    tests: int  # How often an epoch the network is tested.
 
 
 class PacedLoader:
-    """A loader that needs at least so long for each batch, and works two batches ahead.
-
-    Parameters
-    ----------
-    loader : H5Loader
-    seconds : float
-    """
+    """A loader that needs at least so long for each batch, and works two batches ahead."""
 
     def __init__(self, loader: h5pack.H5Loader, seconds: float) -> None:
         self.loader, self.seconds = loader, seconds
@@ -109,14 +87,7 @@ class PacedLoader:
 
 
 class Trainer:
-    """A network, and the steps that it takes.
-
-    Parameters
-    ----------
-    classes : int
-    seed : int
-    rate : float
-    """
+    """A network, and the steps that it takes."""
 
     def __init__(self, classes: int, seed: int, rate: float) -> None:
         torch.manual_seed(seed)
@@ -219,7 +190,7 @@ def measure(pack: Path, split: str, setting: Setting, seeds: int, step: float) -
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser("echoing", __doc__)
     parser.add_argument("--images", type=Path, help="train/ and test/ or val/ with class folders (default: generated)")
     parser.add_argument("--count", type=int, default=2_000, help="training images to generate")
     parser.add_argument("--target", type=float, default=0.8, help="share of the test images to name rightly")
@@ -229,8 +200,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rate", type=float, default=0.05)
     parser.add_argument("--max-epochs", type=int, default=20)
     parser.add_argument("--tests", type=int, default=4, help="of the network, in an epoch")
-    parser.add_argument("--scratch", type=Path, help="a folder for the pack (default: a temporary one)")
-    parser.add_argument("--json", type=Path, default=RESULTS / "echoing.json")
     arguments = parser.parse_args(argv)
     setting = Setting(
         arguments.target, arguments.slowdown, arguments.batch, arguments.rate, arguments.max_epochs, arguments.tests
@@ -239,6 +208,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with scratch_folder(arguments.scratch) as scratch:
+        given, options = arguments.images is not None, "target slowdown seeds batch rate max-epochs"
         images = arguments.images or generated(scratch / "images", arguments.count)
         split = "test" if (images / "test").is_dir() else "val"
         pack = scratch / "images.h5"
@@ -247,12 +217,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         dataset = h5pack.H5Dataset(pack, split="train")
         arms = measure(pack, split, setting, arguments.seeds, step)
         result = {
-            "benchmark": "echoing",
-            "command": f"python -m benchmarks.echoing{' --images FOLDER' if arguments.images else ''} "
-            f"--target {setting.target} --slowdown {setting.slowdown} --seeds {arguments.seeds} "
-            f"--batch {setting.batch} --rate {setting.rate} --max-epochs {setting.max_epochs}",
-            "machine": machine_facts(scratch),
-            "images": "class folders" if arguments.images else "generated",
+            **about("echoing", arguments, options, scratch, " --images FOLDER" * given),
+            "images": "class folders" if given else "generated",
             "train_images": len(dataset),
             "test_images": len(h5pack.H5Dataset(pack, split=split)),
             "classes": len(dataset.classes or ()),

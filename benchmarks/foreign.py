@@ -17,7 +17,6 @@ that convert makes of it with its source. Then these read shuffled batches, in t
 
 from __future__ import annotations
 
-import argparse
 import functools
 import io
 import time
@@ -33,11 +32,13 @@ from PIL import Image
 
 import h5pack
 from benchmarks.common import (
-    RESULTS,
     OneIndex,
     Reader,
+    about,
+    benchmark_parser,
     consume,
     data_loader,
+    reader,
     repeat_in_turns,
     scratch_folder,
     spread,
@@ -46,7 +47,6 @@ from benchmarks.common import (
 )
 from benchmarks.compressed import HEIGHT, WIDTH, image
 from h5pack.system.files import make_hot
-from h5pack.system.machine import machine_facts
 
 _DIFFERENT = 64
 _SOURCES = 4
@@ -136,13 +136,7 @@ def naive(path: Path, rows: int) -> OneIndex:
 
 
 def compare(path: Path, pack: Path, rows: int) -> int:
-    """Rows of a file, and of the pack made of it, that are right: compared with h5py and Pillow.
-
-    Raises
-    ------
-    AssertionError
-        If a row is not.
-    """
+    """Compare all rows of a file, and of the pack made of it, with h5py and Pillow; return how many rows there are."""
     expected, theirs, ours = naive(path, rows), h5pack.H5Dataset(path), h5pack.H5Dataset(pack)
     with h5py.File(pack) as file:
         origin = [int(name.decode().rpartition("/")[2]) for name in file["filenames"]]
@@ -165,12 +159,9 @@ def cases_of(path: Path, rows: int, batch: int, slow_rows: int) -> dict[str, Rea
     dataset = h5pack.H5Dataset(path)
     workers = data_loader(dataset, batch, batch_sampler=h5pack.ChunkBatchSampler(dataset, batch))
     loader = h5pack.H5Loader(dataset, batch, num_threads=2)
-    consume(one)
-    consume(workers)
-    consume(loader)
     return {
-        "one index by h5py, DataLoader": lambda repeat: consume(one),
-        "H5Dataset, DataLoader": lambda repeat: consume(workers),
+        "one index by h5py, DataLoader": reader(one),
+        "H5Dataset, DataLoader": reader(workers),
         # The system takes memory away that was idle for a while; the second epoch counts.
         "H5Loader": lambda repeat: (consume(loader), consume(loader))[1],
     }
@@ -207,21 +198,16 @@ def measure(folder: Path, name: str, rows: int, batch: int, slow_rows: int, repe
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser("foreign", __doc__)
     parser.add_argument("--rows", type=int, default=4_000, help="images of 218x178")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--slow-rows", type=int, default=1_024, help="rows that the usual dataset reads each time")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
-    parser.add_argument("--json", type=Path, default=RESULTS / "foreign.json")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     with scratch_folder(arguments.scratch) as scratch:
         result = {
-            "benchmark": "foreign",
-            "command": f"python -m benchmarks.foreign --rows {arguments.rows} --batch {arguments.batch} "
-            f"--repeats {arguments.repeats}",
-            "machine": machine_facts(scratch),
+            **about("foreign", arguments, "rows batch repeats", scratch),
             "rows": arguments.rows,
             "batch": arguments.batch,
             "files": {

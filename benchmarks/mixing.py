@@ -7,7 +7,6 @@ same on every machine.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 import h5pack
-from benchmarks.common import RESULTS, RowSource, scratch_folder, write_result
+from benchmarks.common import RowSource, about, benchmark_parser, scratch_folder, write_result
 from h5pack.benchmark.mixing import mixing_report
 from h5pack.order.window import DEFAULT_WINDOW
-from h5pack.system.machine import machine_facts
 
 ORDERS = ("shuffled", "sorted")
 
@@ -44,21 +42,16 @@ def measure(source: ClassSource, scratch: Path, order: str, chunk_rows: int, bat
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser("mixing", __doc__)
     parser.add_argument("--rows", type=int, default=50_000, help="images of 32x32, in 10 classes")
     parser.add_argument("--chunk-rows", type=int, default=128)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--scratch", type=Path, help="a folder for the packs (default: a temporary one)")
-    parser.add_argument("--json", type=Path, default=RESULTS / "mixing.json")
     arguments = parser.parse_args(argv)
     source = ClassSource(arguments.rows, 32, 32)
     with scratch_folder(arguments.scratch) as scratch:
         result = {
-            "benchmark": "mixing",
-            "command": f"python -m benchmarks.mixing --rows {arguments.rows} --chunk-rows {arguments.chunk_rows} "
-            f"--batch {arguments.batch} --epochs {arguments.epochs}",
-            "machine": machine_facts(scratch),
+            **about("mixing", arguments, "rows chunk-rows batch epochs", scratch),
             "classes": source.classes,
             "default_window": DEFAULT_WINDOW,
             "packs": {

@@ -44,19 +44,7 @@ def as_array(values: Any) -> npt.NDArray[Any]:
 def marks(images: npt.NDArray[np.uint8], labels: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """One number for each image: the sum of its pixels, times 256, plus its label.
 
-    It is the same for channels first and last.
-
-    Parameters
-    ----------
-    images : ndarray
-        uint8 (n, ...).
-    labels : ndarray
-        Integers (n,), below 256.
-
-    Returns
-    -------
-    ndarray
-        int64 (n,).
+    It is the same for channels first and last. Labels are below 256.
     """
     sums = images.reshape(len(images), -1).sum(axis=1, dtype=np.int64)
     found: npt.NDArray[np.int64] = sums * _LABELS + labels.astype(np.int64)
@@ -76,13 +64,7 @@ def checksum(found: npt.NDArray[np.int64]) -> int:
 
 
 def fault(found: npt.NDArray[np.int64], expected: npt.NDArray[np.int64]) -> str | None:
-    """What is wrong with an epoch; None where every image came exactly once.
-
-    Parameters
-    ----------
-    found, expected : ndarray
-        int64, marks in any order. Two images of one mark count as two.
-    """
+    """What is wrong with an epoch's marks, in any order; None if every image came exactly once."""
     if np.array_equal(np.sort(found), np.sort(expected)):
         return None
     numbers = np.unique(np.concatenate([found, expected]))
@@ -108,17 +90,7 @@ _TRIES = 4
 
 
 class PeerFiles:
-    """All files in a folder, following links.
-
-    Parameters
-    ----------
-    folder : Path
-
-    Attributes
-    ----------
-    paths : list of Path
-        Those that hold something.
-    """
+    """All files in a folder that hold something, following links."""
 
     def __init__(self, folder: Path) -> None:
         found = (Path(root) / name for root, _, names in os.walk(folder, followlinks=True) for name in names)
@@ -216,18 +188,7 @@ def session(leader: int) -> list[int]:
 
 
 class MemoryWatch:
-    """Watches a session's private memory in a thread, as a context.
-
-    Parameters
-    ----------
-    leader : int
-        The process that leads the session.
-
-    Attributes
-    ----------
-    peak : int
-        Bytes, the most that was seen.
-    """
+    """Watches the private memory of the session of process `leader` in a thread; `peak` is its maximum in bytes."""
 
     def __init__(self, leader: int) -> None:
         self.leader, self.peak = leader, 0
@@ -254,37 +215,19 @@ _MIN_BATCHES = 8
 
 @dataclass(frozen=True)
 class Timed:
-    """An epoch, or its beginning.
-
-    Attributes
-    ----------
-    rows, batches : int
-        That came.
-    seconds : float
-        Until the last one was consumed.
-    first_seconds : float
-        To after the first one was.
-    whole : bool
-        It was not cut short.
-    """
+    """An epoch, or its beginning."""
 
     rows: int
     batches: int
-    seconds: float
-    first_seconds: float
-    whole: bool
+    seconds: float  # Until the last batch was consumed.
+    first_seconds: float  # Until the first batch was consumed.
+    whole: bool  # It was not cut short.
 
 
 def timed(opened: Opened, max_seconds: float | None = None, begin: float | None = None) -> Timed:
-    """Go through an epoch, looking at every page of each batch.
+    """Go through an epoch, looking at every page of each batch. The clock was started at `begin` (default: now).
 
-    Parameters
-    ----------
-    opened : Opened
-    max_seconds : float, optional
-        Leave it after so long, though not before 8 batches: workers hold some that are not counted.
-    begin : float, optional
-        When the clock was started; None: now.
+    Leave it after `max_seconds`, though not before 8 batches: workers hold some that are not counted.
     """
     begin = time.perf_counter() if begin is None else begin
     rows = batches = 0

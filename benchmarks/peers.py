@@ -42,47 +42,27 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import RESULTS, spread, write_result
+from benchmarks.common import about, benchmark_parser, ratios, spread, write_result
 from benchmarks.peer_cases.base import LISTING, ImageFolder, Listed, chosen
 from benchmarks.peer_worker import MemoryWatch, PeerFiles, checksum, truth
 from h5pack.benchmark.ceilings import interleaved, sequential
 from h5pack.benchmark.synthetic import make_folder
-from h5pack.system.machine import machine_facts
 
 ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
 class PeerProcess:
-    """Starts jobs of `benchmarks.peer_worker`, one after another.
+    """Starts jobs of `benchmarks.peer_worker`, one after another."""
 
-    Attributes
-    ----------
-    python : str
-        The interpreter; h5pack must be importable there.
-    folder : Path
-        For jobs, reports and the peers' own temporary files.
-    max_seconds : float
-        A job that takes longer is ended.
-    """
-
-    python: str
-    folder: Path
-    max_seconds: float = 600
+    python: str  # The interpreter; h5pack must be importable there.
+    folder: Path  # For jobs, reports and the peers' own temporary files.
+    max_seconds: float = 600  # A job that takes longer is ended.
 
     def run(self, job: dict[str, Any], watch: bool = False) -> dict[str, Any]:
-        """Do a job in a fresh process.
+        """Do a job in a fresh process; return the report, with "error" if the process failed or took too long.
 
-        Parameters
-        ----------
-        job : dict
-        watch : bool
-            Watch its memory: the report gets "peak", bytes.
-
-        Returns
-        -------
-        dict
-            The report; with "error" where the process failed, was killed, or took too long.
+        With `watch`, the report has the job's "peak" memory in bytes.
         """
         job_path, report_path, log_path = (self.folder / name for name in ("job.json", "report.json", "log.txt"))
         report_path.unlink(missing_ok=True)
@@ -138,33 +118,16 @@ _COPY, _SEQUENTIAL = "memory copy", "sequential read"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared, and where.
-
-    Attributes
-    ----------
-    process : PeerProcess
-    scratch : Path
-    repeats : int
-    seconds : float
-        Epochs of slow cases are cut short after this; hot ones are timed for half of it at least.
-    """
+    """What is compared, and where."""
 
     process: PeerProcess
     scratch: Path
     repeats: int
-    seconds: float
+    seconds: float  # Epochs of slow cases are cut short after this; hot ones are timed for half of it at least.
 
 
 class SizeComparison:
-    """All cases on images of one size.
-
-    Parameters
-    ----------
-    comparison : Comparison
-    folder : Path
-        The JPEGs.
-    cases : sequence of Listed
-    """
+    """All cases on the JPEGs in a folder, which have one size."""
 
     def __init__(self, comparison: Comparison, folder: Path, cases: Sequence[Listed]) -> None:
         self.comparison, self.folder, self.cases = comparison, folder, cases
@@ -197,10 +160,7 @@ class SizeComparison:
     def prepare(self, listed: Listed) -> dict[str, Any]:
         """Convert, choose the number of workers, compare two epochs and watch their memory.
 
-        Returns
-        -------
-        dict
-            What the result has of a case; with "skipped" where it cannot be measured.
+        Return what the result has of a case; "skipped" is the reason if it cannot be measured.
         """
         found: dict[str, Any] = {"case": listed.name, "key": listed.key, "ours": listed.ours, "skipped": None}
         run = self.comparison.process.run
@@ -317,7 +277,7 @@ def _measured(reports: list[dict[str, Any]], copies: list[float]) -> dict[str, A
     first = [report["import_seconds"] + report["first_batch_seconds"] for report in reports]
     return {
         "hot_images_per_s": spread(hot),
-        "hot_of_memory_copy": spread([speed / copy for speed, copy in zip(hot, copies, strict=True)]),
+        "hot_of_memory_copy": ratios(hot, copies),
         "hot_batches": min(report["hot"]["batches"] for report in reports),
         "hot_whole_epochs": all(report["hot"]["whole_epochs"] for report in reports),
         "cold_images_per_s": spread([report["cold"]["images_per_s"] for report in reports]),
@@ -351,30 +311,19 @@ _SIZES = {"116 KB": (218, 178), "3 KB": (32, 32)}
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser("peers", __doc__)
     parser.add_argument("--count", type=int, default=8_000, help="images of 218x178, 116 KB a row; 0: none")
     parser.add_argument("--small", type=int, default=40_000, help="images of 32x32, 3 KB a row; 0: none")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="epochs of slow cases are cut short after this")
     parser.add_argument("--only", help=f"these cases, by commas: {', '.join(listed.key for listed in LISTING)}")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has the peers, and h5pack")
-    parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
-    parser.add_argument("--json", type=Path, default=RESULTS / "peers.json")
     arguments = parser.parse_args(argv)
     try:
         arguments.cases = chosen(arguments.only)
     except ValueError as error:
         parser.error(str(error))
     return arguments
-
-
-def _command(arguments: argparse.Namespace) -> str:
-    """The command that gives this result again; paths are the user's own and left out."""
-    parts = ["python -m benchmarks.peers"]
-    parts += [f"--{name} {getattr(arguments, name)}" for name in ("count", "small", "repeats", "seconds")]
-    parts += [f"--only {arguments.only}"] if arguments.only else []
-    parts += ["--python .venv-peers/bin/python"] if arguments.python != sys.executable else []
-    return " ".join(parts)
 
 
 def _space_needed(arguments: argparse.Namespace) -> int:
@@ -413,16 +362,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 sizes[name] = SizeComparison(comparison, folder, arguments.cases).result()
                 for path in scratch.iterdir():
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        facts = machine_facts(scratch)
-        names = facts["packages"]
-        result = {
-            "benchmark": "peers",
-            "command": _command(arguments),
-            "machine": {
-                **facts,
-                "python": there["python"],
-                "packages": {name: there["packages"].get(name) for name in names},
-            },
+        # Paths are the user's own and left out.
+        only = f" --only {arguments.only}" if arguments.only else ""
+        python = "" if arguments.python == sys.executable else " --python .venv-peers/bin/python"
+        result = about("peers", arguments, "count small repeats seconds", scratch, only + python)
+        packages = {name: there["packages"].get(name) for name in result["machine"]["packages"]}
+        result["machine"] |= {"python": there["python"], "packages": packages}
+        result |= {
             "packages": there["packages"],
             "batch": BATCH,
             "workers": WORKERS,

@@ -18,7 +18,6 @@ second run counts. Cold runs drop the file from the page cache first, and check 
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 import warnings
@@ -34,17 +33,20 @@ from torch.utils.data import DataLoader, Dataset
 
 import h5pack
 from benchmarks.common import (
-    RESULTS,
     WORKERS,
     OneIndex,
     Reader,
     RowSource,
+    about,
+    benchmark_parser,
     consume,
     data_loader,
+    loader_cases,
     make_flat,
     make_foreign,
     make_pack,
     ratios,
+    reader,
     repeat_in_turns,
     scratch_folder,
     spread,
@@ -52,9 +54,7 @@ from benchmarks.common import (
     write_result,
 )
 from h5pack.benchmark.ceilings import MemoryCopy, interleaved, sequential, touch
-from h5pack.benchmark.sweep import through_library
 from h5pack.system.files import drop_cache
-from h5pack.system.machine import machine_facts
 
 
 class Mapped(Dataset[Any]):
@@ -81,20 +81,6 @@ def fancy(path: Path, rows: int, size: int, batch: int, turn: int) -> float:
     )
 
 
-def loader_cases(pack: Path, batch: int) -> dict[str, Reader]:
-    """H5Loader's cases of reading, each warmed up."""
-    cases: dict[str, Reader] = {}
-    for label, dataset in (
-        ("H5Loader", h5pack.H5Dataset(pack)),
-        ("H5Loader through h5py", through_library(h5pack.H5Dataset(pack))),
-    ):
-        for threads in (1, 2):
-            loader = h5pack.H5Loader(dataset, batch, num_threads=threads, drop_last=True)
-            consume(loader)
-            cases[f"{label} | {threads}"] = lambda turn, loader=loader: consume(loader)
-    return cases
-
-
 def worker_cases(pack: Path, flat: Path, source: RowSource, foreign: dict[str, Path], batch: int) -> dict[str, Reader]:
     """What is read by a DataLoader's workers; the slow ones only a part of an epoch."""
     rows, size = source.rows, source.size
@@ -114,11 +100,7 @@ def worker_cases(pack: Path, flat: Path, source: RowSource, foreign: dict[str, P
         small = min(batch, 32)
         slow = subset_of(OneIndex(path, count), count, 8 * small)
         loaders[f"one index by h5py, {label}, DataLoader"] = data_loader(slow, small)
-    cases: dict[str, Reader] = {}
-    for label, loader in loaders.items():
-        consume(loader)
-        cases[f"{label} | {WORKERS}"] = lambda turn, loader=loader: consume(loader)
-    return cases
+    return {f"{label} | {WORKERS}": reader(loader) for label, loader in loaders.items()}
 
 
 def hot(source: RowSource, scratch: Path, pack: Path, batches: tuple[int, int], repeats: int) -> list[dict[str, Any]]:
@@ -133,11 +115,11 @@ def hot(source: RowSource, scratch: Path, pack: Path, batches: tuple[int, int], 
     for batch in batches:
         copying = MemoryCopy(source.rows, source.size, batch)
         cases: dict[str, Reader] = {f"memory copy | {threads}": partial(copying, threads) for threads in (1, 2)}
-        cases |= loader_cases(pack, batch)
+        cases |= loader_cases(pack, batch, drop_last=True)
         if batch == batches[0]:
             for label, path in foreign.items():
                 loader = h5pack.H5Loader(h5pack.H5Dataset(path), batch, num_threads=2)
-                cases[f"H5Loader, {label} | 2"] = lambda turn, loader=loader: consume(loader)
+                cases[f"H5Loader, {label} | 2"] = reader(loader)
             cases["np.memmap, fancy index | 1"] = partial(fancy, flat, source.rows, source.size, batch)
             cases |= worker_cases(pack, flat, source, foreign, batch)
         files = [pack, flat, *foreign.values()]
@@ -243,12 +225,10 @@ def measure(source: RowSource, scratch: Path, batches: tuple[int, int], repeats:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser("read", __doc__)
     parser.add_argument("--large", type=int, default=20_000, help="rows of 116 KB (218x178)")
     parser.add_argument("--small", type=int, default=200_000, help="rows of 3 KB (32x32)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
-    parser.add_argument("--json", type=Path, default=RESULTS / "read.json")
     arguments = parser.parse_args(argv)
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     torch.set_num_threads(1)
@@ -263,10 +243,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             for name, (source, (one, other)) in sizes.items()
         }
         result = {
-            "benchmark": "read",
-            "command": f"python -m benchmarks.read --large {arguments.large} --small {arguments.small} "
-            f"--repeats {arguments.repeats}",
-            "machine": machine_facts(scratch),
+            **about("read", arguments, "large small repeats", scratch),
             "sizes": {
                 name: measure(source, scratch, batches, arguments.repeats) for name, (source, batches) in sizes.items()
             },

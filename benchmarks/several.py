@@ -10,7 +10,6 @@ and 1.5 MB, take turns, forwards and backwards; a ratio is that within a turn.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import time
@@ -20,19 +19,18 @@ from typing import Any
 
 import h5pack
 from benchmarks.common import (
-    RESULTS,
-    Reader,
     RowSource,
-    consume,
+    about,
+    benchmark_parser,
     interleaved,
     ratios,
+    reader,
     repeat_in_turns,
     scratch_folder,
     spread,
     write_result,
 )
 from h5pack.benchmark.synthetic import make_folder
-from h5pack.system.machine import machine_facts
 
 SHARDS = 8
 ONE = "one pack"
@@ -58,11 +56,10 @@ def loading(one: Path, shards: list[Path], batch: int, repeats: int) -> dict[str
     found = {}
     for threads in (1, 2):
         sources: dict[str, Any] = {ONE: one, "virtual file": virtual, "list of files": shards}
-        cases: dict[str, Reader] = {}
-        for name, path in sources.items():
-            loader = h5pack.H5Loader(h5pack.H5Dataset(path), batch, num_threads=threads)
-            consume(loader)
-            cases[name] = lambda repeat, loader=loader: consume(loader)  # type: ignore[misc]
+        loaders = {
+            name: h5pack.H5Loader(h5pack.H5Dataset(path), batch, num_threads=threads) for name, path in sources.items()
+        }
+        cases = {name: reader(loader) for name, loader in loaders.items()}
         speeds = repeat_in_turns(cases, repeats, [one, *shards])
         found[str(threads)] = {
             name: {"images_per_s": spread(values), "of_one": ratios(values, speeds[ONE])}
@@ -129,17 +126,14 @@ def measure(large: int, small: int, repeats: int, scratch: Path) -> dict[str, An
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser("several", __doc__)
     parser.add_argument("--large", type=int, default=8_000, help="rows of 150 KB")
     parser.add_argument("--small", type=int, default=160_000, help="rows of 3 KB")
     parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--scratch", type=Path)
-    parser.add_argument("--json", type=Path, default=RESULTS / "several.json")
     options = parser.parse_args(arguments)
     with scratch_folder(options.scratch) as scratch:
         found = measure(options.large, options.small, options.repeats, scratch)
-        command = f"python -m benchmarks.several --large {options.large} --small {options.small}"
-        write_result(options.json, {"command": command, "machine": machine_facts(scratch), **found})
+        write_result(options.json, {**about("several", options, "large small", scratch), **found})
 
 
 if __name__ == "__main__":

@@ -41,19 +41,7 @@ def decode_quickly(path: Path) -> npt.NDArray[np.uint8]:
 class ImageFolder:
     """Images in class folders; a map-style dataset of decoded images and labels, as FFCV's writer wants one.
 
-    Parameters
-    ----------
-    folder : Path
-        Holds a folder of JPEGs for each class; all images are of one size.
-
-    Attributes
-    ----------
-    folder : Path
-    paths : list of Path
-    labels : ndarray
-        int64 (N,): the place of the class's name among the sorted names.
-    shape : tuple of int
-        (H, W, 3).
+    All images are JPEGs of one size. A label is the place of the class's name among the sorted names.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -73,10 +61,7 @@ class ImageFolder:
     def decoded(self, workers: int) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]:
         """All images in order, decoded by `workers` processes, for writers that have no workers of their own.
 
-        Yields
-        ------
-        (ndarray, ndarray)
-            Up to 64 images, uint8 (n, H, W, 3), and their labels, int64 (n,).
+        Yield up to 64 images, uint8 (n, H, W, 3), and their labels, int64 (n,).
         """
         blocks = [range(start, min(len(self), start + _BLOCK)) for start in range(0, len(self), _BLOCK)]
         with multiprocessing.Pool(workers) as pool:
@@ -94,21 +79,11 @@ Batch = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Reading:
-    """How every case reads.
+    """How every case reads."""
 
-    Attributes
-    ----------
-    batch : int
-        Images a batch; the last one of an epoch may be smaller.
-    workers : int
-        Threads, or worker processes where it has those; 0: in this process.
-    seed : int
-        Of the order, where it takes one.
-    """
-
-    batch: int
-    workers: int
-    seed: int
+    batch: int  # Images a batch; the last one of an epoch may be smaller.
+    workers: int  # Threads, or worker processes where it has those; 0: in this process.
+    seed: int  # Of the order, where it takes one.
 
 
 class Opened(Protocol):
@@ -125,30 +100,18 @@ class Opened(Protocol):
 
 
 class Case(ABC):
-    """A format of images, and a loader that reads them back as shuffled batches.
+    """A format of images, and a loader that reads them back as shuffled batches."""
 
-    Attributes
-    ----------
-    settings : str
-        How it is used, and why so: one line for the result file.
-    packages : tuple of str
-        The distributions whose versions the result names.
-    tried : tuple of int
-        Numbers of workers of which the fastest is taken, where its documentation leaves the number open.
-    compiles : bool
-        It compiles at the first batch of each opening; a cold epoch is then the second one, after another drop.
-    may_be_cut : bool
-        An epoch may be left early without harm to the next one: a DataLoader's may. Others go on reading what was left,
-        or do not keep rows of which they saw a part only.
-    parallel : str
-        What "workers" are to it: threads, processes, or nothing: it reads in the calling thread.
-    """
-
-    settings: str
-    packages: tuple[str, ...]
+    settings: str  # How it is used, and why so: one line for the result file.
+    packages: tuple[str, ...]  # The distributions whose versions the result names.
+    # Numbers of workers of which the fastest is taken, where its documentation leaves the number open.
     tried: tuple[int, ...] = ()
+    # It compiles at the first batch of each opening; a cold epoch is then the second one, after another drop.
     compiles = False
+    # An epoch may be left early without harm to the next one: a DataLoader's may. Others go on reading what was left,
+    # or do not keep rows of which they saw a part only.
     may_be_cut = False
+    # What "workers" are to it: threads, processes, or nothing: it reads in the calling thread.
     parallel = "processes"
 
     @abstractmethod
@@ -169,10 +132,7 @@ class Case(ABC):
 class OpenedLoader:
     """Goes through a DataLoader, or what is used like one, an epoch at a time.
 
-    Parameters
-    ----------
-    loader : iterable
-        Gives batches as (images, labels) or as a dict of "image" and "label".
+    Batches are (images, labels), or dicts of "image" and "label".
     """
 
     def __init__(self, loader: Any) -> None:
@@ -207,36 +167,16 @@ def shuffling(dataset: Dataset[Any], reading: Reading) -> OpenedLoader:
 
 @dataclass(frozen=True)
 class Listed:
-    """A case's place in the comparison.
+    """A case's place in the comparison."""
 
-    Attributes
-    ----------
-    key : str
-        What ``--only`` calls it.
-    name : str
-        What tables and plots call it.
-    module : str
-        The module of `benchmarks.peer_cases` that has it; importing that imports the peer.
-    store : str
-        The folder of what it converts to. Cases of one store share it, and the first one converts.
-    ours : bool
-        h5pack's.
-    """
-
-    key: str
-    name: str
-    module: str
-    store: str
-    ours: bool = False
+    key: str  # What ``--only`` calls it.
+    name: str  # What tables and plots call it.
+    module: str  # The module of `benchmarks.peer_cases` that has it; importing that imports the peer.
+    store: str  # The folder of what it converts to. Cases of one store share it, and the first one converts.
+    ours: bool = False  # h5pack's.
 
     def load(self) -> Case:
-        """The case itself.
-
-        Raises
-        ------
-        ImportError
-            If the peer is not installed, or does not load.
-        """
+        """The case itself. Raises ImportError if the peer is not installed, or does not load."""
         case: Case = importlib.import_module(f"benchmarks.peer_cases.{self.module}").CASES[self.key]
         return case
 
@@ -260,13 +200,7 @@ LISTING = (
 
 
 def chosen(keys: str | None) -> tuple[Listed, ...]:
-    """The cases that ``--only`` names, in the order of the listing; all without it.
-
-    Raises
-    ------
-    ValueError
-        If a name is not in the listing.
-    """
+    """The cases that ``--only`` names, in the order of the listing; all without it. ValueError for other names."""
     if keys is None:
         return LISTING
     wanted = [key.strip() for key in keys.split(",") if key.strip()]

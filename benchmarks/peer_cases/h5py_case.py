@@ -15,12 +15,7 @@ from benchmarks.peer_cases.base import Case, ImageFolder, Opened, Reading, shuff
 
 
 class OneIndex(Dataset[Any]):
-    """Opens the file on first use in each process, and reads one index.
-
-    Parameters
-    ----------
-    path : Path
-    """
+    """Opens the file on first use in each process, and reads one index."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,15 +33,9 @@ class OneIndex(Dataset[Any]):
 
 
 class H5pyCase(Case):
-    """A file of one kind of chunks.
+    """A file of one kind of chunks; with `channels_first`, of (N, 3, H, W).
 
-    Parameters
-    ----------
-    settings : str
-    channels_first : bool
-        Store (N, 3, H, W).
-    chunks : callable
-        The chunk shape for the shape of an image and the number of rows; True lets h5py guess.
+    `chunks` gives the chunk shape for the shape of an image and the number of rows; True lets h5py guess.
     """
 
     packages = ("h5py", "torch")
