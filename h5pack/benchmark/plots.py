@@ -60,8 +60,8 @@ _DEFAULT = tuple(
 )
 
 
-def check_plot_file(path: str | os.PathLike[str]) -> str:
-    """Return the format of a figure's file, "png", "svg" or "pdf"; raise OptionsError if it cannot be saved."""
+def check_plot_file(path: str | os.PathLike[str]) -> None:
+    """Raise OptionsError if a figure cannot be saved in this file, or matplotlib is missing."""
     require_local(path)
     target = Path(os.fsdecode(path))
     if target.suffix.lower() not in FORMATS:
@@ -74,14 +74,14 @@ def check_plot_file(path: str | os.PathLike[str]) -> str:
     except Exception as error:  # A broken package may raise other errors than ImportError.
         problem = f"figures need matplotlib, whose import fails ({error}); run pip install matplotlib"
         raise OptionsError(problem) from error
-    return FORMATS[target.suffix.lower()]
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 150) -> None:
     """Write a matplotlib figure atomically. Equal figures give byte-identical files."""
     from matplotlib import rc_context
 
-    kind, out = check_plot_file(path), io.BytesIO()
+    target, out = Path(os.fsdecode(path)), io.BytesIO()
+    kind = FORMATS[target.suffix.lower()]
     # Leave out dates and random identifiers, which would make the files of equal figures differ.
     metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     with rc_context({"svg.hashsalt": "h5pack"}), warnings.catch_warnings():
@@ -89,14 +89,13 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 150)
         warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         figure.savefig(out, format=kind, dpi=dpi, metadata=metadata)
     try:
-        write_atomically(Path(os.fsdecode(path)), out.getvalue())
+        write_atomically(target, out.getvalue())
     except OSError as error:
         raise OptionsError.at(path, f"cannot be written ({error.strerror or error})") from error
 
 
 def draw_bench(report: BenchReport, path: str | os.PathLike[str]) -> None:
-    """Draw the report of `bench` into a .png, .svg or .pdf file."""
-    check_plot_file(path)
+    """Draw the report of `bench` into a file that `check_plot_file` accepts."""
     from matplotlib import rc_context
     from matplotlib.style import context
 

@@ -155,7 +155,7 @@ def test_the_suffix_is_the_format_and_equal_reports_give_equal_files(tmp_path: P
 @pytest.mark.parametrize("name", ["bench.jpg", "bench", ".png", "none/a.png"])
 def test_files_that_cannot_be_drawn_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(OptionsError) as caught:
-        plots.draw_bench(reports.empty(), tmp_path / name)
+        plots.check_plot_file(tmp_path / name)
     assert caught.value.path == str(tmp_path / name)
 
 
@@ -163,7 +163,7 @@ def test_files_that_cannot_be_drawn_are_refused(tmp_path: Path, name: str) -> No
 def test_a_missing_matplotlib_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     monkeypatch.setattr(importlib, "import_module", Mock(side_effect=error("matplotlib")))
     with pytest.raises(OptionsError, match="pip install matplotlib"):
-        plots.draw_bench(reports.empty(), tmp_path / "a.png")
+        plots.check_plot_file(tmp_path / "a.png")
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
