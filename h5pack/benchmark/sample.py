@@ -21,15 +21,7 @@ from h5pack.benchmark.cases import DEFAULT_CHUNK_BYTES, BenchSettings, FileVaria
 from h5pack.benchmark.synthetic import MAX_SIDE, make_folder
 from h5pack.combine.convert import convert
 from h5pack.data.dataset import H5Dataset
-from h5pack.errors import (
-    H5PackError,
-    NoImagesError,
-    NoSpaceError,
-    OptionsError,
-    SizesDifferError,
-    SourceError,
-    WorkerError,
-)
+from h5pack.errors import H5PackError, NoSpaceError, OptionsError, SizesDifferError, SourceError, WorkerError
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
 from h5pack.inspect.info import describe_dataset
@@ -266,15 +258,10 @@ def make_sample(
 ) -> BenchSample:
     """Pack a sample with each chunk size and compression; `seconds` are left for the whole benchmark."""
     if source.not_convertible and source.variant is not None:
-        return _input_only(source, source.variant, settings, source.not_convertible)
+        return _input_only(source, source.variant, settings)
     begin = clock()
     packer = _Packer(source, scratch)
-    try:
-        row_bytes, speed = packer.probe()
-    except NoImagesError as error:
-        if source.variant is None:
-            raise
-        return _input_only(source, source.variant, settings, str(error))
+    row_bytes, speed = packer.probe()
     count = dataset_images(source, settings) or MANY_IMAGES
     default_chunk_rows = min(plan_chunks(count, row_bytes, whole_pages=True).rows, source.num_images)
     given = {*settings.chunk_rows, *(_chunk_rows(size, row_bytes) for size in settings.chunk_bytes)}
@@ -439,11 +426,12 @@ def _first_rows(variant: FileVariant, rows: int) -> FileVariant:
     return replace(variant, rows=min(variant.rows, rows))
 
 
-def _input_only(source: BenchInput, variant: FileVariant, settings: BenchSettings, reason: str) -> BenchSample:
+def _input_only(source: BenchInput, variant: FileVariant, settings: BenchSettings) -> BenchSample:
     """Return a sample that consists of the first rows of the input file, which cannot be converted."""
     rows = settings.rows or max(MIN_IMAGES, min(MAX_SAMPLE_BYTES, available_memory() // 4) // variant.row_bytes)
     first = _first_rows(variant, rows)
     dataset = H5Dataset(first.path, images=first.images, labels=first.labels)
     shape = dataset.engine.indexes[first.images].row_shape
-    note = f"No other chunk sizes were measured, because the input file cannot be converted: {reason}"
-    return BenchSample([first], first.rows, first.row_bytes, shape, source.options, notes=[note])
+    note = "No other chunk sizes were measured, because the input file cannot be converted"
+    notes = [f"{note}: {source.not_convertible}"]
+    return BenchSample([first], first.rows, first.row_bytes, shape, source.options, notes=notes)
