@@ -298,7 +298,7 @@ class BenchRun:
             row_shape=sample.row_shape, default_chunk_rows=sample.default_chunk_rows, memory_bytes=available_memory(),
             batch_size=batch_size, window=settings.window[0], num_threads=min(_MAX_THREADS, available_cpus()),
             cpus=available_cpus(), split=source.split, fields=source.fields,
-            asked_batch_size=settings.batch_size[0] if batch_size < settings.batch_size[0] else None,
+            asked_batch_size=settings.batch_size[0],
             any_size=dataset_images(source, settings) is None,
             decodes_input=decodes_input and bool(source.faults),
         )  # fmt: skip

@@ -96,8 +96,7 @@ class BenchSettings:
         seconds = real_number(self.seconds)
         if not 0 < seconds < math.inf:
             raise invalid("seconds", self.seconds, ": give a finite number above 0")
-        if not isinstance(self.seconds, int):
-            object.__setattr__(self, "seconds", seconds)
+        object.__setattr__(self, "seconds", seconds)
         flags(contiguous=self.contiguous)
         for name, allowed in (("orders", ORDERS), ("engines", ENGINES), ("caches", CACHES)):
             values = getattr(self, name)
@@ -166,7 +165,7 @@ class Measurement:
     amplification: float | None = None  # Bytes requested from the file per byte of delivered images; None if unknown.
     hit_rate: float | None = None  # Fraction of rows that are not the first of a visit to their chunk, if known.
     reason: str | None = None  # Why the case, or one of its repeats, was not measured; else None.
-    # Images/s of the ceiling, measured after each repeat with `ceiling_threads` threads; empty if not measured.
+    # Images/s of the ceiling, measured after each repeat with `ceiling_threads` threads; fewer if not always measured.
     ceilings: tuple[float, ...] = ()
     turns: tuple[int, ...] = ()  # Number of the turn of each repeat. Only repeats of the same turn are compared.
 
@@ -177,7 +176,7 @@ class Measurement:
 
     @property
     def of_ceiling(self) -> tuple[float, ...]:
-        """The speed of each repeat divided by the ceiling's speed after it; empty if the ceiling was not measured."""
+        """The speed of each repeat divided by the ceiling's speed after it; empty unless all of these were measured."""
         matched = len(self.ceilings) == len(self.speeds)
         return tuple(map(operator.truediv, self.speeds, self.ceilings)) if matched else ()
 
@@ -216,10 +215,12 @@ class Measurement:
 
     def with_repeats_of(self, other: Measurement) -> Measurement:
         """Return `other`, a later measurement of the same case, with this one's repeats before its own."""
-        matched = bool(self.of_ceiling or not self.speeds) and bool(other.of_ceiling or not other.speeds)
-        ceilings = (*self.ceilings, *other.ceilings) if matched else ()
-        speeds, turns = (*self.speeds, *other.speeds), (*self.turns, *other.turns)
-        return replace(other if other.speeds else self, speeds=speeds, ceilings=ceilings, turns=turns)
+        return replace(
+            other if other.speeds else self,
+            speeds=self.speeds + other.speeds,
+            ceilings=self.ceilings + other.ceilings,
+            turns=self.turns + other.turns,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-serializable dict, whose keys are stable across versions."""

@@ -32,11 +32,11 @@ class Workload:
     row_shape: tuple[int, ...]
     default_chunk_rows: int  # Chunk size that `h5pack.convert` chooses by default.
     memory_bytes: int  # Memory available for the page cache.
-    batch_size: int  # Batch size of the cases that compare file variants.
+    asked_batch_size: int  # Batch size that was asked for.
+    batch_size: int  # Batch size of the cases that compare file variants; smaller if the sample is too small.
     window: int  # Window of the cases that compare file variants, in chunks.
     num_threads: int  # Number of H5Loader threads in the cases that compare file variants.
     cpus: int  # Number of CPUs that this process may use.
-    asked_batch_size: int | None = None  # Batch size that was asked for, if the sample is too small for it.
     split: str | None = None  # Split that a training reads; None: all rows.
     any_size: bool = False  # Whether the images are generated, and stand for datasets of any size.
     fields: tuple[str, ...] = ()  # Names of an input file's further datasets that are read with the images.
@@ -46,7 +46,7 @@ class Workload:
     @property
     def recommended_batch_size(self) -> int:
         """The batch size that was asked for, but at most a quarter of the images."""
-        return limited_batch_size(self.asked_batch_size or self.batch_size, self.num_images)
+        return limited_batch_size(self.asked_batch_size, self.num_images)
 
     @property
     def memory_images(self) -> int:
@@ -102,8 +102,7 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
         return workload.cpus, []
     number = best.case.num_workers or 0
     why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"
-    if workload.cpus not in tried:
-        why = "the only number measured" if len(found) == 1 else "the fastest of the measured numbers"
+    why = why if workload.cpus in tried else "the fastest of the measured numbers"
     why += f"; {_by_count('num_workers', found, best)}" if len(found) > 1 else ""
     speed = f"{best.median:,.0f} images/s"
     return number, [f"If you use a DataLoader instead of H5Loader: num_workers={number} ({speed}), {why}."]
@@ -112,20 +111,14 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
 def _by_count(name: str, tried: dict[int, Measurement], best: Measurement, most: int = sys.maxsize) -> str:
     """Return a text with the speeds of other values of a setting, as multiples of the recommended value's speed.
 
-    Values above `most`, the number of CPUs, are not recommended.
+    Values above `most`, the number of CPUs, are not recommended, even if they are faster.
     """
     ratios = {value: one.ratios(best) or (one.median / best.median,) for value, one in tried.items() if one is not best}
     others = [f"{name}={value} gives {ratio_text(found)}" for value, found in sorted(ratios.items())]
     text = f"{', '.join(others)} of its speed"
-    whys = [
-        "there are too few CPUs" if value > most
-        else "too few turns measured both" if len(found) < MIN_REPEATS
-        else "the ratios are too low or vary too much"
-        for value, found in ratios.items() if min(found) > 1
-    ]  # fmt: skip
-    if whys:
-        return f"{text}; {' or '.join(dict.fromkeys(whys))} to prefer another value"
-    unclear = [f"{name}={value}" for value, found in sorted(ratios.items()) if max(found) >= 1]
+    if any(value > most and min(found) > 1 for value, found in ratios.items()):
+        text += f"; there are too few CPUs for more than {most}"
+    unclear = [f"{name}={value}" for value, found in sorted(ratios.items()) if max(found) >= 1 and value <= most]
     which = f" to {listed(unclear)}" if len(ratios) > 1 else ""
     return f"{text}; the difference{which} is not clear" if unclear else text
 
@@ -161,7 +154,7 @@ def measuring_reasons(workload: Workload) -> list[str]:
     """Return sentences on how a training differs from what was measured: larger batches, and a slower first epoch."""
     rows, asked, sentences = counted(workload.sample_rows, "row"), workload.asked_batch_size, []
     size, images = workload.recommended_batch_size, counted(workload.num_images, "image")
-    if asked is not None and size < asked:
+    if size < asked:
         few = f"batch_size={size} instead of {asked}: a quarter of {images}, so that an epoch has several batches"
         sentences.append(f"{few}. Train with the size that suits your model.")
     if workload.batch_size < size:

@@ -448,8 +448,7 @@ def _code(variant: FileVariant, case: BenchCase, workload: Workload) -> str:
         names += "" if variant.labels == schema.LABELS else f", labels={variant.labels!r}"
         names += f", fields={list(workload.fields)}" if workload.fields else ""
     path = variant.path if variant.is_input else copy_name(workload.source)
-    asked = workload.asked_batch_size
-    is_asked = asked in (None, case.batch_size)
+    is_asked = case.batch_size == workload.asked_batch_size
     few = "" if is_asked else f"  # batch_size: a quarter of the {workload.num_images:,} images"
     return (
         f"dataset = h5pack.H5Dataset({path!r}{names})\n"

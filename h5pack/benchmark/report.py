@@ -309,9 +309,8 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
         while shown < len(texts) and len(lines) + len(wrapped := _bullets("", [texts[shown]])) <= _MAX_LINES:
             lines += wrapped
             shown += 1
-        left_reasons, left_notes = max(0, len(reasons) - shown), min(len(report.notes), len(texts) - shown)
-        more = [counted(left_reasons, "more reason")] * bool(left_reasons)
-        more += [counted(left_notes, "note" if left_notes == len(report.notes) else "more note")] * bool(left_notes)
+        left = {"more reason": len(reasons) - shown, "more note": min(len(report.notes), len(texts) - shown)}
+        more = [counted(number, what) for what, number in left.items() if number > 0]
         last = f"Shown only with full=True: {', '.join((*more, 'all figures'))}."
         return [first, code, lines, _bullets("", [about, last], indent="")]
     return [first, code, _bullets("", reasons), [about]]

@@ -445,9 +445,6 @@ class Sweep:
                     keeps = isinstance(reader, LoaderReader) and reader.decodes_once
                     reader.run(_MAX_LOAD_SECONDS if keeps else seconds / 2, once=keeps)
                 timing = reader.run(seconds, once=cold)
-                if timing.rows == 0 or timing.seconds <= 0:
-                    state.reason = "no row was read in the available time"
-                    return
                 state.speeds.append(timing.rows / timing.seconds)
                 state.turns.append(self._turn)
                 if timing.bytes_per_row is not None:
@@ -479,6 +476,5 @@ class Sweep:
         row_bytes = self._variants[state.case.variant].row_bytes
         amplification = statistics.mean(state.bytes_per_row) / row_bytes if state.bytes_per_row else None
         reason = state.reason or (None if state.speeds else NO_TIME)
-        ceilings = tuple(state.ceilings) if len(state.ceilings) == len(state.speeds) else ()
-        turns = tuple(state.turns)
+        ceilings, turns = tuple(state.ceilings), tuple(state.turns)
         return Measurement(state.case, tuple(state.speeds), amplification, state.hit_rate, reason, ceilings, turns)

@@ -23,7 +23,8 @@ from tests.makers import hdf5_file
 
 WORKLOAD = Workload(
     source="./celeb A", options={}, num_images=20_000, row_bytes=ROW_BYTES, sample_rows=4_000, row_shape=(100, 100, 10),
-    default_chunk_rows=40, memory_bytes=16 * 2**30, batch_size=256, window=16, num_threads=2, cpus=2,
+    default_chunk_rows=40, memory_bytes=16 * 2**30, asked_batch_size=256, batch_size=256, window=16, num_threads=2,
+    cpus=2,
 )  # fmt: skip
 VARIANTS: Sequence[FileVariant] = [variant(2), variant(32), variant(128), variant(None)]
 INPUT = variant(100, is_input=True)
@@ -346,12 +347,12 @@ def test_a_setting_is_compared_with_cases_that_differ_in_it_alone(speed: int) ->
 def test_more_threads_than_cpus_are_never_recommended() -> None:
     faster = [measured("32 rows", 120 * n, 121 * n, 122 * n, num_threads=n) for n in (3, 8)]
     assert settings_of(*faster).num_threads == 2
-    for found, few_cpus, uncertain in (
+    for found, few_cpus, unclear in (
         (faster, True, False),
         ([measured("32 rows", 103, 103, 103, num_threads=1)], False, True),
     ):
         (reason,) = (one for one in settings_of(*found).reasons if one.startswith("num_threads=2 for H5Loader"))
-        assert ("too few CPUs" in reason, "vary too much" in reason) == (few_cpus, uncertain)
+        assert ("too few CPUs" in reason, "not clear" in reason) == (few_cpus, unclear)
     assert settings_of(*faster, cpus=4).num_threads == 3
 
 
