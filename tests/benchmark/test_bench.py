@@ -57,6 +57,10 @@ def large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"h5pack.benchmark.recommend.{name}", 0.0)
 
 
+# The cases that decide the recommendation, in small batches.
+DECISIVE: dict[str, Any] = {"batch_size": 8, "caches": "hot", "orders": "window", "engines": "direct"}
+
+
 def bench(source: Path, scratch: Path, **settings: Any) -> BenchReport:
     """A bench of 12 s on a clock whose every reading takes 40 ms, so that each case is measured."""
     made = make_settings(**{"seconds": 12.0, "scratch": os.fspath(scratch), **settings})
@@ -80,6 +84,7 @@ def test_a_folder_is_packed_measured_and_answered(folder: Path, tmp_path: Path, 
     assert report.seconds["all"] <= 1.05 * report.budget_seconds
     assert list(tmp_path.iterdir()) == []
     assert (report.kind, report.num_images, report.sample_rows, report.row_bytes) == ("folder", 40, 40, ROW_BYTES)
+    assert report.source_images == 40
     labels = [one.label for one in report.variants]
     assert labels == ["4 rows", "16 rows", "contiguous"]
     for names in (("window", "direct", "hot"), ("single", "default", "hot")):
@@ -92,6 +97,7 @@ def test_a_folder_is_packed_measured_and_answered(folder: Path, tmp_path: Path, 
     chosen = report.recommendation
     assert chosen.chunk_rows in (4, 16)
     assert chosen.compared
+    assert chosen.command.split()[2] == os.fspath(folder)
     assert len(chosen.of_ceiling) == 3
     # The run-off compares numbers of threads and workers, too.
     assert {one.case.num_workers for one in report.run_off} == {None, 1}
@@ -104,8 +110,7 @@ def test_each_number_of_threads_has_a_ceiling_with_as_many(
     folder: Path, tmp_path: Path, large_enough: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("h5pack.benchmark.bench.available_cpus", lambda: 8)
-    settings = {"chunk_rows": 4, "batch_size": 8, "caches": "hot", "contiguous": False, "orders": "window"}
-    report = bench(folder, tmp_path, engines="direct", seconds=20.0, num_workers=0, **settings)
+    report = bench(folder, tmp_path, chunk_rows=4, contiguous=False, seconds=20.0, num_workers=0, **DECISIVE)
     read = [one.case for one in (*report.measurements, *report.run_off) if one.speeds and one.case.num_workers is None]
     assert {case.num_threads for case in read} == {1, 2, 4, 8}
     assert {one.num_threads for one in report.ceilings} == {ceiling_threads(case, 8) for case in read}
@@ -151,9 +156,12 @@ def test_of_few_images_only_the_default_is_measured_and_not_for_long(folder: Pat
 
 
 def test_without_other_cases_the_run_off_gets_the_rest(folder: Path, tmp_path: Path, large_enough: None) -> None:
-    settings = {"chunk_rows": (4, 16), "batch_size": 8, "caches": "hot", "contiguous": False, "orders": "window"}
-    report = bench(folder, tmp_path, engines="direct", seconds=20.0, **settings)
+    sizes = {"chunk_rows": (4, 16), "contiguous": False, "num_images": 400}
+    report = bench(folder, tmp_path, seconds=20.0, **sizes, **DECISIVE)
     assert report.complete
+    # The folder is only a part of the images, so the command must not name it.
+    assert (report.num_images, report.source_images) == (400, 40)
+    assert report.recommendation.command.split()[2] == "ALL_IMAGES"
     assert 0.75 * report.budget_seconds <= report.seconds["all"] <= 1.05 * report.budget_seconds
     again = [one for one in report.run_off if not one.case.num_workers]
     assert max(len(one.speeds) for one in again) >= MIN_TURNS
@@ -165,19 +173,21 @@ def test_a_compressed_first_epoch_is_measured(folder: Path, tmp_path: Path, monk
     monkeypatch.setattr("h5pack.benchmark.recommend.TIE", 1e-9)
     file = tmp_path / "z.h5"
     h5pack.convert(folder, file, compression="gzip", num_workers=1)
-    settings = {"chunk_rows": 4, "batch_size": 8, "caches": "hot", "orders": "window", "engines": "direct"}
-    report = bench(file, tmp_path, **settings)
+    monkeypatch.setattr("h5pack.benchmark.cases._DECODE_BUDGET_BYTES", 1_000)
+    report = bench(file, tmp_path, chunk_rows=4, **DECISIVE)
+    assert not any("full shuffle" in note for note in report.notes), "that order was not asked for"
     assert (report.recommendation.variant, report.recommendation.convert) == (report.variants[0].label, False)
     assert sum("first epoch" in reason for reason in report.recommendation.reasons) == 1
 
 
-def test_a_compressed_file_of_another_program_is_converted(tmp_path: Path) -> None:
+def test_a_compressed_file_of_another_program_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5pack.benchmark.cases._DECODE_BUDGET_BYTES", 1_000)
     with h5py.File(tmp_path / "lab.h5", "w") as file:
         images = np.random.default_rng(0).integers(0, 256, (400, 32, 32, 3), np.uint8)
         file.create_dataset("images", data=images, chunks=(1, 32, 32, 3), compression="gzip")
-    settings = {"chunk_rows": 8, "batch_size": 8, "caches": "hot", "orders": "window", "engines": "direct"}
-    chosen = bench(tmp_path / "lab.h5", tmp_path, **settings).recommendation
-    assert (chosen.variant, chosen.convert) == ("8 rows", True)
+    report = bench(tmp_path / "lab.h5", tmp_path, chunk_rows=8, **{**DECISIVE, "orders": ("window", "full")})
+    assert (report.recommendation.variant, report.recommendation.convert) == ("8 rows", True)
+    assert sum("full shuffle" in note for note in report.notes) == 1
 
 
 def test_an_input_file_is_compared_with_packs_of_it(tmp_path: Path) -> None:
@@ -194,16 +204,6 @@ def test_an_input_file_is_compared_with_packs_of_it(tmp_path: Path) -> None:
     if chosen.convert:
         assert "--layout nchw" in chosen.command
         assert chosen.gain is not None
-
-
-@pytest.mark.parametrize(("orders", "notes"), [(("window",), 0), (("window", "full"), 1)])
-def test_only_an_order_that_was_asked_for_is_noted_as_left_out(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orders: tuple[str, ...], notes: int
-) -> None:
-    monkeypatch.setattr("h5pack.benchmark.cases._DECODE_BUDGET_BYTES", 1_000)
-    settings = {"chunk_rows": 4, "batch_size": 8, "caches": "hot", "engines": "direct", "compression": "gzip"}
-    report = bench(folder, tmp_path, orders=orders, contiguous=False, **settings)
-    assert sum("full shuffle" in note for note in report.notes) == notes
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -306,16 +306,6 @@ def test_every_option_reaches_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> 
     assert main(["bench", *options, "--no-contiguous"]) == 1
     assert given.keys() == {field.name for field in fields(BenchSettings)}
     assert all(value in (7, "x", False, (7,), ("x",)) for value in given.values())
-
-
-@pytest.mark.parametrize(("num_images", "is_source"), [(None, True), (400, False)])
-def test_the_command_is_for_the_judged_dataset(
-    folder: Path, tmp_path: Path, large_enough: None, num_images: int | None, is_source: bool
-) -> None:
-    settings = {"chunk_rows": 4, "batch_size": 8, "caches": "hot", "orders": "window", "engines": "direct"}
-    report = bench(folder, tmp_path, num_images=num_images, **settings)
-    assert (report.num_images, report.source_images) == (num_images or 40, 40)
-    assert report.recommendation.command.split()[2] == (os.fspath(folder) if is_source else "ALL_IMAGES")
 
 
 def test_mixing_is_reported_for_a_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
