@@ -36,7 +36,7 @@ from tests.doctor.test_target import settings
 from tests.read.encoded_files import jpegs, write_encoded
 
 ROWS = 200
-hasty = pytest.mark.usefixtures("hasty")
+pytestmark = pytest.mark.usefixtures("hasty")
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,6 @@ def step_of(spend: Callable[[float], None], seconds: float) -> Callable[[], Any]
     return lambda: lambda images, labels: spend(len(images) * seconds)
 
 
-@hasty
 def test_slow_storage_is_named(path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = type(h5pack.H5Dataset(path).engine)
     read = engine.read
@@ -96,7 +95,6 @@ def test_slow_storage_is_named(path: Path, machine: Machine, monkeypatch: pytest
     assert medians(report)["storage_hot"] == pytest.approx(10 / 0.1, rel=0.1)
 
 
-@hasty
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_slow_transform_is_named(path: Path, machine: Machine, waits: bool) -> None:
     spend = machine.wait if waits else machine.work
@@ -113,7 +111,6 @@ def test_a_slow_transform_is_named(path: Path, machine: Machine, waits: bool) ->
     assert medians(report)["transform"] == pytest.approx(1 / 0.01, rel=0.1)
 
 
-@hasty
 @pytest.mark.parametrize("cpus", [1, 4])
 def test_a_slow_step_and_too_many_threads_are_named(
     path: Path, machine: Machine, cpus: int, monkeypatch: pytest.MonkeyPatch
@@ -127,7 +124,6 @@ def test_a_slow_step_and_too_many_threads_are_named(
     assert remedies(report) == [*([Remedy.LOWER_PARALLELISM] if cpus == 1 else []), last]
 
 
-@hasty
 def test_every_stage_is_measured_or_has_a_reason(path: Path, machine: Machine) -> None:
     shown: list[str] = []
     report = diagnose(path, num_threads=2, seconds=2.0, on_progress=shown.append)
@@ -157,7 +153,6 @@ def test_every_stage_is_measured_or_has_a_reason(path: Path, machine: Machine) -
     assert json.loads(json.dumps(found)) == found
 
 
-@hasty
 def test_a_budget_that_is_too_small_says_which_is_enough(path: Path, machine: Machine) -> None:
     seconds, messages = [0.01], []
     # What is refused before all stages were tried may be refused again.
@@ -179,7 +174,6 @@ def test_a_budget_that_is_too_small_says_which_is_enough(path: Path, machine: Ma
     assert report.verdict is not None
 
 
-@hasty
 def test_a_busy_machine_is_mentioned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "getloadavg", lambda: (1_000.0, 0.0, 0.0))
     report = diagnose(path, transform=users.to_float)
@@ -205,7 +199,6 @@ MODEL, TRANSFORM = {"step", "everything"}, {"transform", "everything"}
 BOTH = {"transform": users.failing_transform, "model": users.failing_factory}
 
 
-@hasty
 @pytest.mark.parametrize(
     ("changes", "failures", "missing"),
     [
@@ -226,7 +219,6 @@ def test_a_failure_of_the_user_s_functions_leaves_the_other_stages(
     assert report.verdict.outcome is Outcome.NOT_MEASURED
 
 
-@hasty
 def test_an_interruption_keeps_what_was_measured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repeat = StageRun.repeat
 
@@ -254,7 +246,6 @@ def run_with_drops(path: Path, monkeypatch: pytest.MonkeyPatch, drop: Callable[[
     return diagnosis
 
 
-@hasty
 def test_a_file_that_memory_cannot_hold_is_cold_in_every_epoch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_module, "available_memory", lambda: 1_000)
     diagnosis = run_with_drops(path, monkeypatch, lambda: None)
@@ -266,7 +257,6 @@ def test_a_file_that_memory_cannot_hold_is_cold_in_every_epoch(path: Path, monke
     assert found.keys().isdisjoint(MODEL | TRANSFORM)
 
 
-@hasty
 def test_hot_stages_are_hot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     warm, repeat = Target.warm, StageRun.repeat
@@ -282,7 +272,6 @@ def test_hot_stages_are_hot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert {"cold", "warm", "storage_cold", "storage_hot", "everything"} <= set(said)
 
 
-@hasty
 def test_pages_that_stay_in_the_cache_leave_the_cold_stages_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dropped = iter([None, None, None])
     report = run_with_drops(path, monkeypatch, lambda: next(dropped, "it stays")).report()
@@ -292,7 +281,6 @@ def test_pages_that_stay_in_the_cache_leave_the_cold_stages_out(path: Path, monk
     assert report.verdict is not None
 
 
-@hasty
 def test_no_workers_map_the_file_when_it_is_dropped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[int] = []
     report = run_with_drops(path, monkeypatch, lambda: alive.append(len(active_children())), num_workers=2).report()
@@ -302,7 +290,6 @@ def test_no_workers_map_the_file_when_it_is_dropped(path: Path, monkeypatch: pyt
     assert next(one for one in report.stages if one.stage is Stage.COLD).images
 
 
-@hasty
 @pytest.mark.parametrize("memory", [1_000, 1 << 40])
 def test_the_file_is_closed_when_it_is_dropped(path: Path, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     """A mapping, which is made only while the file is open, would keep its pages in the page cache."""
@@ -321,7 +308,6 @@ def test_the_file_is_closed_when_it_is_dropped(path: Path, monkeypatch: pytest.M
     assert not any(opened)
 
 
-@hasty
 @pytest.mark.parametrize("memory", [1_000, 1 << 40])
 def test_the_loop_is_run_with_one_thread(path: Path, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     """The result is a number if it is certain, else it is listed as unknown."""
@@ -343,30 +329,6 @@ def test_the_loop_is_run_with_one_thread(path: Path, monkeypatch: pytest.MonkeyP
             assert any(one.remedy is Remedy.ONE_STEP_THREAD for one in report.advice) == (found == 1.4)
 
 
-@pytest.mark.parametrize("alone", [0.001, 0.05, 0.09])
-def test_the_time_that_is_named_is_enough_for_the_loop_with_one_thread(
-    path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, alone: float
-) -> None:
-    """An image takes 0.05 s with all threads, and `alone` with one."""
-    threads = [2]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: threads.__setitem__(0, number))
-    model = step_of(lambda seconds: machine.work(seconds * (1.0 if threads[0] > 1 else alone / 0.05)), 0.05)
-    report = diagnose(path, model=model, num_workers=0, seconds=10.0)
-    assert report.evidence.one_thread_ratio is None
-    assert sum("PyTorch's 2 threads" in text for text in report.unknown) == 1
-    assert report.parameters[0] == f"seconds={report.enough_seconds:g}"
-    assert all(report.parameters[0] in text for text in report.unknown if "PyTorch's 2 threads" in text)
-    report = diagnose(path, model=model, num_workers=0, seconds=report.enough_seconds)
-    if alone == 0.001:
-        assert report.evidence.one_thread_ratio > 20, "the rest of the loop takes time, too"
-    else:
-        assert report.evidence.one_thread_ratio == pytest.approx(0.05 / alone, rel=0.1)
-    assert not any("PyTorch's 2 threads" in text for text in report.unknown)
-    assert any(one.remedy is Remedy.ONE_STEP_THREAD for one in report.advice) == (alone < 0.04)
-
-
-@hasty
 def test_workers_that_cannot_start_are_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As where /dev/shm cannot be written.
     monkeypatch.setattr(DataLoader, "__iter__", Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))))
@@ -374,7 +336,6 @@ def test_workers_that_cannot_start_are_an_error(path: Path, monkeypatch: pytest.
         diagnose(path, num_workers=1)
 
 
-@hasty
 def test_a_dataloader_s_workers_are_measured(path: Path) -> None:
     report = diagnose(path, num_workers=1, transform=users.of_one_image)
     assert "transform" in medians(report)

@@ -32,6 +32,7 @@ from h5pack.doctor.measure import (
     repeats_within,
     with_one_thread,
 )
+from h5pack.monitor.advice import Remedy
 from h5pack.monitor.bottleneck import MIN_REPEATS, NO_TIME, Rates, Stage
 from tests.data.packs import ROWS, converted, values, write
 from tests.doctor.conftest import Machine
@@ -396,3 +397,30 @@ def test_one_of_pytorchs_threads_is_used_during_the_call_only() -> None:
     finally:
         torch.set_num_threads(before)
     assert used == [(1, 0.5), (1, 2.0)]
+
+
+@pytest.mark.parametrize("alone", [0.001, 0.02, 0.036])
+def test_the_time_that_is_named_is_enough_for_the_loop_with_one_thread(
+    path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, alone: float
+) -> None:
+    """An image takes 0.02 s with all threads, and `alone` with one."""
+    threads = [2]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: threads.__setitem__(0, number))
+
+    def step(images: torch.Tensor, labels: Any) -> None:
+        machine.work(len(images) * (0.02 if threads[0] > 1 else alone))
+
+    usual = {"model": lambda: step, "batch_size": 10, "window": 1, "num_workers": 0, "device": "cpu"}
+    report = h5pack.diagnose(path, seconds=4.0, **usual)
+    assert report.evidence.one_thread_ratio is None
+    assert sum("PyTorch's 2 threads" in text for text in report.unknown) == 1
+    assert report.parameters[0] == f"seconds={report.enough_seconds:g}"
+    assert all(report.parameters[0] in text for text in report.unknown if "PyTorch's 2 threads" in text)
+    report = h5pack.diagnose(path, seconds=report.enough_seconds, **usual)
+    if alone == 0.001:
+        assert report.evidence.one_thread_ratio > 5, "the rest of the loop takes time, too"
+    else:
+        assert report.evidence.one_thread_ratio == pytest.approx(0.02 / alone, rel=0.1)
+    assert not any("PyTorch's 2 threads" in text for text in report.unknown)
+    assert any(one.remedy is Remedy.ONE_STEP_THREAD for one in report.advice) == (alone < 0.02)
