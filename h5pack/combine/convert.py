@@ -250,15 +250,8 @@ def convert(
     >>> h5pack.convert("photos", "photos.h5", size=224, chunk_bytes="4MiB", overwrite=True)  # doctest: +SKIP
     """
     # `locals` has only the parameters, because this is the first statement.
-    with open_conversion(**locals()) as conversion:
+    with ShardedConversion(**locals()) as conversion:
         return conversion.run()
-
-
-def open_conversion(
-    source: str | os.PathLike[str] | MapStyleDataset, out: str | os.PathLike[str], **keywords: Any
-) -> Conversion:
-    """Return a conversion, into one file or into shards, with the parameters of `h5pack.convert`."""
-    return ShardedConversion(source, out, **keywords)
 
 
 def shard_path(out: Path, number: int) -> Path:
@@ -272,7 +265,7 @@ def _rejects_path(shard: Path) -> Path:
 
 
 class ShardedConversion(Conversion):
-    """A conversion that writes shards if `shard_bytes` is given, and first completes the renames of earlier shards."""
+    """A conversion with the parameters of `h5pack.convert`: into shards if `shard_bytes` is given, else one file."""
 
     def _write_all(self, plan: ConvertPlan) -> ConvertReport:
         """Write all shards and the virtual file; return a report with their totals."""
@@ -291,15 +284,15 @@ class ShardedConversion(Conversion):
         virtual_name(str(output.final), output.final.parent)  # raises an error if a virtual file cannot name its shards
         finals = {*map(self._final, shards), *finish.shards_of(output.final, output.final)}
         require_other_files(finals, plan.catalog.reader.paths())
-        if not self.options.continues or Journal(output.journal).plan() is None:
-            self._require_free(shards, self.options.overwrite)
         advice = "make room, then run again with resume=True"
         with (
             contextlib.closing(OutputLock(output, self._client is not None)) as lock,
             reporting_disk_errors(output.partial, advice, "resume=True"),
         ):
-            overwrite = self._begin(plan, lock)
+            before = Journal(output.journal).plan() if self.options.continues else None
+            overwrite = self.options.overwrite or (before is not None and bool(before["overwrite"]))
             self._require_free(shards, overwrite)
+            self._begin(plan, lock, before)
             reports = []
             if not finish.is_complete(output.partial):
                 reports = [self._write_shard(one, path) for one, path in zip(plans, shards, strict=True)]
@@ -314,31 +307,29 @@ class ShardedConversion(Conversion):
                 if self._replaced.exists() or not all(path.exists() for path in held):
                     self._rename(lock, overwrite=True)
 
-    def _begin(self, plan: ConvertPlan, lock: OutputLock) -> bool:
-        """Start the journal, or compare the plan with the interrupted run's; return whether to replace an output."""
+    def _begin(self, plan: ConvertPlan, lock: OutputLock, before: dict[str, Any] | None) -> None:
+        """Start the journal, or compare the plan with that of the interrupted run, `before`."""
         output, journal = self.output, Journal(self.output.journal)
-        before = journal.plan() if self.options.continues else None
         if before is not None:
             require_same(plan, journal, before)
-            # Another program may have removed the folder.
-            output.shards.mkdir(exist_ok=True)
-            output.survey.unlink(missing_ok=True)
-            return self.options.overwrite or bool(before["overwrite"])
-        output.require_not_begun(lock, self.options)
-        output.remove_leftovers(keep_survey=True)
-        lock.renew()
-        # Give the file a size, because `OutputLock.close` would remove an empty one.
-        os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
-        output.shards.mkdir()
-        journal.start({**identity(plan), "overwrite": self.options.overwrite}, plan.fingerprints)
+        else:
+            output.require_not_begun(lock, self.options)
+            output.remove_leftovers(keep_survey=True)
+            lock.renew()
+            # Give the file a size, because `OutputLock.close` would remove an empty one.
+            os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
+        # Another program may have removed the folder of an interrupted run.
+        output.shards.mkdir(exist_ok=True)
+        if before is None:
+            journal.start({**identity(plan), "overwrite": self.options.overwrite}, plan.fingerprints)
         output.survey.unlink(missing_ok=True)
-        return self.options.overwrite
 
     def _require_free(self, shards: list[Path], overwrite: bool) -> None:
         """Unless `overwrite`, raise OutputExistsError if the output, or the final path of a shard to rename, exists."""
         moved = finish.is_complete(self.output.partial)
-        for path in (self.output.final, *(self._final(shard) for shard in shards if shard.exists() or not moved)):
-            if path.exists() and not overwrite:
+        finals = (self._final(shard) for shard in shards if shard.exists() or not moved)
+        for path in () if overwrite else (self.output.final, *finals):
+            if path.exists():
                 problem = "exists; give the output another name, or overwrite=True to replace the output and its shards"
                 raise OutputExistsError.at(path, problem, "overwrite=True")
 

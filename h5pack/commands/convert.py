@@ -184,7 +184,7 @@ def _add_run_options(parser: argparse.ArgumentParser, overwrite: str) -> Any:
 
 def _run_convert(arguments: argparse.Namespace) -> int:
     from h5pack.cluster.dask_client import open_client
-    from h5pack.combine.convert import open_conversion
+    from h5pack.combine.convert import ShardedConversion
     from h5pack.pack.options import ConvertOptions
 
     verbose = is_verbose(arguments)
@@ -194,7 +194,7 @@ def _run_convert(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         if arguments.cluster is not None:
             options["client"] = stack.enter_context(open_client(arguments.cluster))
-        opened = partial(open_conversion, arguments.source, arguments.out, progress=verbose)
+        opened = partial(ShardedConversion, arguments.source, arguments.out, progress=verbose)
         try:
             conversion = stack.enter_context(opened(**options))
         except OutputExistsError as error:

@@ -18,7 +18,7 @@ from PIL import Image
 
 import h5pack
 from h5pack import cli
-from h5pack.combine.convert import open_conversion, shard_path
+from h5pack.combine.convert import ShardedConversion, shard_path
 from h5pack.errors import H5PackError, NoImagesError, OptionsError, OutputBusyError, OutputExistsError, ResumeError
 from h5pack.pack.finish import shards_of
 from h5pack.pack.output import Output, OutputLock
@@ -56,7 +56,7 @@ def test_shards_have_the_rows_of_one_pack(tmp_path: Path, kind: str) -> None:
     assert shards_of(out, out) == set(shards)
     assert (report.images, report.rejects) == (40, 0)
     assert report.bytes == sum(path.stat().st_size for path in (out, *shards))
-    with open_conversion(found, tmp_path / "planned.h5", **keywords) as conversion:
+    with ShardedConversion(found, tmp_path / "planned.h5", **keywords) as conversion:
         bound = conversion.plan().file_bytes
         assert report.bytes <= bound < 1.4 * report.bytes
     whole, split = h5pack.H5Dataset(tmp_path / "one.h5"), h5pack.H5Dataset(out)
@@ -377,7 +377,7 @@ def damaged_shard(folder: Path, keywords: dict[str, Any], number: int) -> tuple[
     """A folder in which all images of shard `number` are cut short, but not their headers, and the shards' edges."""
     images = [save(folder / f"{row:05d}.bmp", row) for row in range(30)]
     (folder / "empty.png").touch()
-    with open_conversion(folder, folder.parent / "o.h5", **{**keywords, "overwrite": True}) as conversion:
+    with ShardedConversion(folder, folder.parent / "o.h5", **{**keywords, "overwrite": True}) as conversion:
         edges = conversion.plan().shard_edges()
     assert len(edges) > 3
     for row in range(edges[number], edges[number + 1]):
