@@ -18,13 +18,12 @@ from h5pack.combine.convert import shard_path
 from h5pack.combine.parts import (
     Part,
     added_statistics,
-    field_forms,
     fitted,
-    label_type,
     merge,
     merge_classes,
     open_part,
-    shown,
+    require_alike,
+    table_forms,
 )
 from h5pack.combine.write import CombineReport, virtual_name, write_combination, write_virtual
 from h5pack.errors import NoImagesError, OptionsError, OutputExistsError, SizesDifferError, SourceError
@@ -124,22 +123,24 @@ def append(
         raise OutputExistsError.at(new_path, problem, "resume=True")
     if not resume and not overwrite:
         _require_no_leftovers(new_path, Output(new_path).partial, Output(path).partial)
-    if resume and not virtual and new_path.exists() and _is_appended(old, open_part(new_path)):
+    unchanged = CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
+    made_of = old.options.get("combined", {})
+    # The interrupted call may have replaced the pack already, which then has the new images.
+    may_have_ended = resume and made_of.get("verb") == "append"
+    if may_have_ended and not virtual and new_path.exists() and made_of["parts"][-1] == open_part(new_path).identity:
         if not Output(path).partial.exists():
             Output(path).remove_leftovers()
         _remove(new_path)
-        return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
-    settings = {**_row_options(old), **options, "overwrite": overwrite, "resume": resume, "progress": progress}
-    # If the interrupted call has already replaced the pack, the pack has the names of the new images. Leave these
-    # images out instead of raising an error.
-    ended = resume and old.options.get("combined", {}).get("verb") == "append"
-    only_new = only_new or ended
+        return unchanged
+    settings = {name: old.options[name] for name in (*_OF_ROWS, "size") if name in old.options} | options
+    only_new = only_new or may_have_ended
+    settings |= {"overwrite": overwrite, "resume": resume, "progress": progress}
     with _Addition(source, new_path, old, only_new, split, **settings) as conversion:
         notes = _pack_new(conversion, old.rejects if only_new else ())
         if notes is None:
             if overwrite and not resume:
                 _discard(new_path, path)
-            return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
+            return unchanged
     new = _with_split(old, open_part(new_path), split)
     parts = [old, new]
     merged = _with_latest_rejects(merge(parts), new)
@@ -150,11 +151,11 @@ def append(
     if new_classes:
         notes = (*notes, f"classes that the pack did not have: {first_names(new_classes, 10)}")
     if virtual:
-        report = write_virtual(plan, path, overwrite=True, added=len(new))
+        report = write_virtual(plan, path, overwrite=True)
     else:
-        report = write_combination(plan, path, overwrite=True, resume=resume, progress=progress, added=len(new))
+        report = write_combination(plan, path, overwrite=True, resume=resume, progress=progress)
         _remove(new_path)
-    return replace(report, notes=notes)
+    return replace(report, added=len(new), notes=notes)
 
 
 def _require_options(old: Part, options: dict[str, Any], split: str | None) -> None:
@@ -184,18 +185,6 @@ def _shard_path(old: Part) -> Path:
     return next(path for path in map(partial(shard_path, old.path), itertools.count()) if path.name not in used)
 
 
-def _row_options(old: Part) -> dict[str, Any]:
-    found = {name: old.options[name] for name in _OF_ROWS if name in old.options}
-    size = old.options.get("size")
-    return found if size is None else {**found, "size": tuple(size)}
-
-
-def _is_appended(old: Part, new: Part) -> bool:
-    """Return whether the rows of `new` are already appended to `old`, so that only `new` remains to be removed."""
-    made_of = old.options.get("combined", {})
-    return bool(made_of.get("verb") == "append" and made_of["parts"][-1] == new.identity)
-
-
 class _Addition(Conversion):
     def __init__(
         self, source: str | os.PathLike[str] | MapStyleDataset, out: Path, old: Part, only_new: bool,
@@ -209,15 +198,17 @@ class _Addition(Conversion):
     def catalog(self) -> Catalog:
         found, old = super().catalog, self._old
         known = set(old.catalog.names)
-        new = [index for index, name in enumerate(map(_stored_name, found.names)) if name not in known]
-        if len(new) < len(found) and not self._only_new:
-            first = next(name for name in map(_stored_name, found.names) if name in known)
+        names = [*map(_stored_name, found.names)]
+        new = [index for index, name in enumerate(names) if name not in known]
+        if len(new) == len(found):
+            return found
+        if not self._only_new:
             problem = (
-                f"has {len(found) - len(new):,} of the {len(found):,} images already, such as {first}; "
-                "give only_new=True to append only the others"
+                f"has {len(found) - len(new):,} of the {len(found):,} images already, such as "
+                f"{next(filter(known.__contains__, names))}; give only_new=True to append only the others"
             )
             raise SourceError.at(old.path, problem, "only_new=True")
-        return found if len(new) == len(found) else found.take(np.array(new, np.int64))
+        return found.take(np.array(new, np.int64))
 
     def plan(self, *, resumable: bool = False) -> ConvertPlan:
         old = self._old
@@ -228,18 +219,10 @@ class _Addition(Conversion):
         if not old.is_encoded and plan.row_shape != old.index.row_shape:
             raise _sizes_differ(old, plan.source, "x".join(map(str, plan.row_shape)))
         known, new = fitted([old.catalog, plan.catalog])
-        stored = [old.engine.indexes[dataset].native_dtype for dataset in old.reader.masks]
-        contents = [
-            (*label_type(one), listed([name for name, _ in forms]) or None, forms)
-            for one, forms in ((new, field_forms(new, plan.mask_dtypes)), (known, field_forms(known, stored)))
-        ]
-        kinds = ("labels", "the label columns", "the fields", "the fields")
-        for what, own, other in zip(kinds, *contents, strict=True):
-            if own != other:
-                problem = f"has {what} {shown(other)}, but {plan.source} has {shown(own)}"
-                raise SourceError.at(old.path, f"{problem}; choose options so that both are the same")
-        if contents[0][0] == "classes":
-            merge_classes([(old.path, old.catalog.label_names or ()), (plan.source, plan.catalog.label_names or ())])
+        forms, advice = table_forms(known, old.pixel_dtypes), "choose options so that both are the same"
+        require_alike(old.path, forms, plan.source, table_forms(new, plan.mask_dtypes), advice)
+        if forms["labels"] == "classes":
+            merge_classes([(old.path, known.label_names or ()), (plan.source, new.label_names or ())])
         _split_for(old, plan.catalog, self._split)
         return plan
 

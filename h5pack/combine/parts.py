@@ -71,6 +71,11 @@ class Part:
         return self.reader.images, *self.reader.masks
 
     @property
+    def pixel_dtypes(self) -> list[np.dtype[Any]]:
+        """Dtypes of the fields of masks and of further images."""
+        return [self.engine.indexes[dataset].native_dtype for dataset in self.reader.masks]
+
+    @property
     def index(self) -> ChunkIndex:
         """The index of the images dataset."""
         return self.reader.index
@@ -204,30 +209,26 @@ def _measured_pixels(part: Part) -> int:
     return int(int(sizes.sum()) * rows // max(1, len(own)))
 
 
-def require_alike(parts: Sequence[Part]) -> None:
-    """Raise SourceError if packs differ in a property that must be the same in all packs that are combined."""
-    first = parts[0]
-    for part in parts[1:]:
-        for what, own, other in zip(_KINDS, _content(part), _content(first), strict=True):
-            if own != other:
-                problem = (
-                    f"has {what} {shown(own)}, but {first.path} has {shown(other)}; convert one of "
-                    "them again with the options of the other"
-                )
-                raise SourceError.at(part.path, problem)
+def require_alike(path: Path, own: dict[str, Any], other_path: Path | str, other: dict[str, Any], advice: str) -> None:
+    """Raise SourceError if the properties of a pack, such as `table_forms`, differ from those of other rows."""
+    for what, value in own.items():
+        if value != other[what]:
+            problem = f"has {what} {_shown(value)}, but {other_path} has {_shown(other[what])}; {advice}"
+            raise SourceError.at(path, problem)
 
 
-_KINDS = ("the layout", "images of", "labels", "the label columns", "the fields")
-
-
-def _content(part: Part) -> tuple[Any, ...]:
-    catalog = part.catalog
-    dtypes = (part.engine.indexes[dataset].native_dtype for dataset in part.reader.masks)
+def _content(part: Part) -> dict[str, Any]:
     images = "JPEG files" if part.is_encoded else part.index.row_shape
-    return part.layout, images, *label_type(catalog), field_forms(catalog, dtypes)
+    return {"the layout": part.layout, "images of": images, **table_forms(part.catalog, part.pixel_dtypes)}
 
 
-def field_forms(catalog: Catalog, dtypes: Iterable[Any]) -> list[tuple[str, tuple[Any, ...]]]:
+def table_forms(catalog: Catalog, dtypes: Iterable[Any]) -> dict[str, Any]:
+    """Return the kinds of labels and fields; `dtypes` are those of the fields of pixels."""
+    columns = catalog.label_names if catalog.labels is not None and catalog.labels.ndim == 2 else None
+    return {"labels": _label_kind(catalog), "the label columns": columns, "the fields": _field_forms(catalog, dtypes)}
+
+
+def _field_forms(catalog: Catalog, dtypes: Iterable[Any]) -> list[tuple[str, tuple[Any, ...]]]:
     """Return of each field: name, kind, dtype, the shape of an entry, and "classes" if entries have class names.
 
     `dtypes` are those of the fields of pixels, which have neither a shape nor classes.
@@ -277,16 +278,15 @@ def _as_model(values: FieldValues, model: FieldValues) -> FieldValues:
     return replace(values, data=cast) if isinstance(values, RaggedRows) else cast
 
 
-def label_type(catalog: Catalog) -> tuple[str | None, tuple[str, ...] | None]:
-    """Return the kind of labels ("a table", "classes", "integers" or None), and the columns of a table."""
+def _label_kind(catalog: Catalog) -> str | None:
     if catalog.labels is None:
-        return None, None
+        return None
     if catalog.labels.ndim == 2:
-        return "a table", catalog.label_names
-    return "integers" if catalog.label_names is None else "classes", None
+        return "a table"
+    return "integers" if catalog.label_names is None else "classes"
 
 
-def shown(value: Any) -> str:
+def _shown(value: Any) -> str:
     """Return a property of a pack as text for a message."""
     if isinstance(value, tuple) and all(isinstance(one, int) for one in value):
         return "x".join(map(str, value))
@@ -300,8 +300,10 @@ def merge(parts: Sequence[Part]) -> Catalog:
     """
     catalogs = fitted([part.catalog for part in parts])
     parts = [replace(part, catalog=catalog) for part, catalog in zip(parts, catalogs, strict=True)]
-    require_alike(parts)
-    first = catalogs[0]
+    first, wanted = catalogs[0], _content(parts[0])
+    advice = "convert one of them again with the options of the other"
+    for part in parts[1:]:
+        require_alike(part.path, _content(part), parts[0].path, wanted, advice)
     names = first.split_names
     if any(one.split_names != names for one in catalogs):
         names = split_order(name for one in catalogs for name in one.split_names)
@@ -415,21 +417,16 @@ def _sums(statistics: dict[str, Any]) -> npt.NDArray[np.uint64]:
     return exact
 
 
-def measured_statistics(parts: Sequence[Part], merged: Catalog, order: Rows) -> dict[str, Any]:
-    """Compute the statistics of the rows `order` of `merged`, on the same sample as `convert` would use."""
+def measured_statistics(part: Part, merged: Catalog, order: Rows) -> dict[str, Any]:
+    """Compute the statistics of the rows `order` of a pack, on the same sample as `convert` would use."""
     number = schema.statistics_split(merged.split_names)
     own = order[merged.split_ids[order] == number]
-    encoded = parts[0].is_encoded
-    chosen = own[sampled_rows(0, len(own), encoded)]
-    origins = RowOrigins.of(parts, chosen)
-    total = np.zeros((2, len(parts[0].statistics["mean"])), np.uint64)
-    count = pixels = 0
-    edges = [*range(0, len(chosen), _READ_ROWS), len(chosen)]
-    for low, high in itertools.pairwise(edges):
-        for owner, first, last in origins.runs(low, high):
-            for sums, size in _row_sums(parts[owner], origins.rows[first:last]):
-                total, count, pixels = total + sums, count + 1, pixels + size
-    step = schema.statistics_step(len(own), encoded)
+    rows = own[sampled_rows(0, len(own), part.is_encoded)]
+    total, count, pixels = np.zeros((2, len(part.statistics["mean"])), np.uint64), 0, 0
+    for low in range(0, len(rows), _READ_ROWS):
+        for sums, size in _row_sums(part, rows[low : low + _READ_ROWS]):
+            total, count, pixels = total + sums, count + 1, pixels + size
+    step = schema.statistics_step(len(own), part.is_encoded)
     return statistics_of(total, pixels, count, step, merged.split_names[number])
 
 

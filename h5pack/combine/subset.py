@@ -98,7 +98,7 @@ def subset(
         problem = "no row matches the given splits, classes and rows; choose others"
         raise NoImagesError.at(part.path, problem)
     merged = _with_used_splits(merged, order)
-    plan = Combination.of("subset", [part], merged, order, measured_statistics([part], merged, order))
+    plan = Combination.of("subset", [part], merged, order, measured_statistics(part, merged, order))
     return write_combination(plan, target, overwrite=overwrite, resume=resume, progress=progress)
 
 

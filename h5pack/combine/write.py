@@ -25,11 +25,11 @@ from h5pack.combine.parts import Part, Rows
 from h5pack.errors import OutputExistsError, ResumeError, SourceError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
-from h5pack.format.fields import RaggedRows, field_checksums
+from h5pack.format.fields import field_checksums
+from h5pack.format.row_offsets import CheckTask, check_rows
 from h5pack.pack import finish
 from h5pack.pack.compression import compress_chunk, require_filter
 from h5pack.pack.file_structure import (
-    PackTables,
     copy_structure,
     create_file,
     describe_dataset,
@@ -46,6 +46,7 @@ from h5pack.pack.resume import Unfinished
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.hdf5 import attribute_names, open_file, same_names, text, utf8
+from h5pack.read.ragged import own_fields
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import consecutive_runs, run_edges
 from h5pack.system.files import clone_range, drop_pages, read_all, reporting_disk_errors, reserve, sync_path, write_all
@@ -128,9 +129,7 @@ class _UnfinishedFile(Unfinished):
         }  # fmt: skip
 
 
-def write_combination(
-    plan: Combination, out: Path, *, overwrite: bool, resume: bool, progress: bool, added: int = 0
-) -> CombineReport:
+def write_combination(plan: Combination, out: Path, *, overwrite: bool, resume: bool, progress: bool) -> CombineReport:
     """Write the pack. Raises the errors of `h5pack.convert` about the output, and errors of reading the parts."""
     output, stages = Output(out), Stages(progress)
     options = ConvertOptions(overwrite=overwrite, resume=resume)
@@ -149,14 +148,13 @@ def write_combination(
             copied = _compress_rows(pack, stages)
         finish.publish(output, lock, pack.overwrite, plan.tables.rejects)
         size, rejects = os.fstat(lock.descriptor).st_size, len(plan.tables.rejects)
-    return CombineReport(str(output.final), plan.rows, size, copied, rejects, added=added, seconds=stages.seconds)
+    return CombineReport(str(output.final), plan.rows, size, copied, rejects, seconds=stages.seconds)
 
 
 def _existing_report(plan: Combination, output: Output) -> CombineReport:
     """Return the report of an output that is already complete; raise OutputExistsError if it was made of other rows."""
     with open_file(output.final) as file:
-        same = text(file.attrs.get(schema.OPTIONS, b"")) == options_text(plan.options())
-        same = same and _has_rows(file, plan.tables) and _has_fields(file, plan)
+        same = text(file.attrs.get(schema.OPTIONS, b"")) == options_text(plan.options()) and _has_tables(file, plan)
     if not same:
         problem = "exists, but was made of other packs or rows; give another name, or overwrite=True to replace it"
         raise OutputExistsError.at(output.final, problem, "overwrite=True")
@@ -164,33 +162,29 @@ def _existing_report(plan: Combination, output: Output) -> CombineReport:
     return CombineReport(str(output.final), plan.rows, output.final.stat().st_size, already_complete=True)
 
 
-def _has_rows(file: h5py.File, tables: PackTables) -> bool:
-    """Return whether a pack has the given tables' rows, names, labels, splits, and fields other than pixels."""
-    checksums = {schema.ENCODED if tables.encoded else schema.IMAGES: tables.checksums}
+def _has_tables(file: h5py.File, plan: Combination) -> bool:
+    """Return whether a pack has the planned file names, splits, labels and fields, and rows with these checksums."""
+    tables, path = plan.tables, schema.field_path
+    images, *pixels = (dataset for dataset, _, _ in plan.structure.datasets)
+    images = schema.ENCODED if tables.encoded else images
+    checksums: dict[str, Any] = dict(zip((images, *pixels), tables.all_checksums, strict=True))
+    checksums |= {path(one.name): [place.checksum for place, _ in one.files] for one in tables.encoded_masks}
+    checksums |= {path(name): field_checksums(values) for name, values in tables.fields.items()}
+    names = {path(name): getattr(values, "classes", None) for name, values in tables.fields.items()}
     if tables.labels is not None:
-        checksums[schema.LABELS] = row_checksums(tables.labels)
-    checksums |= {schema.field_path(name): field_checksums(values) for name, values in tables.fields.items()}
+        checksums[schema.LABELS], names[schema.LABELS] = row_checksums(tables.labels), tables.label_names
     return (
-        np.array_equal(file[schema.FILENAMES][()], utf8(tables.filenames))
-        and all(np.array_equal(file.get(schema.checksums_path(name), ()), rows) for name, rows in checksums.items())
+        {images, *own_fields(file), *(schema.LABELS,) * (schema.LABELS in file)} == {*checksums}
+        and np.array_equal(file[schema.FILENAMES][()], utf8(tables.filenames))
         and [text(name) for name in file[schema.SPLIT_NAMES][()]] == [name for name, _, _ in tables.splits]
         and file[schema.SPLIT_ROWS][()].tolist() == [list(rows) for _, *rows in tables.splits]
-    )
-
-
-def _has_fields(file: h5py.File, plan: Combination) -> bool:
-    """Return whether a pack has labels and fields as planned, and no others, with the same names of classes."""
-    tables, labels, found = plan.tables, file.get(schema.LABELS), file.get(schema.FIELDS, {})
-    pixels = (dataset for dataset, _, _ in plan.structure.datasets[1:])
-    wanted = {*map(schema.field_path, [*tables.fields, *(one.name for one in tables.encoded_masks)]), *pixels}
-    if (labels is None) != (tables.labels is None) or {*map(schema.field_path, found)} != wanted:
-        return False
-    kinds = (schema.CLASSES, schema.COLUMNS)
-    stored = None if labels is None else next(filter(None, (attribute_names(labels, kind) for kind in kinds)), None)
-    return same_names(stored, tables.label_names) and all(
-        same_names(attribute_names(file[schema.field_path(name)], schema.CLASSES), values.classes)
-        for name, values in tables.fields.items()
-        if isinstance(values, RaggedRows)
+        and all(np.array_equal(file.get(schema.checksums_path(name), ()), rows) for name, rows in checksums.items())
+        and all(
+            same_names(
+                attribute_names(file[name], schema.CLASSES) or attribute_names(file[name], schema.COLUMNS), found
+            )
+            for name, found in names.items()
+        )
     )
 
 
@@ -217,7 +211,7 @@ class RowCopier:
     def __init__(self, pack: _UnfinishedFile, number: int) -> None:
         self._parts, self._origins, self._number = pack.plan.parts, pack.plan.origins, number
         self._offsets, self._checksums = pack.all_offsets[number], pack.plan.tables.all_checksums[number]
-        self._descriptor, self._resumes = pack.own_lock.descriptor, pack.resumes
+        self._path, self._descriptor, self._resumes = str(pack.output.partial), pack.own_lock.descriptor, pack.resumes
         self._copied_parts: set[int] = set()  # indices of parts that cannot share disk blocks with the file
 
     def tasks(self) -> Iterator[tuple[int, int]]:
@@ -273,12 +267,8 @@ class RowCopier:
         return first, count
 
     def _is_written(self, start: int, stop: int) -> bool:
-        edges = self._offsets.edges(start, stop - start).tolist()
-        data = memoryview(read_all(self._descriptor, edges[-1], self._offsets.offset(start)))
-        wanted = self._checksums[start:stop].tolist()
-        if len(data) < edges[-1]:
-            return False
-        return all(crc32(data[a:b]) == one for (a, b), one in zip(itertools.pairwise(edges), wanted, strict=True))
+        edges, offset = self._offsets.edges(start, stop - start), self._offsets.offset(start)
+        return not check_rows(CheckTask(self._path, start, offset, edges, self._checksums[start:stop]))[1]
 
     def _read(self, part: Part, rows: Rows) -> bytes | memoryview:
         dataset, engine = part.pixel_datasets[self._number], part.engine
@@ -343,7 +333,7 @@ def _stored_chunk(part: Part, number: int, rows: Rows) -> bytes | None:
     return data if crc32(data) == int(index.stored_checksums[chunk]) else None
 
 
-def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int = 0) -> CombineReport:
+def write_virtual(plan: Combination, out: Path, *, overwrite: bool) -> CombineReport:
     """Write the virtual file of a combination. Interrupted calls are not resumed, because writing takes little time."""
     begin, options = time.perf_counter(), ConvertOptions(overwrite=overwrite)
     output = Output(out, permissions_of=out if overwrite else None)
@@ -361,7 +351,7 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int =
             raise
         size, rejects = os.fstat(lock.descriptor).st_size, len(plan.tables.rejects)
     seconds = {"write": time.perf_counter() - begin}
-    return CombineReport(str(output.final), plan.rows, size, 0, rejects, added=added, seconds=seconds)
+    return CombineReport(str(output.final), plan.rows, size, 0, rejects, seconds=seconds)
 
 
 def make_virtual(plan: Combination, output: Output, lock: OutputLock, folder: Path) -> None:

@@ -229,6 +229,7 @@ def test_images_that_do_not_fit(tmp_path: Path) -> None:
         (class_folders(tmp_path / "more", {"Y": 3}), SourceError, {}), (tmp_path / "none", SourceError, {}),
         (tmp_path / "large", OptionsError, {"size": 30}), (tmp_path / "large", OptionsError, {"chunk_rows": 3}),
         (tmp_path / "large", OptionsError, {"part": (1, 2)}), (tmp_path / "large", OptionsError, {"finish": True}),
+        (tmp_path / "large", OptionsError, {"split": "all", "val": 0.5}),
     ):  # fmt: skip
         with pytest.raises(kind):
             h5pack.append(tmp_path / "o.h5", other, **quick(**settings))
@@ -295,8 +296,11 @@ def permissions(path: Path) -> tuple[int, int, int]:
     return status.st_mode & 0o7777, status.st_uid, status.st_gid
 
 
-@pytest.mark.parametrize("settings", [{}, {"compression": "gzip"}, {"shard_bytes": "2MB"}], ids=str)
-@pytest.mark.parametrize("mode", [0o600, 0o440])
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [({}, 0o440), ({"compression": "gzip"}, 0o600), ({"shard_bytes": "2MB"}, 0o440), ({"shard_bytes": "2MB"}, 0o600)],
+    ids=str,
+)
 def test_permissions_are_kept(tmp_path: Path, settings: Any, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder, seen = tmp_path / "o.h5", flat_folder(tmp_path / "in", 3), {}
     truncate(folder / "00001.jpg")
@@ -422,12 +426,11 @@ def store_again(path: Path, name: str, **storage: Any) -> None:
         file.create_dataset(name, data=data, **storage).attrs.update(attributes)
 
 
-@pytest.mark.parametrize("virtual", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "name", "storage"),
+    ("kind", "name", "storage", "virtual"),
     [
-        ("jpeg", "encoded/data", {"compression": "gzip"}), ("pixels", "images", {"scaleoffset": 0}),
-        ("pixels", "fields/mask", {"scaleoffset": 0}),
+        ("jpeg", "encoded/data", {"compression": "gzip"}, False), ("pixels", "images", {"scaleoffset": 0}, False),
+        ("jpeg", "encoded/data", {"compression": "gzip"}, True), ("pixels", "fields/mask", {"scaleoffset": 0}, True),
     ],
 )  # fmt: skip
 def test_rows_that_only_the_hdf5_library_reads_are_kept(
@@ -458,13 +461,6 @@ def test_progress_ends_at_the_number_of_rows(tmp_path: Path, monkeypatch: pytest
     h5pack.append(path, more, progress=True, **quick(**SOURCE))
     assert {desc for desc, _, _ in bars} >= {"write", "compress"}
     assert [sum(done) for _, _, done in bars] == [count for _, count, _ in bars]
-
-
-def test_one_split_cannot_be_divided(tmp_path: Path) -> None:
-    path, more, _ = parts(tmp_path, "pixels")
-    with pytest.raises(OptionsError) as error:
-        h5pack.append(path, more, split="train", val=0.5, **quick(**SOURCE))
-    assert error.value.parameters == ("val",)
 
 
 def test_a_contiguous_pack_does_not_become_one_chunk(tmp_path: Path) -> None:
