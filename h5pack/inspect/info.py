@@ -6,6 +6,7 @@ import io
 import math
 import os
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from h5pack.errors import PackFormatError, ReadError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
-from h5pack.inspect.pack_metadata import counts_by_name, describe_pack, number_text, pack_lines, shape_text
+from h5pack.inspect.pack_metadata import describe_pack, number_text, pack_lines, shape_text
 from h5pack.pack.options import convert_command, copy_name, lacks_labels
 from h5pack.read.chunk_decoder import DECODED_BYTES
 from h5pack.read.chunk_index import index_dataset
@@ -371,8 +372,6 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
             f"the file stores {stored / dataset.nbytes:.2f} times the array's size, because chunks extend beyond the "
             "array"
         )
-    if per_row > 1 and tuple(chunks) == _guessed_chunks(dataset):
-        found.append("h5py chose the chunks (chunks=True) without regard to rows")
     times = "once" if kept else "once per shuffle window"
     if filters and not own and per_row * chunk_bytes > _DEFAULT_CACHE_BYTES:
         found.append(
@@ -397,13 +396,6 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
             f"of {counted(usual, 'row')} ({format_bytes(usual * row_bytes)}) that h5pack makes by default"
         )
     return tuple(found)
-
-
-def _guessed_chunks(dataset: h5py.Dataset) -> tuple[int, ...]:
-    """Return the chunk shape that h5py chooses with ``chunks=True`` for a dataset of this shape and dtype."""
-    with h5py.File("guess", "w", driver="core", backing_store=False) as file:
-        guess = file.create_dataset("guess", dataset.shape, dataset.dtype, chunks=True, maxshape=dataset.maxshape)
-        return tuple(guess.chunks)
 
 
 def _fix(dataset: h5py.Dataset, labels: str | None) -> tuple[str, ...]:
@@ -462,8 +454,11 @@ def _label_counts(labels: h5py.Dataset, parts: Sequence[Sequence[int]] = ()) -> 
         return dict(zip(columns, np.count_nonzero(values, axis=0).tolist(), strict=True))
     numbers, counts = np.unique(values, return_counts=True)
     classes = attribute_names(labels, schema.CLASSES) or ()
-    names = (classes[number] if 0 <= number < len(classes) else str(number) for number in numbers.tolist())
-    return counts_by_name(names, counts.tolist())
+    found: Counter[str] = Counter()
+    for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+        # Several classes may have the same name; their counts are added.
+        found[classes[number] if 0 <= number < len(classes) else str(number)] += count
+    return dict(found)
 
 
 def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:

@@ -7,12 +7,9 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Iterable
 from typing import Any
 
 import h5py
-import numpy as np
-import numpy.typing as npt
 
 from h5pack.format import schema
 from h5pack.read.encoded import has_kept_images, index_kept, is_mask_group
@@ -46,7 +43,9 @@ def describe_pack(file: h5py.File) -> dict[str, Any]:
             described[kind] = list(found)
     for name in ("mean", "std"):
         stored = file.get(f"{schema.STATISTICS}/{name}")
-        described[name] = [] if stored is None else finite(stored[()])
+        values = [] if stored is None else stored[()].tolist()
+        # JSON has no NaN. The statistics of an empty split are NaN.
+        described[name] = [value if math.isfinite(value) else None for value in values]
     sampled = file[schema.STATISTICS].attrs.get("rows") if schema.STATISTICS in file else None
     described["statistics_rows"] = None if sampled is None else int(sampled)
     described["fields"] = {os.path.basename(name): _describe_field(file, name) for name in own_fields(file)}
@@ -87,19 +86,6 @@ def _describe_encoded(file: h5py.File) -> dict[str, Any]:
         "bytes": int(index.offsets[-1]),
         "longer_sides": [int(sides.min(initial=2**31 - 1)), int(sides.max(initial=0))] if index.rows else [],
     }
-
-
-def finite(values: npt.NDArray[np.float64]) -> list[float | None]:
-    """Convert values to a list with None for NaN, because JSON has no NaN. The statistics of an empty split are NaN."""
-    return [float(value) if math.isfinite(value) else None for value in values]
-
-
-def counts_by_name(names: Iterable[str], counts: Iterable[int]) -> dict[str, int]:
-    """Return the count of each name; several classes may have the same name, and their counts are added."""
-    found: dict[str, int] = {}
-    for name, count in zip(names, counts, strict=True):
-        found[name] = found.get(name, 0) + count
-    return found
 
 
 def pack_lines(pack: dict[str, Any]) -> list[str]:

@@ -269,23 +269,17 @@ def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
     except PackFormatError as error:
         found.problems.append(_problem(file.filename, error))
         return
-    rows = _Rows(name, checksums)
-    if dataset.is_virtual:
-        rows.chunk_rows, rows.chunk_bytes = index.group_rows, index.group_rows * index.row_bytes
-        found.large.append(rows)
-        return
-    absent = np.flatnonzero(index.addresses < 0)
+    absent: Any = () if dataset.is_virtual else np.flatnonzero(index.addresses < 0)
     if len(absent):
         found.problems.append(
             f"{name}: {counted(len(absent), 'chunk')} without stored data; the first is chunk {int(absent[0])}"
         )
-        return
-    if index.raw:
-        rows.offsets = RowOffsets(index.addresses, index.chunk_rows, index.row_bytes)
+    elif index.raw and not dataset.is_virtual:
+        offsets = RowOffsets(index.addresses, index.chunk_rows, index.row_bytes)
+        found.large.append(_Rows(name, checksums, offsets))
     else:
-        rows.chunk_rows, rows.chunk_bytes = index.group_rows, index.group_rows * index.row_bytes
-        rows.stored_checksums = index.stored_checksums
-    found.large.append(rows)
+        chunk_bytes = index.group_rows * index.row_bytes
+        found.large.append(_Rows(name, checksums, None, index.group_rows, chunk_bytes, index.stored_checksums))
 
 
 def _add_kept(file: h5py.File, index: EncodedIndex, found: _Structure) -> None:
@@ -374,7 +368,7 @@ def _dataset_checksums(dataset: h5py.Dataset) -> npt.NDArray[np.uint32]:
 
 
 def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
-    for name in (schema.FILENAMES, schema.SPLIT_NAMES, schema.SPLIT_ROWS, "statistics/mean", "statistics/std"):
+    for name in (schema.FILENAMES, schema.SPLIT_NAMES, schema.SPLIT_ROWS):
         if not isinstance(file.get(name), h5py.Dataset):
             problems.append(f"{name}: missing")
     for name in (schema.FILENAMES, schema.LABELS, *own_fields(file)):
@@ -395,8 +389,7 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
             problems.append(f"splits/rows: the splits do not cover the {rows:,} rows in order")
     for name, read in (("images", stored_layout), (schema.STATISTICS, stored_statistics), (schema.REJECTS, rejects_of)):
         try:
-            if not any(problem.startswith(name) for problem in problems):
-                read(file)
+            read(file)
         except (KeyError, TypeError, ValueError) as error:
             problems.append(f"{name}: {error.args[0]}")
 
