@@ -105,7 +105,7 @@ def load_text(load: float | None) -> str:
 
 def machine_facts(folder: Path) -> dict[str, Any]:
     """Return a JSON-serializable description of the machine and of the file system that contains `folder`."""
-    cpu = _cpu_info()
+    cpu = _proc_fields(Path("/proc/cpuinfo"))
     return {
         "processor": cpu.get("model name") or platform.processor(),
         "cpus": available_cpus(),
@@ -114,7 +114,7 @@ def machine_facts(folder: Path) -> dict[str, Any]:
         "file_system": file_system_type(folder),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: package_version(name) for name in _PACKAGES},
     }
 
 
@@ -124,7 +124,7 @@ def _cgroups() -> list[str]:
         lines = _CGROUP_SELF.read_text().splitlines()
     except OSError:
         lines = []
-    groups = [Path(parts[2]) for parts in (line.split(":", 2) for line in lines) if len(parts) == 3] or [Path("/")]
+    groups = [Path(parts[2]) for line in lines if len(parts := line.split(":", 2)) == 3] or [Path("/")]
     # In cgroup version 1, each controller has a line of its own, and most lines name the same group: drop duplicates.
     return list(dict.fromkeys(str(folder).lstrip("/") for group in groups for folder in (group, *group.parents)))
 
@@ -143,12 +143,9 @@ def _cpu_quota(*files: Path) -> list[int]:
 
 def _meminfo_available() -> int:
     try:
-        for line in _MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        return int(_proc_fields(_MEMINFO)["MemAvailable"].removesuffix("kB")) * 1024
+    except (KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _memory_left(folder: Path, limit: str, usage: str, droppable: str) -> list[int]:
@@ -175,17 +172,18 @@ def optional_module(name: str) -> Any:
         return None
 
 
-def _version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
         return None
 
 
-def _cpu_info() -> dict[str, str]:
-    """Return what /proc/cpuinfo says about the first CPU; {} if the system has no /proc."""
+def _proc_fields(file: Path) -> dict[str, str]:
+    """Return the fields in the first paragraph of a file in /proc; {} if the system has no such file."""
     try:
-        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+        lines = file.read_text().partition("\n\n")[0].splitlines()
     except OSError:
         return {}
-    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
