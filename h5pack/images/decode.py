@@ -25,13 +25,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
-from PIL.TiffImagePlugin import TiffImageFile
+from PIL import TiffImagePlugin as tiff
 
 from h5pack.errors import RejectedImageError
 from h5pack.images.headers import (
@@ -45,7 +44,7 @@ from h5pack.images.headers import (
     parse_png,
 )  # fmt: skip
 from h5pack.system.files import held_stderr
-from h5pack.system.machine import optional_module
+from h5pack.system.machine import optional_module, package_version
 from h5pack.version import __version__
 
 MAX_PIXELS = 178_956_970
@@ -53,8 +52,6 @@ MAX_PIXELS = 178_956_970
 
 MAX_SIDE = 2**31 - 1
 """Largest height and width of an image. A survey stores sides as int32."""
-_TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_BITS, _TIFF_COMPRESSION, _TIFF_PHOTOMETRIC = 0x0100, 0x0101, 0x0102, 0x0103, 0x0106
-_TIFF_PLANAR, _SEPARATE = 0x011C, 2
 _LONG_HEAD_BYTES = 65_536
 # Decoders process the whole image for each scan of a progressive JPEG. 10 scans are usual, of at least 11 bytes.
 # Images below `_SCANNED_PIXELS` may have any number.
@@ -101,44 +98,35 @@ class Upright(NamedTuple):
 @functools.cache
 def decoder_versions() -> dict[str, str]:
     """Return the versions of all software that decoded pixels depend on; "not installed" for missing packages."""
-    found = {"h5pack": __version__, "libjpeg-turbo": str(features.version_feature("libjpeg_turbo"))}
-    for name in ("Pillow", "pillow-heif", "simplejpeg"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    packages = {name: package_version(name) or "not installed" for name in ("Pillow", "pillow-heif", "simplejpeg")}
+    return {"h5pack": __version__, "libjpeg-turbo": str(features.version_feature("libjpeg_turbo")), **packages}
 
 
 @contextlib.contextmanager
 def strict_pillow() -> Iterator[None]:
     """Silence Pillow's warnings, disable its limit on pixels (see `refuse_bomb`), and reject truncated files.
 
-    These settings are global to the process. If contexts of several threads overlap, the first one changes the
-    settings, and the last one restores them.
+    These settings are global to the process: the first context that is open changes them, and the last one restores
+    them.
     """
-    thread = threading.get_ident()
+    global _strict_contexts
     with _strict_lock:
-        if all(other == thread for other in _strict_threads):
-            _strict_settings.append(contextlib.ExitStack())
-            _strict_settings[-1].enter_context(_strict_process())
-        _strict_threads.append(thread)
+        if not _strict_contexts:
+            _strict_settings.enter_context(_strict_process())
+        _strict_contexts += 1
     try:
         yield
     finally:
         with _strict_lock:
-            _strict_threads.remove(thread)
-            if len(set(_strict_threads)) <= 1:
-                while len(_strict_settings) > len(_strict_threads):
-                    _strict_settings.pop().close()
+            _strict_contexts -= 1
+            if not _strict_contexts:
+                _strict_settings.close()
 
 
-_strict_lock = threading.Lock()
+_strict_contexts, _strict_settings, _strict_lock = 0, contextlib.ExitStack(), threading.Lock()
 # Fork only while no thread holds the lock, because in the child, nothing would release it.
 _release = _strict_lock.release
 os.register_at_fork(before=_strict_lock.acquire, after_in_parent=_release, after_in_child=_release)
-_strict_threads: list[int] = []  # one entry for each context that is open
-_strict_settings: list[contextlib.ExitStack] = []
 
 
 @contextlib.contextmanager
@@ -179,8 +167,8 @@ def _pillow_header(stream: BinaryIO, max_pixels: int) -> ImageHeader:
         # Before a TIFF is loaded, some releases of Pillow report its stored size, others its upright size. Its tags
         # have the stored size.
         width, height = image.size
-        if isinstance(image, TiffImageFile):
-            width, height = image.tag_v2[_TIFF_WIDTH], image.tag_v2[_TIFF_HEIGHT]
+        if isinstance(image, tiff.TiffImageFile):
+            width, height = image.tag_v2[tiff.IMAGEWIDTH], image.tag_v2[tiff.IMAGELENGTH]
         orientation = orientation_of(image)
     height, width = (width, height) if orientation in SIDEWAYS else (height, width)
     return ImageHeader(height, width, DecodePath.PILLOW, orientation)
@@ -321,10 +309,10 @@ def eight_bits(image: Image.Image) -> Image.Image:
     image.load()
     if image.mode in _16_BIT or image.mode == "I":
         pixels, bits = np.asarray(image).astype(np.int64), 16
-        if isinstance(image, TiffImageFile):
+        if isinstance(image, tiff.TiffImageFile):
             # Pillow scales and inverts the values of a TIFF only if they have at most 8 bits.
-            bits = image.tag_v2[_TIFF_BITS][0]
-            pixels = (1 << bits) - 1 - pixels if image.tag_v2.get(_TIFF_PHOTOMETRIC, 0) == 0 else pixels
+            bits = image.tag_v2[tiff.BITSPERSAMPLE][0]
+            pixels = (1 << bits) - 1 - pixels if image.tag_v2.get(tiff.PHOTOMETRIC_INTERPRETATION, 0) == 0 else pixels
         return Image.fromarray((pixels >> bits - 8).astype(np.uint8))
     return image
 
@@ -376,10 +364,10 @@ def _copy_pixels(image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
 def _refuse_deep(image: Image.Image) -> None:
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
         raise RejectedImageError(f"{image.mode} pixels cannot be packed; convert them to unsigned 8 or 16 bits")
-    if isinstance(image, TiffImageFile) and image.tag_v2.get(_TIFF_PLANAR) == _SEPARATE:
+    if isinstance(image, tiff.TiffImageFile) and image.tag_v2.get(tiff.PLANAR_CONFIGURATION) == 2:
         # Pillow takes each byte of uncompressed 16-bit planes for a pixel, which gives noise.
-        bits = image.tag_v2.get(_TIFF_BITS, ())
-        if len(bits) > 1 and max(bits) > 8 and image.tag_v2.get(_TIFF_COMPRESSION, 1) == 1:
+        bits = image.tag_v2.get(tiff.BITSPERSAMPLE, ())
+        if len(bits) > 1 and max(bits) > 8 and image.tag_v2.get(tiff.COMPRESSION, 1) == 1:
             raise RejectedImageError("uncompressed 16-bit planes cannot be decoded; save the channels interleaved")
 
 
@@ -425,22 +413,20 @@ def _libtiff_messages() -> Iterator[None]:
     If decoding fails, libtiff's first message becomes the reason, because it says more than Pillow's error. Lines from
     other sources that are written to standard error meanwhile are held back and written at the end.
     """
-    error: Exception | None = None
-    with held_stderr() as lines:
-        try:
+    lines: list[bytes] = []
+    try:
+        with held_stderr() as lines:
             yield
-        except Exception as caught:
-            error = caught
-    matches = [_LIBTIFF.match(line) for line in lines]
-    found = [match[1] for match in matches if match is not None]
-    if len(found) < len(lines):
-        os.write(2, b"".join(line for line, match in zip(lines, matches, strict=True) if match is None))
-    if error is None:
-        return
-    if found and not isinstance(error, (RejectedImageError, MemoryError)):
-        text = found[0].decode(errors="replace").strip()
+    except Exception as error:
+        reason = next(filter(None, map(_LIBTIFF.match, lines)), None)
+        if reason is None or isinstance(error, (RejectedImageError, MemoryError)):
+            raise
+        text = reason[1].decode(errors="replace").strip()
         raise RejectedImageError(f"cannot be decoded: libtiff: {text}") from error
-    raise error
+    finally:
+        others = b"".join(line for line in lines if not _LIBTIFF.match(line))
+        if others:
+            os.write(2, others)
 
 
 def _rejected(error: Exception) -> RejectedImageError:

@@ -38,6 +38,15 @@ def _strict() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other settings of Pillow, as if no context of `strict_pillow` was open."""
+    monkeypatch.setattr(decode, "_strict_contexts", 0)
+    monkeypatch.setattr(decode, "_strict_settings", contextlib.ExitStack())
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 123)
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+
+
 def header_of(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageHeader:
     return read_header(data[:16_384], lambda: io.BytesIO(data), max_pixels)
 
@@ -493,17 +502,16 @@ def test_messages_of_libtiff_become_the_reason(capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err.startswith("tempfile.tif: ")
 
 
-def test_pillows_settings_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 123)
-    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+@pytest.mark.usefixtures("lenient")
+def test_pillows_settings_are_put_back() -> None:
     with pytest.raises(RejectedImageError, match="truncated"), strict_pillow():
         decoded(FILES["ycbcr jpeg"][:-30])
     assert Image.MAX_IMAGE_PIXELS == 123
     assert ImageFile.LOAD_TRUNCATED_IMAGES
 
 
-def test_pillows_settings_hold_until_the_last_thread_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 123)
+@pytest.mark.usefixtures("lenient")
+def test_pillows_settings_hold_until_the_last_thread_is_done() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -544,6 +552,7 @@ def test_a_child_forked_while_another_thread_changes_pillows_settings_can_change
     thread.join()
 
 
+@pytest.mark.usefixtures("lenient")
 def test_pillows_warnings_are_no_reason_to_refuse() -> None:
     tag = b"\0\1\x12\0\x03\0\0\0\1\0\6"
     data = encode(RGB, "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\5\1" + tag[2:])
