@@ -49,16 +49,15 @@ class CpuTime:
 
 
 def _children_seconds() -> float | None:
+    """Return the CPU seconds of all descendants of this process; None if the system does not list child processes."""
     ended = os.times()
     seconds = ended.children_user + ended.children_system
     own = str(os.getpid())
     if not (_PROC / own / "task" / own / "children").exists():
-        # The system does not list child processes, so the CPU seconds of children that still run are not known.
         return None if multiprocessing.active_children() else seconds
     try:
-        # The process name may contain spaces and brackets, so split after the last bracket. Fields 11 to 14 after
-        # it, counted from 0, are the user and system time of the process and of its ended children. An ended process
-        # has no fields.
+        # Fields 11 to 14 after the last bracket are the user and system time of the process and of its ended children.
+        # The process name, in brackets, may contain brackets. A process that has ended has no fields.
         stats = [_text(_PROC / child / "stat").rpartition(")")[2].split() for child in _descendants(own)]
         ticks = sum(int(ticks) for stat in stats for ticks in stat[11:15])
     except OSError:
@@ -152,7 +151,7 @@ class GpuProbe:
             self._nvml: Any = importlib.import_module("pynvml")
             self._nvml.nvmlInit()
             self._card = _find_card(self._nvml, device)
-            self._name = _decoded(self._nvml.nvmlDeviceGetName(self._card))
+            self._name = self._nvml.nvmlDeviceGetName(self._card)
         except Exception as error:
             # A problem with the driver or its Python package must not stop the training; reports then have no `gpu`.
             self._card = None
@@ -179,17 +178,11 @@ class GpuProbe:
 
 
 def _find_card(nvml: Any, device: torch.device) -> Any:
-    """Return NVML's handle of a torch device. Raise LookupError if the device cannot be identified with certainty."""
-    cards = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+    """Return NVML's handle of a torch device. Raise an error if the device cannot be identified with certainty."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if uuid is None and len(cards) == 1:
-        # torch 2.4 does not report the UUID, but there is only one GPU to choose from.
-        return cards[0]
-    for card in cards:
-        if _decoded(nvml.nvmlDeviceGetUUID(card)) == f"GPU-{uuid}":
-            return card
-    raise LookupError(f"{device} cannot be identified among the {len(cards)} GPUs that NVML lists")
-
-
-def _decoded(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+    if uuid is not None:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    # torch 2.4 does not report the UUID.
+    if nvml.nvmlDeviceGetCount() > 1:
+        raise LookupError(f"{device} cannot be identified among several GPUs")
+    return nvml.nvmlDeviceGetHandleByIndex(0)
