@@ -266,7 +266,7 @@ class FeedRecorder:
         self.counters = _Counters(begun)
         self._first = self._last = self._read(begun)
         self._interval: FeedReport | None = None
-        self._warm = self._warned = False
+        self._warned = False
         self._final: FeedReport | None = None
         self.due = begun + monitor._interval_seconds
 
@@ -295,12 +295,12 @@ class FeedRecorder:
         Call this directly in ``__next__`` of the iterator: the warning's `stacklevel` then points to the user's loop.
         """
         before, now = self._last, self._read(time.perf_counter())
+        # The first interval is not representative, because workers are still starting and caches are filling.
+        warm = self._interval is not None
         self.due = now.time + self._monitor._interval_seconds
         report = self._close_interval(now)
         self._monitor._outputs.interval(report, now.batches)
         limit, name = self._monitor._warn_stall, self._monitor._name
-        # The first interval is not representative, because workers are still starting and caches are filling.
-        warm, self._warm = self._warm, True
         has_warned = self._warned or (self._monitor._warn_once and name in _warned)
         if limit is not None and warm and report.stall_fraction > limit and not has_warned:
             self._warned = True

@@ -12,7 +12,8 @@ from typing import Any
 from h5pack.errors import OptionsError
 from h5pack.monitor.probes import GpuStatus
 from h5pack.system.files import absolute_path
-from h5pack.system.parameters import flags
+from h5pack.system.machine import optional_module
+from h5pack.system.parameters import flags, require_callable, unfit
 from h5pack.system.progress import progress_bar
 
 _log = logging.getLogger("h5pack")
@@ -79,6 +80,18 @@ def _number_text(value: float | None, unit: str = "") -> str:
     return _NOT_AVAILABLE if value is None else f"{value:,.0f}{unit}"
 
 
+def _new_writer(folder: str | os.PathLike[str]) -> Any:
+    """Return a new SummaryWriter; raise OptionsError if TensorBoard is not installed, or the folder not writable."""
+    writer = getattr(optional_module("torch.utils.tensorboard"), "SummaryWriter", None)
+    if writer is None:
+        raise OptionsError("tensorboard cannot be imported; run pip install tensorboard", parameters=("tensorboard",))
+    try:
+        return writer(os.fspath(folder))
+    except (OSError, ValueError) as error:
+        text = f"tensorboard: {error}; give a folder in which files can be created"
+        raise OptionsError(text, parameters=("tensorboard",)) from error
+
+
 class ReportOutputs:
     """The outputs to which a monitor sends its reports. The parameters are explained in `FeedMonitor`."""
 
@@ -91,9 +104,8 @@ class ReportOutputs:
         tensorboard: Any = None,
     ) -> None:
         if not isinstance(name, str):
-            raise OptionsError(f"name is {name!r}; give a str", parameters=("name",))
-        if on_report is not None and not callable(on_report):
-            raise OptionsError(f"on_report is a {type(on_report).__name__}; give a callable", parameters=("on_report",))
+            raise unfit("name", name, "give a str")
+        require_callable("on_report", on_report)
         self._name, self._on_report, (self._progress,) = name, on_report, flags(progress=progress)
         self._bar: Any = None
         self._first_batch = 0
@@ -104,21 +116,10 @@ class ReportOutputs:
                 open(self._path, "a", encoding="utf-8").close()
         except (OSError, TypeError, ValueError) as error:
             raise OptionsError(f"json_lines: {error}; give a writable file", parameters=("json_lines",)) from error
-        self._own_writer, self._writer = isinstance(tensorboard, (str, os.PathLike)), tensorboard
-        if self._own_writer:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except Exception as error:  # A broken package may raise other errors than ImportError.
-                text = f"tensorboard cannot be imported ({error}); run pip install tensorboard"
-                raise OptionsError(text, parameters=("tensorboard",)) from error
-            try:
-                self._writer = SummaryWriter(os.fspath(tensorboard))
-            except (OSError, ValueError) as error:
-                text = f"tensorboard: {error}; give a folder in which files can be created"
-                raise OptionsError(text, parameters=("tensorboard",)) from error
+        self._own_writer = isinstance(tensorboard, (str, os.PathLike))
+        self._writer = _new_writer(tensorboard) if self._own_writer else tensorboard
         if self._writer is not None and not hasattr(self._writer, "add_scalar"):
-            text = f"tensorboard is a {type(tensorboard).__name__}; give a SummaryWriter, or the folder for a new one"
-            raise OptionsError(text, parameters=("tensorboard",))
+            raise unfit("tensorboard", tensorboard, "give a SummaryWriter, or the folder for a new one")
 
     def __getstate__(self) -> dict[str, Any]:
         # The progress bar and a TensorBoard writer that was created here cannot be used in another process.
