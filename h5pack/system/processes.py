@@ -8,7 +8,6 @@ import contextlib
 import copy
 import dis
 import gc
-import inspect
 import io
 import multiprocessing
 import multiprocessing.context
@@ -17,6 +16,7 @@ import pickle
 import signal
 import sys
 import threading
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +35,6 @@ Result = TypeVar("Result")
 
 _WAIT_SECONDS = 0.5
 _JOIN_SECONDS = 10.0
-_MAX_DEPTH = 6
 MAX_WORKERS = 2**15  # Linux's default limit on process ids; a ProcessPoolExecutor fails with 2**31 workers
 _ATOMS = {str, bytes, int, float, complex, bool, type(None)}
 _KNOWN_PACKAGES = {"h5pack", "h5py", "numpy", *sys.stdlib_module_names}
@@ -59,6 +58,10 @@ def using_shared(shared_object: Any) -> Iterator[None]:
         yield
     finally:
         _local.shared = before
+
+
+def _worker_error(problem: str, advice: str = _OR_ONE_WORKER, path: str | None = None) -> WorkerError:
+    return WorkerError(f"{problem}{advice}", path=path, parameters=(ONE_WORKER,))
 
 
 class ElasticExecutor(concurrent.futures.Executor):
@@ -96,11 +99,11 @@ def reporting_start_errors(advice: str = "") -> Iterator[None]:
     except ConnectionError:  # The process has started, and ended. See `_require_start`.
         raise
     except OSError as error:
-        raise WorkerError(
-            f"worker processes cannot be started ({error.strerror or error}); check the limits on "
-            f"processes and open files ('ulimit -a'), and that /dev/shm is writable and not full{advice}",
-            parameters=(ONE_WORKER,),
-        ) from error
+        problem = (
+            f"worker processes cannot be started ({error.strerror or error}); check the limits on processes and open "
+            "files ('ulimit -a'), and that /dev/shm is writable and not full"
+        )
+        raise _worker_error(problem, advice) from error
 
 
 class _ProcessPool(concurrent.futures.ProcessPoolExecutor):
@@ -133,11 +136,11 @@ def open_executor(
         return
     advice = "" if isolated else _OR_ONE_WORKER
     if multiprocessing.current_process().daemon:
-        raise WorkerError(
+        problem = (
             "a daemonic process, such as a worker of multiprocessing.Pool, cannot start worker processes; call this in "
-            f"a worker of concurrent.futures.ProcessPoolExecutor{advice}",
-            parameters=(ONE_WORKER,),
+            "a worker of concurrent.futures.ProcessPoolExecutor"
         )
+        raise _worker_error(problem, advice)
     method = start_method or choose_start_method()
     context: Any = multiprocessing.get_context(method)
     if method == "fork":
@@ -306,20 +309,11 @@ def _require_no_open_file(value: Any) -> None:
     were wrong.
     """
     for item in _reachable(value):
-        if isinstance(item, io.IOBase) and _is_shared_file(item):
-            raise WorkerError(
-                f"the source holds the file {getattr(item, 'name', item)!r} open, and worker processes would share its "
-                f"position; open it for each read{_OR_ONE_WORKER}",
-                parameters=(ONE_WORKER,),
-            )
-
-
-def _is_shared_file(file: io.IOBase) -> bool:
-    """Return whether reading in one process moves the position for other processes that inherited the file."""
-    try:
-        return not file.closed and file.readable() and file.seekable() and file.fileno() >= 0
-    except (OSError, ValueError):
-        return False
+        # Only files that can be read and sought, and have a descriptor, have a position that matters.
+        with contextlib.suppress(OSError, ValueError):
+            if isinstance(item, io.IOBase) and item.readable() and item.seekable() and item.fileno() >= 0:
+                problem = f"the source holds the file {getattr(item, 'name', item)!r} open"
+                raise _worker_error(f"{problem}, and worker processes would share its position; open it for each read")
 
 
 def _require_importable_main(advice: str) -> None:
@@ -331,31 +325,25 @@ def _require_importable_main(advice: str) -> None:
     if path is None or name.rpartition(".")[2] == "__main__":
         return
     if not os.path.exists(path):
-        problem = f"worker processes cannot import the main program, which is not in a file; save it to disk{advice}"
-        raise WorkerError.at(path, problem, ONE_WORKER)
-    line = _unguarded_line(main, path)
-    if line is not None:
-        raise WorkerError(
-            f"{path} line {line}: each worker process would run this line, too; put it under "
-            f'if __name__ == "__main__":{advice}',
-            path=path,
-            parameters=(ONE_WORKER,),
-        )
+        problem = "worker processes cannot import the main program, which is not in a file; save it to disk"
+        raise _worker_error(f"{path}: {problem}", advice, path)
+    if (line := _unguarded_line(main, path)) is not None:
+        problem = f"{path} line {line}: each worker process would run this line, too; put it under "
+        raise _worker_error(f'{problem}if __name__ == "__main__":', advice, path)
 
 
 def _unguarded_line(main: types.ModuleType, path: str) -> int | None:
     """Return the line of the main script that is being executed; None if it is under an ``if``, or unknown."""
-    line, frame = None, inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals is vars(main) and frame.f_code.co_name == "<module>":
-            line = frame.f_lineno
-        frame = frame.f_back
+    frames = [frame for frame, _ in traceback.walk_stack(None) if frame.f_globals is vars(main)]
+    if not frames or frames[-1].f_code.co_name != "<module>":
+        return None
+    line = frames[-1].f_lineno
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
-    conditions = [(node.lineno, node.end_lineno or 0) for node in ast.walk(tree) if isinstance(node, ast.If)]
-    return None if line is None or any(first <= line <= last for first, last in conditions) else line
+    conditions = (node for node in ast.walk(tree) if isinstance(node, ast.If))
+    return None if any(one.lineno <= line <= (one.end_lineno or 0) for one in conditions) else line
 
 
 class _SharedObject:
@@ -369,10 +357,8 @@ class _SharedObject:
         try:
             ForkingPickler(stream).dump(self.value)
         except Exception as error:
-            raise WorkerError(
-                f"{_unpicklable(self.value)} cannot be sent to worker processes ({_reason(error)}); "
-                f"make it picklable{_OR_ONE_WORKER}",
-                parameters=(ONE_WORKER,),
+            raise _worker_error(
+                f"the source cannot be sent to worker processes ({_reason(error)}); make it picklable"
             ) from error
         return _unpickled, (stream.getvalue(),)
 
@@ -388,23 +374,6 @@ def _reason(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _unpicklable(value: Any, name: str = "", depth: int = 0) -> str:
-    """Return the name of the innermost attribute or element of `value` that cannot be pickled."""
-    members: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, (list, tuple)):
-        members = ((f"{name}[{number}]", item) for number, item in enumerate(value))
-    elif isinstance(value, dict):
-        members = ((f"{name}[{key!r}]", item) for key, item in value.items())
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, types.FunctionType)):
-        members = ((f"{name}.{key}".lstrip("."), item) for key, item in vars(value).items())
-    for member, item in members if depth < _MAX_DEPTH else ():
-        try:
-            pickle.dumps(item)
-        except Exception:
-            return _unpicklable(item, member, depth + 1)
-    return name or type(value).__name__
-
-
 def _require_start(executor: concurrent.futures.Executor, num_workers: int, advice: str) -> None:
     """Start all workers; wait for the first one. Raise WorkerError if it ends or cannot unpickle the shared object."""
     try:
@@ -413,19 +382,18 @@ def _require_start(executor: concurrent.futures.Executor, num_workers: int, advi
             pass
         done.pop().result()
     except (BrokenProcessPool, ConnectionError, EOFError) as error:
-        raise WorkerError(
-            "a worker process ended while it started; see standard error for the reason, often that the main "
-            f'script cannot be imported: put its code under if __name__ == "__main__":{advice}',
-            parameters=(ONE_WORKER,),
-        ) from error
+        problem = (
+            "a worker process ended while it started; see standard error for the reason, often that the main script "
+            'cannot be imported: put its code under if __name__ == "__main__":'
+        )
+        raise _worker_error(problem, advice) from error
 
 
 def _raise_failure() -> None:
     if _local.failure:
-        raise WorkerError(
+        raise _worker_error(
             f"worker processes cannot load the source ({_local.failure}): its classes must be picklable, and in "
-            f"modules that can be imported (not in a notebook); move them there{_OR_ONE_WORKER}",
-            parameters=(ONE_WORKER,),
+            "modules that can be imported (not in a notebook); move them there"
         )
 
 
