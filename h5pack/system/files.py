@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -389,12 +389,9 @@ def open_locked(path: Path, busy: str) -> int:
 def cached_pages(path: Path) -> int:
     """Return how many pages of a file are in the page cache, without reading the file.
 
-    If the file is another user's, and this process may not write it, Linux reports all pages as cached. Raises OSError
-    if the system has no mincore(2).
+    If the file is another user's, and this process may not write it, Linux reports all pages as cached.
     """
-    mincore = libc_function("mincore", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    if mincore is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), os.fspath(path))
+    mincore: Any = libc_function("mincore", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     size = path.stat().st_size
     with path.open("rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as mapped:
         flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
@@ -429,9 +426,8 @@ def drop_cache(path: Path) -> int:
 
 def make_hot(path: Path) -> None:
     """Load all pages of a file into the page cache, in large folios if the kernel and the file system have them."""
-    with contextlib.suppress(OSError):  # A system may lack mincore(2).
-        if cached_pages(path) == -(-path.stat().st_size // mmap.PAGESIZE):
-            return
+    if cached_pages(path) == -(-path.stat().st_size // mmap.PAGESIZE):
+        return
     with path.open("rb", buffering=0) as file:
         if sys.platform == "linux":
             with contextlib.suppress(OSError), mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:

@@ -349,8 +349,6 @@ def test_a_file_is_loaded_and_dropped(tmp_path: Path, monkeypatch: pytest.Monkey
         assert files.drop_cache(path) == 3
     monkeypatch.delattr(os, "posix_fadvise", raising=False)
     assert files.drop_cache(path) == 3
-    monkeypatch.setattr(files, "libc_function", lambda *_: None)  # without mincore
-    files.make_hot(path)
 
 
 def no_memory_file(name: str) -> int:
