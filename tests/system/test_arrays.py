@@ -124,7 +124,7 @@ def slow_shuffled_split(count: int, seed: int, split: int) -> list[int]:
     return sorted(range(count), key=hash_sequence(count, key).tolist().__getitem__)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 8, 9, 1000, 65_535, 65_536, 65_537, 140_000])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 8, 9, 1000, 65_536, 140_000])
 def test_a_split_is_shuffled_by_the_whole_hash(count: int) -> None:
     assert shuffled_split(8, 1, 1).tolist() == [7, 6, 3, 4, 1, 2, 5, 0]
     for seed, split in ((0, 0), (7, 1), (2**63 - 1, 2**32)):
