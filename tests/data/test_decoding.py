@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +23,7 @@ from h5pack.data.draws import BatchKey, crop_windows
 from h5pack.errors import DamagedRowsError, OptionsError, SizesDifferError
 from h5pack.images import decode
 from h5pack.read import encoded as encoded_rows
+from tests.forking import output_of
 from tests.makers import pixels
 from tests.read.encoded_files import decoded, encode, kinds, write_encoded, write_kept
 
@@ -403,11 +402,10 @@ def test_a_key_survives_pickling() -> None:
     assert decoding.key_of([*sent, 6]).seed != decoding.key_of([*sent, 6]).seed
 
 
+def print_count(path: Path) -> None:
+    loader = h5pack.H5Loader(h5pack.H5Dataset(path), 4, decode=h5pack.RandomResizedCrop(16))
+    print(sum(len(batch.images) for batch in loader))
+
+
 def test_nothing_is_written_to_standard_error(kept: Path) -> None:
-    code = (
-        "import h5pack, sys\n"
-        f"loader = h5pack.H5Loader(h5pack.H5Dataset({str(kept)!r}), 4, decode=h5pack.RandomResizedCrop(16))\n"
-        "print(sum(len(batch.images) for batch in loader))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout.strip(), done.stderr) == (str(len(photos())), "")
+    assert output_of(print_count, kept) == f"{len(photos())}\n"

@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import h5pack
 from h5pack.data.buffers import BufferPool
 from h5pack.data.chunk_groups import Block, GroupReader
 from h5pack.data.gather import DecodedRows
 from h5pack.data.iteration import IDLE
-from h5pack.errors import DamagedRowsError, H5PackError, LoaderError, OptionsError, PackChangedError, StateError
+from h5pack.errors import DamagedRowsError, H5PackError, LoaderError, OptionsError, PackChangedError
 from h5pack.system.files import make_hot
 from h5pack.system.machine import huge_page_memory
 from tests.data import packs
@@ -134,23 +134,20 @@ def written(path: Path, kind: str) -> dict[str, Any]:
 def test_files_of_all_kinds(tmp_path: Path, kind: str, way: str) -> None:
     file = written(tmp_path / "f.h5", kind)
     fields = [name for name in ("boxes", "masks", "large") if name in file]
-    for with_rows in (False, True):
+    for with_rows, threads in ((False, 1), (True, 3)):
         dataset = h5pack.H5Dataset(tmp_path / "f.h5", fields=fields, with_rows=with_rows)
         expected = expected_of(dataset)
         assert [type(batch) for batch in loader_of(dataset)] == [type(expected[0][0])] * 9
-        for threads in (1, 3):
-            require_epochs(loader_of(dataset, num_threads=threads), expected)
+        require_epochs(loader_of(dataset, num_threads=threads), expected)
     first = expected[0][0]
     assert np.array_equal(first[0].numpy(), file["images"][first[-1]]), "the reference itself is right"
 
 
-def test_subsets_and_splits(tmp_path: Path, way: str) -> None:
+def test_subsets_and_splits(tmp_path: Path) -> None:
     whole = h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5"))
-    one, other = random_split(whole, [70, 33], torch.Generator().manual_seed(3))
-    nested = Subset(Subset(whole, range(90, 10, -1)), [5, 50, 6, 51, 6])
+    nested = Subset(Subset(whole, range(90, 10, -1)), [5, 50, 6, 51, 6, 7, 20])
     test = h5pack.H5Dataset(packs.converted(tmp_path), "test", with_rows=True)
-    cases = [*((dataset, {}) for dataset in (one, other, nested, Subset(whole, []), test))]
-    for dataset, chosen in [*cases, (other, {"indices": [3, 1, 4, 1, 5, 30]})]:
+    for dataset, chosen in ((nested, {"indices": [3, 1, 4, 1, 5]}), (Subset(whole, []), {}), (test, {})):
         loader = loader_of(dataset, **chosen)
         assert loader.dataset is dataset
         require_epochs(loader, expected_of(dataset, 2, **chosen))
@@ -729,14 +726,6 @@ def test_a_state_at_the_end_of_an_epoch(dataset: h5pack.H5Dataset) -> None:
         if chosen is not None:
             resumed.set_epoch(chosen)
         require_epochs(resumed, epochs)
-
-
-def test_what_is_no_state_of_this_order_is_refused(dataset: h5pack.H5Dataset) -> None:
-    state = loader_of(dataset).state_dict()
-    wrong = ({}, {"epoch": 1, "batches": 3}, {**state, "batches": "many"})
-    for settings, given in (({"seed": 8}, state), ({"batch_size": 6}, state), *(({}, given) for given in wrong)):
-        with pytest.raises(StateError):
-            loader_of(dataset, **settings).load_state_dict(given)
 
 
 @pytest.mark.parametrize("how", ["cut", "cut, gzip", "replaced", "removed"])
