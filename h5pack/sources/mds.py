@@ -54,10 +54,7 @@ class _Shard:
 
 def is_mds(path: Path) -> bool:
     """Return whether a folder, or every visible entry in it, contains an index of MDS shards."""
-    try:
-        folders = _folders(path)
-    except OSError:
-        return False
+    folders = _folders(path)
     return bool(folders) and all(b'"mds"' in file_start(path / folder / INDEX, 65_536) for folder in folders)
 
 

@@ -13,7 +13,6 @@ from PIL import Image
 
 import h5pack
 from h5pack.errors import NoImagesError, OptionsError, SourceError
-from h5pack.images.geometry import turned_upright
 from h5pack.pack.conversion import Conversion
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.coco import coco
@@ -209,15 +208,6 @@ def test_boxes_of_a_file_that_exif_turns_are_turned(tmp_path: Path, orientation:
     down, across = np.nonzero(found)
     assert boxes_of == [[across.min(), down.min(), across.max() + 1, down.max() + 1]]
     assert dataset[1].boxes.tolist() == [[1, 2, 4, 6]]
-
-
-def test_points_are_turned_as_pixels_are() -> None:
-    stored = np.zeros((30, 40), np.uint8)
-    stored[3, 7] = 255
-    for orientation, turn in ((5, "TRANSPOSE"), (6, "ROTATE_270"), (7, "TRANSVERSE"), (8, "ROTATE_90")):
-        turned = np.asarray(Image.fromarray(stored).transpose(Image.Transpose[turn]))
-        ((x, y),) = turned_upright(np.array([[7.5, 3.5]]), orientation, *turned.shape)
-        assert turned[int(y), int(x)] == 255
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from h5pack.format.fields import FieldValues, RaggedRows, parse_texts
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns, manifest
+from tests.sources.test_folders import touch
 from tests.sources.test_text_tables import written
 
 
@@ -105,8 +106,8 @@ def test_unknown_columns_are_errors_that_list_the_columns(tmp_path: Path, column
 
 
 def test_paths_are_relative_to_the_manifest_or_the_root_or_absolute(tmp_path: Path) -> None:
+    touch(tmp_path, "in/x.jpg", "other/x.jpg", "far.jpg")
     for place, content in [("in/x.jpg", b"beside"), ("other/x.jpg", b"root"), ("far.jpg", b"absolute")]:
-        (tmp_path / place).parent.mkdir(exist_ok=True)
         (tmp_path / place).write_bytes(content)
     lines = ["path", "x.jpg", str(tmp_path / "far.jpg")]
     beside = read(tmp_path / "in" / "m.csv", *lines)
@@ -333,9 +334,7 @@ def test_lists_in_csv_that_are_no_json_name_the_line(tmp_path: Path) -> None:
 
 
 def test_images_are_looked_up_below_the_root_by_the_ends_of_their_paths(tmp_path: Path) -> None:
-    for name in ("a/1.x.jpg", "b/deep/2.PNG", "b/3.jpg", "c/3.jpg", "b/4.txt", "a/4", "c/d/5.tif"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
+    touch(tmp_path, "a/1.x.jpg", "b/deep/2.PNG", "b/3.jpg", "c/3.jpg", "b/4.txt", "a/4", "c/d/5.tif")
     names = ["1.x", "deep/2.PNG", "c/3", f"{tmp_path.name}/c/d/5", "4", "2", "6.jpg", "x/1.x.jpg"]
     path = written(tmp_path / "t.csv", "\n".join(["path,label", *(f"{name},{row}" for row, name in enumerate(names))]))
     catalog = manifest(path, ManifestColumns(), NameFilter())
@@ -346,9 +345,7 @@ def test_images_are_looked_up_below_the_root_by_the_ends_of_their_paths(tmp_path
 
 
 def test_masks_and_further_images_are_looked_up(tmp_path: Path) -> None:
-    for name in ("images/1.jpg", "images/2.jpg", "masks/1.png", "masks/2_mask.png", "depth/1_d.png", "depth/2_d.png"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+    touch(tmp_path, "images/1.jpg", "images/2.jpg", "masks/1.png", "masks/2_mask.png", "depth/1_d.png", "depth/2_d.png")
     path = written(tmp_path / "t.csv", "path,mask,depth\n1,1,1_d\n2,2_mask.png,2_d\n2,,2_d")
     columns = ManifestColumns(masks=("mask",), images=("depth",))
     catalog = manifest(path, columns, NameFilter(include=("images/*",)))
@@ -365,17 +362,13 @@ def test_masks_and_further_images_are_looked_up(tmp_path: Path) -> None:
 
 def test_a_file_that_is_where_the_table_says_is_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5pack.sources.manifest._PROBED", 1)
-    (tmp_path / "a").mkdir()
-    for name in ("1.jpg", "a/1.jpg", "a/2.jpg"):
-        (tmp_path / name).touch()
+    touch(tmp_path, "1.jpg", "a/1.jpg", "a/2.jpg")
     path = written(tmp_path / "t.csv", "path\nmissing.jpg\n1.jpg\n2.jpg\n")
     assert list(manifest(path, ManifestColumns(), NameFilter()).names) == ["missing.jpg", "1.jpg", "a/2.jpg"]
 
 
 def test_a_name_of_several_files_is_an_error_unless_they_are_excluded(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "1.jpg").touch()
+    touch(tmp_path, "a/1.jpg", "b/1.jpg")
     path = written(tmp_path / "t.csv", "path\n1\n")
     with pytest.raises(SourceError) as caught:
         manifest(path, ManifestColumns(), NameFilter())

@@ -326,27 +326,29 @@ def test_packs_keep_names_classes_and_splits_through_wrappers(tmp_path: Path) ->
         h5pack.convert(folder, f"{folder}.h5", **quick())
     first, second = (h5pack.H5Dataset(f"{folder}.h5") for folder in folders)
     train, val = (h5pack.H5Dataset(f"{tmp_path}/a.h5", split=split) for split in ("train", "val"))
-    for number, (dataset, splits) in enumerate((
+    for dataset, splits in (
         (first, {"train": 8, "val": 5}),
         (val, {"val": 5}),
         (h5pack.H5Dataset(first.path, ["train", "val"]), {"train": 8, "val": 5}),
         (Subset(first, [12, 11, 0]), {"train": 1, "val": 2}),
         (h5pack.ConcatPack([first, second]), {"train": 11, "val": 5, "test": 2}),
         (ConcatDataset([val, train]), {"train": 8, "val": 5}),
-    )):  # fmt: skip
-        out = tmp_path / f"{number}.h5"
-        h5pack.convert(dataset, out, **quick(order="sorted", num_workers=1 + number % 2))
-        packed = h5pack.H5Dataset(out)
-        assert packed.classes == ("x", "y")
-        assert {name: len(rows) for name, rows in packed.splits.items()} == splits
-        for row, name in enumerate(packed.filenames):
+    ):
+        catalog = open_source(dataset, SourceOptions())
+        assert catalog.label_names == ("x", "y")
+        assert dict(zip(catalog.split_names, np.bincount(catalog.split_ids).tolist(), strict=True)) == splits
+        for index, name in enumerate(catalog.names):
             split, label, _ = name.split("/")
-            assert row in packed.splits[split]
-            image, stored = packed[row]
-            assert packed.classes[stored] == label
+            assert catalog.split_names[catalog.split_ids[index]] == split
+            image, stored, *_ = catalog.reader.sample(catalog.reader.sample_index(index))
+            assert catalog.label_names[stored] == label
             # Both packs may have a file of this name.
             sources = [folder / name for folder in folders if (folder / name).exists()]
             assert any(np.array_equal(image, expected(source)) for source in sources)
+    h5pack.convert(h5pack.ConcatPack([first, second]), tmp_path / "o.h5", **quick(num_workers=2))
+    packed = h5pack.H5Dataset(tmp_path / "o.h5")
+    assert packed.classes == ("x", "y")
+    assert {name: len(rows) for name, rows in packed.splits.items()} == {"train": 11, "val": 5, "test": 2}
 
 
 class Described:

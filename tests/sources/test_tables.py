@@ -370,10 +370,3 @@ def test_a_missing_or_broken_pyarrow_is_named(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(SourceError, match=r"pip install pyarrow"):
         opened(path)
-
-
-def test_a_row_group_that_is_larger_than_memory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "x.parquet", table(range(4)))
-    monkeypatch.setattr(tables, "available_memory", lambda: 1_000)
-    with pytest.raises(SourceError):
-        opened(path)

@@ -22,6 +22,7 @@ from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.shards import Shards, expand_braces, find_shards
 from tests.makers import pixels, quick, save
 from tests.read.encoded_files import encode
+from tests.sources.test_folders import touch
 from tests.sources.test_manifest import rows_of
 
 
@@ -231,9 +232,7 @@ def test_a_missing_or_damaged_shard_is_an_error_that_names_it(tmp_path: Path) ->
 def test_the_kind_of_shards_that_are_selected(
     tmp_path: Path, include: tuple[str, ...], exclude: tuple[str, ...], kind: str
 ) -> None:
-    for name in ("train/x.tar", "train/._x.tar", "train/._x.parquet", "meta/x.parquet", "__MACOSX/x.parquet"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+    touch(tmp_path, "train/x.tar", "train/._x.tar", "train/._x.parquet", "meta/x.parquet", "__MACOSX/x.parquet")
     wanted = NameFilter(include, exclude)
     assert shards.shards_kind(tmp_path, wanted) == kind
     if kind == "webdataset":
@@ -249,8 +248,7 @@ def test_braces_expand_as_in_a_shell() -> None:
 
 
 def test_a_file_is_one_shard_however_often_a_pattern_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("xa", "xb1", "xb2"):
-        (tmp_path / f"{name}.tar").touch()
+    touch(tmp_path, "xa.tar", "xb1.tar", "xb2.tar")
     pattern = tmp_path / "x{a,b{1,2}}.tar"
     assert sorted(find_shards(pattern, NameFilter(), [".tar"]).names) == ["xa.tar", "xb1.tar", "xb2.tar"]
     monkeypatch.setattr(shards, "_MAX_FILES", 3)
@@ -261,8 +259,7 @@ def test_a_file_is_one_shard_however_often_a_pattern_names_it(tmp_path: Path, mo
 
 
 def test_shards_in_a_folder_may_have_suffixes_in_any_case(tmp_path: Path) -> None:
-    for name in ("a.TAR", "b.tar", "c.txt", "d.Tar"):
-        (tmp_path / name).touch()
+    touch(tmp_path, "a.TAR", "b.tar", "c.txt", "d.Tar")
     assert sorted(find_shards(tmp_path, NameFilter(), [".tar"]).names) == ["a.TAR", "b.tar", "d.Tar"]
 
 
