@@ -11,7 +11,7 @@ from h5pack.errors import SourceError
 from h5pack.format.fields import FieldValues
 from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, Reject, one_split
 from h5pack.sources.folders import walk
-from h5pack.sources.text_tables import TextTable, binary_table, integers, read_delimited, rectangular
+from h5pack.sources.text_tables import TextTable, binary_table, integers, read_delimited, rectangular, text_lines
 
 _IMAGES = "img_align_celeba"
 # Possible folders of images and of tables: as in Kaggle's archive, in the university's archives, or side by side.
@@ -146,11 +146,7 @@ def _read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> T
 
     If `header` is None, the next line names all columns except the first, which contains the file names.
     """
-    try:
-        with path.open(encoding="utf-8-sig") as stream:
-            lines = [(number, line.split()) for number, line in enumerate(stream, 1)]
-    except UnicodeDecodeError as error:
-        raise SourceError.at(path, f"is not text in UTF-8 ({error}); download it again") from error
+    lines = [(number, line.split()) for number, line in enumerate(text_lines(path), 1)]
     if header is None:
         if len(lines) <= skip:
             raise SourceError.at(path, "has no line that names the columns; download it again")

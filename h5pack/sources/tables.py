@@ -71,13 +71,12 @@ class TableReader(SourceReader):
             self._loaded = {known: values for known, values in self._loaded.items() if known in self._kept}
             self._loaded[key] = self._load(*key)
         value = self._loaded[key][int(self.rows[index])]
-        if not value.is_valid:
-            raise RejectedImageError("its row holds no image (null)")
-        if hasattr(value, "keys"):
+        path = None
+        if value.is_valid and hasattr(value, "keys"):
             path, value = value.get("path"), value["bytes"]
-            if not value.is_valid:
-                has_path = path is not None and path.is_valid
-                raise RejectedImageError(f"its row holds no image{', only a path' if has_path else ' (null)'}")
+        if not value.is_valid:
+            has_path = path is not None and path.is_valid
+            raise RejectedImageError(f"its row holds no image{', only a path' if has_path else ' (null)'}")
         data: bytes = value.as_py()
         return data
 

@@ -6,11 +6,11 @@ import contextlib
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,22 +57,30 @@ class TextTable:
         return self.load(name)
 
 
+def text_lines(path: Path, newline: str | None = None) -> Iterator[str]:
+    """Yield the lines of a text file in UTF-8; `newline` is as in `open`."""
+    try:
+        with path.open(encoding="utf-8-sig", newline=newline) as stream:
+            yield from stream
+    except UnicodeDecodeError as error:
+        raise SourceError.at(path, f"is not text in UTF-8 ({error}); save it in UTF-8") from error
+
+
 def read_json_lines(path: Path) -> TextTable:
     """Read a table whose lines are JSON objects, which may have different keys."""
     records, lines = list[dict[str, Any]](), list[int]()
-    try:
-        with path.open(encoding="utf-8-sig") as stream:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    records.append(json.loads(line))
-                    lines.append(number)
-                    if not isinstance(records[-1], dict):
-                        raise ValueError("it is another value")
-    except UnicodeDecodeError as error:
-        raise SourceError.at(path, f"is not UTF-8 ({error}); save it in UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        problem = f"line {number}: is not a JSON object ({error}); correct the line"
-        raise SourceError(f"{path} {problem}", path=path) from error
+    for number, line in enumerate(text_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError("it is another value")
+        except (ValueError, RecursionError) as error:
+            problem = f"line {number}: is not a JSON object ({error}); correct the line"
+            raise SourceError(f"{path} {problem}", path=path) from error
+        records.append(record)
+        lines.append(number)
     if not records:
         raise SourceError.at(path, "the file is empty; each line must be a JSON object")
     header = tuple(dict.fromkeys(key for record in records for key in record))
@@ -86,24 +94,18 @@ def read_delimited(path: Path) -> TextTable:
 
     Semicolons separate the cells of a CSV file whose first line has some, but no comma.
     """
-    delimiter = "\t" if path.suffix.lower() in (".tsv", ".tab") else ","
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as stream:
-            first = stream.readline()
-            delimiter = ";" if delimiter == "," and ";" in first and "," not in first else delimiter
-            lines = _read_cells(path, stream, delimiter)
-    except UnicodeDecodeError as error:
-        raise SourceError.at(path, f"is not UTF-8 ({error}); save it in UTF-8") from error
+    texts = list(text_lines(path, newline=""))
+    first = texts[0] if texts else ""
+    delimiter = "\t" if path.suffix.lower() in (".tsv", ".tab") else ";" if ";" in first and "," not in first else ","
+    lines = _read_cells(path, texts, delimiter)
     if not lines or not "".join(lines[0][1]).strip():
         raise SourceError.at(path, "its first line is empty; it must name the columns")
     header = tuple(cell.strip() for cell in lines[0][1])
     return rectangular(path, header, lines[1:])
 
 
-def _read_cells(path: Path, stream: IO[str], delimiter: str) -> list[tuple[int, list[str]]]:
+def _read_cells(path: Path, texts: list[str], delimiter: str) -> list[tuple[int, list[str]]]:
     """Return the number of each row's last line, and its cells; raise SourceError if a quote joins lines wrongly."""
-    stream.seek(0)
-    texts = stream.readlines()
     reader, rows, end = csv.reader(texts, delimiter=delimiter), [], 0
     try:
         for cells in reader:
