@@ -316,10 +316,7 @@ class ArchiveReader(SourceReader):
         return file
 
     def _unzipped(self, member: Member, count: int | None) -> bytes:
-        """Return at most the first `count` bytes of a zip file's member; if it is None, all bytes, checked by CRC-32.
-
-        At most one byte more than the member's declared size is decompressed.
-        """
+        """Return the first `count` bytes of a zip file's member; if it is None, all bytes, checked by CRC-32."""
         size, stored = member.size, member.stored
         if size > max(_BOMB_BYTES, BOMB_RATIO * stored):
             raise RejectedImageError(

@@ -34,11 +34,7 @@ def attributes_of(images: Path) -> Path | None:
 
 
 def celeba(root: Path, wanted: NameFilter) -> Catalog:
-    """Return the catalog of CelebA: uint8 labels (M, 40), splits from the partition table, identities as a field.
-
-    The partition and identity tables are optional. Images without a row in one of the tables are rejected, and so are
-    rows of the attribute table without an image.
-    """
+    """Return the catalog of CelebA: uint8 labels (M, 40), splits from the partition table, identities as a field."""
     folder = _image_folder(root)
     attributes_path = _table_path(root, "list_attr_celeba")
     if folder is None or attributes_path is None:
@@ -97,10 +93,7 @@ def _read(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTabl
 def _join(
     folder: Path, images: list[str], tables: list[TextTable]
 ) -> tuple[list[str], list[npt.NDArray[np.int64]], list[tuple[str, str]]]:
-    """Return the images that have a row in every table, their row numbers in each table, and the rejects.
-
-    A reject is a name and a reason: an image without a row, or a row of the first table whose image does not exist.
-    """
+    """Return the images with a row in every table, their rows in each table, and (name, reason) of rejects."""
     keys = [table.column(table.header[0]) for table in tables]
     indexes = [{key: number for number, key in enumerate(some)} for some in keys]
     for table, some, index in zip(tables, keys, indexes, strict=True):
@@ -142,10 +135,7 @@ def _partition(table: TextTable) -> npt.NDArray[np.int32]:
 
 
 def _read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
-    """Read a table delimited by spaces, and ignore its first `skip` lines.
-
-    If `header` is None, the next line names all columns except the first, which contains the file names.
-    """
+    """Read a table delimited by spaces after `skip` lines; if `header` is None, a line names all but column 0."""
     lines = [(number, line.split()) for number, line in enumerate(text_lines(path), 1)]
     if header is None:
         if len(lines) <= skip:

@@ -127,11 +127,7 @@ def _short(name: str) -> str:
 
 
 def _image_folder(file: Path, split: str, images: Collection[_Image], top: Path | None) -> Path:
-    """Return the folder of a split's images: the first usual folder that contains one of `images`.
-
-    Look in `top`, or if it is None, in the annotation file's folder and its parent. If the split has no image, return
-    the first usual folder.
-    """
+    """Return the first usual folder, in `top` or else near the annotation file, that contains one of `images`."""
     parents = (top,) if top is not None else (file.parent.parent, file.parent)
     inner = ((), (split,), ("images", split), (_short(split),), ("images", _short(split)), ("images",))
     folders = [parent.joinpath(*parts) for parts in inner for parent in parents]

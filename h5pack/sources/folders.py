@@ -212,10 +212,7 @@ def split_words(name: str) -> list[str]:
 
 
 def split_and_role(folder: str) -> tuple[str, str]:
-    """Return the split with which a folder's name begins, and the rest: "train" and "masks" for ``train_masks``.
-
-    If it begins with no split, return "" and the whole name.
-    """
+    """Return the split that a folder's name begins with, or "", and the rest: "train", "masks" for ``train_masks``."""
     match = _SPLIT_START.fullmatch(folder)
     return (match[1], match[2]) if match is not None else ("", folder)
 
@@ -239,10 +236,7 @@ def flat(found: Listing) -> Catalog:
 
 
 def classes(found: Listing) -> Catalog:
-    """Return a catalog with one class per folder directly below the root, even for a folder without images.
-
-    As in torchvision's ImageFolder, a class includes its subfolders.
-    """
+    """Return a catalog with one class per folder directly below the root, which includes its subfolders."""
     folders = found.subfolders[""]
     if found.folders.get(""):
         advice = "move them into a class, or pack all images without labels with source_kind='flat'"
@@ -285,10 +279,7 @@ _PROBED_FOLDERS, _PROBED_LENGTH = 100, 4096
 
 
 def _refuse_pairs(found: Listing, folders: list[str], kind: str) -> None:
-    """Raise SourceError if two of the folders are named like images and their masks, such as "train" and "train_masks".
-
-    `folders` are paths relative to the root. `kind`, "classes" or "splits", is what they would otherwise be packed as.
-    """
+    """Raise SourceError if two folders, paths below the root, are named like images and masks, not like `kind`."""
     images = next((folder for folder in folders if is_named(folder, IMAGE_FOLDERS)), None)
     targets = next((folder for folder in folders if is_named(folder, TARGET_FOLDERS)), None)
     for folder in folders:
@@ -317,10 +308,7 @@ def is_named(folder: str, names: frozenset[str]) -> bool:
 
 
 def splits(found: Listing) -> Catalog:
-    """Return a catalog with one split per folder. A split consists of class folders, or of images without labels.
-
-    Images without labels get the label -1 if other splits have classes; if none has, the catalog has no labels.
-    """
+    """Return a catalog with one split per folder, which consists of class folders, or of images with the label -1."""
     split_names = split_order(found.filled())
     if not split_names:
         names = ", ".join(found.subfolders[""]) or "there are none"

@@ -235,10 +235,7 @@ def _has_rows(file: h5py.File, name: str, rows: int) -> bool | None:
 
 
 def find_images(file: h5py.File) -> str:
-    """Return the path of the images: "images", a pack's "encoded", or the only dataset that looks like images.
-
-    If several do, return the only one whose name has a word for images, such as "x". Else raise SourceError.
-    """
+    """Return the path of the images: "images", "encoded" or the only one that looks like them, or is named so, too."""
     if isinstance(file.get(schema.IMAGES), h5py.Dataset):
         return schema.IMAGES
     if schema.FORMAT in file.attrs and has_kept_images(file, schema.ENCODED):
@@ -352,10 +349,7 @@ def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[s
 
 
 def packing_options(file: h5py.File, name: str, labels: str | None = None) -> dict[str, Any]:
-    """Return the keyword arguments with which `convert` keeps the axes, labels and fields of the images in `name`.
-
-    `labels` is the dataset of labels: None to detect it, "" if there are none.
-    """
+    """Return the arguments of `convert` that keep images, `labels` (None to detect them, "" for none) and fields."""
     images = file[name]
     found: dict[str, Any] = {}
     if schema.FORMAT not in file.attrs:  # `convert` keeps the labels and fields of a pack by default.

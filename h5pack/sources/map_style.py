@@ -123,11 +123,7 @@ class MapStyleReader(SourceReader):
         return index if self.indices is None else int(self.indices[index])
 
     def sample(self, index: int) -> ReadSample:
-        """Return one sample of the dataset.
-
-        Raise RejectedImageError if the dataset raises an exception, or if the sample has unsupported values or lacks a
-        field.
-        """
+        """Return a sample; raise RejectedImageError if it fails, a value is unsupported, or a key is missing."""
         image, label, others = _parts(self._given(index))
         names = self.fields.all_fields
         missing = [name for name in names if name not in others]
@@ -161,10 +157,7 @@ class MapStyleReader(SourceReader):
 
 
 def map_style_catalog(dataset: MapStyleDataset, fields: ManifestColumns | None = None) -> Catalog:
-    """Return the catalog of a map-style dataset, without labels and fields, which are added after the survey.
-
-    Samples are tried until one can be read, which shows which masks they have.
-    """
+    """Return the catalog of a map-style dataset, without labels and fields, which are added after the survey."""
     fields = fields or ManifestColumns()
     require_field_names(f"the {type(dataset).__name__}", fields.all_fields)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -231,10 +224,7 @@ def _mask_keys(dataset: Any, count: int) -> tuple[str, ...]:
 
 
 def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Iterable[str]) -> Catalog:
-    """Return the catalog with labels, and with a note that lists the `unused` parts of samples.
-
-    Class names are left out, with a note, if they do not fit the labels.
-    """
+    """Return the catalog with labels, class names if they fit, and a note that lists the `unused` parts of samples."""
     names, notes = catalog.label_names, catalog.notes
     notes += unused_note("parts of samples", sorted(unused), "keys of dicts can be packed with fields", "fields")
     if labels is not None and names is not None:

@@ -33,10 +33,7 @@ _MAX_FILES = 1_000_000
 
 @dataclass(frozen=True)
 class Shards:
-    """The files of a source: a file, a folder or a brace pattern.
-
-    They are in the order of the brace pattern or of the MDS index, else sorted.
-    """
+    """The files of a source, in the order of the brace pattern or of the MDS index, else sorted."""
 
     root: Path  # the folder that contains the files
     names: list[str]  # paths of the files, relative to `root`

@@ -315,10 +315,7 @@ def _values(file: ArchiveFile, name: str) -> list[Any]:
 def _with_class_names(
     catalog: Catalog, table: TextTable, files: Sequence[ArchiveFile], column: str, stored: Sequence[Any]
 ) -> Catalog:
-    """Return the catalog with the class names that Hugging Face datasets stored for a label column of integers.
-
-    `stored` has the names in each file's feature of the column, or None for a file without them.
-    """
+    """Return the catalog with the class names of a label column, `stored` in each file by Hugging Face, or None."""
     names = stored[0]
     for one, others in zip(files, stored, strict=True):
         if others != names:

@@ -61,10 +61,7 @@ class _Headers:
 
 
 def open_tar(path: Path, scratch: Path) -> tuple[ArchiveFile, Members]:
-    """Open a tar file and return its index. If it is compressed, decompress it into an unnamed file in `scratch`.
-
-    If it holds only tar files, as ImageNet's does, each of these is treated as a folder.
-    """
+    """Open a tar file, decompressed into `scratch` if it is compressed, and return its index."""
     file = ArchiveFile(str(path))
     start = file.read(6, 0)
     if start.startswith((_GZIP, _BZIP2, _XZ, _ZSTD)):
@@ -76,10 +73,7 @@ def open_tar(path: Path, scratch: Path) -> tuple[ArchiveFile, Members]:
 
 
 def _decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
-    """Decompress `stream` into an unnamed file in `folder`, and make `file` read from it.
-
-    The unnamed file disappears with this process.
-    """
+    """Decompress `stream` into an unnamed file in `folder`, from which `file` reads until this process ends."""
     position = 0
     advice = "make room there, or decompress the archive yourself and pack the result"
     with stream, tempfile.TemporaryFile(dir=folder) as target, reporting_disk_errors(folder, advice):

@@ -90,10 +90,7 @@ def read_json_lines(path: Path) -> TextTable:
 
 
 def read_delimited(path: Path) -> TextTable:
-    """Read a table whose first line names the columns: tab-separated if the suffix is .tsv or .tab, else CSV.
-
-    Semicolons separate the cells of a CSV file whose first line has some, but no comma.
-    """
+    """Read a CSV file (commas, or semicolons if the first line has only these), or a TSV file by its suffix."""
     texts = list(text_lines(path, newline=""))
     first = texts[0] if texts else ""
     delimiter = "\t" if path.suffix.lower() in (".tsv", ".tab") else ";" if ";" in first and "," not in first else ","

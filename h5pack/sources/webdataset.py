@@ -43,10 +43,7 @@ class _Samples:
 
 
 def is_webdataset(members: Members) -> bool:
-    """Return whether a tar file is a WebDataset shard.
-
-    A shard has an image with a ``.cls`` member or, if no member is in a folder, with a ``.json`` or ``.txt`` member.
-    """
+    """Return whether an image has a ``.cls`` beside it or, if no member is in a folder, a ``.json`` or ``.txt``."""
     if not any(name.endswith(_TABLE_ENDINGS) for name in members.found):
         return False
     keys: dict[str, set[str]] = {}
