@@ -207,10 +207,8 @@ class ChunkDecoder:
             return index.codec.decode(encoded, mask, is_checked=index.stored_checksums is not None)
         except ValueError as error:
             self.storage.check_unchanged()
-            problem = f"{where} cannot be decoded ({error}); {VERIFY_ADVICE}"
-            raise DamagedRowsError.at(
-                self.storage.path, problem, dataset=index.name, rows=range(first, stop)
-            ) from error
+            path, problem = self.storage.path, f"{where} cannot be decoded ({error}); {VERIFY_ADVICE}"
+            raise DamagedRowsError.at(path, problem, dataset=index.name, rows=range(first, stop)) from error
 
     def read_through_library(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> ChunkRows:
         """Read exactly these rows through the HDF5 library, and return their bytes in stored byte order."""

@@ -341,11 +341,9 @@ def _require_inside(
     if len(outside):
         rows, chunk_rows = dataset.shape[0], dataset.chunks[0] if dataset.chunks else dataset.shape[0]
         first = int(numbers[outside[0]]) // (addresses.size // len(addresses)) * chunk_rows
-        problem = (
-            f"rows {first}-{min(rows, first + chunk_rows) - 1} are stored beyond the end of the file "
-            f"({file_size:,} bytes), which was cut short; restore it, or convert again"
-        )
-        raise dataset_error(path, name, problem)
+        problem = f"rows {first}-{min(rows, first + chunk_rows) - 1} are stored beyond the end of the file"
+        advice = f"({file_size:,} bytes), which was cut short; restore it, or convert again"
+        raise dataset_error(path, name, f"{problem} {advice}")
     order = np.argsort(starts, kind="stable")
     over = np.flatnonzero(np.diff(starts[order]) < stored[order][:-1])
     if len(over):

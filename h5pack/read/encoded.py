@@ -81,10 +81,9 @@ class RowDecoder(Decoder):
 
     def _place(self, image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
         # `out` has the size in the image's header; the size in the options is unused.
-        if (image.height, image.width) != out.shape[:2]:
-            raise RejectedImageError(
-                f"its header says {out.shape[0]}x{out.shape[1]}, but the image is {image.height}x{image.width}"
-            )
+        height, width = out.shape[:2]
+        if (image.height, image.width) != (height, width):
+            raise RejectedImageError(f"its header says {height}x{width}, but the image is {image.height}x{image.width}")
         out[...] = np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 

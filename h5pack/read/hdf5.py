@@ -65,10 +65,8 @@ def _open_failure(name: str, error: Exception) -> str:
         return "the file is cut short (a broken copy or download); copy it again"
     if "already open for write" in text:
         # Writers of SWMR mode hold no lock, so a file that is being written looks like one whose writer was killed.
-        return (
-            "a process is writing it in SWMR mode, or its writer was killed; wait for that process, or if there is "
-            "none, restore the file, or run 'h5clear -s' at your own risk"
-        )
+        advice = "wait for that process, or if there is none, restore the file, or run 'h5clear -s' at your own risk"
+        return f"a process is writing it in SWMR mode, or its writer was killed; {advice}"
     if "signature not found" in text:
         size = os.path.getsize(name)
         return "the file is empty (0 bytes); convert again" if size == 0 else "not an HDF5 file; check the path"
@@ -158,11 +156,9 @@ def require_open_sources(dataset: h5py.Dataset) -> None:
             os.close(os.open(os.sep, os.O_RDONLY))
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            name = dataset.name.lstrip("/")
-            problem = f"{name!r} is virtual, and its source files cannot all be opened ({error.strerror}); raise the "
-            raise ReadError.at(
-                dataset.file.filename, f"{problem}limit on open files ('ulimit -n')", dataset=name
-            ) from error
+            path, name = dataset.file.filename, dataset.name.lstrip("/")
+            problem = f"{name!r} is virtual, and its source files cannot all be opened ({error.strerror})"
+            raise ReadError.at(path, f"{problem}; raise the limit on open files ('ulimit -n')", dataset=name) from error
 
 
 def require_complete(file: h5py.File) -> None:
@@ -191,13 +187,9 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
         if not alike and parameter == "images=NAME" and len(names) <= _MAX_SORTED:
             alike = [found for found in names if file[found].ndim >= 3]
         likely = f", perhaps {alike[0]!r}" if len(alike) == 1 else ""
-        advice = f"; give {parameter}{likely}" if parameter else ""
-        raise PackFormatError.at(
-            file.filename,
-            f"has no dataset {name!r}; its datasets are {datasets_text(file)}{advice}",
-            *(parameter,) if parameter else (),
-            dataset=name,
-        )
+        parameters, advice = ((parameter,), f"; give {parameter}{likely}") if parameter else ((), "")
+        problem = f"has no dataset {name!r}; its datasets are {datasets_text(file)}{advice}"
+        raise PackFormatError.at(file.filename, problem, *parameters, dataset=name)
     return item
 
 
@@ -347,12 +339,9 @@ def require_filters(dataset: h5py.Dataset) -> None:
         optional_module("hdf5plugin")  # Sources may need its filters. Opening them to find out would take longer.
     for item in filters_of(dataset):
         if not load_filter(item.number):
-            raise dataset_error(
-                dataset.file.filename,
-                dataset.name.lstrip("/"),
-                f"has filter {item.number} ({item.name or 'unnamed'}), whose decoder is missing; install a plugin of "
-                "HDF5 that has it, such as hdf5plugin (pip install hdf5plugin)",
-            )
+            problem = f"has filter {item.number} ({item.name or 'unnamed'}), whose decoder is missing"
+            advice = "install a plugin of HDF5 that has it, such as hdf5plugin (pip install hdf5plugin)"
+            raise dataset_error(dataset.file.filename, dataset.name.lstrip("/"), f"{problem}; {advice}")
 
 
 @dataclass(frozen=True)

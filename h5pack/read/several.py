@@ -124,11 +124,8 @@ def _join(packs: Sequence[FileDescription], parts: Sequence[ChunkIndex]) -> Chun
             image_sizes=np.concatenate([part.image_sizes for part in encoded]),
         )
     if first.is_encoded:
-        problem = (
-            f"{first.name!r} holds encoded images of variable length, which can be read from one "
-            "file only; pack the files with 'h5pack convert'"
-        )
-        raise PackFormatError.at(packs[0].path, problem, dataset=first.name)
+        problem = "holds encoded images of variable length, which can be read from one file only"
+        raise dataset_error(packs[0].path, first.name, f"{problem}; pack the files with 'h5pack convert'")
     whole = replace(first, shape=(rows, *first.row_shape))
     if not rows or not whole.row_bytes:
         return whole  # No file stores any bytes of this dataset.

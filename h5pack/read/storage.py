@@ -71,10 +71,8 @@ class FileIdentity:
                 raise ReadError.at(path, problem) from error
             same = False
         if not same or self.inode not in (0, status.st_ino):
-            problem = (
-                "the file was replaced, rewritten or removed since this dataset was opened; open the dataset again"
-            )
-            raise PackChangedError.at(path, problem)
+            problem = "the file was replaced, rewritten or removed since this dataset was opened"
+            raise PackChangedError.at(path, f"{problem}; open the dataset again")
 
 
 @dataclass(frozen=True)
@@ -223,11 +221,8 @@ class Storage:
                 pause = next(pauses, None)
                 if pause is None:
                     self.check_unchanged()
-                    problem = (
-                        f"{describe()} cannot be read ({reason}); check the disk, run 'h5pack verify' on "
-                        "it, or restore the file"
-                    )
-                    raise ReadError.at(self.path, problem)
+                    advice = "check the disk, run 'h5pack verify' on it, or restore the file"
+                    raise ReadError.at(self.path, f"{describe()} cannot be read ({reason}); {advice}")
                 time.sleep(pause)
 
     def is_cached(self, offset: int, *, unknown: bool = True) -> bool:
