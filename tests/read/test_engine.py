@@ -104,21 +104,6 @@ def test_whole_chunks_in_any_order_are_read_once(pack: Path) -> None:
     assert (engine.stats.rows, engine.stats.chunk_misses, engine.stats.bytes_wanted) == (40, 7, 30_720 + 12)
 
 
-@pytest.mark.parametrize(("chunk_rows", "capacity", "again"), [(1, 9, 0), (3, 9, 0), (1, 8, 9), (3, 8, 3)])
-def test_decoded_chunks_are_kept_if_all_of_them_fit(tmp_path: Path, chunk_rows: int, capacity: int, again: int) -> None:
-    values = write(tmp_path / "f.h5", numbers((9, 20, 30), "int32"), "whole_gzip", chunk_rows=chunk_rows)
-    engine, rows = engine_of(tmp_path / "f.h5"), np.arange(9)
-    engine.chunks.cache.capacity = capacity * values[0].nbytes
-    assert np.array_equal(engine.read("x", rows), values)
-    reads = engine.stats.reads
-    assert np.array_equal(engine.read("x", rows), values)
-    assert engine.stats.reads - reads == again
-    decoded = engine.decoded("x")
-    assert (decoded is None) == (again > 0)
-    if decoded is not None:  # Chunks moved to the array when they were decoded, not when they were read again.
-        assert np.array_equal(decoded.array.view("int32").reshape(values.shape), values)
-
-
 def test_batches_of_small_cached_rows_are_copied_from_a_mapping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

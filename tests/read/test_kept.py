@@ -19,7 +19,7 @@ from h5pack.read.engine import Engine
 from h5pack.read.several import join_descriptions
 from tests.makers import pixels
 from tests.read.encoded_files import SIZE, decoded, encode, jpegs, write_kept
-from tests.read.files import described, flip, in_child, read_in_threads
+from tests.read.files import described, flip, in_child
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "small chunks": {"chunk": 100},
@@ -28,8 +28,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("read_bytes", [1, 2000, 10**7])
+@pytest.mark.parametrize(
+    ("layout", "read_bytes"),
+    [("small chunks", 1), ("small chunks", 10**7), ("adjacent chunks", 2000), ("gzip", 1), ("gzip", 2000)],
+)
 def test_bytes_and_pixels_in_every_layout(
     tmp_path: Path, layout: str, read_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,12 +79,6 @@ def test_adjacent_rows_are_read_together_and_counted(tmp_path: Path) -> None:
     assert stats.bytes_wanted == 40 * 20 * 14 * 3
 
 
-def test_many_threads(tmp_path: Path) -> None:
-    rows = jpegs(40)
-    engine = described(write_kept(tmp_path / "f.h5", rows))
-    read_in_threads(engine, np.stack([decoded(row) for row in rows]), "encoded")
-
-
 def test_group_rows_follow_the_mean_size(tmp_path: Path) -> None:
     thumbnail, photo = encode(pixels(0, (8, 8))), encode(pixels(1, (200, 300)))
     path = write_kept(tmp_path / "f.h5", [thumbnail] + [photo] * 4_000, chunk=1 << 20)
@@ -119,7 +115,7 @@ def changed(path: Path, name: str, row: int, value: Any) -> Path:
 
 
 @pytest.mark.parametrize("row", [0, 3, 9])
-@pytest.mark.parametrize("value", [-1, -(2**62), 2**40, 2**62])
+@pytest.mark.parametrize("value", [-1, -(2**63), 2**40, 2**62])
 def test_offsets_outside_of_the_data_are_refused(tmp_path: Path, row: int, value: int) -> None:
     path = changed(write_kept(tmp_path / "f.h5", jpegs(9)), "encoded/offsets", row, value)
     with pytest.raises(PackFormatError) as caught:
