@@ -98,23 +98,6 @@ def test_a_row_asked_for_twice_has_memory_of_its_own(even: Path) -> None:
     assert not np.asarray(one).any()
 
 
-@pytest.mark.parametrize(
-    ("own", "settings"),
-    [
-        *((own, {"num_workers": 0}) for own in (True, False)),
-        (False, {"num_workers": 2, "multiprocessing_context": "fork"}),
-    ],
-)
-def test_a_dataloader_yields_each_row_once(even: Path, settings: dict[str, Any], own: bool) -> None:
-    dataset = h5pack.H5Dataset(even)
-    dataset[0]  # The file is open in this process when the workers are made.
-    sampler = h5pack.ChunkBatchSampler(dataset, 8, seed=3)
-    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate if own else None, **settings)
-    orders = [require_rows(list(loader), even) for _ in range(2)]
-    assert all(Counter(order) == Counter(range(ROWS)) for order in orders)
-    assert orders[0] != orders[1]
-
-
 def test_counts(even: Path) -> None:
     dataset = h5pack.H5Dataset(even, labels=None)
     with h5py.File(even) as file:

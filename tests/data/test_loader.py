@@ -208,19 +208,6 @@ def test_ranks_share_half_of_the_memory(dataset: h5pack.H5Dataset, monkeypatch: 
         assert caught.value.parameters == ("memory_bytes", "batch_size", *advice)
 
 
-def test_batches_stay_unchanged_while_they_are_held(dataset: h5pack.H5Dataset, way: str) -> None:
-    expected = list(itertools.chain(*expected_of(dataset, 4)))
-    loader = loader_of(dataset, memory_bytes=400_000)
-    held = [batch for _ in range(4) for batch in loader]
-    assert all_same(held, expected)
-    views = [images[:, 3].numpy() for images, _ in held]
-    del held
-    list(loader)
-    loader.close()
-    list(loader)
-    assert all(np.array_equal(view, images[:, 3]) for view, (images, _) in zip(views, expected, strict=True))
-
-
 @pytest.mark.parametrize("gpu", ["", "mps"])
 def test_pinned_memory_needs_a_gpu(dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:
     for module in filter(None, (torch.cuda, getattr(torch, "accelerator", None), torch.backends.mps)):
