@@ -196,22 +196,17 @@ class GroupReader:
         """
         for rows in group.upcoming:
             runs = _runs_of(rows)
-            if not self._can_gather or not (self._ready(*runs) or self._load(*runs)):
+            if not (self._ready(*runs) or self._load(*runs)):
                 self._prefetch(rows)
         planned = self.plan_cached(group)
-        if planned is None and self._can_gather and self._load(*_runs_of(group.rows)):
+        if planned is None and self._load(*_runs_of(group.rows)):
             planned = self.plan_cached(group)
-        return PlannedGroup(group, self._prefetch(group.rows), {}) if planned is None else planned
+        return planned or PlannedGroup(group, self._prefetch(group.rows), {})
 
     def plan_cached(self, group: ChunkGroup) -> PlannedGroup | None:
         """Plan a group whose rows can all be copied from memory; return None for other groups. Few pages are read."""
-        if not self._can_gather:
-            return None
-        first, last = _runs_of(group.rows)
-        checked = time.monotonic()
-        if not self._ready(first, last):
-            return None
-        return PlannedGroup(group, {}, self._locate(group), (first, last), checked)
+        runs, checked = _runs_of(group.rows), time.monotonic()
+        return PlannedGroup(group, {}, self._locate(group), runs, checked) if self._ready(*runs) else None
 
     def _prefetch(self, rows: npt.NDArray[np.int64]) -> dict[str, ScatterPlan]:
         """Make the kernel start reading rows; return a plan for each field that can be read directly into batches."""
@@ -233,10 +228,11 @@ class GroupReader:
         All rows of the group are located at once. With several files, locating the rows of each batch separately would
         take a third as long as copying them.
         """
-        located = {name: rows.locate(group.rows) for name, rows in self._cached.items()}
-        return {
-            name: RowLocations(group.in_slot_order(found.positions), found.files) for name, found in located.items()
-        }
+        found = {}
+        for name, rows in self._cached.items():
+            located = rows.locate(group.rows)
+            found[name] = RowLocations(group.in_slot_order(located.positions), located.files)
+        return found
 
     def read(self, planned: PlannedGroup, on_arrival: OnArrival) -> list[Task]:
         """Return tasks that read a group into its batches: large raw rows directly, others via a copy.
@@ -320,10 +316,10 @@ class GroupReader:
                     part.byteswap(inplace=True)
 
     def _ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        return all(rows.ready(first, last) for rows in self._cached.values())
+        return self._can_gather and all(rows.ready(first, last) for rows in self._cached.values())
 
     def _load(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        return all(rows.load(first, last) for rows in self._cached.values())
+        return self._can_gather and all(rows.load(first, last) for rows in self._cached.values())
 
     def _addresses(self, group: ChunkGroup, field: BatchField) -> npt.NDArray[np.uint64]:
         """Return the memory address to which each row of a group is to be written; uint64, (n,)."""
