@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ import torch
 import h5pack
 from h5pack.data.draws import BatchKey
 from h5pack.device.transforms import uniform
-from tests.makers import color_folders, quick
+from tests.makers import color_folders
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture(autouse=True)
 def path_and_one_thread(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Examples import each other as scripts do. One thread is quickest for networks of this size."""
+    """Examples import each other as scripts do. One thread and no processes are quickest for work of this size."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(h5pack, "convert", partial(h5pack.convert, num_workers=1))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -33,7 +35,7 @@ def path_and_one_thread(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def pack(tmp_path: Path) -> Path:
-    h5pack.convert(color_folders(tmp_path / "in", {"train": 192}, 80), tmp_path / "o.h5", **quick(chunk_rows=8))
+    h5pack.convert(color_folders(tmp_path / "in", {"train": 192}, 80), tmp_path / "o.h5", chunk_rows=8)
     return tmp_path / "o.h5"
 
 
@@ -160,7 +162,7 @@ def test_boxes_teach_and_come_back_from_an_export(tmp_path: Path) -> None:
     assert losses[-1] < 0.45
     h5pack.export(path, tmp_path / "out", num_workers=1)
     settings = {"box_columns": "boxes", "text_columns": "captions", "field_columns": ["box_labels", "image_ids"]}
-    h5pack.convert(tmp_path / "out" / "manifest.csv", tmp_path / "again.h5", **quick(order="sorted", **settings))
+    h5pack.convert(tmp_path / "out" / "manifest.csv", tmp_path / "again.h5", order="sorted", **settings)
     names = [*detect.FIELDS, "image_ids"]
     samples = (h5pack.H5Dataset(file, fields=names)[:] for file in (path, tmp_path / "again.h5"))
     for one, other in zip(*samples, strict=True):
