@@ -40,23 +40,18 @@ class HostOperations:
     def enter(self) -> None:
         assert threading.current_thread().name == "h5pack-feed"
 
-    def current_stream(self) -> HostOperations:
+    def current_stream(self, *_: Any) -> HostOperations:
         return self
+
+    event = current_stream
+
+    def synchronize(self, *_: Any) -> None:
+        pass
+
+    wait_stream = wait_event = synchronize
 
     def on(self, stream: Any) -> Any:
         return contextlib.nullcontext()
-
-    def event(self, stream: Any) -> HostOperations:
-        return self
-
-    def synchronize(self) -> None:
-        pass
-
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -123,20 +123,24 @@ def test_torchs_profiler_shows_the_stages(feed_of: Any) -> None:
 
 
 @every_feed
-@pytest.mark.parametrize("at", [0, 5])
-@pytest.mark.parametrize("where", ["loader", "transform"])
-def test_an_error_is_raised_after_the_batches_before_it(feed_of: Any, at: int, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "at", "error"),
+    [
+        *((where, at, ValueError) for where in ("loader", "transform") for at in (0, 5)),
+        ("transform", 0, KeyboardInterrupt),
+    ],
+)
+def test_an_error_is_raised_after_the_batches_before_it(feed_of: Any, where: str, at: int, error: Any) -> None:
     def transform(images: torch.Tensor) -> torch.Tensor:
         if where == "transform" and images == at:
-            raise ValueError("broken")
+            raise error("broken")
         return images
 
-    loader = Breaking(at if where == "loader" else -1, ValueError("broken"))
-    feed = feed_of(loader, transform=transform)
+    feed = feed_of(Breaking(at if where == "loader" else -1, error("broken")), transform=transform)
     for _ in range(2):
         iterator = iter(feed)
         assert [next(iterator).item() for _ in range(at)] == list(range(at))
-        with pytest.raises(ValueError, match="broken"):
+        with pytest.raises(error, match="broken"):
             next(iterator)
         with pytest.raises(LoaderError):
             next(iterator)
@@ -172,20 +176,6 @@ def test_out_of_memory_errors_advise_a_lower_prefetch_factor(feed_of: Any) -> No
     assert threads_end()
     short[0] = False
     assert len(list(feed)) == 5
-
-
-@every_feed
-def test_a_keyboard_interrupt_is_raised_at_once(feed_of: Any) -> None:
-    def transform(images: torch.Tensor) -> torch.Tensor:
-        if images[0, 0] == 0:
-            raise KeyboardInterrupt
-        return images
-
-    iterator = iter(feed_of(Numbers(), transform=transform))
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    with pytest.raises(LoaderError):
-        next(iterator)
 
 
 # On a GPU.
