@@ -1,29 +1,20 @@
 """What the folder of an export contains: the names of the image files, and the manifest, a table of their rows.
 
-Each image file gets the stored name of its row, made safe and distinct, in the folders of its split and class:
-- A path starts with the folder of the split, then the folder of the class. If the stored name already begins with these
-  folders, they are not repeated. If the HDF5 file has no splits, there are no split folders.
-- ``.``, ``..`` and a leading ``/`` are removed from the stored name, and control characters become ``_``. A path
-  component that begins with a dot gets ``_`` in front, because readers of image folders skip hidden files.
-- A suffix of the export format is kept. A suffix of another image format is replaced by the export format's first
-  suffix, which is also appended to all other names.
-- If a row has no stored name, or the name is too long for the file system, its file is named after the row number.
-- If there are masks or further images, the rows' images are in the folder ``images``. Beside it, each field of masks or
-  further images has a folder with the field's name. In it, a file has the same path as the row's image has in
-  ``images``, except for the suffix.
-- If one of a row's files would have the name of a folder or of an earlier row's file, all of the row's files get
-  ``~2``, ``~3``, ... before their suffixes.
+docs/cli.md describes both. A stored name is made safe and distinct, and keeps a suffix of the export format; another
+image suffix is replaced by the format's first suffix, which is also appended to all other names.
 
-The manifest is a CSV table with the split, labels and fields of each row, in stored order. Lists, such as boxes, are
-written as JSON into one cell. ``h5pack convert DIR/manifest.csv``, with the options that `Manifest.command` returns,
-restores splits, labels, label columns, fields and row order, except for what `Manifest.lost` lists.
+If there are masks or further images, the rows' images are in the folder ``images``. Beside it, each field of masks or
+further images has a folder with the field's name. In it, a file has the same path as the row's image has in ``images``,
+except for the suffix.
+
+``h5pack convert DIR/manifest.csv``, with the options that `Manifest.command` returns, restores splits, labels, label
+columns, fields and row order, except for what `Manifest.lost` lists.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-import math
 import shlex
 import unicodedata
 from collections import Counter
@@ -131,19 +122,17 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
         beside = zip(mask_folders, suffixes, strict=True)
         return [path, *(f"{folder}/{stem}{suffix}" for folder, suffix in beside)]
 
-    folders = {str(above) for path in paths for file in files_of(path) for above in PurePosixPath(file).parents} - {"."}
-    for index in _make_distinct(paths, files_of, folders, rules.fold):
-        renamed[index] = source.has_names
-    masks = [NameTable.of(files_of(path)[number] for path in paths) for number in range(1, 1 + len(suffixes))]
+    lowest = {file.rpartition("/")[0] for path in paths for file in files_of(path)}
     parents = [name for split, name in enumerate(split_folders) if split not in bare_splits]
     if class_folders and (parents or not split_folders):
         # Classes without rows get their folders in the first split that has class folders.
         assert catalog.labels is not None
-        used = {schema.NO_LABEL, *np.unique(catalog.labels).tolist()}
-        for label, folder in class_folders.items():
-            if label not in used:
-                above = "/".join((*top, *parents[:1]))
-                folders.update(filter(None, (*top, above, f"{above}/{folder}" if above else folder)))
+        empty = class_folders.keys() - {schema.NO_LABEL, *np.unique(catalog.labels).tolist()}
+        lowest |= {"/".join((*top, *parents[:1], class_folders[label])) for label in empty}
+    folders = {str(above) for path in map(PurePosixPath, lowest) for above in (path, *path.parents)} - {"."}
+    for index in _make_distinct(paths, files_of, folders, rules.fold):
+        renamed[index] = source.has_names
+    masks = [NameTable.of(files_of(path)[number] for path in paths) for number in range(1, 1 + len(suffixes))]
     exact = exact and split_folders == [*split_names]
     return ExportNames(NameTable.of(paths), tuple(sorted(folders)), int(renamed.sum()), exact and not top, tuple(masks))
 
@@ -353,9 +342,7 @@ def plan_manifest(source: SourceRows, names: ExportNames) -> Manifest:
     for field, values in sorted(catalog.fields.items()):
         columns += _field(field, values, name, lost)
     for one, files in zip(catalog.pixel_fields, names.masks, strict=True):
-        columns.append(ManifestColumn(name(one.name), files, option=_OPTIONS[one.kind]))
-        if columns[-1].name != one.name:
-            lost.append(f"the name of the field {one.name!r}, which becomes {columns[-1].name!r}")
+        columns.append(_column(one.name, files, one.kind, name, lost))
     columns.append(ManifestColumn(name("row"), source.rows))
     if source.has_names:
         columns.append(ManifestColumn(name("source"), catalog.names))
@@ -434,42 +421,31 @@ def _labels(catalog: Catalog, name: Callable[[str], str], lost: list[str]) -> li
 
 
 def _field(field: str, values: FieldValues, name: Callable[[str], str], lost: list[str]) -> Iterator[ManifestColumn]:
-    data = field_data(values)
-    # `h5pack convert` reads integers as int64, or in a column of numbers as uint64 if they are too large for int64.
-    is_large = data is values and data.dtype == np.uint64 and int(data.max(initial=0)) >= 2**63
-    is_number = field_kind(values) in (schema.ARRAY, schema.RAGGED)
-    is_kept = is_large or not is_number or data.dtype in (np.int64, np.float64)
-    dtypes = [] if is_kept else [f"the dtype of the field {field!r}, which is {data.dtype}"]
-    if isinstance(values, RaggedRows):
-        mean = len(values.data) * math.prod(values.data.shape[1:]) // max(1, len(values))
-        if mean > _MAX_FIELD_NUMBERS and values.kind not in schema.TEXT_KINDS:
-            lost.append(f"the field {field!r}, which has on average {mean:,} numbers per row and is not in the table")
-            return
-        lost += dtypes
-        if values.classes is not None:
-            lost.append(f"the names of the classes of the field {field!r}")
-        yield _column_of(field, values, name, lost)
-        return
-    count = math.prod(values.shape[1:])
-    if count > _MAX_FIELD_NUMBERS:
+    data, kind = field_data(values), field_kind(values)
+    count = data.size // max(1, len(values))
+    if count > _MAX_FIELD_NUMBERS and kind not in schema.TEXT_KINDS:
         lost.append(f"the field {field!r}, which has {count:,} numbers per row and is not in the table")
         return
-    lost += dtypes
-    if values.ndim > 1:
-        flat = values.reshape(len(values), count)
-        lost.append(f"the shape of the field {field!r}: each of its numbers becomes a column")
-        for number in range(count):
-            yield ManifestColumn(name(f"{field}.{number}"), flat[:, number], option=_OPTIONS[schema.ARRAY])
+    # `h5pack convert` reads integers as int64, or in a column of numbers as uint64 if they are too large for int64.
+    is_large = data is values and data.dtype == np.uint64 and int(data.max(initial=0)) >= 2**63
+    if kind in (schema.ARRAY, schema.RAGGED) and not is_large and data.dtype not in (np.int64, np.float64):
+        lost.append(f"the dtype of the field {field!r}, which is {data.dtype}")
+    if isinstance(values, RaggedRows) and values.classes is not None:
+        lost.append(f"the names of the classes of the field {field!r}")
+    if kind != schema.ARRAY or data.ndim == 1:
+        yield _column(field, values, kind, name, lost)
         return
-    yield _column_of(field, values, name, lost)
+    lost.append(f"the shape of the field {field!r}: each of its numbers becomes a column")
+    for number, column in enumerate(data.reshape(len(data), count).T):
+        yield ManifestColumn(name(f"{field}.{number}"), column, option=_OPTIONS[kind])
 
 
-def _column_of(field: str, values: FieldValues, name: Callable[[str], str], lost: list[str]) -> ManifestColumn:
+def _column(field: str, values: Any, kind: str, name: Callable[[str], str], lost: list[str]) -> ManifestColumn:
     """Return the column of a field; append to `lost` if the column cannot have the field's name."""
     column = name(field)
     if column != field:
         lost.append(f"the name of the field {field!r}, which becomes {column!r}")
-    return ManifestColumn(column, values, option=_OPTIONS[field_kind(values)])
+    return ManifestColumn(column, values, option=_OPTIONS[kind])
 
 
 def _lost_splits(catalog: Catalog) -> Iterator[str]:

@@ -143,8 +143,8 @@ def export(
 ) -> ExportReport:
     """Write the images of an HDF5 file as PNG or JPEG files, in one folder per split and class.
 
-    The files get the names stored in the HDF5 file, with the suffix of the export format (the rules are in
-    `h5pack.exporter.contents`). ``manifest.csv`` in `folder` lists the split, labels and fields of every exported row
+    The files get the names stored in the HDF5 file, with the suffix of the export format (the rules are in the
+    documentation of the command). ``manifest.csv`` in `folder` lists the split, labels and fields of every exported row
     in stored order. The folder appears under the name `folder` only once it is complete. An interrupted call, even one
     ended by SIGKILL, can be continued with ``resume=True``.
 
@@ -427,7 +427,7 @@ class _Export:
             open_executor(self.num_workers, self.start_method, work) as executor,
             Stages(self.progress)("export", len(self.source)) as advance,
         ):
-            tasks = export_tasks(work.reader, names.paths, names.masks, self.num_workers)
+            tasks = export_tasks(work.reader, [names.paths, *names.masks], self.num_workers)
             for done in run(executor, export_rows, tasks, 2 * self.num_workers):
                 results.add(done)
                 advance(done.rows)

@@ -133,14 +133,13 @@ class ExportWork:
 
 @dataclass(frozen=True)
 class ExportTask:
-    """The rows of one task. Paths are relative to the folder of the export."""
+    """The rows of one task."""
 
     indices: npt.NDArray[np.int64]  # (n,), indices of the rows in the catalog, ascending
-    paths: list[str]  # path of each row's file
-    masks: list[list[str]] = field(default_factory=list)  # for each field of masks or images, the rows' file paths
+    paths: list[tuple[str, ...]]  # for each row: the paths of its image, masks and further images in the folder
 
     def __str__(self) -> str:
-        return one_of(len(self.paths), repr(self.paths[0]))
+        return one_of(len(self.paths), repr(self.paths[0][0]))
 
 
 @dataclass
@@ -166,17 +165,18 @@ class ExportResults:
         self.differing += other.differing
 
 
-def export_tasks(
-    reader: HDF5RowReader, paths: NameTable, masks: Sequence[NameTable], num_workers: int
-) -> Iterator[ExportTask]:
-    """Divide all rows into tasks, in stored order. Rows whose chunks are read together stay in one task."""
-    count = len(paths)
+def export_tasks(reader: HDF5RowReader, files: Sequence[NameTable], num_workers: int) -> Iterator[ExportTask]:
+    """Divide all rows into tasks, in stored order. Rows whose chunks are read together stay in one task.
+
+    `files` are the paths of the images of all rows, then those of each field of masks or further images.
+    """
+    count = len(files[0])
     everything = np.arange(count, dtype=np.int64)
     max_rows = max(1, -(-count // (num_workers * _TASKS_PER_WORKER)))
     max_rows = min(max_rows, max(1, _TASK_BYTES // max(1, reader.index.row_bytes)))
     groups = reader.groups(everything)
     for share in join_groups(everything, everything if groups is None else groups, max_rows):
-        yield ExportTask(share, paths.at(share), [one.at(share) for one in masks])
+        yield ExportTask(share, list(zip(*(table.at(share) for table in files), strict=True)))
 
 
 def export_rows(task: ExportTask) -> ExportResults:
@@ -186,22 +186,22 @@ def export_rows(task: ExportTask) -> ExportResults:
     work.reader.begin(task.indices.tolist())
     with strict_pillow():
         decoder = RowDecoder() if work.reader.form is None else None
-        for position, (index, name) in enumerate(zip(task.indices.tolist(), task.paths, strict=True)):
-            path, own = f"{work.folder}/{name}", ExportResults()
+        for index, names in zip(task.indices.tolist(), task.paths, strict=True):
+            path, *masks = paths = [f"{work.folder}/{name}" for name in names]
+            own = ExportResults()
             try:
                 # An image whose mask cannot be read is left out, and so are the masks of a damaged image.
-                for number, masks in enumerate(task.masks):
-                    with naming_mask(masks[position], "mask or further image"):
-                        _export_field(work, number, index, f"{work.folder}/{masks[position]}", own)
+                for number, mask in enumerate(masks):
+                    with naming_mask(names[number + 1], "mask or further image"):
+                        _export_field(work, number, index, mask, own)
                 _export_row(work, index, path, decoder, own)
                 results.add(own)
             except RejectedImageError as error:
                 results.reasons[index] = str(error)
                 results.parameters = results.parameters or error.parameters
-                if not work.check_only:
-                    for written in (path, *(f"{work.folder}/{masks[position]}" for masks in task.masks)):
-                        with contextlib.suppress(FileNotFoundError):
-                            os.unlink(written)
+                for written in () if work.check_only else paths:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(written)
     return results
 
 

@@ -15,11 +15,6 @@ from PIL import Image
 from h5pack.exporter.exporter import export
 
 
-def one(**keywords: Any) -> dict[str, Any]:
-    """Keywords of `export` for tests: in this process, unless they say otherwise."""
-    return {"num_workers": 1, **keywords}
-
-
 def files_of(folder: Path) -> dict[str, Path]:
     """The images below a folder, by their paths without endings."""
     found = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".csv"]

@@ -18,7 +18,7 @@ from h5pack.errors import NoSpaceError, OutputBusyError, OutputExistsError, Work
 from h5pack.exporter import image_files
 from h5pack.exporter.exporter import export
 from tests.crashing import children_of, gone, run_in_child, small_file_system, wait_for
-from tests.exporter.folders import one, tree
+from tests.exporter.folders import tree
 from tests.makers import flat_folder, quick, split_folders
 
 
@@ -43,7 +43,7 @@ def test_killed_at_every_step(pack: Path, tmp_path: Path, overwrite: bool, monke
     out = tmp_path / "out"
     before = {}
     if overwrite:
-        export(pack, tmp_path / "old", **one(format="jpeg"))
+        export(pack, tmp_path / "old", **quick(format="jpeg"))
         before = tree(tmp_path / "old")
 
     def fail(*_: object) -> None:
@@ -56,7 +56,7 @@ def test_killed_at_every_step(pack: Path, tmp_path: Path, overwrite: bool, monke
             shutil.copytree(tmp_path / "old", out)
 
     begin()
-    steps = run_in_child(lambda: export(pack, out, **one(overwrite=overwrite)), kill_at=None)
+    steps = run_in_child(lambda: export(pack, out, **quick(overwrite=overwrite)), kill_at=None)
     whole = tree(out)
     assert len(whole) == 6 + 6
     assert steps >= 8
@@ -64,7 +64,7 @@ def test_killed_at_every_step(pack: Path, tmp_path: Path, overwrite: bool, monke
     # Another beginning changes nothing in the middle.
     for step in [0, 2, *range(steps - 30, steps)] if overwrite else range(steps):
         begin()
-        run_in_child(lambda: export(pack, out, **one(overwrite=overwrite)), kill_at=step)
+        run_in_child(lambda: export(pack, out, **quick(overwrite=overwrite)), kill_at=step)
         if out.exists():
             # Nothing half-done under the final name.
             assert tree(out) in (before, whole), f"killed at step {step} of {steps}"
@@ -73,13 +73,13 @@ def test_killed_at_every_step(pack: Path, tmp_path: Path, overwrite: bool, monke
             with monkeypatch.context() as context:
                 context.setattr("h5pack.exporter.exporter.export_rows", fail)
                 with pytest.raises(RuntimeError):
-                    export(pack, out, **one(overwrite=True))
+                    export(pack, out, **quick(overwrite=True))
             assert tree(out) == before
         if before and out.exists() and tree(out) == before:
             # An earlier export is never replaced without being asked to.
             with pytest.raises(OutputExistsError):
-                export(pack, out, **one(resume=True))
-        report = export(pack, out, **one(resume=True, overwrite=overwrite))
+                export(pack, out, **quick(resume=True))
+        report = export(pack, out, **quick(resume=True, overwrite=overwrite))
         resumed.add(report.resumed_files)
         assert tree(out) == whole, f"killed at step {step} of {steps}"
         assert {path.name for path in tmp_path.glob("out*")} == {"out"}
@@ -87,7 +87,7 @@ def test_killed_at_every_step(pack: Path, tmp_path: Path, overwrite: bool, monke
 
 
 def test_killed_with_workers(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    export(large, tmp_path / "whole", **one())
+    export(large, tmp_path / "whole", **quick())
     out = tmp_path / "out"
     write = image_files._write_file
 
@@ -111,7 +111,7 @@ def test_killed_with_workers(large: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert all(gone(worker) for worker in workers)
     assert not out.exists()
     monkeypatch.setattr(image_files, "_write_file", write)
-    report = export(large, out, **one(resume=True))
+    report = export(large, out, **quick(resume=True))
     assert 0 < report.resumed_files < 60
     assert tree(out) == tree(tmp_path / "whole")
     assert {path.name for path in tmp_path.iterdir()} == {"out", "whole"}
@@ -121,18 +121,18 @@ def test_a_worker_that_dies(large: Path, tmp_path: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr("h5pack.exporter.image_files._write_file", lambda *_: os.kill(os.getpid(), 9))
         with pytest.raises(WorkerError):
-            export(large, tmp_path / "out", **one(num_workers=2, start_method="fork"))
-    assert export(large, tmp_path / "out", **one(resume=True)).files == 60
+            export(large, tmp_path / "out", **quick(num_workers=2, start_method="fork"))
+    assert export(large, tmp_path / "out", **quick(resume=True)).files == 60
 
 
 def test_a_locked_output_is_busy(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5pack.system.files._LOCK_WAIT_SECONDS", 0.1)
     with (tmp_path / "out.partial.lock").open("wb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
-        for options in (one(), one(resume=True), one(overwrite=True)):
+        for options in (quick(), quick(resume=True), quick(overwrite=True)):
             with pytest.raises(OutputBusyError):
                 export(pack, tmp_path / "out", **options)
-    assert export(pack, tmp_path / "out", **one()).files == 6
+    assert export(pack, tmp_path / "out", **quick()).files == 6
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
@@ -146,12 +146,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_and_a_mount_point(small_disk: Path, large: Path, tmp_path: Path) -> None:
     out = small_disk / "out"
     with pytest.raises(h5pack.SourceError):
-        export(large, small_disk, **one())
+        export(large, small_disk, **quick())
     with pytest.raises(NoSpaceError):
         export(large, out, num_workers=2, start_method="fork")
     assert not out.exists()
     subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
-    report = export(large, out, **one(resume=True))
+    report = export(large, out, **quick(resume=True))
     assert 0 < report.resumed_files < 60
-    export(large, tmp_path / "whole", **one())
+    export(large, tmp_path / "whole", **quick())
     assert tree(out) == tree(tmp_path / "whole")
