@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import errno
 import itertools
 import os
 import shutil
@@ -358,14 +357,7 @@ class ExportFolder:
         if overwrite and self.has_output():
             self.require_export()
             self.remove_replaced()
-            try:
-                os.rename(self.final, self.replaced)
-            except OSError as error:
-                if error.errno != errno.EXDEV:
-                    raise
-                # A folder of a lower layer of an overlay file system, as in a container's image, cannot be renamed.
-                problem = "cannot be renamed; delete this folder, then run again with resume=True"
-                raise OutputExistsError.at(self.final, problem, "resume=True") from error
+            os.rename(self.final, self.replaced)
         self.require_empty()
         # os.rename replaces an existing folder if it is empty.
         os.rename(self.partial, self.final)

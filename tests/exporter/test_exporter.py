@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -369,27 +368,6 @@ def test_each_chunk_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     export(source, tmp_path / "out", **quick())
     with h5py.File(source) as file:
         assert opened.reader.engine.snapshot().bytes_read == file["x"].id.get_storage_size()
-
-
-def test_exports_in_a_lower_layer_are_deleted_first(
-    pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, rename = tmp_path / "out", os.rename
-    export(pack, target, **quick())
-
-    def refusing(old: Any, new: Any) -> None:
-        if old == target:
-            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(old), None, str(new))
-        rename(old, new)
-
-    monkeypatch.setattr(os, "rename", refusing)
-    with pytest.raises(OutputExistsError) as caught:
-        export(pack, target, **quick(overwrite=True))
-    assert (caught.value.path, caught.value.parameters) == (str(target), ("resume=True",))
-    shutil.rmtree(target)
-    report = export(pack, target, **quick(resume=True))
-    assert report.resumed_files == report.files > 0
-    assert not list(tmp_path.glob("out.*"))
 
 
 def test_existing_files_are_replaced_only_if_an_export_wrote_them(pack: Path, tmp_path: Path) -> None:
