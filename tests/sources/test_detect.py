@@ -37,7 +37,11 @@ def test_a_folder_without_permission_is_named(tmp_path: Path, monkeypatch: pytes
         (["train/cat/1.jpg", "test/cat/1.jpg"], "splits"), (["Train/1.jpg"], "splits"),
         (["train/cat/1.jpg", "docs/readme.txt"], "splits"),
         (["train/cat/1.jpg", ".cache/1.jpg", "__MACOSX/train/1.jpg"], "splits"),
-        (["img_align_celeba/1.jpg"], "classes"),
+        (["img_align_celeba/1.jpg"], "classes"), (["steam_train/1.jpg", "model-train/1.jpg"], "classes"),
+        (["Val_Kilmer/1.jpg", "Dev_Patel/1.jpg"], "classes"),
+        ([f"{name}/1.jpg" for name in ("train_yard", "a", "b", "c", "test_tube")], "classes"),
+        # As in the folders of YOLO, whose labels are text.
+        ([f"{name}/{file}" for name in ("train", "val") for file in ("images/1.jpg", "labels/1.txt")], "splits"),
     ],
 )  # fmt: skip
 def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path, names: list[str], kind: str) -> None:
@@ -100,12 +104,6 @@ def test_folders_that_are_probably_no_classes(tmp_path: Path, names: list[str], 
         kind_of(tmp_path)
     assert caught.value.parameters == (*(f"source_kind={kind!r}" for kind in kinds), "exclude")
     assert [kind_of(tmp_path, kind=kind) for kind in kinds] == kinds
-
-
-@pytest.mark.parametrize("folders", ["steam_train model-train", "Val_Kilmer Dev_Patel", "train_yard a b c test_tube"])
-def test_folders_with_few_words_of_splits_are_classes(tmp_path: Path, folders: str) -> None:
-    touch(tmp_path, *(f"{folder}/1.jpg" for folder in folders.split()))
-    assert kind_of(tmp_path) == "classes"
 
 
 @pytest.mark.parametrize(
@@ -197,12 +195,6 @@ def test_hidden_and_excluded_tables_are_not_named(tmp_path: Path, monkeypatch: p
     (tmp_path / "B.JSON").write_text("{}")
     (note,) = open_source(tmp_path, SourceOptions(names=NameFilter(exclude=("closed/*",)))).notes
     assert ["'A.CSV'" in note.text, "B.JSON" in note.text] == [True, False]
-
-
-def test_folders_without_images_are_not_masks(tmp_path: Path) -> None:
-    """As in the folders of YOLO, whose labels are text."""
-    names = [f"{split}/{name}" for split in ("train", "val") for name in ("images/1.jpg", "labels/1.txt")]
-    assert kind_of(touch(tmp_path, *names)) == "splits"
 
 
 def test_a_given_kind_overrules_the_detected_one(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -81,35 +82,33 @@ def test_what_is_left_out_of_samples_is_named() -> None:
     assert parts == [(), ("[2]", "[3]"), ("id", "box"), ("mask",)]
 
 
-class Lines:
-    def __getitem__(self, index: int) -> Any:
-        raise ValueError("one\ntwo")
+class Made:
+    """A dataset of `count` samples, which `get` returns."""
+
+    def __init__(self, count: int, get: Callable[[int], Any], **attributes: Any) -> None:
+        self.count, self.get = count, get
+        vars(self).update(attributes)
 
     def __len__(self) -> int:
-        return 1
-
-
-class Failing:
-    def __len__(self) -> int:
-        return 1_234
+        return self.count
 
     def __getitem__(self, index: int) -> Any:
-        raise KeyError("lost")
+        return self.get(index)
+
+
+def failing(error: Exception, count: int = 1) -> Made:
+    return Made(count, Mock(side_effect=error))
 
 
 @pytest.mark.parametrize("image", [None, "given"])
 def test_a_sample_that_does_not_fit_into_memory_is_no_reject(tmp_path: Path, image: str | None) -> None:
-    class Large(Failing):
+    class Large:
         def __array__(self, *_: Any, **__: Any) -> Any:
             raise MemoryError
 
-        def __getitem__(self, index: int) -> Any:
-            if image is None:
-                raise MemoryError
-            return {"image": self}
-
+    dataset = failing(MemoryError()) if image is None else [{"image": Large()}]
     with pytest.raises(SourceError, match="memory"):
-        h5pack.convert(Large(), tmp_path / "o.h5", **quick())
+        h5pack.convert(dataset, tmp_path / "o.h5", **quick())
     assert not (tmp_path / "o.h5").exists()
 
 
@@ -136,7 +135,7 @@ LABELS: list[Any] = [
     "dataset",
     [
         *([(image, 3)] for image in IMAGES), *([(COLOR, label)] for label in LABELS), [()], [{}], [{"img": COLOR}],
-        Failing(), Lines(),
+        failing(KeyError("lost")), failing(ValueError("one\ntwo")),
     ],
 )  # fmt: skip
 def test_other_samples_are_rejected_with_a_reason(dataset: Any) -> None:
@@ -159,9 +158,10 @@ def test_labels_are_integers_or_rows_of_small_ones(label: Any, dtype: Any, store
 
 
 def test_the_catalog_reads_no_sample() -> None:
-    catalog = map_style_catalog(Failing())
+    catalog = map_style_catalog(failing(KeyError("lost"), 1_234))
     assert (catalog.kind, catalog.labels, catalog.split_names) == ("dataset", None, ("all",))
     assert list(catalog.names) == [f"{index:08d}" for index in range(1_234)]
+    assert len(map_style_catalog(Made(0, Mock(), samples=()))) == 0
 
 
 class Folder:
@@ -226,20 +226,6 @@ def test_names_of_classes_are_kept(attributes: dict[str, Any], classes: tuple[st
     assert map_style_catalog(Folder(NAMES, **attributes)).label_names == classes
 
 
-def test_an_empty_dataset_with_a_list_of_files_is_an_error_without_images() -> None:
-    class Empty:
-        samples: tuple[Any, ...] = ()
-
-        def __len__(self) -> int:
-            return 0
-
-        def __getitem__(self, index: int) -> Any:
-            raise IndexError(index)
-
-    with pytest.raises(NoImagesError):
-        open_source(Empty(), SourceOptions())
-
-
 def test_a_property_that_fails_is_no_reason_to_refuse_a_dataset() -> None:
     class Failing(Folder):
         @property
@@ -263,27 +249,10 @@ def test_attributes_that_mean_something_else_are_ignored(attributes: dict[str, A
 
 
 def test_datasets_of_other_types_may_arrange_their_parts_otherwise() -> None:
-    class Alternating:
-        def __init__(self) -> None:
-            self.datasets = [Folder(NAMES), Folder([f"other/{name}" for name in NAMES])]
-
-        def __len__(self) -> int:
-            return 2 * len(NAMES)
-
-        def __getitem__(self, index: int) -> Any:
-            return self.datasets[index % 2][index // 2]
-
-    class Reversed:
-        def __init__(self) -> None:
-            self.dataset, self.indices = Folder(NAMES), range(len(NAMES))
-
-        def __len__(self) -> int:
-            return len(NAMES)
-
-        def __getitem__(self, index: int) -> Any:
-            return self.dataset[self.indices[-1 - index]]
-
-    for dataset in (Alternating(), Reversed()):
+    parts, whole = [Folder(NAMES), Folder([f"other/{name}" for name in NAMES])], Folder(NAMES)
+    alternating = Made(8, lambda index: parts[index % 2][index // 2], datasets=parts)
+    reversed_ = Made(4, lambda index: whole[3 - index], dataset=whole, indices=range(4))
+    for dataset in (alternating, reversed_):
         assert list(map_style_catalog(dataset).names) == [f"{index:08d}" for index in range(len(dataset))]
 
 
@@ -433,15 +402,11 @@ def test_fields_and_masks_that_torch_has_no_numbers_for_are_rejects(dtype: Any) 
 
 
 def test_masks_are_found_in_the_first_sample_that_can_be_read(tmp_path: Path) -> None:
-    class Samples:
-        def __len__(self) -> int:
-            return 6
+    def get(index: int) -> dict[str, Any]:
+        if index < 2:
+            raise OSError("broken file")
+        return {"image": COLOR, "mask": GRAY % 3}
 
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            if index < 2:
-                raise OSError("broken file")
-            return {"image": COLOR, "mask": GRAY % 3}
-
-    report = h5pack.convert(Samples(), tmp_path / "o.h5", **quick(num_workers=1))
+    report = h5pack.convert(Made(6, get), tmp_path / "o.h5", **quick(num_workers=1))
     assert (report.images, report.rejects) == (4, 2)
     assert torch.equal(h5pack.H5Dataset(tmp_path / "o.h5", fields=["mask"])[3].mask, torch.from_numpy(GRAY % 3))

@@ -167,12 +167,6 @@ def test_columns_have_the_roles_of_a_manifests_columns(tmp_path: Path) -> None:
         assert caught.value.path == str(path)
 
 
-def test_two_columns_of_labels_with_one_name_are_an_error(tmp_path: Path) -> None:
-    made = pa.table([[png(number) for number in range(2)], [0, 1], [1, 0]], ["image", "label", "label"])
-    with pytest.raises(SourceError, match="several columns are named 'label'"):
-        opened(write(tmp_path / "x.parquet", made))
-
-
 def test_a_column_that_holds_no_labels_is_not_taken_for_them_by_its_name(tmp_path: Path) -> None:
     images = [{"bytes": png(number), "path": None} for number in range(3)]
     made = pa.table({"image": images, "label": images, "category": ["a", "b", "a"], "split": [b"x"] * 3})
