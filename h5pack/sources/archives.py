@@ -35,7 +35,7 @@ from h5pack.sources.catalog import (
     Reject,
     SourceReader,
     SurveyedImage,
-    fingerprint,
+    named_fingerprint,
 )
 from h5pack.sources.folders import arranged, is_split_name, is_visible, list_names
 from h5pack.sources.pairs import pairs
@@ -159,6 +159,10 @@ class ArchiveFile:
                 raise
             self.require_unchanged()
             raise self.damaged(f"{problem} ({error})") from error
+
+    def unreadable(self, name: str, error: OSError) -> SourceError:
+        """Return the error for a failing storage; `name` is that of an image in the archive."""
+        return SourceError.at(self.path, f"{name} cannot be read ({error}); {STORAGE_ADVICE}", "resume=True")
 
     def damaged(self, problem: str) -> SourceError:
         """Return the error for a damaged archive; its message begins with the archive's path and `problem`."""
@@ -294,11 +298,9 @@ class ArchiveReader(SourceReader):
                 open_file = lambda: io.BytesIO(self._unzipped(member, None))  # noqa: E731
             header = read_header(head, open_file, max_pixels)
         except OSError as error:
-            problem = f"{name} cannot be read ({error}); {STORAGE_ADVICE}"
-            raise SourceError.at(file.path, problem, "resume=True") from error
+            raise file.unreadable(name, error) from error
         parts = (member.offset, size, member.checksum, file.identity.size, file.identity.modified_ns)
-        mark = name.encode("utf-8", "surrogateescape") + b"".join(b"\0%d" % part for part in parts)
-        return SurveyedImage(header, fingerprint(mark))
+        return SurveyedImage(header, named_fingerprint(name, *parts))
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         # One image per file is enough, because its fingerprint includes the file's size and time.

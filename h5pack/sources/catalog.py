@@ -271,8 +271,9 @@ def _reporting(name: str) -> Iterator[None]:
         raise RejectedImageError("its name is not a valid file name") from error
 
 
-def _file_fingerprint(name: str, size: int, modified_ns: int) -> int:
-    return fingerprint(b"%s\0%d\0%d" % (name.encode("utf-8", "surrogateescape"), size, modified_ns))
+def named_fingerprint(name: str, *numbers: int) -> int:
+    """Return a 64-bit hash of a name and numbers, such as the size and the time of a file."""
+    return fingerprint(name.encode("utf-8", "surrogateescape") + b"".join(b"\0%d" % number for number in numbers))
 
 
 # Without O_NONBLOCK, opening a named pipe would wait for a writer, possibly forever.
@@ -300,12 +301,12 @@ class FileReader(SourceReader):
         with _reporting(name):
             head, size, modified = self.head(name)
             header = read_header(head, lambda: self.open(name), max_pixels)
-        return SurveyedImage(header, _file_fingerprint(name, size, modified), file_bytes=size)
+        return SurveyedImage(header, named_fingerprint(name, size, modified), file_bytes=size)
 
     def survey_mask(self, number: int, index: int, name: str, max_pixels: int) -> tuple[MaskHeader, int]:
         with _reporting(name):
             _, size, modified = self.head(name, 1)
-            return read_mask_header(lambda: self.open(name), max_pixels), _file_fingerprint(name, size, modified)
+            return read_mask_header(lambda: self.open(name), max_pixels), named_fingerprint(name, size, modified)
 
     def ends(self, index: int, name: str) -> tuple[bytes, bytes, int]:
         descriptor, size, _ = self._open(name)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.images.decode import read_header
 from h5pack.sources.archives import ArchiveFile
-from h5pack.sources.catalog import STORAGE_ADVICE, Catalog, NameTable, SourceReader, SurveyedImage, fingerprint
+from h5pack.sources.catalog import Catalog, NameTable, SourceReader, SurveyedImage, named_fingerprint
 from h5pack.sources.manifest import IMAGE_COLUMNS, ManifestColumns, label_columns, with_columns
 from h5pack.sources.shards import Shards
 from h5pack.sources.text_tables import TextTable
@@ -85,11 +85,9 @@ class TableReader(SourceReader):
         try:
             data = self.read(index, name)
         except OSError as error:
-            problem = f"{name} cannot be read ({error}); {STORAGE_ADVICE}"
-            raise SourceError.at(file.path, problem, "resume=True") from error
+            raise file.unreadable(name, error) from error
         header = read_header(data, partial(io.BytesIO, data), max_pixels)
-        parts = (len(data), file.identity.size, file.identity.modified_ns)
-        return SurveyedImage(header, fingerprint(name.encode() + b"".join(b"\0%d" % part for part in parts)))
+        return SurveyedImage(header, named_fingerprint(name, len(data), file.identity.size, file.identity.modified_ns))
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         # One image per file is enough, because its fingerprint includes the file's size and time.
