@@ -85,17 +85,16 @@ class KeptPlan(ConvertPlan):
     def between(self, start: int, stop: int) -> ConvertPlan:
         plan = super().between(start, stop)
         assert isinstance(plan, KeptPlan)
-        mine = np.zeros(len(self.catalog), np.bool_)
-        mine[plan.row_order.origins] = True
-        size = int(self.jpeg_bytes[plan.row_order.origins].sum())
-        return replace(plan, chunks=plan_data_chunks(size), needs_encoding=self.needs_encoding & mine)
+        size, needs_encoding = int(plan.offsets[-1]), self.needs_encoding & plan._has_row
+        return replace(plan, chunks=plan_data_chunks(size), needs_encoding=needs_encoding)
+
+    @property
+    def _has_row(self) -> npt.NDArray[np.bool_]:
+        """Which images become rows, bool (M,)."""
+        return np.isin(np.arange(len(self.catalog)), self.row_order.origins)
 
     def shard_edges(self) -> list[int]:
-        """Return the first row of each shard, and the number of rows.
-
-        The sizes of masks, and of images to encode, are estimates. A shard has at least one image, even if that exceeds
-        `shard_bytes`. Raises OptionsError if `shard_bytes` has no room for any image.
-        """
+        """See `ConvertPlan`; sizes of masks, and of images to encode, are estimates. Each shard has an image."""
         size = self.options.shard_bytes
         if size is None:
             return [0, self.rows]
@@ -110,9 +109,7 @@ class KeptPlan(ConvertPlan):
     @property
     def to_encode(self) -> npt.NDArray[np.bool_]:
         """See `ConvertPlan`; with masks, all images that become rows are included."""
-        if not self.catalog.pixel_fields:
-            return self.needs_encoding
-        return np.isin(np.arange(len(self.catalog)), self.row_order.origins)
+        return self._has_row if self.catalog.pixel_fields else self.needs_encoding
 
     @property
     def pixel_rows(self) -> tuple[PixelRows, ...]:
@@ -120,7 +117,7 @@ class KeptPlan(ConvertPlan):
         return ()
 
     def mask_tables(self) -> list[EncodedMasks]:
-        """Return the encoded masks of each field, in the order of the rows."""
+        """See `ConvertPlan`."""
         if self.places is None:
             return []
         return [
@@ -180,10 +177,8 @@ class KeptPlan(ConvertPlan):
 
     @property
     def needed_bytes(self) -> int:
-        """See `ConvertPlan`; images that are encoded need space twice, and their sizes are estimates."""
-        needed = super().needed_bytes + int(self.jpeg_bytes[self.needs_encoding].sum())
-        # `needed` has the masks in the pack and in its tables' temporary file. Add the files they are encoded to.
-        return needed + self._mask_bytes
+        """See `ConvertPlan`; the estimated sizes of the temporary files with encoded images and masks are added."""
+        return super().needed_bytes + int(self.jpeg_bytes[self.needs_encoding].sum()) + self._mask_bytes
 
     @property
     def _mask_bytes(self) -> int:
@@ -227,38 +222,25 @@ def make_kept_plan(source: str, catalog: Catalog, survey: Survey, options: Conve
     for index in np.flatnonzero(pixels > MAX_PIXELS).tolist():
         bomb = f"decompression bomb: {heights[index]}x{widths[index]} is more than {MAX_PIXELS} pixels"
         survey.reasons.setdefault(index, bomb)
-    rows = plan_rows(source, catalog, survey, options)
+    plan = plan_rows(source, catalog, survey, options)
+    origins = plan.row_order.origins
     fits = (survey.jpeg_bytes > 0) & (sides <= max_side)
-    usable = np.isin(np.arange(len(catalog)), rows.usable)
-    by_group = catalog.reader.groups(rows.usable) is not None
     sizes = np.where(fits, survey.jpeg_bytes, (pixels * _BYTES_PER_PIXEL).astype(np.int64) + _HEADER_BYTES)
+    needs_encoding = np.zeros(len(catalog), np.bool_)
+    needs_encoding[origins] = ~fits[origins] | (catalog.reader.groups(origins) is not None)
     return KeptPlan(
-        source=source,
-        catalog=rows.catalog,
-        options=options,
-        height=0,
-        width=0,
-        row_order=rows.row_order,
-        decode_paths=survey.decode_paths,
-        fingerprints=survey.fingerprints,
-        chunks=plan_data_chunks(int(sizes[rows.usable].sum())),
-        rejects=rows.rejects,
-        source_bytes=survey.file_bytes,
-        mask_dtypes=tuple(survey.mask_dtypes),
+        **{**vars(plan), "chunks": plan_data_chunks(int(sizes[origins].sum()))},
         heights=heights,
         widths=widths,
         jpeg_bytes=sizes,
         fits=fits,
-        needs_encoding=usable & (~fits | by_group),
+        needs_encoding=needs_encoding,
     )
 
 
 def plan_data_chunks(size: int) -> ChunkPlan:
-    """Return the chunks for `size` encoded bytes.
-
-    A chunk's size is the largest power of two that gives at least 256 chunks, so that the unused rest of the last chunk
-    is small. It is at least 64 KiB, because HDF5 does not align smaller chunks, and at most 4 MiB.
-    """
+    """Return the chunks for `size` encoded bytes, from 64 KiB (HDF5 does not align smaller ones) to 4 MiB each."""
+    # The largest power of two that gives at least 256 chunks, so that the unused rest of the last chunk is small.
     chunk = schema.ALIGNMENT_THRESHOLD_BYTES
     while chunk < DEFAULT_CHUNK_BYTES and 2 * chunk * _MIN_CHUNKS <= size:
         chunk *= 2

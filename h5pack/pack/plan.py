@@ -54,16 +54,8 @@ def order_rows(indices: Rows, split_ids: npt.NDArray[np.int32], num_splits: int,
     """Return the images `indices` (ascending) by split. Each split is shuffled, or in source order without `seed`."""
     members = [indices] if num_splits == 1 else [indices[split_ids == split] for split in range(num_splits)]
     if seed is not None:
-        members = [_taken(some, shuffled_split(len(some), seed, split)) for split, some in enumerate(members)]
+        members = [some[shuffled_split(len(some), seed, split)] for split, some in enumerate(members)]
     return RowOrder.of_splits(members)
-
-
-def _taken(values: Rows, positions: Rows) -> Rows:
-    """Return ``values[positions]``, overwriting `positions` to save memory."""
-    for start in range(0, len(positions), _BLOCK):
-        block = positions[start : start + _BLOCK]
-        block[:] = values[block]
-    return positions
 
 
 def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool_], keep_order: bool) -> RowOrder:
@@ -90,7 +82,6 @@ def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool
 
 _METADATA_BYTES = 65_536
 _MAPPING_BYTES = 1_024  # upper bound of what a virtual file needs for each dataset of a shard, with the shard's name
-_BLOCK = 65_536
 # An output of at least this size, and this many times as large as the image files, gets a note on how to save space.
 _LARGE_FILE_BYTES, _MANY_TIMES = 256 * 1024 * 1024, 3
 
@@ -270,6 +261,11 @@ class ConvertPlan:
         """Return the image of a row as a reject."""
         return self.catalog.reject(int(self.row_order.origins[row]), reason)
 
+    def require_no_rejects(self, reasons: Mapping[int, str]) -> None:
+        """Raise RejectedImageError if ``strict=True`` and `reasons`, by planned row, is not empty."""
+        for row, reason in reasons.items() if self.options.strict else ():
+            refuse_reject(self.source, self.reject(row, reason), self.options, begun=True)
+
     def all_rejects(self, reasons: Mapping[int, str]) -> list[Reject]:
         """Return the planned rejects and those found while decoding (`reasons`, by planned row), sorted by name."""
         rejects = [*self.rejects, *(self.reject(row, reason) for row, reason in reasons.items())]
@@ -396,18 +392,8 @@ class NoRowsError(NoImagesError):
         self.rejects = tuple(rejects)
 
 
-@dataclass(frozen=True)
-class PlannedRows:
-    """The images that become rows, and their order."""
-
-    catalog: Catalog  # with the labels and splits of the pack
-    usable: Rows  # catalog indices, ascending
-    row_order: RowOrder
-    rejects: tuple[Reject, ...]  # see `ConvertPlan`
-
-
-def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> PlannedRows:
-    """Return the images that become rows, in order; raises NoImagesError, and RejectedImageError if `strict`."""
+def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
+    """Return a plan of the rows, without their size and chunks; raises NoImagesError or RejectedImageError."""
     rejects = [*catalog.rejects]
     rejects += [catalog.reject(index, reason) for index, reason in sorted(survey.reasons.items())]
     if options.strict and rejects:
@@ -415,7 +401,6 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
     is_usable = np.ones(len(catalog), np.bool_)
     is_usable[[*survey.reasons]] = False
     usable = np.flatnonzero(is_usable)
-    del is_usable
     if not len(usable):
         advice = "check the source"
         if catalog.kind == "manifest" and rejects[0].reason in MISSING_FILE_REASONS:
@@ -432,28 +417,28 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
         catalog = divide(source, catalog, usable, options.val, options.seed, options.group_field)
     seed = options.seed if options.order == "shuffled" else None
     split_ids = catalog.split_ids if len(usable) == len(catalog) else catalog.split_ids[usable]
-    order = order_rows(usable, split_ids, len(catalog.split_names), seed)
-    return PlannedRows(catalog, usable, order, tuple(rejects))
+    return ConvertPlan(
+        source=source,
+        catalog=catalog,
+        options=options,
+        height=0,
+        width=0,
+        row_order=order_rows(usable, split_ids, len(catalog.split_names), seed),
+        decode_paths=survey.decode_paths,
+        fingerprints=survey.fingerprints,
+        chunks=ChunkPlan(0, 0, 0),
+        rejects=tuple(rejects),
+        source_bytes=survey.file_bytes,
+        mask_dtypes=tuple(survey.mask_dtypes),
+    )
 
 
 def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
     """Return the plan of a conversion to pixels. Raise as `plan_rows`, or if sizes differ or chunks can reach 4 GiB."""
-    rows = plan_rows(source, catalog, survey, options)
-    height, width = options.size or _common_size(source, catalog, survey, rows.usable)
-    return ConvertPlan(
-        source=source,
-        catalog=rows.catalog,
-        options=options,
-        height=height,
-        width=width,
-        row_order=rows.row_order,
-        decode_paths=survey.decode_paths,
-        fingerprints=survey.fingerprints,
-        chunks=_plan_chunks(len(rows.usable), height * width, options, survey.mask_dtypes),
-        rejects=rows.rejects,
-        source_bytes=survey.file_bytes,
-        mask_dtypes=tuple(survey.mask_dtypes),
-    )
+    plan = plan_rows(source, catalog, survey, options)
+    height, width = options.size or _common_size(source, catalog, survey, np.sort(plan.row_order.origins))
+    chunks = _plan_chunks(plan.rows, height * width, options, survey.mask_dtypes)
+    return replace(plan, height=height, width=width, chunks=chunks)
 
 
 def _plan_chunks(rows: int, pixels: int, options: ConvertOptions, mask_dtypes: Sequence[str]) -> ChunkPlan:
@@ -473,26 +458,18 @@ def _plan_chunks(rows: int, pixels: int, options: ConvertOptions, mask_dtypes: S
 
 
 def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDArray[np.int64]) -> tuple[int, int]:
-    # For each size (height << 32 | width): the number of images that have it, and the catalog index of the first.
-    found: dict[int, tuple[int, int]] = {}
-    for start in range(0, len(usable), _BLOCK):
-        block = usable[start : start + _BLOCK]
-        joined = survey.heights[block].astype(np.int64) << 32 | survey.widths[block]
-        sizes, firsts, counts = np.unique(joined, return_index=True, return_counts=True)
-        for size, at, count in zip(sizes.tolist(), firsts.tolist(), counts.tolist(), strict=True):
-            before, earliest = found.get(size, (0, int(block[at])))
-            found[size] = before + count, earliest
-    if len(found) > 1:
-        which = sorted(found, key=lambda size: (-found[size][0], size))[:2]
-        common = [f"{size >> 32}x{size & 0xFFFFFFFF}" for size in which]
-        first, second = (
-            f"{text} ({found[key][0]:,}, such as {catalog.shown(found[key][1])})"
-            for text, key in zip(common, which, strict=True)
-        )
-        problem = (
-            f"its images have {len(found):,} sizes, most often {first}, then {second}; give "
-            f"size='{common[0]}' or another size to resize them (fit says how: crop, pad or stretch)"
-        )
-        raise SizesDifferError.at(source, problem, f"size='{common[0]}'", "fit")
-    (size,) = found
-    return size >> 32, size & 0xFFFFFFFF
+    joined = survey.heights[usable].astype(np.int64) << 32 | survey.widths[usable]
+    if (joined == joined[0]).all():
+        return int(joined[0] >> 32), int(joined[0] & 0xFFFFFFFF)
+    sizes, firsts, counts = np.unique(joined, return_index=True, return_counts=True)
+    which = np.lexsort([sizes, -counts])[:2].tolist()
+    common = [f"{sizes[number] >> 32}x{sizes[number] & 0xFFFFFFFF}" for number in which]
+    first, second = (
+        f"{text} ({counts[number]:,}, such as {catalog.shown(int(usable[firsts[number]]))})"
+        for text, number in zip(common, which, strict=True)
+    )
+    problem = (
+        f"its images have {len(sizes):,} sizes, most often {first}, then {second}; give "
+        f"size='{common[0]}' or another size to resize them (fit says how: crop, pad or stretch)"
+    )
+    raise SizesDifferError.at(source, problem, f"size='{common[0]}'", "fit")
