@@ -1,10 +1,9 @@
 """Running tasks on the workers of a Dask cluster.
 
-`open_dask_executor` wraps a `distributed.Client` as an executor of `concurrent.futures`. Before any task runs, each
+`open_dask_executor` wraps a `distributed.Client` as an executor of `concurrent.futures`. Before its first task, each
 worker is checked: it must have the same versions of the packages that decode images, and must see the source and the
-output's folder. A worker that joins later is checked before its first task. Tasks are sent as bytes, because the
-scheduler would otherwise unpickle all tasks, with the names of all images. A worker plugin sends the object that all
-tasks share to each worker process once, also to workers that join later.
+output's folder. Tasks are sent as bytes, because the scheduler would otherwise unpickle all tasks, with the names of
+all images. A worker plugin sends the object that all tasks share to each worker process once.
 
 If a worker is lost, the scheduler gives its tasks to another worker. A task may therefore run twice, even at the same
 time. That is harmless because tasks are idempotent; see `h5pack.pack.journal`.
@@ -25,7 +24,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,10 +32,9 @@ from typing import Any
 
 from h5pack.errors import H5PackError, NoSpaceError, OptionsError, WorkerError
 from h5pack.images.decode import decoder_versions
-from h5pack.sources.catalog import SourceReader
 from h5pack.system.files import NO_SPACE, absolute_path
 from h5pack.system.libc import libc_function
-from h5pack.system.processes import ElasticExecutor, LostTaskError, open_executor, using_shared
+from h5pack.system.processes import ElasticExecutor, LostTaskError, using_shared
 
 _CONNECT_SECONDS = 10
 _POLL_SECONDS = 0.5
@@ -173,16 +171,6 @@ def open_dask_executor(client: Any, shared_object: Any, source: str | None, part
             os.unlink(expected.probe)
 
 
-def open_workers(
-    client: Any, reader: SourceReader, source: object, partial: Path, num_workers: int, start_method: str | None
-) -> contextlib.AbstractContextManager[Executor]:
-    """Open an executor of the workers of `client`, or of local processes if `client` is None; they share `reader`."""
-    if client is None:
-        return open_executor(num_workers, start_method, reader)
-    path = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
-    return open_dask_executor(client, reader, path, partial)
-
-
 def count_threads(client: Any) -> int:
     """Return how many tasks the cluster runs at a time; raises OptionsError for an asynchronous client."""
     if getattr(client, "asynchronous", False) or not hasattr(client, "nthreads"):
@@ -190,17 +178,16 @@ def count_threads(client: Any) -> int:
     return sum(client.nthreads().values())
 
 
-def _pickled(value: Any) -> bytes:
+def _pickled(value: Any) -> Any:
     import cloudpickle
 
     try:
-        data: bytes = cloudpickle.dumps(value)
+        return cloudpickle.dumps(value)
     except Exception as error:
         raise WorkerError(
             f"{type(value).__name__} cannot be sent to the workers of a cluster ({type(error).__name__}: {error}); "
             "make it picklable"
         ) from error
-    return data
 
 
 @dataclass

@@ -22,7 +22,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.cluster.dask_client import count_threads, open_workers
+from h5pack.cluster.dask_client import count_threads, open_dask_executor
 from h5pack.cluster.parts import PartsFolder
 from h5pack.errors import OptionsError
 from h5pack.format.row_offsets import check_rows, check_tasks
@@ -41,18 +41,26 @@ from h5pack.pack.encode import encode_images
 from h5pack.pack.estimate import estimate_seconds
 from h5pack.pack.journal import Journal, RowRecord, RowResults, SurveyJournal
 from h5pack.pack.kept import make_kept_plan
-from h5pack.pack.options import ConvertOptions, output_path, refuse_reject, require_suitable
+from h5pack.pack.options import ConvertOptions, output_path, require_suitable
 from h5pack.pack.output import ConvertReport, Output, OutputLock, PartFile
 from h5pack.pack.plan import ConvertPlan, NoRowsError, close_holes, make_plan
 from h5pack.pack.resume import UnfinishedPack, source_changed, verify_existing
-from h5pack.pack.survey import first_changed, survey, survey_identity, with_placed_fields, with_size_note
+from h5pack.pack.survey import (
+    again_task,
+    first_changed_of,
+    shares,
+    survey,
+    survey_identity,
+    with_placed_fields,
+    with_size_note,
+)
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.files import reporting_disk_errors, require_other_files
 from h5pack.system.machine import available_cpus, release_free_memory
 from h5pack.system.parameters import require_local
-from h5pack.system.processes import run
+from h5pack.system.processes import open_executor, run
 from h5pack.system.progress import Stages
 
 _CHECK_BYTES = 8 * 1024 * 1024
@@ -86,7 +94,7 @@ class Conversion:
         if os.path.isfile(path):
             require_other_files([self.output.final], [path])
         self._parts = PartsFolder(self.output.parts)
-        self.output.check(self.options, lambda: self._parts.count)
+        self.output.check(self.options)
         # Like `overwrite`, an interrupted run that had it may replace the output, which keeps its permissions.
         before = Journal(self.output.journal).plan() if self.options.continues else None
         if self.options.overwrite or (before is not None and before["overwrite"]):
@@ -119,10 +127,13 @@ class Conversion:
         if not self.options.continues or not output.final.exists() or output.partial.exists():
             return None
         # Without a journal, `part` and `resume` begin a new conversion, but `finish` has nothing left to do.
-        begins = output.journal_identity() is None and not self.options.finish
-        if self.options.overwrite and (begins or Journal(output.journal).is_unfinished):
+        journal = Journal(output.journal)
+        begins = not journal.folder.exists() and not self.options.finish
+        rows_are_missing = journal.written() is None
+        # A journal that is removed loses its plan first.
+        if self.options.overwrite and (begins or (rows_are_missing and journal.plan() is not None)):
             return None
-        if output.parts.exists() and Journal(output.journal).written() is None:
+        if output.parts.exists() and rows_are_missing:
             # All parts that have begun are still in their survey, or ended there, so the output is from an earlier run.
             return None
         shards = finish.shards_of(output.final, output.final)
@@ -156,9 +167,11 @@ class Conversion:
             if options.in_array_job:
                 count = self._parts.count if options.part is None else options.part[1]
                 self._parts.agree(count, options.content(), catalog)
-            executor = open_workers(
-                self._client, catalog.reader, self._source, self.output.partial, self.num_workers, options.start_method
-            )
+            if self._client is None:
+                executor = open_executor(self.num_workers, options.start_method, catalog.reader)
+            else:
+                path = self._source if isinstance(self._source, str) else None
+                executor = open_dask_executor(self._client, catalog.reader, path, self.output.partial)
             self._executor = self._stack.enter_context(executor)
             journal = None
             if resumable and self._client is None and not options.in_array_job:
@@ -196,7 +209,7 @@ class Conversion:
         return replace(self._write_all(plan), notes=tuple(note.text for note in plan.notes()))
 
     def _write_all(self, plan: ConvertPlan) -> ConvertReport:
-        self.output.require_space(plan.needed_bytes, resumable=self.options.resumable)
+        self.output.require_space(plan.needed_bytes, resumable=not self.options.in_array_job)
         # If the old output has shards, they are removed with it, so none of them may be a file of the source.
         require_other_files(finish.shards_of(self.output.final, self.output.final), plan.catalog.reader.paths())
         return self.write(plan, self.output)
@@ -205,7 +218,7 @@ class Conversion:
         """Write a pack, or this run's part of an array job; continue an interrupted run if the options say so."""
         in_parts, distributed = self.options.part is not None, self._client is not None or self.options.finish
         lock = PartFile(output) if in_parts else OutputLock(output, distributed)
-        resume = ("resume=True",) if self.options.resumable else ()
+        resume = ("resume=True",) if not self.options.in_array_job else ()
         advice = f"make room, then run again{' with resume=True' if resume else ''}"
         try:
             with reporting_disk_errors(output.partial, advice, *resume):
@@ -244,8 +257,7 @@ class Conversion:
         else:
             resumed = len(written.packed)
         begin, earlier = time.perf_counter(), sum(self._seconds.values())
-        if self.options.strict:
-            _refuse_rejects(plan, written)
+        plan.require_no_rejects(written.reasons)
         final = close_holes(plan.row_order.split_starts, written.packed, plan.options.order == "sorted")
         pack.begin_finish(len(final.origins))
         if not (rows_moved_before and self.options.filter is not None and finish.is_complete(pack.output.partial)):
@@ -303,8 +315,7 @@ class Conversion:
             for offsets, expected in zip(pack.all_offsets, checksums, strict=True)
         )
         with self._stage("check", len(rows) * len(checksums)) as advance:
-            in_flight, resumable = 2 * self.num_workers, self.options.resumable
-            for count, found in run(self._executor, check_rows, tasks, in_flight, resumable=resumable):
+            for count, found in self._run_tasks(check_rows, tasks):
                 wrong.update(found)
                 advance(count)
         return sorted(wrong)
@@ -322,21 +333,26 @@ class Conversion:
 
     def _write_rows(self, pack: UnfinishedPack, missing: npt.NDArray[np.int64], results: RowResults) -> None:
         tasks = writer.write_tasks(pack.plan, pack.job, pack.all_offsets, missing, self.num_workers)
-        in_flight, resumable = 2 * self.num_workers, self.options.resumable
         with self._stage("write", len(missing)) as advance:
-            for records in run(self._executor, writer.write_rows, tasks, in_flight, resumable=resumable):
-                for record in records:
-                    results.add(record)
-                    advance(len(record.packed))
-                    if self.options.strict:
-                        _refuse_rejects(pack.plan, record)
+            for record in itertools.chain.from_iterable(self._run_tasks(writer.write_rows, tasks)):
+                results.add(record)
+                advance(len(record.packed))
+                pack.plan.require_no_rejects(record.reasons)
+
+    def _run_tasks(
+        self, function: Callable[[Any], Any], tasks: Iterable[Any], *, ordered: bool = False
+    ) -> Iterator[Any]:
+        in_flight, resumable = 2 * self.num_workers, not self.options.in_array_job
+        return run(self._executor, function, tasks, in_flight, ordered=ordered, resumable=resumable)
 
     def _require_unchanged(self, pack: UnfinishedPack, indices: npt.NDArray[np.int64]) -> None:
         """Raise ResumeError if images have changed since another part of the array job surveyed them."""
         plan = pack.plan
+        parts = (indices[share] for share in shares(len(indices)))
+        tasks = (again_task(plan.catalog, self.options, part, plan.fingerprints) for part in parts)
         with self._stage("survey", len(indices)):
-            in_flight = 2 * self.num_workers
-            changed = first_changed(plan.catalog, self._executor, in_flight, self.options, indices, plan.fingerprints)
+            found = self._run_tasks(first_changed_of, tasks, ordered=True)
+            changed = next((index for index in found if index is not None), None)
         if changed is not None:
             raise source_changed(plan, pack.journal, plan.catalog.shown(changed))
 
@@ -362,11 +378,6 @@ class Conversion:
             seconds=self._seconds,
             part=f"{number}/{count}",
         )
-
-
-def _refuse_rejects(plan: ConvertPlan, record: RowRecord) -> None:
-    for row, reason in record.reasons.items():
-        refuse_reject(plan.source, plan.reject(row, reason), plan.options, begun=True)
 
 
 def _source_name(source: str | os.PathLike[str] | MapStyleDataset) -> str:

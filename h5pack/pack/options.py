@@ -204,13 +204,8 @@ class ConvertOptions:
 
     @property
     def in_array_job(self) -> bool:
-        """Whether this run writes a part of an array job or finishes the job; both continue without `resume`."""
+        """Whether this run writes a part of an array job or finishes the job; both continue only without `resume`."""
         return self.finish or self.part is not None
-
-    @property
-    def resumable(self) -> bool:
-        """Whether ``resume=True`` can continue this run if it is interrupted."""
-        return not self.in_array_job
 
     @property
     def start_over_advice(self) -> str:
@@ -335,10 +330,7 @@ def parse_part(part: str | Sequence[int]) -> tuple[int, int]:
 
 
 def parse_bytes(size: int | str, name: str = "chunk_bytes") -> int:
-    """Return a number of bytes, given as a number or as text such as "65536", "512KiB", "4MB" or "1G".
-
-    KB, MB and GB are powers of 1000; KiB, MiB, GiB, K, M and G are powers of 1024. `name` is the option's name.
-    """
+    """Return a number of bytes, from text such as "65536", "512KiB", "4MB" (1000**2) or "1G" (1024**3), or a number."""
     if not isinstance(size, str):
         return size
     text = size.strip().lower()
@@ -353,7 +345,7 @@ def refuse_reject(source: str, reject: Reject, options: ConvertOptions, *, begun
     """Raise RejectedImageError, as ``strict=True`` requires; `begun` says whether encoding or writing has begun."""
     advice = f"{options.start_over_advice}, or run again without strict=True to leave it out"
     parameters: tuple[str, ...] = ("strict=True",)
-    if begun and options.resumable:
+    if begun and not options.in_array_job:
         advice = ", and start over with overwrite=True, or continue with resume=True and without strict=True"
         parameters = ("overwrite=True", "resume=True", "strict=True")
     raise RejectedImageError.at(source, f"{reject.shown}: {reject.reason}; repair or remove it{advice}", *parameters)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from h5pack.cluster.parts import PartsFolder
 from h5pack.errors import IncompletePackError, NoSpaceError, OutputBusyError, OutputExistsError, SourceError
 from h5pack.pack.options import ConvertOptions
 from h5pack.system.files import (
@@ -35,8 +36,6 @@ from h5pack.system.text import counted, format_bytes
 
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
-_CONTINUE = "continue it with resume=True, or start over with overwrite=True"
-_START_OVER = "start over with overwrite=True"
 _MAX_ENDING_BYTES = 40  # upper bound of what a temporary file's name adds to the output's, with a shard's number
 
 
@@ -105,11 +104,10 @@ class Output:
     def _beside(self, ending: str) -> Path:
         return self.final.with_name(self.final.name + ending)
 
-    def check(self, options: ConvertOptions, count_parts: Callable[[], int] = int, *, resumable: bool = True) -> None:
+    def check(self, options: ConvertOptions, *, resumable: bool = True) -> None:
         """Raise if the conversion could not finish, because of its folder, its name or a file that is in the way.
 
-        `count_parts` returns the number of parts of an array job that has begun, or 0. Unless `resumable`, errors
-        recommend starting over.
+        Unless `resumable`, errors recommend starting over.
         """
         require_writable(self.final.parent)
         max_bytes = max_name_bytes(self.final.parent)
@@ -122,7 +120,7 @@ class Output:
         require_replaceable(self.rejects, *(self.final,) * options.overwrite, writable=False)
         # Count the parts after looking for files. Otherwise, a part that begins in between would look like another run.
         has_unfinished = self.partial.exists() or self.parts.exists()
-        begun_parts = count_parts()
+        begun_parts = PartsFolder(self.parts).count
         is_complete = self.final.exists() and not self.partial.exists()
         if options.finish and not begun_parts and not is_complete:
             problem = "no part of it was written; write all parts, from part='1/N' to part='N/N', first"
@@ -136,16 +134,17 @@ class Output:
         if has_unfinished and not may_replace:
             if self.partial.exists() and is_locked(self.partial):
                 raise OutputBusyError(_busy(self), path=self.final)
-            if not resumable:
-                raise self._unfinished_error(_START_OVER, "overwrite=True")
-            if options.part is not None:
-                # A part never discards an unfinished file.
-                part = "part='{}/{}'".format(*options.part)
-                advice = f"continue it with resume=True instead of {part}, or delete all of {self.partial}*"
-                raise self._unfinished_error(advice, "resume=True", part)
-            raise self._unfinished_error(_CONTINUE, "resume=True", "overwrite=True")
+            raise self._unfinished_error(options, resumable)
 
-    def _unfinished_error(self, advice: str, *parameters: str) -> OutputExistsError:
+    def _unfinished_error(self, options: ConvertOptions, resumable: bool) -> OutputExistsError:
+        advice, parameters = "start over with overwrite=True", ["overwrite=True"]
+        if options.part is not None:
+            # A part never discards an unfinished file.
+            part = "part='{}/{}'".format(*options.part)
+            advice = f"continue it with resume=True instead of {part}, or delete all of {self.partial}*"
+            parameters = ["resume=True", part]
+        elif resumable:
+            advice, parameters = f"continue it with resume=True, or {advice}", ["resume=True", *parameters]
         path = self.partial if self.partial.exists() else self.parts
         return OutputExistsError.at(path, f"belongs to an unfinished run; {advice}", *parameters)
 
@@ -153,8 +152,7 @@ class Output:
         """Raise OutputExistsError if a run was interrupted since `check`, unless it may be discarded or continued."""
         # `lock` holds `partial`, which is empty if no other run has begun.
         if not options.overwrite and not options.continues and os.fstat(lock.descriptor).st_size:
-            parameters = ("resume=True", "overwrite=True") if resumable else ("overwrite=True",)
-            raise self._unfinished_error(_CONTINUE if resumable else _START_OVER, *parameters)
+            raise self._unfinished_error(options, resumable)
 
     def require_space(self, needed: int, *, resumable: bool = True) -> None:
         """Raise NoSpaceError unless `needed` bytes are free or already occupied by the unfinished files."""
@@ -187,8 +185,7 @@ class Output:
     def remove_leftovers(self, *, keep_survey: bool = False) -> None:
         """Remove the temporary files beside the output except `partial`, `owner` and, with `keep_survey`, `survey`.
 
-        If `partial` has replaced an output that had shards, these are removed first (see `note_replaced`), unless the
-        note is damaged.
+        The shards of an output that `partial` has replaced are removed, too (see `note_replaced`).
         """
         with contextlib.suppress(FileNotFoundError, ValueError):
             noted = json.loads((self.journal / "replaced.json").read_bytes())
@@ -208,8 +205,7 @@ class Output:
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
-        # Remove `parts` before the journal. If a kill left only `parts`, the next run would conclude that an array job
-        # is still surveying images.
+        # If a kill left `parts` without the journal, the next run would take it for an array job that is surveying.
         shutil.rmtree(self.parts, ignore_errors=True)
         # Remove the plan first, so that a journal that is removed only in part cannot be taken for an unfinished one.
         with contextlib.suppress(OSError):
@@ -221,10 +217,7 @@ class Output:
         self.new.unlink(missing_ok=True)
 
     def remove_emptied(self) -> None:
-        """Remove folders that `remove_leftovers` emptied, but could not remove while a worker had files open in them.
-
-        On NFS and FUSE, a file that is removed while it is open gets another name, and remains until it is closed.
-        """
+        """Remove folders in which a worker had files open: NFS and FUSE keep such files until they are closed."""
         if not self.partial.exists():
             for folder in (*self.shards.glob("*.journal"), self.shards, self.journal):
                 # This fails if a folder is not empty, such as that of another conversion that has just begun.
@@ -290,10 +283,10 @@ class OwnerFile:
 
 
 def _process_identity(pid: int) -> dict[str, Any]:
-    """Return the namespace of process ids, the process id and the start time, which together identify a process.
+    """Return what identifies a process: the namespace of process ids, its id and its start time.
 
-    The id alone is not enough, because a later process may get it. The start time is None if it is unknown, or if the
-    process has ended. The host name is only for messages, because several machines and containers may have one name.
+    The start time is None if it is unknown, or if the process has ended. The host name, which may not be unique, is
+    only for messages.
     """
     try:
         start: str | None = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -364,24 +357,18 @@ class OutputLock:
             raise
 
     def renew(self) -> None:
-        """Replace the file by an empty one with a new inode, and lock the new file.
-
-        A hanging worker of an earlier conversion may still have the old file open, but cannot write into the new one.
-        """
+        """Replace the file by an empty, locked one, into which no hanging worker of an earlier conversion can write."""
         # The new file is locked before it gets the name, so another conversion cannot lock it first.
         self.create(self._new)
         self.replace(self._new)
 
     def create(self, path: Path) -> None:
-        """Create an empty file, which is to replace ``OUT.partial``, with the permissions that the output will have."""
+        """Create an empty file, which is to replace ``OUT.partial``, with the permissions of the output."""
         path.unlink(missing_ok=True)
         os.close(_create(path, self._old_status()))
 
     def replace(self, path: Path) -> None:
-        """Rename the file at `path` to ``OUT.partial``, and lock it instead of the old one.
-
-        A process that waits for the old file's lock will notice that the name now belongs to another file.
-        """
+        """Rename the file at `path` to ``OUT.partial``, and lock it instead of the old one."""
         fresh = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             lock(fresh)
@@ -400,12 +387,10 @@ class OutputLock:
     def isolate(self) -> None:
         """Replace the file by a copy with a new inode, which no late writer can reach.
 
-        A writer on another machine that was given up may only have hung, because its connection was lost, it was
-        suspended, or its storage stalled. If it continues later, it writes the rows of its task at their planned
-        offsets. At first, this changes nothing, because another writer has written the same bytes there. But once rows
-        are moved to close gaps, these offsets hold other rows. So the file is copied before rows move, and late writes
-        go to the old inode, which no longer has a name. The same holds for an owner that was silent, and then continues
-        to move rows.
+        A writer on another machine that was given up may only have hung. If it continues, it writes rows at their
+        planned offsets, which does no harm until rows are moved to close gaps. So the file is copied before rows move,
+        and late writes go to the old inode, which no longer has a name. The same holds for an owner that was silent,
+        and then continues to move rows.
         """
         self.confirm()
         self._new.unlink(missing_ok=True)

@@ -189,9 +189,6 @@ class UnfinishedPack(Unfinished):
 def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) -> None:
     """Raise ResumeError unless `plan` has the identity (`before`) and fingerprints of the interrupted run."""
     now = identity(plan)
-    if before["h5pack"] != now["h5pack"]:
-        versions = f"was begun by h5pack {before['h5pack']}, but this is h5pack {now['h5pack']}"
-        raise _refused(plan, journal, versions, same="version")
     for name, version in now["packages"].items():
         old = before.get("packages", {}).get(name, "an unknown version")
         if old != version:
@@ -236,7 +233,7 @@ def _refused(
     plan: ConvertPlan, journal: Journal, difference: str, *parameters: str, same: str = "options and source"
 ) -> ResumeError:
     partial = journal.folder.with_suffix("")
-    if plan.options.resumable:
+    if not plan.options.in_array_job:
         advice = f"resume with the same {same}, or start over with overwrite=True and without resume=True"
         parameters = (*parameters, "overwrite=True", "resume=True")
     else:
@@ -265,10 +262,7 @@ def verify_existing(path: Path, shards: Iterable[Path], catalog: Catalog, option
 
 
 def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
-    """Return whether the packed and rejected names are those of the source, with the same splits, labels and fields.
-
-    Which images `val` moved to its split is not compared: it follows from the options, names, labels and fields.
-    """
+    """Return whether the packed and rejected names are those of the source, with the same splits, labels and fields."""
     packed = file[schema.FILENAMES][()].tolist()
     rejected = file[f"{schema.REJECTS}/filenames"][()].tolist() if schema.REJECTS in file else []
     names = [encode_text(name) for name in catalog.names]
@@ -279,6 +273,7 @@ def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
     stored_splits = np.repeat(np.arange(len(splits)), np.diff(file[schema.SPLIT_ROWS][()], axis=1)[:, 0])
     names_of_splits = catalog.split_names
     if val is not None:
+        # Which images `val` moved to its split follows from the options, names, labels and fields.
         training = training_split(str(file.filename), catalog, val)
         names_of_splits = divided_names(names_of_splits, training)
         stored_splits = stored_splits - (stored_splits > training)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from h5pack.errors import RejectedImageError, SourceError, WorkerError
 from h5pack.format import schema
-from h5pack.format.fields import FieldValues, RaggedRows
+from h5pack.format.fields import RaggedRows
 from h5pack.images.decode import decoder_versions, refuse_bomb, strict_pillow
 from h5pack.images.geometry import Placement, turned_upright
 from h5pack.images.headers import SIDEWAYS, DecodePath, ImageHeader
@@ -134,8 +134,8 @@ def survey(
 ) -> Survey:
     """Read the headers of all images of a catalog in the workers of `executor`, which share the catalog's reader.
 
-    With the option `keep`, truncated JPEG files are rejected. The `journal` is not used if samples come with labels.
-    Raises SourceError if storage fails or labels differ in shape, WorkerError if another machine lacks a file.
+    The `journal` is not used if samples come with labels. Raises SourceError if storage fails or labels differ in
+    shape, WorkerError if another machine lacks a file.
     """
     count = len(catalog)
     result = Survey.of(count)
@@ -159,8 +159,8 @@ def survey(
     missing = sorted(_missing(result.reasons))
     for index in missing:
         del result.reasons[index]
-    again = {missing[share.start]: missing[share] for share in _shares(len(missing))}
-    rest = (list(range(count)[share]) for share in _shares(count) if share.start not in done)
+    again = {missing[share.start]: missing[share] for share in shares(len(missing))}
+    rest = (list(range(count)[share]) for share in shares(count) if share.start not in done)
     tasks = (_task(catalog, options, block) for block in itertools.chain(rest, again.values()))
     for start, part, found in run(executor, _survey, tasks, max_in_flight, resumable=journal is not None):
         result.add(again.get(start, slice(start, start + len(part.heights))), part, columns)
@@ -212,8 +212,7 @@ def _require_missing(catalog: Catalog, reasons: dict[int, str], options: Convert
 
 
 def _missing(reasons: dict[int, str]) -> dict[int, str]:
-    """Return those of `reasons` that say that a file is missing or cannot be opened."""
-    # The reason may be that of a mask, see `naming_mask`.
+    """Return those of `reasons` that say that an image's file, or its mask's, is missing or cannot be opened."""
     return {index: reason for index, reason in reasons.items() if reason.endswith(tuple(MISSING_FILE_REASONS))}
 
 
@@ -238,19 +237,20 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
     are added. Images that do not have the size given in their annotations are added to the survey's rejects.
     """
     catalog = _turned(with_fields(catalog, survey.fields), survey)
-    placed: dict[str, FieldValues] = {}
-    notes = catalog.notes
-    if not catalog.fields:
+    placed = {
+        name: rows
+        for name, rows in catalog.fields.items()
+        if isinstance(rows, RaggedRows) and rows.kind in schema.POINT_KINDS
+    }
+    if not placed:
         return catalog
+    notes = catalog.notes
+    if options.size is not None:
+        placement = Placement.of(survey.heights, survey.widths, *options.size, options.fit)
+    else:
+        placement = Placement.shrunk(survey.heights, survey.widths, options.max_side)
     sizes = np.stack([survey.widths, survey.heights], axis=1).astype(np.float64)
-    for name, rows in catalog.fields.items():
-        if not isinstance(rows, RaggedRows) or rows.kind not in schema.POINT_KINDS:
-            placed[name] = rows
-            continue
-        if options.size is not None:
-            placement = Placement.of(survey.heights, survey.widths, *options.size, options.fit)
-        else:
-            placement = Placement.shrunk(survey.heights, survey.widths, options.max_side)
+    for name, rows in placed.items():
         if rows.kind == schema.BOXES:
             lengths = np.diff(rows.offsets)
             known = np.repeat(sizes[:, 0] > 0, lengths)
@@ -261,7 +261,7 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
                 notes = (*notes, Note(text))
             rows = replace(rows, data=clipped)
         placed[name] = placement.moved(rows)
-    return replace(catalog, fields=placed, notes=notes)
+    return replace(catalog, fields={**catalog.fields, **placed}, notes=notes)
 
 
 def _turned(catalog: Catalog, survey: Survey) -> Catalog:
@@ -271,7 +271,11 @@ def _turned(catalog: Catalog, survey: Survey) -> Catalog:
         return catalog
     own = np.stack([survey.heights, survey.widths], axis=1)
     differs = (sizes > 0).all(axis=1) & (own > 0).all(axis=1) & (own != sizes).any(axis=1)
-    fields = dict(catalog.fields)
+    boxes = {
+        name: replace(rows, data=rows.data.copy())
+        for name, rows in catalog.fields.items()
+        if isinstance(rows, RaggedRows) and rows.kind == schema.BOXES
+    }
     for index in np.flatnonzero(differs).tolist():
         height, width = own[index].tolist()
         orientation = int(survey.orientations[index])
@@ -279,15 +283,12 @@ def _turned(catalog: Catalog, survey: Survey) -> Catalog:
             wanted = "x".join(map(str, sizes[index].tolist()))
             survey.reasons.setdefault(index, f"it is {height}x{width}, but its annotations are for {wanted}")
             continue
-        for name, rows in fields.items():
-            if isinstance(rows, RaggedRows) and rows.kind == schema.BOXES:
-                corners = rows.row(index).reshape(-1, 2)
-                turned = turned_upright(corners, orientation, height, width).reshape(-1, 4)
-                low, high = np.minimum(turned[:, :2], turned[:, 2:]), np.maximum(turned[:, :2], turned[:, 2:])
-                data = rows.data.copy() if rows is catalog.fields[name] else rows.data
-                data[rows.offsets[index] : rows.offsets[index + 1]] = np.concatenate([low, high], axis=1)
-                fields[name] = RaggedRows(rows.kind, data, rows.offsets)
-    return replace(catalog, fields=fields)
+        for rows in boxes.values():
+            corners = rows.row(index).reshape(-1, 2)
+            turned = turned_upright(corners, orientation, height, width).reshape(-1, 4)
+            low, high = np.minimum(turned[:, :2], turned[:, 2:]), np.maximum(turned[:, :2], turned[:, 2:])
+            rows.row(index)[:] = np.concatenate([low, high], axis=1)
+    return replace(catalog, fields={**catalog.fields, **boxes})
 
 
 def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey, max_pixels: int) -> None:
@@ -300,7 +301,8 @@ def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey,
     result.fingerprints[:] = reader.fingerprints(np.arange(len(result.heights)))
 
 
-def _shares(count: int) -> Iterator[slice]:
+def shares(count: int) -> Iterator[slice]:
+    """Divide a number of images among tasks of a survey."""
     step = max(min(_TASK_IMAGES, max(1, count // 16)), count // _MAX_TASKS)
     return (slice(start, start + step) for start in range(0, count, step))
 
@@ -313,24 +315,10 @@ def _task(catalog: Catalog, options: ConvertOptions, block: list[int]) -> Survey
     )  # fmt: skip
 
 
-def first_changed(
-    catalog: Catalog,
-    executor: Executor,
-    max_in_flight: int,
-    options: ConvertOptions,
-    indices: npt.NDArray[np.int64],
-    fingerprints: npt.NDArray[np.uint64],
-) -> int | None:
-    """Survey images again, in ascending order; return the first whose fingerprint has changed, None if none has."""
-    tasks = (again_task(catalog, options, indices[share], fingerprints) for share in _shares(len(indices)))
-    found = run(executor, first_changed_of, tasks, max_in_flight, ordered=True, resumable=options.resumable)
-    return next((index for index in found if index is not None), None)
-
-
 def again_task(
     catalog: Catalog, options: ConvertOptions, indices: npt.NDArray[np.int64], fingerprints: npt.NDArray[np.uint64]
 ) -> SurveyTask:
-    """Return a task for `first_changed_of` that surveys images again; arguments are as in `first_changed`."""
+    """Return a task for `first_changed_of` that surveys `indices` again; `fingerprints` are of all images."""
     return replace(_task(catalog, options, indices.tolist()), fingerprints=fingerprints[indices])
 
 
@@ -383,11 +371,7 @@ def _survey(task: SurveyTask) -> tuple[int, Survey, list[npt.NDArray[Any] | None
 def _with_masks(
     reader: SourceReader, image: SurveyedImage, position: int, task: SurveyTask
 ) -> tuple[SurveyedImage, list[str]]:
-    """Return `image` with a fingerprint that covers its masks and further images, and the dtype of each of these.
-
-    If the image may have an Exif orientation, a mask turned by 90 degrees is accepted here, and checked when it is
-    decoded.
-    """
+    """Return `image` with a fingerprint that covers its masks and further images, and the dtype of each of these."""
     marks, dtypes = [image.fingerprint], []
     index = task.indices[position]
     height, width, decode_path = image.header.height, image.header.width, image.header.decode_path
@@ -402,6 +386,7 @@ def _with_masks(
                 dtypes.append("|u1")
                 continue
             header, mark = reader.survey_mask(number, index, name, task.max_pixels)
+            # If Exif may turn the image, a mask turned by 90 degrees is accepted, and checked when it is decoded.
             if decode_path != DecodePath.PILLOW or (header.height, header.width) != (width, height):
                 require_size(header.height, header.width, height, width)
             marks.append(mark)
@@ -417,16 +402,13 @@ def _widest(dtypes: list[str], others: list[str]) -> list[str]:
 
 
 def _jpeg_bytes(reader: SourceReader, index: int, name: str) -> int:
-    """Return the size of a JPEG file in bytes, or 0 for another format; raise RejectedImageError if it is truncated.
-
-    A file that ends with the end marker is considered whole. Other files are decoded, because other bytes may follow
-    the marker.
-    """
+    """Return the size of a JPEG file in bytes, or 0 for another format; raise RejectedImageError if it is truncated."""
     try:
         head, tail, size = reader.ends(index, name)
         if head != _JPEG_HEAD:
             return 0
         if tail != _JPEG_TAIL:
+            # The file is whole if other bytes follow the end marker.
             data = reader.read(index, name)
             assert isinstance(data, bytes)
             row_decoder().pixels(data)

@@ -65,19 +65,25 @@ def local(source: Path, out: Path, options: dict[str, Any]) -> bytes:
     return out.read_bytes()
 
 
-def start(source: Path, out: Path, options: dict[str, Any], **settings: Any) -> Any:
-    """A process that converts."""
-    process = FORK.Process(target=h5pack.convert, args=(source, out), kwargs={"num_workers": 1, **options, **settings})
-    process.start()
-    return process
+def write(source: Path, out: Path, options: dict[str, Any], *parts: str) -> None:
+    for part in parts:
+        h5pack.convert(source, out, **{"num_workers": 1, **options, "part": part})
+
+
+def require_finish(source: Path, out: Path, options: dict[str, Any]) -> None:
+    """Finish an array job; the file must be that of a conversion without parts."""
+    h5pack.convert(source, out, **{"num_workers": 1, **options, "finish": True})
+    assert out.read_bytes() == local(source, out.with_name("local.h5"), options | {"overwrite": True})
+    assert not list(out.parent.glob(f"{out.name}.partial*"))
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_parts_at_the_same_time_and_again_give_the_same_file(name: str, tmp_path: Path) -> None:
     source, options = MAKERS[name](tmp_path)
-    (tmp_path / "out").mkdir()
-    out = tmp_path / "out/o.h5"
-    processes = [start(source, out, options, part=f"{part}/3") for part in (3, 1, 1)]
+    out = tmp_path / "o.h5"
+    processes = [FORK.Process(target=write, args=(source, out, options, f"{part}/3")) for part in (3, 1, 1)]
+    for process in processes:
+        process.start()
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
@@ -88,9 +94,7 @@ def test_parts_at_the_same_time_and_again_give_the_same_file(name: str, tmp_path
     assert (report.part, report.resumed_rows) == ("2/3", 0)
     again = h5pack.convert(source, out, num_workers=1, part=(2, 3), **options)
     assert (again.images, again.resumed_rows) == (report.images, report.images)
-    h5pack.convert(source, out, num_workers=1, finish=True, **options)
-    assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
-    assert leftovers(tmp_path / "out") <= {"o.h5", "o.h5.rejects.csv"}
+    require_finish(source, out, options)
     for settings in ({"part": "1/3"}, {"finish": True}):
         assert h5pack.convert(source, out, num_workers=1, **options, **settings).already_complete
 
@@ -137,11 +141,9 @@ def die(task: object) -> None:
 
 def test_several_workers_compress_the_rows_of_the_parts(tmp_path: Path) -> None:
     source, options = compressed(tmp_path)
-    expected = local(source, tmp_path / "local.h5", options)
-    for number in (1, 2):
-        h5pack.convert(source, tmp_path / "o.h5", **options, part=(number, 2), num_workers=2)
-    h5pack.convert(source, tmp_path / "o.h5", **options, finish=True, num_workers=2)
-    assert (tmp_path / "o.h5").read_bytes() == expected
+    options |= {"num_workers": 2}
+    write(source, tmp_path / "o.h5", options, "1/2", "2/2")
+    require_finish(source, tmp_path / "o.h5", options)
 
 
 def test_a_part_whose_worker_died_is_not_advised_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,9 +197,8 @@ def test_a_part_starts_over_in_the_same_process_after_its_journal_was_deleted(tm
     for _ in range(2):
         # The file stays, because a new one may, but need not, get its inode number.
         shutil.rmtree(tmp_path / "o.h5.partial.journal", ignore_errors=True)
-        h5pack.convert(source, out, num_workers=1, part="1/1", overwrite=True, **options)
-    h5pack.convert(source, out, num_workers=1, finish=True, **options)
-    assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
+        write(source, out, options | {"overwrite": True}, "1/1")
+    require_finish(source, out, options)
 
 
 def test_parts_that_cannot_agree_name_the_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,8 +297,7 @@ def test_a_writer_that_comes_back_after_rows_moved_changes_nothing(
     options |= {"order": "sorted"}
     out = tmp_path / "o.h5"
     late = Late(source, out, options)
-    for part in ("1/2", "2/2"):
-        h5pack.convert(source, out, num_workers=1, part=part, **options)
+    write(source, out, options, "1/2", "2/2")
     if not isolated:
         # The late writer must be able to do harm, or this test would prove nothing.
         monkeypatch.setattr(OutputLock, "isolate", lambda _: None)
@@ -313,22 +313,18 @@ def test_a_writer_that_comes_back_while_others_write_changes_nothing(tmp_path: P
     source, options = folder(tmp_path)
     out = tmp_path / "o.h5"
     late = Late(source, out, options)
-    h5pack.convert(source, out, num_workers=1, part="1/2", **options)
+    write(source, out, options, "1/2")
     assert late.write() == 0
-    h5pack.convert(source, out, num_workers=1, part="2/2", **options)
-    h5pack.convert(source, out, num_workers=1, finish=True, **options)
-    assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
+    write(source, out, options, "2/2")
+    require_finish(source, out, options)
 
 
 def test_rejected_images_of_the_source_are_the_same_in_parts(tmp_path: Path) -> None:
     source, options = folder(tmp_path)
     (source / "a/00007.jpg").write_bytes(b"no image")
     Image.new("CMYK", (64, 96)).save(source / "b/00001.jpg")
-    for part in ("2/2", "1/2"):
-        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, part=part, **options)
-    h5pack.convert(source, tmp_path / "o.h5", num_workers=1, finish=True, **options)
-    expected = local(source, tmp_path / "local.h5", options)
-    assert (tmp_path / "o.h5").read_bytes() == expected
+    write(source, tmp_path / "o.h5", options, "2/2", "1/2")
+    require_finish(source, tmp_path / "o.h5", options)
     assert (tmp_path / "o.h5.rejects.csv").read_text() == (tmp_path / "local.h5.rejects.csv").read_text()
 
 
@@ -368,9 +364,8 @@ def test_a_part_refuses_images_that_changed_since_another_part_surveyed_them(
     report = h5pack.convert(source, out, part="1/2", **options)
     assert report.resumed_rows == report.images, "rows that are written are not surveyed again"
     os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
-    h5pack.convert(source, out, part="2/2", **options)
-    h5pack.convert(source, out, finish=True, **options)
-    assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
+    write(source, out, options, "2/2")
+    require_finish(source, out, options)
 
 
 def test_an_image_that_changed_before_it_was_encoded_is_refused(
@@ -391,9 +386,8 @@ def test_an_image_that_changed_before_it_was_encoded_is_refused(
             h5pack.convert(source, tmp_path / "o.h5", part="1/2", **settings)
     changed.write_bytes(whole)
     os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
-    for part in ({"part": "1/2"}, {"part": "2/2"}, {"finish": True}):
-        h5pack.convert(source, tmp_path / "o.h5", **settings, **part)
-    assert (tmp_path / "o.h5").read_bytes() == local(source, tmp_path / "local.h5", settings)
+    write(source, tmp_path / "o.h5", settings, "1/2", "2/2")
+    require_finish(source, tmp_path / "o.h5", settings)
 
 
 @pytest.mark.parametrize("keep", [None, "jpeg"])
@@ -402,15 +396,13 @@ def test_rejected_images_are_surveyed_again_at_the_end(keep: str | None, tmp_pat
     options = {"num_workers": 1, "keep": keep}
     whole, bad = (source / "00003.jpg").read_bytes(), source / "00003.jpg"
     bad.write_bytes(whole[:40])
-    for part in ("1/2", "2/2"):
-        h5pack.convert(source, out, part=part, **options)
+    write(source, out, options, "1/2", "2/2")
     bad.write_bytes(whole)
     with pytest.raises(ResumeError):
         h5pack.convert(source, out, finish=True, **options)
     assert not out.exists()
     bad.write_bytes(whole[:40])
-    assert h5pack.convert(source, out, finish=True, **options).rejects == 1
-    assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
+    require_finish(source, out, options)
 
 
 @pytest.mark.parametrize("error", ["survey", "encode", "strict"])
@@ -482,22 +474,6 @@ def test_only_one_process_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         third.release()
 
 
-def test_a_process_that_lost_the_output_does_not_publish_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, options = folder(tmp_path)
-    for part in ("1/2", "2/2"):
-        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, part=part, **options)
-    complete = finish.complete
-
-    def taken_over(*arguments: Any) -> None:
-        complete(*arguments)
-        (tmp_path / "o.h5.partial.owner").write_text("{}")
-
-    monkeypatch.setattr("h5pack.pack.finish.complete", taken_over)
-    with pytest.raises(OutputBusyError):
-        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, finish=True, **options)
-    assert not (tmp_path / "o.h5").exists()
-
-
 @pytest.mark.parametrize("unaware", [False, True])
 def test_a_process_that_was_silent_moves_no_rows_of_the_published_file(
     unaware: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -509,8 +485,7 @@ def test_a_process_that_was_silent_moves_no_rows_of_the_published_file(
     options |= {"order": "sorted"}
     out, move_rows = tmp_path / "o.h5", finish.move_rows
     expected = local(source, tmp_path / "local.h5", options)
-    for part in ("1/2", "2/2"):
-        h5pack.convert(source, out, num_workers=1, part=part, **options)
+    write(source, out, options, "1/2", "2/2")
 
     def suspended(*arguments: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -531,20 +506,28 @@ def test_a_process_that_was_silent_moves_no_rows_of_the_published_file(
     assert out.read_bytes() == expected
 
 
-def test_a_process_that_lost_the_output_begins_to_move_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "last_step", "next_step"),
+    [(h5pack.pack.conversion, "close_holes", "move_rows"), (finish, "complete", "write_atomically")],
+)
+def test_a_process_that_lost_the_output_neither_moves_rows_nor_publishes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, last_step: str, next_step: str
+) -> None:
     source, options = folder(tmp_path)
-    h5pack.convert(source, tmp_path / "o.h5", num_workers=1, part="1/1", **options)
-    close_holes, move_rows = h5pack.pack.conversion.close_holes, Mock()
+    write(source, tmp_path / "o.h5", options, "1/1")
+    step, following = getattr(module, last_step), Mock()
 
     def taken_over(*arguments: Any) -> Any:
+        found = step(*arguments)
         (tmp_path / "o.h5.partial.owner").write_text("{}")
-        return close_holes(*arguments)
+        return found
 
-    monkeypatch.setattr("h5pack.pack.conversion.close_holes", taken_over)
-    monkeypatch.setattr("h5pack.pack.finish.move_rows", move_rows)
+    monkeypatch.setattr(module, last_step, taken_over)
+    monkeypatch.setattr(finish, next_step, following)
     with pytest.raises(OutputBusyError):
         h5pack.convert(source, tmp_path / "o.h5", num_workers=1, finish=True, **options)
-    assert not move_rows.called
+    assert not following.called
+    assert not (tmp_path / "o.h5").exists()
 
 
 def test_a_part_killed_before_it_records_the_job_leaves_nothing(tmp_path: Path) -> None:
@@ -560,11 +543,8 @@ def test_parts_begin_although_a_killed_run_left_a_part_of_its_journal(tmp_path: 
     (tmp_path / "o.h5.partial.journal").mkdir()
     for name in ("prints.bin", "rows-1.log"):
         (tmp_path / "o.h5.partial.journal" / name).write_bytes(b"old")
-    for part in ("1/2", "2/2"):
-        h5pack.convert(source, out, part=part, num_workers=1)
-    h5pack.convert(source, out, finish=True, num_workers=1)
-    assert out.read_bytes() == local(source, tmp_path / "local.h5", {})
-    assert leftovers(tmp_path) == {"in", "o.h5", "local.h5"}
+    write(source, out, {}, "1/2", "2/2")
+    require_finish(source, out, {})
 
 
 def test_an_array_job_that_replaces_an_output_is_finished_twice(tmp_path: Path) -> None:
@@ -596,9 +576,8 @@ def test_parts_that_ended_in_their_survey_are_not_finished(
             h5pack.convert(source, out, num_workers=1, finish=True, overwrite=overwrite)
         assert (tmp_path / "o.h5.partial.parts/job.json").exists()
         assert (out.read_bytes() if replaces else None) == before
-    h5pack.convert(source, out, num_workers=1, part="1/1", overwrite=replaces)
-    h5pack.convert(source, out, num_workers=1, finish=True, overwrite=replaces)
-    assert out.read_bytes() == local(source, tmp_path / "local.h5", {})
+    write(source, out, {"overwrite": replaces}, "1/1")
+    require_finish(source, out, {"overwrite": replaces})
 
 
 def test_the_record_of_an_array_job_is_on_the_disk_before_other_parts_see_it(tmp_path: Path) -> None:
@@ -651,20 +630,22 @@ def test_sigint_leaves_a_part_that_can_be_run_again(tmp_path: Path) -> None:
     os.kill(late.process.pid, signal.SIGINT)
     late.process.join()
     assert late.process.exitcode == 1
-    for part in ("1/2", "2/2"):
-        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, part=part, **options)
-    h5pack.convert(source, tmp_path / "o.h5", num_workers=1, finish=True, **options)
-    assert (tmp_path / "o.h5").read_bytes() == local(source, tmp_path / "local.h5", options)
+    write(source, tmp_path / "o.h5", options, "1/2", "2/2")
+    require_finish(source, tmp_path / "o.h5", options)
 
 
-def test_a_part_that_begins_while_another_one_looks_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_part_that_begins_while_another_one_looks_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = Output(tmp_path / "o.h5")
 
-    def count_parts() -> int:
+    def count_parts(_: PartsFolder) -> int:
         output.parts.mkdir()
         output.partial.touch()
         return 0
 
-    output.check(ConvertOptions(part=(1, 2)), count_parts)
+    with monkeypatch.context() as patch:
+        patch.setattr(PartsFolder, "count", property(count_parts))
+        output.check(ConvertOptions(part=(1, 2)))
     with pytest.raises(OutputExistsError):
         output.check(ConvertOptions())
