@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from h5pack.pack.kept import ENCODED_IMAGE, EncodedPlaces, KeptPlan
 from h5pack.pack.options import refuse_reject
 from h5pack.pack.resume import UnfinishedPack
 from h5pack.pack.survey import SurveyTask, again_task, first_changed_of, memory_error
-from h5pack.pack.writer import join_groups, new_token, read_image, release, worker_for
+from h5pack.pack.writer import Image, Images, join_groups, read_image, release, worker_for
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.files import write_all
 from h5pack.system.processes import run, shared
@@ -72,7 +73,7 @@ class EncodeJob:
     max_pixels: int
     mask_dtypes: tuple[str, ...] = ()  # dtype of each field of masks
     durable: bool = False  # whether files must be flushed because other machines encode, too
-    token: str = field(default_factory=new_token)
+    token: str = field(default_factory=secrets.token_hex)  # see `WriteJob`
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,14 @@ class EncodeTask:
     """Images that one worker encodes."""
 
     job: EncodeJob
-    indices: list[int]  # in the catalog
-    names: list[str]
-    decode_paths: list[int]
+    images: Images
     kept: list[bool]  # whether the image's file is stored unchanged
     read: list[bool]  # whether the image's bytes are put into a temporary file; else its file is copied later
     sizes: list[tuple[int, int]]  # height and width of each image in the pack, when upright
-    masks: list[list[str]]  # for each field, the names of the images' masks
     check: SurveyTask | None  # in an array job: surveys the images again, because they may have changed meanwhile
 
     def __str__(self) -> str:
-        return one_of(len(self.names), repr(self.names[0]))
+        return one_of(len(self.images.names), repr(self.images.names[0]))
 
 
 class _EncodeWorker:
@@ -116,18 +114,19 @@ def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
     """Encode a task's images into this worker's temporary file and journal them; return its path and the record."""
     worker = worker_for(task.job, _EncodeWorker)
     reader = shared()
-    reader.begin(task.indices)
+    reader.begin(task.images.indices)
     rows, reasons, parts = [], {}, []
     offset = worker.size
     with strict_pillow():
-        for position, index in enumerate(task.indices):
+        for position, image in enumerate(task.images):
+            index, name, *_ = image
             try:
-                encoded = _encode(worker, reader, task, position)
+                encoded = _encode(worker, reader, task, position, image)
             except RejectedImageError as error:
                 reasons[index] = str(error)
                 continue
             except MemoryError as error:
-                raise memory_error(task.names[position]) from error
+                raise memory_error(name) from error
             for field, data, height, width in encoded:
                 parts.append(data)
                 rows.append((index, field, offset, len(data), crc32(data), height, width))
@@ -149,22 +148,22 @@ def _require_unchanged(task: EncodeTask) -> None:
     changed = None if task.check is None else first_changed_of(task.check)
     if changed is not None:
         partial = task.job.journal.removesuffix(".journal")
+        name = task.images.names[task.images.indices.index(changed)]
         problem = (
-            f"{task.names[task.indices.index(changed)]} has changed since the conversion began; restore it and run "
-            f"again, or delete all of {partial}* to start over"
+            f"{name} has changed since the conversion began; restore it and run again, or delete all of {partial}* to "
+            "start over"
         )
         raise ResumeError.at(partial, problem)
 
 
 def _encode(
-    worker: _EncodeWorker, reader: SourceReader, task: EncodeTask, position: int
+    worker: _EncodeWorker, reader: SourceReader, task: EncodeTask, position: int, image: Image
 ) -> list[tuple[int, bytes, int, int]]:
-    """Encode an image and its masks; return field number, bytes, height and width of each.
+    """Encode an image and its masks; return field number, bytes, height and width of each, as in `ENCODED_IMAGE`.
 
-    The image has the field number -1. Its height and width are 0 if its file is stored unchanged. An image whose file
-    is copied only when rows are written is left out.
+    An image whose file is copied only when rows are written is left out.
     """
-    index, name, decode_path = task.indices[position], task.names[position], task.decode_paths[position]
+    index, name, decode_path, masks = image
     found: list[tuple[int, bytes, int, int]] = []
     height, width = task.sizes[position]
     upright = Upright(height, width)
@@ -173,16 +172,16 @@ def _encode(
         if task.kept[position] and isinstance(source, bytes):
             if task.read[position]:
                 found.append((-1, source, 0, 0))
-            if task.masks:
+            if masks:
                 # If the file has an Exif orientation, its masks must be turned upright.
                 upright = upright_of(source) if decode_path == DecodePath.PILLOW else upright
         else:
             data, height, width = worker.encoder.encode(source, decode_path)
             upright = worker.encoder.upright
             found.append((-1, data, height, width))
-    for number, (names, decoder) in enumerate(zip(task.masks, worker.masks, strict=True)):
-        with naming_mask(names[position]):
-            pixels = decoder.pixels(read_image(reader, index, names[position], field=number), upright)
+    for number, (mask, decoder) in enumerate(zip(masks, worker.masks, strict=True)):
+        with naming_mask(mask):
+            pixels = decoder.pixels(read_image(reader, index, mask, field=number), upright)
             found.append((number, encode_mask(pixels, height, width), height, width))
     return found
 
@@ -192,13 +191,13 @@ def encode_images(
 ) -> KeptPlan:
     """Encode a plan's masks, and images that cannot be stored unchanged; return the plan with the sizes of all files.
 
-    The parts of an array job all submit the same tasks, even those already done, because their executor returns saved
-    results. `advance` is called with the number of images already done, then with that of each finished task.
+    `advance` is called with the number of images already done, then with that of each finished task.
     """
     plan = pack.plan
     assert isinstance(plan, KeptPlan)
     places, reasons = EncodedPlaces(len(plan.catalog), len(plan.catalog.pixel_fields)), {}
-    in_parts, resumable = isinstance(executor, SharedResults), plan.options.resumable
+    in_parts, resumable = isinstance(executor, SharedResults), not plan.options.in_array_job
+    # The parts of an array job submit all tasks, because their executor returns saved results.
     payloads = () if in_parts else pack.journal.payloads(_PREFIX)
     records = [(_data_path(str(path)), EncodedRecord.decode(payload)) for path, payload in payloads]
     intact = np.ones(sum(len(record.images) for _, record in records), np.bool_)
@@ -241,17 +240,13 @@ def _tasks(
     max_images = min(_TASK_IMAGES, max(1, -(-len(indices) // (num_workers * _TASKS_PER_WORKER))))
     groups = plan.catalog.reader.groups(indices)
     for share in join_groups(indices, np.arange(len(indices)) if groups is None else groups, max_images):
-        images: list[int] = share.tolist()
         checked = plan.catalog.reader.changing(share) if check else share[:0]
         yield EncodeTask(
             job=job,
-            indices=images,
-            names=plan.catalog.names.at(images),
-            decode_paths=plan.decode_paths[share].tolist(),
+            images=Images.of(plan, share),
             kept=plan.fits[share].tolist(),
             read=plan.needs_encoding[share].tolist(),
             sizes=list(zip(plan.heights[share].tolist(), plan.widths[share].tolist(), strict=True)),
-            masks=[one.files.at(images) for one in plan.catalog.pixel_fields],
             check=again_task(plan.catalog, plan.options, checked, plan.fingerprints) if len(checked) else None,
         )
 

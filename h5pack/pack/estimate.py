@@ -22,7 +22,7 @@ from h5pack.pack.file_structure import PixelRows
 from h5pack.pack.kept import KeptPlan
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_range
-from h5pack.pack.writer import SampleDecoder
+from h5pack.pack.writer import Images, SampleDecoder
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.arrays import equal_runs, shuffled
 from h5pack.system.processes import run, shared
@@ -47,25 +47,22 @@ _DISK_BYTES_PER_SECOND = 1e9
 
 @dataclass(frozen=True)
 class _SampleTask:
-    indices: list[int]  # in the catalog
-    names: list[str]
-    decode_paths: list[int]
+    images: Images
     pixels: PixelOptions
     fields: tuple[PixelRows, ...]
-    masks: list[list[str]]  # the names of the images' masks, for each field
     statistics_step: int  # the channel statistics use every n-th row
     compression: Compression | None
 
     def __str__(self) -> str:
-        return f"{one_of(len(self.names), repr(self.names[0]))}, while estimating the time"
+        names = self.images.names
+        return f"{one_of(len(names), repr(names[0]))}, while estimating the time"
 
 
 def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) -> float:
     """Return an estimate of the seconds that a conversion takes after the survey.
 
-    The workers of `executor` share the plan's reader. They decode at least two tasks of images per worker, and more
-    until 0.3 s have passed or an eighth of all images is decoded. With `compression`, they also compress the images.
-    With `keep`, this process reads a few images instead, and encodes or decodes them. Nothing is written.
+    The workers decode (and compress) at least two tasks of images each, and more until 0.3 s have passed or an eighth
+    of all images is decoded. With `keep`, this process reads, and encodes or decodes, a few images instead.
     """
     table_seconds = _TABLE_SECONDS_PER_ROW * plan.rows + _FLUSH_SECONDS
     if isinstance(plan, KeptPlan):
@@ -79,17 +76,8 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
             if number >= 2 * num_workers and (time.perf_counter() > end or used > plan.rows // _SAMPLE_PART):
                 return
             used += len(indices)
-            names = plan.catalog.names.at(indices)
-            yield _SampleTask(
-                indices=indices,
-                names=names,
-                decode_paths=plan.decode_paths[indices].tolist(),
-                pixels=plan.pixels,
-                fields=plan.pixel_rows,
-                masks=[one.files.at(indices) for one in plan.catalog.pixel_fields],
-                statistics_step=step,
-                compression=plan.options.filter,
-            )
+            images = Images.of(plan, np.array(indices))
+            yield _SampleTask(images, plan.pixels, plan.pixel_rows, step, plan.options.filter)
 
     samples = list(run(executor, _time_sample, tasks(), 2 * num_workers, resumable=False))
     # Leave out each worker's first task, which includes one-time work such as imports.
@@ -134,30 +122,27 @@ def _copy_seconds(plan: KeptPlan, num_workers: int) -> float:
 def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     """Yield one list of catalog indices per task, in random order.
 
-    If the source has groups, such as chunks, reading one image of a group takes as long as reading all of them. So each
-    group is in one task, with all of its images if they are arrays of up to 16 MiB, and up to 256 encoded ones.
+    A group that the source reads together, such as a chunk, is in one task: all of its images if they are arrays of up
+    to 16 MiB, or up to 256 encoded ones.
     """
     origins = plan.row_order.origins
     groups = plan.catalog.reader.groups(origins)
     count = max(1, min(_MAX_TASK_IMAGES, _TASK_BYTES // plan.row_bytes))
     is_encoded = plan.catalog.reader.uniform_size() is None
     most = max(_MAX_TASK_IMAGES, 0 if is_encoded else _GROUP_BYTES // plan.row_bytes)
-    if groups is not None:
-        order = np.argsort(groups, kind="stable")
-        edges = equal_runs(groups[order])
-        joined: list[int] = []
-        for number in shuffled(len(edges) - 1, 0).tolist():
-            joined += origins[order[edges[number] : edges[number + 1]]][:most].tolist()
-            if len(joined) >= count:
-                yield joined
-                joined = []
-        if joined:
+    if groups is None:
+        origins = origins[np.linspace(0, plan.rows - 1, min(plan.rows, _MAX_SAMPLE)).astype(np.int64)]
+        groups = np.arange(len(origins))
+    order = np.argsort(groups, kind="stable")
+    edges = equal_runs(groups[order])
+    joined: list[int] = []
+    for number in shuffled(len(edges) - 1, 0).tolist():
+        joined += origins[order[edges[number] : edges[number + 1]]][:most].tolist()
+        if len(joined) >= count:
             yield joined
-        return
-    spaced = origins[np.linspace(0, len(origins) - 1, min(len(origins), _MAX_SAMPLE)).astype(np.int64)]
-    spaced = spaced[shuffled(len(spaced), 0)]
-    for start in range(0, len(spaced), count):
-        yield spaced[start : start + count].tolist()
+            joined = []
+    if joined:
+        yield joined
 
 
 @functools.lru_cache(maxsize=1)
@@ -166,27 +151,21 @@ def _decoder(pixels: PixelOptions, fields: tuple[PixelRows, ...], thread: int) -
 
 
 def _time_sample(task: _SampleTask) -> tuple[bool, float, float]:
-    """Decode images as a conversion does; return whether this is the worker's first task, and two times per image.
-
-    The times, in seconds, are the thread's CPU time, and how long it waited for the disk, other threads or a CPU.
-    """
+    """Decode images; return whether this is the worker's first task, and CPU and waiting time per image in seconds."""
     reader: SourceReader = shared()
     misses = _decoder.cache_info().misses
     decoder = _decoder(task.pixels, task.fields, threading.get_ident())
     is_first = _decoder.cache_info().misses > misses
-    count = len(task.indices)
+    count = len(task.images.indices)
     images: npt.NDArray[np.uint8] = np.zeros((count, *task.pixels.row_shape), np.uint8)
     fields = [np.zeros((count, *one.row_shape), one.dtype) for one in task.fields]
     begin, begin_busy = time.perf_counter(), time.thread_time()
-    reader.begin(task.indices)
+    reader.begin(task.images.indices)
     with strict_pillow():
-        for position, (index, name, decode_path) in enumerate(
-            zip(task.indices, task.names, task.decode_paths, strict=True)
-        ):
+        for position, image in enumerate(task.images):
             row, others = images[position], [some[position] for some in fields]
-            masks = [names[position] for names in task.masks]
             with contextlib.suppress(*_ERRORS):
-                decoder.decode(reader, index, name, decode_path, row, masks, others)
+                decoder.decode(reader, image, row, others)
             for part in (row, *others):
                 crc32(part)
         for row in images[:: task.statistics_step]:

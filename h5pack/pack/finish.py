@@ -29,7 +29,7 @@ from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan, RowOrder
 from h5pack.pack.resume import Unfinished, UnfinishedPack
 from h5pack.pack.statistics import pack_statistics
-from h5pack.pack.writer import SampleDecoder, kept_bytes
+from h5pack.pack.writer import Images, SampleDecoder, kept_bytes
 from h5pack.read.hdf5 import chunk_table, encode_text, reopen_tuned, stored_options
 from h5pack.sources.catalog import Reject
 from h5pack.system.arrays import consecutive_runs
@@ -95,13 +95,11 @@ def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[n
 
 def _decoded(plan: ConvertPlan, decoder: SampleDecoder, row: int) -> list[bytes]:
     """Decode the image of a planned row, its masks and further images again."""
-    index = int(plan.row_order.origins[row])
+    (image,) = Images.of(plan, plan.row_order.origins[row : row + 1])
     pixels = np.empty(plan.row_shape, np.uint8)
-    fields = decoder.field_rows(np.empty(one.row_bytes, np.uint8) for one in plan.pixel_rows)
-    masks = [one.files[index] for one in plan.catalog.pixel_fields]
+    fields = [np.empty(one.row_shape, one.dtype) for one in plan.pixel_rows]
     with strict_pillow():
-        decode_path = int(plan.decode_paths[index])
-        decoder.decode(plan.catalog.reader, index, plan.catalog.names[index], decode_path, pixels, masks, fields)
+        decoder.decode(plan.catalog.reader, image, pixels, fields)
     return [part.tobytes() for part in (pixels, *fields)]
 
 
@@ -168,7 +166,7 @@ def compress(
     )
 
     def chunks() -> Iterator[bytes]:
-        resumable = pack.plan.options.resumable
+        resumable = not pack.plan.options.in_array_job
         for rows, stored in run(executor, compress_rows, tasks, max_in_flight, ordered=True, resumable=resumable):
             advance(rows)  # Nothing below the last `yield` would run.
             yield stored
@@ -203,10 +201,7 @@ def _clear(descriptor: int, start: int, stop: int) -> None:
 
 
 Expected = tuple[str, tuple[int, ...], dict[tuple[int, int], int]]
-"""The path and shape of a dataset, and the checksums of its first, middle and last row.
-
-The key of each checksum is the (start, stop) of the row along axis 0 of the dataset.
-"""
+"""A dataset's path and shape, and checksums of its first, middle and last row by their (start, stop) along axis 0."""
 
 
 def _expected(pack: Unfinished, tables: PackTables) -> list[Expected]:

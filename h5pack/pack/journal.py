@@ -11,10 +11,9 @@ The folder ``OUT.partial.journal/`` contains
 - ``written.bin``: the checksums and rejects of all rows, saved once every row is written or rejected. From then on,
   rows may be moved.
 
-A record means that a row was passed to the kernel, not that it reached the disk: after a power cut, the journal may
-list rows that are not in the file. So a resumed run reads every listed row, and writes those with a wrong checksum
-again. It reads them from the disk: after a failed fsync, the page cache may still hold rows that did not reach the
-disk, even if the next fsync succeeds.
+A record means that a row was passed to the kernel, not that it reached the disk. So a resumed run reads every listed
+row, and writes those with a wrong checksum again. It reads them from the disk: after a failed fsync, the page cache may
+still hold rows that did not reach the disk, even if the next fsync succeeds.
 
 Before there is a plan, `SurveyJournal` keeps the results of a long survey in the file ``OUT.partial.survey``.
 
@@ -38,7 +37,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,6 +74,16 @@ class RowRecord:
     reasons: dict[int, str] = field(default_factory=dict)  # why images were rejected, by planned row
     # (F, n): CRC-32 of each row's bytes in the fields that are chunked like the images
     field_checksums: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros((0, 0), np.uint32))
+
+    @classmethod
+    def of(
+        cls, rows: npt.NDArray[np.int64], packed: npt.NDArray[np.bool_], checksums: npt.NDArray[np.uint32],
+        sums: Mapping[int, npt.NDArray[np.uint64]], channels: int, **others: Any,
+    ) -> RowRecord:  # fmt: skip
+        """Create a record from the `sums` of each sampled row, uint64 (2, C)."""
+        sampled = sorted(sums)
+        joined = np.array([sums[row] for row in sampled], np.uint64).reshape(-1, 2, channels)
+        return cls(rows, packed, checksums, np.array(sampled, np.int64), joined, **others)
 
     @property
     def all_checksums(self) -> tuple[npt.NDArray[np.uint32], ...]:
@@ -170,20 +179,20 @@ class RowResults:
 
     def record(self) -> RowRecord:
         """Return all results as one record."""
-        sampled = np.array(sorted(self._sums), np.int64)
-        sums = np.array([self._sums[row] for row in sampled.tolist()], np.uint64).reshape(-1, 2, self._channels)
         rows = np.arange(len(self.packed))
         # An earlier run may have rejected an image that was packed later.
         reasons = {row: reason for row, reason in self._reasons.items() if not self.packed[row]}
-        return RowRecord(rows, self.packed, self.checksums, sampled, sums, reasons, self._field_checksums)
+        return RowRecord.of(
+            rows, self.packed, self.checksums, self._sums, self._channels,
+            reasons=reasons, field_checksums=self._field_checksums,
+        )  # fmt: skip
 
 
 class JournalWriter:
     """A writer that appends records to a new file in the journal `folder`, and keeps that file locked until closed.
 
-    `prefix` says what the records describe: rows, or the images of `h5pack.pack.encode`. A `durable` writer, for
-    several machines, marks tasks with `begin` and `end` instead of locking its file. If `path` is given, the writer
-    appends to that file, which an earlier task created.
+    A `durable` writer, for several machines, marks tasks with `begin` and `end` instead of locking its file. If `path`
+    is given, the writer appends to that file, which an earlier task created.
     """
 
     def __init__(self, folder: str, prefix: str = _ROWS, *, durable: bool = False, path: str | None = None) -> None:
@@ -298,19 +307,10 @@ class Journal:
                     yield path, payload
 
     def has_late_writers(self) -> bool:
-        """Return whether durable writers may still write rows, because their last task has not ended.
-
-        Such a writer was killed, or it hangs and may continue at any time, or it still runs although another writer has
-        completed its task.
-        """
+        """Return whether durable writers may still write rows, because their last task has not ended."""
         files = map(_intact, self.folder.glob(f"{_ROWS}-*.log"))
         marks = ([payload for magic, payload in records if magic == _MARK] for records in files)
         return any(found[-1:] == [_BEGUN] for found in marks)
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether rows are missing. False without a plan, because a journal that is removed loses its plan first."""
-        return self.plan() is not None and self.written() is None
 
     def save_written(self, record: RowRecord) -> None:
         """Save durably that every row is written or rejected. From then on, rows may be moved."""
@@ -335,9 +335,8 @@ class SurveyJournal:
     10 seconds, with all results so far. It is removed when the journal of rows begins, or when the run ends, unless the
     run was interrupted or its error recommends resuming. Without `resume`, an earlier file is removed at the start.
 
-    The file only saves time. If it is damaged, the records before the damage are used; if it belongs to another survey,
-    no records are used. If the file cannot be written, or another conversion is writing it, the survey continues
-    without it.
+    The file only saves time: records after damage, or of another survey, are ignored, and the survey continues without
+    the file if it cannot be written or another conversion is writing it.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any], *, resume: bool) -> None:
@@ -402,12 +401,10 @@ class SurveyJournal:
     def _open(self) -> bool:
         """Open and lock the file; return whether that was possible."""
         try:
-            descriptor = open_locked(self._path, "")
+            self._descriptor = open_locked(self._path, "")
         except (OSError, H5PackError):
             self._given_up = True
-            return False
-        self._descriptor = descriptor
-        return True
+        return not self._given_up
 
 
 def _written_head(payload: bytes) -> bytes:

@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -44,11 +44,6 @@ _TASKS_PER_WORKER = 16
 _SCATTERED_BYTES = 1024 * 1024
 
 
-def new_token() -> str:
-    """Return a token that makes a job differ from equal jobs of earlier conversions, whose files may be deleted."""
-    return secrets.token_hex(8)
-
-
 @dataclass(frozen=True)
 class WriteJob:
     """The parameters that all writing tasks of one conversion share."""
@@ -61,7 +56,32 @@ class WriteJob:
     durable: bool = False  # whether rows must be flushed because other machines write, too; see `_write_durably`
     keep: bool = False  # whether rows are the bytes of image files instead of pixels
     fields: tuple[PixelRows, ...] = ()
-    token: str = field(default_factory=new_token)
+    # Makes a job differ from equal jobs of earlier conversions, whose files may be deleted.
+    token: str = field(default_factory=secrets.token_hex)
+
+
+Image = tuple[int, str, int, tuple[str, ...]]
+"""An image's catalog index, name and `DecodePath`, and the names of its masks and further images."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a worker's task."""
+
+    indices: list[int]  # in the catalog
+    names: list[str]
+    decode_paths: list[int]
+    masks: list[list[str]]  # for each field of pixels, the names of the images' masks or further images
+
+    @classmethod
+    def of(cls, plan: ConvertPlan, indices: npt.NDArray[np.int64]) -> Images:
+        """Return images of a plan by their catalog indices, int64 (n,)."""
+        names, masks = plan.catalog.names.at(indices), [one.files.at(indices) for one in plan.catalog.pixel_fields]
+        return cls(indices.tolist(), names, plan.decode_paths[indices].tolist(), masks)
+
+    def __iter__(self) -> Iterator[Image]:
+        masks = zip(*self.masks, strict=True) if self.masks else [()] * len(self.indices)
+        return zip(self.indices, self.names, self.decode_paths, masks, strict=True)
 
 
 @dataclass(frozen=True)
@@ -70,13 +90,9 @@ class RowGroup:
 
     rows: npt.NDArray[np.int64]  # (n,): planned rows, ascending
     offsets: npt.NDArray[np.int64]  # (n,): byte offset of each row in the file
-    indices: list[int]  # catalog index of each row's image
-    names: list[str]
-    decode_paths: list[int]  # `DecodePath` of each row's image
-    sampled: list[int]  # which rows the channel statistics use: positions in `rows`
-    # For each field that is chunked like the images: byte offset of each row, int64 (n,), and name of each row's mask
-    field_offsets: list[npt.NDArray[np.int64]]
-    field_names: list[list[str]]
+    images: Images  # of the rows
+    sampled: set[int]  # which rows the channel statistics use: positions in `rows`
+    field_offsets: list[npt.NDArray[np.int64]]  # `offsets` in each field that is chunked like the images
     # Only with `keep`, where rows are contiguous: the end of each row in bytes, counted from the start of the group,
     # and the location of each image's encoded bytes (None: read the image's file).
     ends: list[int]
@@ -92,7 +108,7 @@ class WriteTask:
 
     def __str__(self) -> str:
         first, last = self.groups[0], self.groups[-1]
-        return f"rows {first.rows[0]}-{last.rows[-1]} (from {first.names[0]!r} on)"
+        return f"rows {first.rows[0]}-{last.rows[-1]} (from {first.images.names[0]!r} on)"
 
 
 def write_tasks(
@@ -136,18 +152,17 @@ def write_tasks(
                 yield WriteTask(job, groups)
                 groups, left, count = [], left - count, 0
             indices = plan.row_order.origins[rows]
-            names = plan.catalog.names.at(indices)
-            decode_paths, some = plan.decode_paths[indices].tolist(), np.flatnonzero(sampled[rows]).tolist()
-            ends = row_offsets.edges(int(rows[0]), len(rows))[1:].tolist() if job.keep else []
-            encoded = plan.encoded_files(indices) if job.keep else []
             groups.append(
                 RowGroup(
-                    rows, row_offsets.offsets(rows), indices.tolist(), names, decode_paths, some,
-                    [one.offsets(rows) for one in field_offsets] if job.fields else [],
-                    [one.files.at(indices) for one in plan.catalog.pixel_fields],
-                    ends, encoded,
+                    rows=rows,
+                    offsets=row_offsets.offsets(rows),
+                    images=Images.of(plan, indices),
+                    sampled={*np.flatnonzero(sampled[rows]).tolist()},
+                    field_offsets=[one.offsets(rows) for one in field_offsets],
+                    ends=row_offsets.edges(int(rows[0]), len(rows))[1:].tolist() if job.keep else [],
+                    encoded=plan.encoded_files(indices) if job.keep else [],
                 )
-            )  # fmt: skip
+            )
             count += len(rows)
         if groups:
             yield WriteTask(job, groups)
@@ -188,7 +203,7 @@ def _written_together(
 class _Worker:
     def __init__(self, job: WriteJob, journal: str | None = None) -> None:
         self.job = job
-        # Open the journal before the output, because a resumed conversion waits for processes with an open journal.
+        # Open the journal first, because a resumed conversion waits for processes with an open journal.
         self.journal = JournalWriter(job.journal, durable=job.durable, path=journal)
         self.decoder = SampleDecoder(job.pixels, job.fields, quiet=True)
         self.file = RowFile(job.path, job.io)
@@ -236,8 +251,7 @@ def write_rows(task: WriteTask) -> list[RowRecord]:
 def _write_durably(task: WriteTask) -> list[RowRecord]:
     """Write a task's rows, flush them to the disk, then journal them and flush the journal.
 
-    No file stays open between tasks. Network file systems send all unsent data of a file when it is closed, so a worker
-    that waits for its next task has nothing left to send.
+    No file stays open between tasks, because network file systems send all unsent data when a file is closed.
     """
     job = task.job
     before: tuple[WriteJob, str] | None = _local.__dict__.pop("durable", None)
@@ -261,7 +275,7 @@ def _write_groups(worker: _Worker, task: WriteTask) -> list[RowRecord]:
     previous: list[RowBuffer] = []
     row_bytes = math.prod(task.job.pixels.row_shape)
     if not task.job.keep:
-        shared().begin([index for group in task.groups for index in group.indices])
+        shared().begin([index for group in task.groups for index in group.images.indices])
     with strict_pillow():
         for group in task.groups:
             if task.job.keep:
@@ -301,20 +315,13 @@ class SampleDecoder:
             (one.kind, Decoder(pixels, quiet) if one.kind == schema.IMAGE else MaskDecoder(pixels, one.dtype))
             for one in fields
         ]
-        self._shapes = [(one.row_shape, one.dtype) for one in fields]
-
-    def field_rows(self, buffers: Iterable[npt.NDArray[np.uint8]]) -> list[npt.NDArray[Any]]:
-        """Return the given memory, uint8 (row_bytes,) for each field, as rows with the fields' shapes and dtypes."""
-        return [buffer.view(dtype).reshape(shape) for buffer, (shape, dtype) in zip(buffers, self._shapes, strict=True)]
 
     def decode(
-        self, reader: SourceReader, index: int, name: str, decode_path: int, row: npt.NDArray[np.uint8],
-        masks: Sequence[str] = (), field_rows: Sequence[npt.NDArray[Any]] = (),
-    ) -> None:  # fmt: skip
+        self, reader: SourceReader, image: Image, row: npt.NDArray[np.uint8], field_rows: Sequence[npt.NDArray[Any]]
+    ) -> None:
         """Read an image, its masks and further images, and decode them into their rows."""
+        index, name, decode_path, masks = image
         self.image.decode(read_image(reader, index, name), decode_path, row)
-        if not masks:
-            return
         for number, (mask, (kind, decoder), field_row) in enumerate(zip(masks, self._fields, field_rows, strict=True)):
             with naming_mask(mask, kind):
                 source = read_image(reader, index, mask, field=number)
@@ -328,78 +335,61 @@ class SampleDecoder:
 def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowRecord:
     """Decode a group's images into its buffers, allowing each row to be written as soon as it is decoded."""
     reader: SourceReader = shared()
-    pixels, count, decoder = worker.job.pixels, len(group.indices), worker.decoder
-    row_shape = pixels.row_shape
+    pixels, count, row_shape = worker.job.pixels, len(group.rows), worker.job.pixels.row_shape
     images, *others = buffers
     packed = np.ones(count, np.bool_)
     checksums = [0] * count
     field_checksums = np.zeros((len(others), count), np.uint32)
     reasons: dict[int, str] = {}
-    sums = []
-    sampled = set(group.sampled)
-    masks: list[str] = []
-    field_rows: list[npt.NDArray[Any]] = []
-    for position, (index, name, decode_path) in enumerate(
-        zip(group.indices, group.names, group.decode_paths, strict=True)
-    ):
+    sums = {}
+    for position, image in enumerate(group.images):
         row = images.row(position).reshape(row_shape)
-        if others:
-            masks = [names[position] for names in group.field_names]
-            field_rows = decoder.field_rows(buffer.row(position) for buffer in others)
+        field_rows = [
+            buffer.row(position).view(field.dtype).reshape(field.row_shape)
+            for field, buffer in zip(worker.job.fields, others, strict=True)
+        ]
         try:
-            decoder.decode(reader, index, name, decode_path, row, masks, field_rows)
+            worker.decoder.decode(reader, image, row, field_rows)
         except RejectedImageError as error:
             packed[position] = False
             reasons[int(group.rows[position])] = str(error)
             for part in (row, *field_rows):
                 part[...] = 0
         except MemoryError as error:
-            raise memory_error(name) from error
+            raise memory_error(image[1]) from error
         else:
             checksums[position] = crc32(row)
             if others:
                 field_checksums[:, position] = [crc32(part) for part in field_rows]
-            if position in sampled:
+            if position in group.sampled:
                 # Sum now, while the row is in the CPU cache.
-                sums.append((int(group.rows[position]), channel_sums(row, pixels.layout)))
+                sums[int(group.rows[position])] = channel_sums(row, pixels.layout)
         for buffer in buffers:
             buffer.ready(position + 1)
-    return RowRecord(
-        rows=group.rows,
-        packed=packed,
-        checksums=np.array(checksums, np.uint32),
-        field_checksums=field_checksums,
-        sampled=np.array([row for row, _ in sums], np.int64),
-        sums=np.array([total for _, total in sums], np.uint64).reshape(len(sums), 2, pixels.channels),
-        reasons=reasons,
-    )
+    return RowRecord.of(
+        group.rows, packed, np.array(checksums, np.uint32), sums, pixels.channels,
+        reasons=reasons, field_checksums=field_checksums,
+    )  # fmt: skip
 
 
 def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
     """Copy the bytes of a group's image files to its buffer, allowing each file to be written as soon as it is read."""
-    sums, sampled, start = [], set(group.sampled), 0
+    sums, start = {}, 0
     checksums = np.zeros(len(group.rows), np.uint32)
-    for position, (index, name, end, encoded) in enumerate(
-        zip(group.indices, group.names, group.ends, group.encoded, strict=True)
-    ):
+    files = zip(group.images.indices, group.images.names, group.ends, group.encoded, strict=True)
+    for position, (index, name, end, encoded) in enumerate(files):
         data = kept_bytes(shared(), index, name, end - start, encoded)
         buffer.buffer[start:end] = np.frombuffer(data, np.uint8)
         checksums[position] = crc32(data)
         try:
-            total = encoded_sums(data) if position in sampled else None
+            total = encoded_sums(data) if position in group.sampled else None
         except MemoryError as error:
             raise memory_error(name) from error
         if total is not None:
-            sums.append((int(group.rows[position]), total))
+            sums[int(group.rows[position])] = total
         buffer.ready(end)
         start = end
-    return RowRecord(
-        rows=group.rows,
-        packed=np.ones(len(group.rows), np.bool_),
-        checksums=checksums,
-        sampled=np.array([row for row, _ in sums], np.int64),
-        sums=np.array([total for _, total in sums], np.uint64).reshape(len(sums), 2, 3),
-    )
+    return RowRecord.of(group.rows, np.ones(len(group.rows), np.bool_), checksums, sums, 3)
 
 
 def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: EncodedFile | None) -> bytes:

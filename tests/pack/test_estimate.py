@@ -44,15 +44,19 @@ def test_images_are_sampled_in_workers_without_writing(tmp_path: Path, num_worke
 
 
 @pytest.mark.parametrize("settings", [{}, {"keep": "jpeg"}, {"keep": "jpeg", "max_side": 16}], ids=str)
-def test_an_image_that_does_not_fit_into_memory_is_named_when_it_is_written(
-    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [("images.decode.Decoder.decode", MemoryError()), ("sources.catalog.FileReader.read", OSError(5, "I/O error"))],
+)
+def test_an_image_that_cannot_be_read_or_decoded_is_named_when_it_is_written(
+    tmp_path: Path, settings: dict[str, Any], target: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
-        raise MemoryError
+        raise error
 
     with Conversion(flat_folder(tmp_path / "in", 1), tmp_path / "o.h5", **quick(**settings)) as conversion:
         conversion.plan()
-        monkeypatch.setattr("h5pack.images.decode.Decoder.decode", fail)
+        monkeypatch.setattr(f"h5pack.{target}", fail)
         assert conversion.estimate_seconds() > 0
         with pytest.raises(SourceError) as caught:
             conversion.run()

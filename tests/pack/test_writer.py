@@ -52,7 +52,7 @@ def test_tasks_cover_the_missing_rows_once(plan: ConvertPlan, num_workers: int) 
     groups = [group for task in tasks for group in task.groups]
     assert np.array_equal(np.concatenate([group.rows for group in groups]), missing)
     for group in groups:
-        assert group.indices == plan.row_order.origins[group.rows].tolist()
+        assert group.images.indices == plan.row_order.origins[group.rows].tolist()
         assert np.array_equal(group.offsets, 4_096 + group.rows * plan.row_bytes)
 
 
