@@ -41,8 +41,7 @@ from h5pack.sources.catalog import NameTable, Reject
 from h5pack.system.files import copy_changed, reserve
 
 _TABLE_CHUNK_BYTES = 262_144
-_MAX_COMPACT_BYTES = 32_768
-"""Maximum size of a table in the compact layout; HDF5's limit for table and object header together is 64 KiB."""
+_MAX_COMPACT_BYTES = 32_768  # of a table; HDF5's limit for table and object header together is 64 KiB
 _MIB = 1 << 20
 _MASK_FILES = 256  # masks that are copied at a time
 _HEAP_BYTES = 4_096  # the block that HDF5 allocates for axis labels
@@ -84,10 +83,7 @@ class EncodedMasks:
 
 @dataclass(frozen=True)
 class FileStructure:
-    """The shape, chunks and attributes of the images dataset and its file.
-
-    If the pack keeps JPEG files, the images dataset is `/encoded/data`, whose axis 0 counts bytes.
-    """
+    """The shape, chunks and attributes of the images dataset (with kept files, `/encoded/data`) and its file."""
 
     row_shape: tuple[int, ...]  # (H, W, C) or (C, H, W); () for encoded images
     chunk_rows: int
@@ -131,9 +127,9 @@ def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datas
     """Return an upper bound of the bytes of a file's metadata, which HDF5 writes in one block at the start.
 
     `names_bytes` is the size of the names of classes and splits. `datasets` is the number of datasets of labels and
-    fields; a ragged field has two. Per chunk, HDF5 2.0 needs 8.2 bytes in an extensible array, 16.5 if chunks are
-    filtered, and 65 in a B-tree (with `compat`).
+    fields; a ragged field has two.
     """
+    # Per chunk, HDF5 2.0 needs 65 bytes in a B-tree, 16.5 in an extensible array of filtered chunks, and else 8.2.
     per_chunk = 67 if structure.compat else 20 if structure.compression else 9
     texts = sum(len(value.encode()) for value in structure.attributes.values())
     chunks *= 1 + len(structure.fields)
@@ -142,10 +138,7 @@ def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datas
 
 @dataclass(frozen=True)
 class PackTables:
-    """The data of a pack's tables, which are all datasets that do not contain pixels.
-
-    Labels, fields, filenames and checksums have one entry per row of the complete pack, in the order of its rows.
-    """
+    """The data of a pack's tables; labels, fields, filenames and checksums are in the order of its rows."""
 
     labels: npt.NDArray[Any] | None
     label_names: tuple[str, ...] | None
@@ -174,9 +167,8 @@ def write_structure(
 ) -> Addresses:
     """Write a file without pixels, and return the byte offset of each chunk; without `tables`, it is incomplete.
 
-    `planned_rows` is the number of rows before images were rejected. If there are fields, each dataset first gets
-    chunks for `planned_rows` rows, and is then shortened to `rows`. So the chunks of the next datasets keep their
-    addresses.
+    If there are fields, each dataset first gets chunks for `planned_rows` rows, the number before images were rejected,
+    and is then shortened to `rows`. So the chunks of the next datasets keep their addresses.
     """
     path.unlink(missing_ok=True)
     with create_file(path, structure) as file:
@@ -267,8 +259,7 @@ def describe_file(file: h5py.File, structure: FileStructure, tables: PackTables 
 def create_file(path: Path, structure: FileStructure) -> Iterator[h5py.File]:
     """Create an empty file without time stamps, so that the same content always produces the same bytes.
 
-    After an OSError, the file is deleted. HDF5's errors become OSErrors with the errno, which HDF5 reports only in the
-    message.
+    After an OSError, the file is deleted. Errors get the errno that HDF5 reports only in the message.
     """
     create = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     create.set_obj_track_times(False)
@@ -277,9 +268,8 @@ def create_file(path: Path, structure: FileStructure) -> Iterator[h5py.File]:
     access.set_libver_bounds(version, version)
     access.set_alignment(schema.ALIGNMENT_THRESHOLD_BYTES, schema.ALIGNMENT_BYTES)
     if structure.metadata_bytes:
-        # HDF5 allocates all metadata in this block until the block is full. Without it, parts of the chunk index would
-        # lie between chunks, and the distance between chunks would vary. HDF5 allocates the axis labels in 4 KiB after
-        # the block. So the block is 4 KiB smaller, and the chunks start at a whole MiB. Encoded images have none.
+        # Without this block, parts of the chunk index would lie between chunks, and their distance would vary. HDF5
+        # allocates axis labels, which encoded images lack, in 4 KiB after the block; then chunks start at a whole MiB.
         access.set_meta_block_size(structure.metadata_block_bytes - (_HEAP_BYTES if structure.row_shape else 0))
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     # No other process opens this file, and HDF5's file locking fails on some network file systems.
