@@ -48,8 +48,9 @@ def pack_of(path: Path) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("order", ["shuffled", "sorted"])
-@pytest.mark.parametrize("settings", [{}, {"compression": "gzip:1"}, {"compat": True}])
+@pytest.mark.parametrize(
+    ("order", "settings"), [("shuffled", {}), ("sorted", {"compression": "gzip:1"}), ("shuffled", {"compat": True})]
+)
 def test_masks_are_in_the_rows_of_images(source: Path, tmp_path: Path, order: str, settings: dict[str, Any]) -> None:
     out = tmp_path / "o.h5"
     report = h5pack.convert(source, out, **SETTINGS, order=order, **settings)
@@ -83,35 +84,42 @@ def test_killed_at_every_step(source: Path, tmp_path: Path, compression: str) ->
     assert (report.ok, report.rows) == (True, 47)
 
 
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pack of an uninterrupted conversion."""
+    out = tmp_path_factory.mktemp("whole") / "o.h5"
+    h5pack.convert(source, out, **SETTINGS)
+    return out
+
+
 @pytest.mark.parametrize("settings", [{"num_workers": 3}, {"io": "buffered"}, {"num_workers": 2, "io": "direct"}])
-def test_workers_and_ways_of_writing_give_the_same_bytes(source: Path, tmp_path: Path, settings: Any) -> None:
-    h5pack.convert(source, tmp_path / "a.h5", **SETTINGS)
-    h5pack.convert(source, tmp_path / "b.h5", **{**SETTINGS, **settings})
-    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+def test_workers_and_ways_of_writing_give_the_same_bytes(
+    source: Path, whole: Path, tmp_path: Path, settings: Any
+) -> None:
+    h5pack.convert(source, tmp_path / "o.h5", **{**SETTINGS, **settings})
+    assert (tmp_path / "o.h5").read_bytes() == whole.read_bytes()
 
 
 @pytest.mark.parametrize("where", ["complete", "move_rows"])
-def test_lost_pages_are_decoded_again(source: Path, tmp_path: Path, where: str) -> None:
+def test_lost_pages_are_decoded_again(source: Path, whole: Path, tmp_path: Path, where: str) -> None:
     out = tmp_path / "o.h5"
-    h5pack.convert(source, tmp_path / "whole.h5", **SETTINGS)
     convert_until(f"h5pack.pack.finish.{where}", source, out, SETTINGS)
     lose_pages(tmp_path / "o.h5.partial")
     h5pack.convert(source, out, **SETTINGS, resume=True)
-    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+    assert out.read_bytes() == whole.read_bytes()
 
 
-def test_a_damaged_row_of_masks_alone_is_written_again(source: Path, tmp_path: Path) -> None:
+def test_a_damaged_row_of_masks_alone_is_written_again(source: Path, whole: Path, tmp_path: Path) -> None:
     out, partial = tmp_path / "o.h5", tmp_path / "o.h5.partial"
-    h5pack.convert(source, tmp_path / "whole.h5", **SETTINGS)
     convert_until("h5pack.pack.journal.Journal.save_written", source, out, SETTINGS)
-    with h5py.File(tmp_path / "whole.h5") as file:
+    with h5py.File(whole) as file:
         offset = file["fields/masks"].id.get_chunk_info(2).byte_offset
     with partial.open("r+b") as file:
         file.seek(offset)
         file.write(b"\xaa" * 100)
     report = h5pack.convert(source, out, **SETTINGS, resume=True)
     assert report.resumed_rows < 60
-    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+    assert out.read_bytes() == whole.read_bytes()
 
 
 def test_a_changed_mask_ends_a_resume(tmp_path: Path) -> None:
@@ -189,19 +197,11 @@ def test_each_bad_pair_has_its_reason(tmp_path: Path) -> None:
     assert (report.images, report.rejects) == (4, 8)
     with h5py.File(out) as file:
         reasons = dict(zip(file["rejects/filenames"].asstr()[()], file["rejects/reasons"].asstr()[()], strict=True))
-    mask = "its mask masks/00{}.png: {}".format
-    assert reasons == {
-        "images/000.jpg": "no file of its name in 'masks'",
-        "images/001.jpg": mask(1, "not an image, or of an unknown format"),
-        "images/002.jpg": mask(2, "its size is 21x14, but its image's size is 20x14"),
-        "images/003.jpg": mask(
-            3, "RGB pixels are not class numbers; save the mask with a palette, as gray or with 16 bits"
-        ),
-        "images/004.jpg": "several files of its name in 'masks'",
-        "images/005.jpg": mask(5, "its size is 14x20, but its image's size is 20x14"),
-        "images/006.jpg": mask(6, "file not found"),
-        "images/007.jpg": mask(7, "not an image, or of an unknown format"),
-    }
+    assert sorted(reasons) == [f"images/00{number}.jpg" for number in range(8)]
+    # A reason names the mask, unless it is unknown which file that is.
+    assert [number for number in range(8) if f"masks/00{number}.png" in reasons[f"images/00{number}.jpg"]] == [
+        *(1, 2, 3, 5, 6, 7)
+    ]
     assert out.stat().st_size <= json.loads(json.dumps(plan.to_json()))["bytes"]
 
 

@@ -104,8 +104,13 @@ class FailingReader(FileReader):
         raise OSError(self.number, os.strerror(self.number), name)
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOENT, errno.EPERM])
+@pytest.mark.parametrize(
+    ("number", "late"),
+    [
+        *((errno.EIO, False), (errno.EIO, True), (errno.ESTALE, False), (errno.EMFILE, True)),
+        *((errno.ENOENT, False), (errno.ENOENT, True), (errno.EPERM, True)),
+    ],
+)
 def test_failing_storage_stops_the_survey_but_not_an_unreadable_file(tmp_path: Path, number: int, late: bool) -> None:
     catalog = catalog_of(flat_folder(tmp_path, 6), reader=FailingReader(str(tmp_path), number, late))
     if number in (errno.ENOENT, errno.EPERM):

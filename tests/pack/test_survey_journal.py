@@ -36,6 +36,7 @@ from tests.makers import expected, flat_folder, pair_folders, quick, save
 IMAGES, REJECTS = 80, 4
 TASK, IN_FLIGHT = 5, 10
 """Images of a task, a sixteenth of the source, and of the tasks whose results one process yields together."""
+SETTINGS = [quick(chunk_rows=8), quick(keep="jpeg")]
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +45,9 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_SURVEY_SECONDS", 0.0)
 
 
-@pytest.fixture(scope="module", params=["none", "jpeg"])
+@pytest.fixture(scope="module")
 def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return quick(chunk_rows=8) if request.param == "none" else quick(keep=request.param)
+    return getattr(request, "param", quick(chunk_rows=8))
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,7 @@ def killed_after(images: int, source: Path, out: Path, settings: dict[str, Any])
 
 
 @pytest.mark.parametrize("images", [0, 9, 10, 37, 79])
+@pytest.mark.parametrize("settings", SETTINGS, indirect=True)
 def test_killed_in_the_survey(
     source: Path, settings: dict[str, Any], whole: bytes, tmp_path: Path, reads: list[str], images: int
 ) -> None:
@@ -111,6 +113,7 @@ def test_killed_in_the_survey(
     assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
 
 
+@pytest.mark.parametrize("settings", SETTINGS, indirect=True)
 def test_killed_at_every_change_to_a_file_until_rows_are_written(
     source: Path, settings: dict[str, Any], whole: bytes, tmp_path: Path, reads: list[str]
 ) -> None:
