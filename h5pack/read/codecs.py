@@ -210,10 +210,8 @@ _PLUGINS: dict[int, str] = {
 _REVERSE = 0x0100
 _MAX_DECODED_BYTES = 1 << 40
 """Larger results are errors: plugins report failures as 0, or as a negative number, which is huge when unsigned."""
-_BITSHUFFLE_COMPRESSOR = 4
-"""Index of the bitshuffle parameter that selects the compressor."""
-_BITSHUFFLE_WIDTH = 2
-"""Index of the bitshuffle parameter that holds the size of an element in bytes."""
+_BITSHUFFLE_WIDTH, _BITSHUFFLE_COMPRESSOR = 2, 4
+"""Indices of the bitshuffle parameters that hold the size of an element in bytes, and select the compressor."""
 _BITSHUFFLE_ELEMENTS = 8
 """Bitshuffle transposes the bits of this many elements at a time."""
 _BITSHUFFLE_WITH_HEADER = (2, 3)

@@ -39,18 +39,14 @@ from h5pack.read.hdf5 import (
     require_filters,
     text,
 )
-from h5pack.read.read_plan import MAX_GAP_BYTES
+from h5pack.read.read_plan import merge_ranges
 from h5pack.read.storage import SourceFile, Storage
 from h5pack.read.virtual import index_rows
 from h5pack.read.virtual_index import VirtualIndex
-from h5pack.system.arrays import limited_runs, run_edges
 from h5pack.system.properties import cached_property
 
 FileRow = Callable[[int], tuple[str, int]]
 """`Engine.file_row`, which returns the path of the file that has a row, and the row's number in that file."""
-
-_READ_BYTES = 8 * 1024 * 1024
-"""Maximum size in bytes of one read of a pack's encoded rows, unless a single row is larger."""
 
 
 class RowDecoder(Decoder):
@@ -119,30 +115,25 @@ def row_decoder() -> RowDecoder:
 
 
 def decode_rows(
-    file_row: FileRow,
-    name: str,
-    rows: npt.NDArray[np.int64],
-    encoded: list[bytes],
-    out: npt.NDArray[Any],
-    mask_dtype: np.dtype[Any] | None = None,
+    file_row: FileRow, index: ChunkIndex, rows: npt.NDArray[np.int64], encoded: list[bytes], out: npt.NDArray[Any]
 ) -> None:
-    """Decode `encoded`, the bytes of each row, into `out`; `file_row`, `name` and `rows` are used in messages only.
+    """Decode `encoded`, the bytes of each row, into `out`; `file_row` and `rows` are used in messages only.
 
     `out` is either uint8 (n, H, W, 3), or an object array (n,) whose elements become uint8 arrays (h, w, 3) of
-    individual sizes. If `mask_dtype` is given, the rows are masks of that dtype, so `out` and its elements lack the
-    last axis. Raises DamagedRowsError if a row cannot be decoded, and SizesDifferError if its size is not H x W.
+    individual sizes. Masks have the dtype of `index` and lack the last axis. Raises DamagedRowsError if a row cannot be
+    decoded, and SizesDifferError if its size is not H x W.
     """
-    decoder = row_decoder()
+    decoder, is_mask = row_decoder(), isinstance(index, EncodedIndex) and index.is_mask
     for position, (row, data) in enumerate(zip(rows.tolist(), encoded, strict=True)):
-        with decoding_row(file_row, name, row):
-            if mask_dtype is None and out.dtype != object:
+        with decoding_row(file_row, index.name, row):
+            if not is_mask and out.dtype != object:
                 header = decoder.header(data)
-                _require_size(file_row, name, row, (header.height, header.width), out.shape[1:3])
+                _require_size(file_row, index.name, row, (header.height, header.width), out.shape[1:3])
                 decoder.decode(data, header.decode_path, out[position])
                 continue
-            found = decoder.pixels(data) if mask_dtype is None else read_mask(data, mask_dtype)
+            found = read_mask(data, index.native_dtype) if is_mask else decoder.pixels(data)
             if out.dtype != object:
-                _require_size(file_row, name, row, found.shape, out.shape[1:3])
+                _require_size(file_row, index.name, row, found.shape, out.shape[1:3])
             out[position] = found
 
 
@@ -237,11 +228,8 @@ class EncodedIndex(ChunkIndex):
 
         A read covers the bytes `start` to `stop` - 1 of the data, which may contain small gaps between rows.
         """
-        if not len(rows):
-            return
         starts, ends = self.offsets[rows], self.offsets[rows + 1]
-        edges = run_edges(starts[1:] - ends[:-1] > MAX_GAP_BYTES)
-        for low, high in limited_runs(edges, starts, ends, _READ_BYTES):
+        for low, high in merge_ranges(starts, ends):
             yield slice(low, high), int(starts[low]), int(ends[high - 1])
 
     def extents(self, start: int, stop: int) -> Iterator[tuple[int | None, int, int]]:

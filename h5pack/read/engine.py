@@ -333,10 +333,9 @@ class Engine:
             self.files.check_unchanged_throttled(index)
             size = len(rows) * index.row_bytes
             if index.is_encoded:
-                mask_dtype = index.native_dtype if isinstance(index, EncodedIndex) and index.is_mask else None
                 size = calls = 0
                 for part, encoded, count in self._encoded_rows(index, rows):
-                    decode_rows(self.file_row, index.name, rows[part], encoded, out[part], mask_dtype)
+                    decode_rows(self.file_row, index, rows[part], encoded, out[part])
                     size, calls = size + sum(map(len, encoded)), calls + count
             else:
                 calls = self.reader.read(index.name, rows, out)

@@ -86,13 +86,10 @@ class _Handles:
         self._lock = threading.Lock()
 
     def dataset(self, name: str) -> h5py.Dataset:
-        found = self._datasets.get(name)
-        if found is None:
-            # Only one thread may open a dataset, because `reopen_tuned` would close the handle of another thread.
-            with self._lock:
-                found = self._datasets.get(name)
-                if found is None:
-                    found = require_dataset(self.file, name)
-                    require_filters(found)
-                    found = self._datasets[name] = reopen_tuned(found)
-        return found
+        # Only one thread may open a dataset, because `reopen_tuned` would close the handle of another thread.
+        with self._lock:
+            if name not in self._datasets:
+                found = require_dataset(self.file, name)
+                require_filters(found)
+                self._datasets[name] = reopen_tuned(found)
+            return self._datasets[name]

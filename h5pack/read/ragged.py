@@ -28,12 +28,8 @@ from h5pack.read.hdf5 import (
     require_dataset,
     text,
 )
-from h5pack.read.read_plan import MAX_GAP_BYTES
+from h5pack.read.read_plan import merge_ranges
 from h5pack.read.virtual import index_rows
-from h5pack.system.arrays import limited_runs, run_edges
-
-_READ_BYTES = 8 * 1024 * 1024
-"""Maximum size in bytes of one read, unless a single row is larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,18 +103,15 @@ def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64],
     lengths = stops - starts
     empty = np.empty((0, *index.data.row_shape), index.data.native_dtype)
     parts = [empty] * (len(rows) + 1)
-    entry = index.data.row_bytes
     order = np.argsort(starts, kind="stable")
     order = order[lengths[order] > 0]
     first, last = starts[order], stops[order]
-    if len(order):
-        edges = run_edges(first[1:] - last[:-1] > MAX_GAP_BYTES // entry)
-        for low, high in limited_runs(edges, first, last, max(1, _READ_BYTES // entry)):
-            start = int(first[low])
-            read = engine.read_range(index.data.name, start, int(last[high - 1]))
-            extents = zip(order[low:high].tolist(), first[low:high].tolist(), last[low:high].tolist(), strict=True)
-            for position, begin, end in extents:
-                parts[position] = read[begin - start : end - start]
+    for low, high in merge_ranges(first, last, index.data.row_bytes):
+        start = int(first[low])
+        read = engine.read_range(index.data.name, start, int(last[high - 1]))
+        extents = zip(order[low:high].tolist(), first[low:high].tolist(), last[low:high].tolist(), strict=True)
+        for position, begin, end in extents:
+            parts[position] = read[begin - start : end - start]
     data, offsets = np.concatenate(parts), np.append(0, np.cumsum(lengths))
     found = RaggedRows(index.kind, data, offsets, index.classes)
     if check and schema.checksums_path(index.name) in engine.indexes:

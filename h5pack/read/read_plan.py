@@ -20,7 +20,7 @@ import numpy.typing as npt
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.storage import Storage
 from h5pack.read.virtual_index import VirtualIndex
-from h5pack.system.arrays import run_edges
+from h5pack.system.arrays import limited_runs, run_edges
 
 MAX_GAP_BYTES = 4_096
 """Maximum gap in bytes between two extents that one read covers: one page. The disk reads whole pages anyway, and
@@ -29,6 +29,22 @@ reading the gap is cheaper than another system call."""
 MAX_EXTENT_BYTES = 4 * 1024 * 1024
 """Size in bytes of aligned blocks of a file. One read covers only extents that begin in the same block, so that its
 buffer, which also holds the gaps, stays small."""
+
+
+MAX_MERGED_BYTES = 8 * 1024 * 1024
+"""Maximum size in bytes of a read of rows that differ in length, unless a single row is larger."""
+
+
+def merge_ranges(
+    starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], item_bytes: int = 1
+) -> Iterator[tuple[int, int]]:
+    """Divide ascending ranges of items into reads, which may cover small gaps between ranges.
+
+    For each read, yield (first, last): it covers the ranges `first` to `last` - 1.
+    """
+    if len(starts):
+        edges = run_edges(starts[1:] - stops[:-1] > MAX_GAP_BYTES // item_bytes)
+        yield from limited_runs(edges, starts, stops, max(1, MAX_MERGED_BYTES // item_bytes))
 
 
 @dataclass(frozen=True)

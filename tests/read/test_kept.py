@@ -12,7 +12,7 @@ import pytest
 
 import h5pack
 from h5pack.errors import DamagedRowsError, PackFormatError, SizesDifferError
-from h5pack.read import encoded as encoded_module
+from h5pack.read import read_plan
 from h5pack.read.description import describe_file
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.engine import Engine
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_bytes_and_pixels_in_every_layout(
     tmp_path: Path, layout: str, read_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoded_module, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(read_plan, "MAX_MERGED_BYTES", read_bytes)
     rows = jpegs(31)
     engine = described(write_kept(tmp_path / "f.h5", rows, **LAYOUTS[layout]))
     index = engine.indexes["encoded"]

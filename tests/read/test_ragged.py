@@ -14,7 +14,7 @@ import pytest
 import h5pack
 from h5pack.errors import DamagedRowsError, H5PackError, PackChangedError, PackFormatError
 from h5pack.format.fields import RaggedRows
-from h5pack.read import ragged
+from h5pack.read import ragged, read_plan
 from h5pack.read.description import describe_file
 from h5pack.read.engine import Engine
 from h5pack.read.ragged import is_ragged, read_ragged
@@ -66,8 +66,8 @@ def rewrite(path: Path, name: str, part: str, **settings: Any) -> None:
 def test_rows_in_any_order_equal_those_of_h5py(
     original: Path, name: str, gap: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ragged, "MAX_GAP_BYTES", gap)
-    monkeypatch.setattr(ragged, "_READ_BYTES", most)
+    monkeypatch.setattr(read_plan, "MAX_GAP_BYTES", gap)
+    monkeypatch.setattr(read_plan, "MAX_MERGED_BYTES", most)
     expected = stored(original, name)
     engine, index = engine_of(original, name)
     random = np.random.default_rng(0)
