@@ -128,7 +128,44 @@ def join_rows(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[
 
     `parts` must ascend and not overlap. `file` is the dataset's file. `fill` is one row of fill values, as bytes.
     """
-    builder = _Builder()
+    columns: list[tuple[Integers, Integers, Integers, Integers]] = []
+    found: dict[tuple[str, str | bytes], tuple[int, SourceDataset]] = {}
+    rows_by_group: Counter[int] = Counter()
+    for part in _with_holes(index, file, fill, parts):
+        stop, shift = part.start + part.rows, part.start - part.first
+        ranges = part.index.ranges(part.start, stop)
+        sources = part.index.sources if isinstance(part.index, VirtualIndex) else [SourceDataset(part.file, part.index)]
+        source_ids, counts = np.empty_like(ranges.source_ids), np.diff(np.append(ranges.firsts, stop))
+        # The mapping may leave out some sources of a virtual dataset.
+        for number in np.unique(ranges.source_ids).tolist():
+            own, source = ranges.source_ids == number, sources[number]
+            # Sources without allocated storage differ only in their fill values, so one entry stands for all sources
+            # of a file with the same fill value.
+            key = source.file.path, source.index.fill if source.index.is_empty else source.index.name
+            source_ids[own], _ = found.setdefault(key, (len(found), source))
+            if not source.index.is_empty:
+                rows_by_group[source.index.group_rows] += int(counts[own].sum())
+        columns.append((ranges.firsts - shift, source_ids, ranges.shifts + shift, ranges.addresses))
+    starts, source_ids, shifts, addresses = (np.concatenate(column) for column in zip(*columns, strict=True))
+    group_rows = contiguous_group_rows(index.rows, index.row_bytes)
+    if rows_by_group:
+        ((group_rows, _),) = rows_by_group.most_common(1)
+    return VirtualIndex(
+        name=index.name,
+        dtype=index.dtype,
+        shape=index.shape,
+        chunk_rows=group_rows,
+        group_rows=group_rows,
+        addresses=addresses,
+        starts=starts,
+        source_ids=source_ids,
+        shifts=shifts,
+        sources=tuple(source for _, source in found.values()),
+    )
+
+
+def _with_holes(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[MappedRows]) -> Iterator[MappedRows]:
+    """Yield `parts`, and before each the rows that no mapping covers, as a dataset without allocated storage."""
     at = 0
     for part in [*parts, None]:
         stop = index.rows if part is None else part.first
@@ -142,58 +179,7 @@ def join_rows(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[
                 addresses=np.full(1, -1, np.int64),
                 fill=fill,
             )
-            builder.add(MappedRows(at, stop - at, file, hole, 0))
+            yield MappedRows(at, stop - at, file, hole, 0)
         if part is not None:
-            builder.add(part)
+            yield part
             at = part.first + part.rows
-    group_rows = builder.group_rows() or contiguous_group_rows(index.rows, index.row_bytes)
-    starts, source_ids, shifts, addresses = (np.concatenate(column) for column in zip(*builder.columns, strict=True))
-    return VirtualIndex(
-        name=index.name,
-        dtype=index.dtype,
-        shape=index.shape,
-        chunk_rows=group_rows,
-        group_rows=group_rows,
-        addresses=addresses,
-        starts=starts,
-        source_ids=source_ids,
-        shifts=shifts,
-        sources=tuple(builder.sources),
-    )
-
-
-class _Builder:
-    """Collects the ranges and sources of all mappings of a virtual dataset, in ascending order of rows."""
-
-    def __init__(self) -> None:
-        self.columns: list[tuple[Integers, Integers, Integers, Integers]] = []
-        self.sources: list[SourceDataset] = []
-        self._numbers: dict[tuple[str, str | bytes], int] = {}
-        self._rows_by_group: Counter[int] = Counter()
-
-    def add(self, part: MappedRows) -> None:
-        """Split the rows of a mapping into ranges and append them."""
-        stop, shift = part.start + part.rows, part.start - part.first
-        ranges = part.index.ranges(part.start, stop)
-        sources = part.index.sources if isinstance(part.index, VirtualIndex) else [SourceDataset(part.file, part.index)]
-        source_ids, counts = np.empty_like(ranges.source_ids), np.diff(np.append(ranges.firsts, stop))
-        # The mapping may leave out some sources of a virtual dataset.
-        for number in np.unique(ranges.source_ids).tolist():
-            own, source = ranges.source_ids == number, sources[number]
-            source_ids[own] = self._number(source)
-            if not source.index.is_empty:
-                self._rows_by_group[source.index.group_rows] += int(counts[own].sum())
-        self.columns.append((ranges.firsts - shift, source_ids, ranges.shifts + shift, ranges.addresses))
-
-    def group_rows(self) -> int:
-        """Return the `group_rows` that applies to most rows in the sources; 0 if all sources are empty (`is_empty`)."""
-        return self._rows_by_group.most_common(1)[0][0] if self._rows_by_group else 0
-
-    def _number(self, source: SourceDataset) -> int:
-        # Sources without allocated storage differ only in their fill values, so one entry stands for all sources of a
-        # file with the same fill value.
-        what = source.index.fill if source.index.is_empty else source.index.name
-        found = self._numbers.setdefault((source.file.path, what), len(self.sources))
-        if found == len(self.sources):
-            self.sources.append(source)
-        return found
