@@ -80,19 +80,15 @@ class FileMapping:
         self._begins, self._stops = self._ends.copy(), self.bases.copy()
         self._opened: tuple[float, list[tuple[Storage, int, int]]] = (-math.inf, [])
         size = int(self._ends[-1])
-        # A mapping stays valid after its storage closes the file.
-        if len(storages) == 1:
-            self._map = mmap.mmap(storages[0].open(), size, mmap.MAP_SHARED, mmap.PROT_READ)
-            self.bytes = np.frombuffer(self._map, np.uint8)
-        else:
-            # Reserve addresses, then map each file to a part of them. Deleting `_map` unmaps all files.
-            # The first address is a multiple of `_BLOCK`, so that the system can map many pages of a file by one entry
-            # of the page table. At other addresses, copying rows of 3 KB takes 4% longer.
-            self._map = mmap.mmap(-1, size + _BLOCK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0)
-            reserved = np.frombuffer(self._map, np.uint8)
-            self.bytes = reserved[-reserved.__array_interface__["data"][0] % _BLOCK :][:size]
+        # Reserve addresses, then map each file to a part of them. Deleting `_map` unmaps all files. The first address
+        # is a multiple of `_BLOCK`, so that the system can map many pages of a file by one entry of the page table. At
+        # other addresses, copying rows of 3 KB takes 4% longer.
+        self._map = mmap.mmap(-1, size + _BLOCK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0)
+        reserved = np.frombuffer(self._map, np.uint8)
+        self.bytes = reserved[-reserved.__array_interface__["data"][0] % _BLOCK :][:size]
         self._address: int = self.bytes.__array_interface__["data"][0]
-        for storage, base, count in zip(storages, bases, sizes, strict=True) if len(storages) > 1 else ():
+        # A mapping stays valid after its storage closes the file.
+        for storage, base, count in zip(storages, bases, sizes, strict=True):
             start = self._address + base
             if _mmap(start, count, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, storage.open(), 0) != start:
                 raise_errno()
@@ -119,8 +115,7 @@ class FileMapping:
             return None
         try:
             return cls(storages, bases)
-        except (OSError, ValueError, OverflowError):
-            # mmap raises ValueError if the file has become shorter. Reads with preadv then raise the right error.
+        except (OSError, OverflowError):
             return None
 
     @cached_property
