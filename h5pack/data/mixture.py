@@ -156,20 +156,16 @@ def _weight_counts(weights: Sequence[float], plans: Sequence[OrderPlan]) -> list
     for number, weight in enumerate(given):
         if not 0 < weight < math.inf:
             raise error(f"weights[{number}] is {weight}; give a finite number above 0, or leave the pack out")
-    exact = [Fraction(weight) for weight in given]
-    whole = sum(exact)
-    common = math.lcm(*(weight.denominator for weight in exact))
-    numbers = [int(weight * common) for weight in exact]
-    divisor = math.gcd(*numbers)
-    if sum(numbers) // divisor <= _PERIOD:
-        return [number // divisor for number in numbers]
-    shares = [weight * _PERIOD / whole for weight in exact]
-    counts = [int(share) for share in shares]
-    largest = sorted(range(len(shares)), key=lambda number: (counts[number] - shares[number], number))
+    whole = sum(map(Fraction, given))
+    shares = [Fraction(weight) / whole for weight in given]
+    period = math.lcm(*(share.denominator for share in shares))
+    if period <= _PERIOD:
+        return [int(share * period) for share in shares]
+    counts = [int(share * _PERIOD) for share in shares]
+    largest = sorted(range(len(shares)), key=lambda number: (counts[number] - shares[number] * _PERIOD, number))
     for number in largest[: _PERIOD - sum(counts)]:
         counts[number] += 1
-    for number, count in enumerate(counts):
-        if not count:
-            problem = f"is less than 1/{_PERIOD:,} of the sum; give a larger one, or leave the pack out"
-            raise error(f"weights[{number}] {problem}")
+    if 0 in counts:
+        problem = f"is less than 1/{_PERIOD:,} of the sum; give a larger one, or leave the pack out"
+        raise error(f"weights[{counts.index(0)}] {problem}")
     return counts

@@ -23,7 +23,7 @@ from h5pack.order.row_ranges import EpochRows, Rows, RowSampler, RowSet
 from h5pack.system.arrays import range_indices
 
 MAX_SAMPLES = 1 << 48
-"""Maximum draws per epoch. Up to this number, the floating-point quotient in `_draws_before` is wrong by less than one,
+"""Maximum draws per epoch. Up to this number, the floating-point quotient in `draws_before` is wrong by less than one,
 so that the function can correct it."""
 
 _LINE_BITS = 60
@@ -59,8 +59,8 @@ class WeightedRows(RowSampler):
         self._digest = zlib.crc32(np.ascontiguousarray(weights, "<f8").data)
         self._units = _in_units(weights)
         sums = np.add.reduceat(self._units, rows.chunk_starts(np.arange(rows.chunk_count)))
-        self._sums: Rows = np.concatenate(([0], np.cumsum(sums)))
-        self._line = int(self._sums[-1])
+        self.sums: Rows = np.concatenate(([0], np.cumsum(sums)))  # of the units before each chunk, then of all
+        self._line = int(self.sums[-1])
         self._drawable = int(np.count_nonzero(self._units))
 
     def epoch_rows(self, key: int) -> EpochDraws:
@@ -69,7 +69,7 @@ class WeightedRows(RowSampler):
 
     def max_rows(self, chunks: int) -> int:
         """Return an upper bound on the rows drawn from `chunks` consecutive chunks of any epoch's order."""
-        sums = np.diff(self._sums)
+        sums = np.diff(self.sums)
         others = min(chunks, len(sums)) - 1
         heaviest = np.partition(sums, len(sums) - 1 - others)[-1 - others :]
         # Padding repeats the beginning of the order at its end, so one of the chunks can occur twice: count the
@@ -86,10 +86,6 @@ class WeightedRows(RowSampler):
     def identity(self) -> dict[str, Any]:
         return {**self.rows.identity(), "samples": self.count, "weights_digest": self._digest}
 
-    def chunk_edges(self, offset: int) -> Rows:
-        """Return the number of draws before each chunk, then the number of all draws; int64, (chunk_count + 1,)."""
-        return self._draws_before(self._sums, offset)
-
     def row_edges(self, chunks: Rows, offset: int) -> tuple[Rows, Rows, Rows]:
         """Return (positions, edges, counts) for the rows of `chunks`, int64 (c,).
 
@@ -103,10 +99,10 @@ class WeightedRows(RowSampler):
         units = self._units[positions]
         sums = np.cumsum(units)
         heads = np.cumsum(counts) - counts
-        sums += np.repeat(self._sums[chunks] - (sums[heads] - units[heads]), counts)
-        return positions, self._draws_before(sums, offset), counts
+        sums += np.repeat(self.sums[chunks] - (sums[heads] - units[heads]), counts)
+        return positions, self.draws_before(sums, offset), counts
 
-    def _draws_before(self, units: Rows, offset: int) -> Rows:
+    def draws_before(self, units: Rows, offset: int) -> Rows:
         """Return, for each position on the line of weights, how many of the epoch's draws are at points before it.
 
         The point of draw k is at (k x line + offset) / count, where `line` is the length of the line.
@@ -127,7 +123,7 @@ class EpochDraws(EpochRows):
     def __init__(self, rows: WeightedRows, offset: int) -> None:
         self._weighted, self._offset = rows, offset
         self.count, self.chunk_rows = rows.count, rows.chunk_rows
-        edges = rows.chunk_edges(offset)
+        edges = rows.draws_before(rows.sums, offset)
         self._drawn = np.flatnonzero(np.diff(edges))
         self._edges = np.append(edges[self._drawn], self.count)
         self.chunk_count = len(self._drawn)

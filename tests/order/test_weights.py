@@ -140,7 +140,7 @@ def test_counts_are_exact_where_products_have_more_than_64_bits(samples: int) ->
     for offset in (0, 1, line // 3, line - 1):
         expected = [-((offset - samples * end) // line) for end in ends]
         assert drawn.row_edges(np.arange(drawn.rows.chunk_count), offset)[1].tolist() == expected
-        assert drawn.chunk_edges(offset).tolist() == [0, *expected[6::7], expected[-1]]
+        assert drawn.draws_before(drawn.sums, offset).tolist() == [0, *expected[6::7], expected[-1]]
         assert expected[-1] == samples
 
 
