@@ -393,19 +393,12 @@ def _sizes_for(wanted: Sequence[int], default_chunk_rows: int, rows: int) -> lis
 def _sample_rows(
     source: BenchInput, settings: BenchSettings, scratch: Path, row_bytes: int, num_files: int, rows_in_time: int
 ) -> int:
-    """Return how many rows to sample: those asked for, or as time, disk and memory allow. Raise NoSpaceError."""
-    free = free_bytes(scratch)
-    max_bytes = min(MAX_SAMPLE_BYTES, available_memory() // (3 * num_files), int(0.8 * free) // num_files)
+    """Return how many rows to sample: those asked for, or as time, disk and memory allow."""
+    max_bytes = min(
+        MAX_SAMPLE_BYTES, available_memory() // (3 * num_files), int(0.8 * free_bytes(scratch)) // num_files
+    )
     allowed = min(max_bytes // row_bytes, max(rows_in_time, _PROBE_IMAGES[0]))
-    rows = max(MIN_IMAGES, min(source.num_images, allowed if settings.rows is None else settings.rows))
-    size = int(1.1 * rows * row_bytes * num_files)
-    if size > free:
-        raise NoSpaceError.at(
-            scratch.parent,
-            f"temporary files need {size:,} bytes, but only {free:,} are free; {_LESS_SPACE}",
-            "scratch=FOLDER",
-        )
-    return rows
+    return max(MIN_IMAGES, min(source.num_images, allowed if settings.rows is None else settings.rows))
 
 
 def _write_contiguous(base: Path, path: Path) -> None:
