@@ -33,7 +33,7 @@ from h5pack.system.machine import load_text
 from h5pack.system.text import counted, format_bytes, listed, printable
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
-_NOISY_RATIO, _SLOW_RATIO = 1.5, 1.25
+_NOISY_RATIO = 1.5
 _LONG_SECONDS = 300  # A longer time budget to recommend: the more repeats, the more outliers can be left out.
 _Line = tuple[Measurement, list[str]]
 """A measurement, and further cells of its line in a table."""
@@ -320,15 +320,7 @@ def _facts(report: BenchReport) -> list[str]:
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items() if name != "all")
     lines = [f"machine   {machine_text(report.machine)}"]
     lines.append(f"time      {report.seconds.get('all', 0.0):.0f} s of {report.budget_seconds:g} s ({phases})")
-    hot = [one for one in (*report.measurements, *report.run_off) if one.case.cache == "hot"]
-    for one in report.ceilings:
-        # Leave out readers with more threads, which may be faster even if nothing slowed the ceiling.
-        alike = [
-            found.median for found in hot if max(found.case.num_threads, found.case.num_workers or 0) <= one.num_threads
-        ]
-        slow = one.cache == "hot" and one.speeds and _SLOW_RATIO * statistics.median(one.speeds) < max(alike, default=0)
-        slowed = ", slowed by other programs: a case was faster" if slow else ""
-        lines.append(f"ceiling   {one}: {measured_text(one.speeds)} images/s, {one.cache}{slowed}")
+    lines += [f"ceiling   {one}: {measured_text(one.speeds)} images/s, {one.cache}" for one in report.ceilings]
     if report.fix is not None and report.recommendation is None:
         lines.append(f"fix       {report.fix}")
     if report.recommendation is not None and (cache := report.recommendation.chunk_cache) is not None:

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from h5pack.benchmark.cases import Ceiling, Measurement, SweepTable
+from h5pack.benchmark.cases import Measurement, SweepTable
 from h5pack.benchmark.report import BenchReport, measured_text, speed_text
 from h5pack.system.text import printable
 from tests.benchmark import reports
@@ -136,21 +136,6 @@ def test_the_run_off_has_ratios_within_turns() -> None:
     # Of a small sample nothing is compared.
     report.recommendation = replace(report.recommendation, compared=False)
     assert {ratio for _, ratio in column()} == {"-"}
-
-
-@pytest.mark.parametrize(("speed", "slowed"), [(100e3, 0), (140e3, 1)])
-def test_a_copy_that_was_slower_than_reading_is_no_ceiling(speed: float, slowed: int) -> None:
-    report = reports.folder_report()
-    more_threads = reports.measured(reports.packed(9), "window", "direct", "hot", 1e6, num_threads=3)
-    more_workers = reports.measured(reports.packed(9), "window", "direct", "hot", 1e6, num_workers=3)
-    reading = reports.measured(reports.packed(9), "window", "direct", "hot", speed)
-    report.run_off = [reading, more_threads, more_workers]
-    report.ceilings = [
-        Ceiling("memory copy", 2, "hot", (speed, 100e3, 100e3)),
-        Ceiling("memory copy", 1, "hot", ()),
-        Ceiling("sequential read", 1, "cold", (1.0, 1.0)),
-    ]
-    assert report.to_text(full=True).count("slowed by") == slowed
 
 
 RATIO = re.compile(r"(\d+\.\d+) of a (memory copy|sequential read) with (\d+) thread")
