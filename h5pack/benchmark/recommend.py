@@ -92,8 +92,8 @@ class Findings:
     """The measurements of the sweep and of the run-off (see `bench.py`), and what is needed to judge them."""
 
     variants: Sequence[FileVariant]
-    measurements: Sequence[Measurement]
-    run_off: Sequence[Measurement]
+    measurements: list[Measurement]  # These two lists may grow.
+    run_off: list[Measurement]
     workload: Workload
     cache: str  # The page-cache state whose speeds decide.
 
@@ -142,14 +142,14 @@ def finalists(findings: Findings) -> list[BenchCase]:
     The input file and the variant nearest to the default are always included, because all others are compared with
     these two.
     """
-    some = findings.comparable()
-    found = sorted(some, key=lambda one: -one.median)
-    packed = {one.label: _effort(one, findings.workload) for one in findings.variants if not one.is_input}
-    given = [one.label for one in findings.variants if one.is_input]
+    some, variants = findings.comparable(), findings.cases
+    packed = [one.case for one in some if not variants[one.case].is_input]
     # If two are equally near, take the first one, as `choose` does.
-    nearest = min((one.case.variant for one in some if one.case.variant in packed), key=packed.__getitem__, default="")
-    fast = [one for one in found[:_MAX_FINALISTS] if one.median >= HOPELESS * found[0].median]
-    return [one.case for one in found if one in fast or one.case.variant in (nearest, *given)]
+    nearest = min(packed, key=lambda case: _effort(variants[case], findings.workload), default=None)
+    found = sorted(some, key=lambda one: -one.median)
+    fast = [one.case for one in found[:_MAX_FINALISTS] if one.median >= HOPELESS * found[0].median]
+    always = [case for case, variant in variants.items() if variant.is_input or case == nearest]
+    return [one.case for one in found if one.case in fast or one.case in always]
 
 
 def choose(findings: Findings) -> Recommendation | None:

@@ -136,9 +136,7 @@ def open_reader(case: BenchCase, variant: FileVariant, seed: int, shared: Shared
     if case.order == "single":
         order = _random_rows(variant, seed)
         return CaseReader(dataset.close, lambda: ((1, dataset[row][0].numpy()) for row in order))
-    reader = LoaderReader(shared.dataset(variant, library=case.engine == "tuned"), case, variant, seed)
-    reader.share(shared.memory)
-    return reader
+    return LoaderReader(shared.dataset(variant, library=case.engine == "tuned"), case, variant, seed, shared.memory)
 
 
 class LoaderReader(CaseReader):
@@ -146,21 +144,21 @@ class LoaderReader(CaseReader):
 
     max_epoch = 4.0
 
-    def __init__(self, dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int) -> None:
+    def __init__(
+        self, dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int, memory: list[H5Loader]
+    ) -> None:
         super().__init__(dataset.close, self._batches)
         self._dataset = dataset
         self._before = dataset.stats()
-        self._new_loader = partial(
+        new_loader = partial(
             H5Loader, dataset, case.batch_size, shuffle=_SHUFFLES[case.order], seed=seed, window=case.window,
             num_threads=case.num_threads, indices=_first_rows(dataset, variant),
         )  # fmt: skip
-        self._loader = self._new_loader()
+        self._loader = new_loader()
         self.decodes_once = self._loader.decodes_once
-
-    def share(self, memory: list[H5Loader]) -> None:
-        """Share batch memory with earlier readers, because first writes to new memory take longer than reading rows."""
+        # Share batch memory with earlier readers, because first writes to new memory take longer than reading rows.
         if not any(self._loader.use_memory_of(keeper) for keeper in memory):
-            memory.append(self._new_loader())
+            memory.append(new_loader())
             self._loader.use_memory_of(memory[-1])
         self._loader.prepare_memory()
 
