@@ -169,23 +169,22 @@ def make_settings(**keywords: Any) -> BenchSettings:
 
 @dataclass
 class _Comparison:
-    """Takes the measurements that decide the recommendation, until the time `end`, and adds them to `report`."""
+    """Takes the measurements that decide the recommendation, until the time `end`, and adds them to `findings`."""
 
-    report: BenchReport
-    workload: Workload
+    findings: Findings
     settings: BenchSettings
     sweep: Sweep
     ceilings: Ceilings
     clock: Callable[[], float]
     end: float  # As returned by `clock`.
-    cache: str = "hot"  # Page-cache state of the cases that compare variants.
 
     def compare(self, cases: Sequence[BenchCase]) -> float:
         """Measure the cases that compare variants; return the estimated seconds to measure each once."""
-        turn, left, found = 0.0, self.end - self.clock(), self.report.measurements
-        for cache in deciding_caches(self.workload, self.settings.caches):
-            self.cache = cache
-            chosen = [case for case in cases if case == self.workload.case(case.variant, cache)]
+        workload, found = self.findings.workload, self.findings.measurements
+        turn, left = 0.0, self.end - self.clock()
+        for cache in deciding_caches(workload, self.settings.caches):
+            self.findings = replace(self.findings, cache=cache)
+            chosen = [case for case in cases if case == workload.case(case.variant, cache)]
             turn = self.sweep.measure(chosen, _COMPARE_SHARE * left, found, self.ceilings, end=self.end)
             if any(one.speeds for one in found):
                 break
@@ -193,16 +192,15 @@ class _Comparison:
 
     def run_off(self) -> bool:
         """Measure the fastest variants again, then other loader settings; return whether any repeats were added."""
-        workload, left, before = self.workload, self.end - self.clock(), self._repeats()
+        workload, left, before = self.findings.workload, self.end - self.clock(), self._repeats()
         chosen = choose(self.findings)
         if chosen is None or not chosen.compared or missing(self.findings):
             return False
-        cases = finalists(self.findings)
-        found = self.report.run_off
+        cases, found = finalists(self.findings), self.findings.run_off
         self.sweep.measure(cases, _FINALISTS_SHARE * left, found, self.ceilings, reload_each_repeat=True)
         chosen = choose(self.findings) or chosen
         counts = sorted({count for count in (*_TRIED, workload.cpus) if count <= min(workload.cpus, max(_TRIED))})
-        usual = workload.case(chosen.variant, self.cache)
+        usual = workload.case(chosen.variant, self.findings.cache)
         threads = [replace(usual, num_threads=count) for count in self.settings.num_threads or counts]
         windows = [replace(usual, window=window) for window in self.settings.window]
         alone = replace(usual, num_threads=1)
@@ -214,17 +212,13 @@ class _Comparison:
         return self._repeats() > before
 
     def _repeats(self) -> int:
-        return sum(len(one.speeds) for one in self.report.run_off)
+        return sum(len(one.speeds) for one in self.findings.run_off)
 
     def measure_first_epoch(self, chosen: Recommendation) -> None:
         """Measure first epochs if only first epochs decode chunks, and add their speeds to the workload."""
-        speeds = self.sweep.first_epoch(self.workload.case(chosen.variant, chosen.judged_by), self.end)
-        self.workload = replace(self.workload, first_epoch=speeds)
-
-    @property
-    def findings(self) -> Findings:
-        report = self.report
-        return Findings(report.variants, report.measurements, report.run_off, self.workload, self.cache)
+        workload = self.findings.workload
+        speeds = self.sweep.first_epoch(workload.case(chosen.variant, chosen.judged_by), self.end)
+        self.findings = replace(self.findings, workload=replace(workload, first_epoch=speeds))
 
 
 class BenchRun:
@@ -315,7 +309,8 @@ class BenchRun:
             ceilings = Ceilings(sample.variants, sample.rows, sample.row_bytes, batch_size, most)
         if ceilings.copy_threads < min(workload.num_threads + 1, workload.cpus):
             report.notes.append("There is too little memory to measure a memory copy, the ceiling of warm reads.")
-        comparison = _Comparison(report, workload, settings, sweep, ceilings, self._clock, end)
+        findings = Findings(report.variants, report.measurements, report.run_off, workload, first)
+        comparison = _Comparison(findings, settings, sweep, ceilings, self._clock, end)
         try:
             with self._phase("comparing chunk sizes"):
                 turn = comparison.compare(every)
@@ -326,14 +321,14 @@ class BenchRun:
                     more = comparison.run_off()
         finally:
             report.ceilings += ceilings.results()
-        chosen = choose(comparison.findings)
+        chosen, judged_by = choose(comparison.findings), comparison.findings.cache
         report.missing = missing(comparison.findings, sample.not_packed)
         failed = {one.case for one in report.measurements if one.reason not in (None, NO_TIME)}
         if chosen is not None and not report.missing:
             comparison.measure_first_epoch(chosen)
             report.recommendation = choose(comparison.findings)
         # More time would not help if all deciding cases failed, or none of them was asked for.
-        elif not failed.issuperset(case for case in every if case == workload.case(case.variant, comparison.cache)):
+        elif not failed.issuperset(case for case in every if case == workload.case(case.variant, judged_by)):
             needed = report.seconds["packing"] + report.seconds["warming up"] + (MIN_REPEATS + 1) * turn
             report.enough_seconds = math.ceil(LEEWAY * max(needed, settings.seconds))
         ceilings.copy = None  # Free the memory of its arrays.
