@@ -23,15 +23,10 @@ from h5pack.benchmark.sample import find_input
 from h5pack.benchmark.sweep import Sweep
 from h5pack.cli import main
 from h5pack.errors import H5PackError, NoSpaceError, OptionsError
-from tests.benchmark.files import ROW_BYTES, SIZE, write_cut_chunks
-from tests.makers import class_folders, flat_folder, hdf5_file, save, split_folders
+from tests.benchmark.files import ROW_BYTES, SIZE
+from tests.makers import flat_folder, hdf5_file, save, split_folders
 from tests.monitor.fake_clock import FakeClock
 from tests.read.encoded_files import write_encoded
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return class_folders(tmp_path_factory.mktemp("source") / "photos", {"a": 20, "b": 20}, SIZE)
 
 
 @pytest.fixture(autouse=True)
@@ -190,10 +185,9 @@ def test_a_compressed_file_of_another_program_is_converted(tmp_path: Path, monke
     assert sum("full shuffle" in note for note in report.notes) == 1
 
 
-def test_an_input_file_is_compared_with_packs_of_it(tmp_path: Path) -> None:
-    path = write_cut_chunks(tmp_path / "cut.h5")
+def test_an_input_file_is_compared_with_packs_of_it(cut: Path, tmp_path: Path) -> None:
     settings = {"chunk_rows": 8, "contiguous": False, "batch_size": 16, "num_workers": 0}
-    report = bench(path, tmp_path, caches="hot", orders=("window", "single"), engines=("direct", "default"), **settings)
+    report = bench(cut, tmp_path, caches="hot", orders=("window", "single"), engines=("direct", "default"), **settings)
     assert [one.label for one in report.variants] == ["as it is", "8 rows"]
     assert speeds(report, "single", "default", "hot")["as it is"]
     assert speeds(report, "window", "direct", "hot")["as it is"]
@@ -308,17 +302,16 @@ def test_every_option_reaches_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(value in (7, "x", False, (7,), ("x",)) for value in given.values())
 
 
-def test_mixing_is_reported_for_a_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_cut_chunks(tmp_path / "cut.h5")
+def test_mixing_is_reported(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--batch-size", "10", "--window", "2,4", "--epochs", "2", "--json"]
-    assert main(["bench", os.fspath(path), "--mixing", *options]) == 0
+    assert main(["bench", os.fspath(cut), "--mixing", *options]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["rows"], report["window"], report["batch_size"], report["epochs"]) == (200, 2, 10, 2)
     assert [order["window"] for order in report["orders"]] == [2, 4, None, None]
-    assert main(["bench", os.fspath(path), "--mixing", "--batch-size", "10"]) == 0
+    assert main(["bench", os.fspath(cut), "--mixing", "--batch-size", "10"]) == 0
     assert "window=1" in capsys.readouterr().out
     # Images and labels of other names are detected.
-    with h5py.File(path) as file, h5py.File(tmp_path / "other.h5", "w") as other:
+    with h5py.File(cut) as file, h5py.File(tmp_path / "other.h5", "w") as other:
         for name, values in {"data/x": file["images"][()], "data/y": np.arange(200) % 3}.items():
             other.create_dataset(name, data=values, chunks=(10, *values.shape[1:]))
     assert main(["bench", os.fspath(tmp_path / "other.h5"), "--mixing", *options]) == 0

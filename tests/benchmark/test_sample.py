@@ -6,7 +6,6 @@ import os
 import shutil
 import tarfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,20 +18,9 @@ from h5pack.benchmark.cases import BenchSettings
 from h5pack.benchmark.sample import BenchSample, _Packer, find_input, make_sample, scratch_folder, usual_sizes
 from h5pack.combine.convert import convert
 from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError, WorkerError
-from tests.benchmark.files import ROW_BYTES, SIZE, input_of, sample_of, write_cut_chunks
-from tests.makers import class_folders, flat_folder, hdf5_file, save
+from tests.benchmark.files import ROW_BYTES, SIZE, input_of, sample_of
+from tests.makers import flat_folder, hdf5_file, save
 from tests.monitor.fake_clock import FakeClock
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return class_folders(tmp_path_factory.mktemp("source") / "photos", {"a": 20, "b": 20}, SIZE)
-
-
-@pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Path]:
-    with scratch_folder(tmp_path) as made:
-        yield made
 
 
 def labels(sample: BenchSample) -> list[str]:
@@ -54,14 +42,13 @@ def test_every_variant_holds_the_same_images(folder: Path, scratch: Path) -> Non
     assert sample.notes == []
 
 
-def test_a_larger_input_file_is_read_in_whole_chunks(tmp_path: Path, scratch: Path) -> None:
-    path = write_cut_chunks(tmp_path / "cut.h5")
-    source = input_of(path)
+def test_a_larger_input_file_is_read_in_whole_chunks(cut: Path, scratch: Path) -> None:
+    source = input_of(cut)
     assert (source.kind, source.num_images, len(source.faults)) == ("file", 200, 2)
     assert source.options == {"images": "images", "labels": "labels", "layout": "nchw"}
     assert source.fix is not None
     assert source.variant.overhead == pytest.approx(2 * 63 / 64, rel=0.01)
-    sample = sample_of(path, scratch, rows=60, chunk_rows=(8,), contiguous=False)
+    sample = sample_of(cut, scratch, rows=60, chunk_rows=(8,), contiguous=False)
     found = [(one.label, one.rows, one.is_input) for one in sample.variants]
     assert found == [("as it is", 100, True), ("8 rows", 60, False)]
 
@@ -128,10 +115,9 @@ def raises(error: Exception) -> None:
     raise error
 
 
-def test_an_input_behind_links_is_found(tmp_path: Path) -> None:
-    write_cut_chunks(tmp_path / "cut.h5")
+def test_an_input_behind_links_is_found(cut: Path, tmp_path: Path) -> None:
     with h5py.File(tmp_path / "links.h5", "w") as file:
-        file["outer"] = h5py.ExternalLink("cut.h5", "/images")
+        file["outer"] = h5py.ExternalLink(cut, "/images")
         file["images"] = h5py.SoftLink("/outer")
     source = input_of(tmp_path / "links.h5")
     assert (source.num_images, len(source.faults)) == (200, 2)
@@ -255,8 +241,9 @@ def test_no_other_temporary_folder_is_used(folder: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("num_images", "rows"), [(None, 44), (40, 24), (10_000, 156), (10**6, 1_364)])
-def test_the_default_chunks_are_those_of_the_judged_dataset(tmp_path: Path, num_images: int | None, rows: int) -> None:
+def test_the_default_chunks_are_those_of_the_judged_dataset(
+    tmp_path: Path, scratch: Path, num_images: int | None, rows: int
+) -> None:
     path = hdf5_file(tmp_path / "f.h5", x=np.zeros((3_000, 32, 32, 3), np.uint8))
-    with scratch_folder(tmp_path) as scratch:
-        sample = sample_of(path, scratch, num_images=num_images, chunk_rows=(8,), contiguous=False)
-    assert (sample.rows, sample.default_chunk_rows) == (3_000, rows)
+    sample = sample_of(path, scratch, num_images=num_images, rows=64, chunk_rows=(8,), contiguous=False)
+    assert (sample.rows, sample.default_chunk_rows) == (64, rows)

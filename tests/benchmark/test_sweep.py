@@ -18,7 +18,7 @@ from h5pack.benchmark.cases import BenchCase, FileVariant, Measurement
 from h5pack.benchmark.ceilings import Ceilings, PageState
 from h5pack.benchmark.sample import scratch_folder
 from h5pack.benchmark.sweep import LibraryReader, ReadTiming, SharedDatasets, Sweep, open_reader
-from tests.benchmark.files import ROW_BYTES, SIZE, input_of, sample_of, write_cut_chunks
+from tests.benchmark.files import ROW_BYTES, SIZE, input_of, sample_of
 from tests.crashing import gone
 from tests.makers import class_folders
 from tests.monitor.fake_clock import FakeClock
@@ -31,11 +31,6 @@ def case_of(
 
 
 WINDOW = case_of("4 rows", "window")
-
-
-@pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_cut_chunks(tmp_path_factory.mktemp("source") / "cut.h5")
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +85,11 @@ def test_rows_by_h5py_are_those_of_the_file(
     assert np.array_equal(np.concatenate([pixels for _, pixels in parts]), expected[rows])
 
 
-def test_a_part_of_a_larger_file_is_read(cut: Path, tmp_path: Path) -> None:
-    with scratch_folder(tmp_path) as scratch:
-        first = sample_of(cut, scratch, rows=60, chunk_rows=(8,), contiguous=False).variants[0]
-        reader = open_reader(case_of("as it is", "full"), first, 0, SharedDatasets())
-        assert reader.run(math.inf, once=True).rows == 100
-        reader.close()
+def test_a_part_of_a_larger_file_is_read(cut: Path, scratch: Path) -> None:
+    first = sample_of(cut, scratch, rows=60, chunk_rows=(8,), contiguous=False).variants[0]
+    reader = open_reader(case_of("as it is", "full"), first, 0, SharedDatasets())
+    assert reader.run(math.inf, once=True).rows == 100
+    reader.close()
 
 
 @pytest.fixture(scope="module")
@@ -255,37 +249,34 @@ def write_compressed(path: Path, shape: tuple[int, ...], chunk_rows: int) -> Pat
     return path
 
 
-def test_cold_cases_read_the_disk_though_libraries_cache_chunks(tmp_path: Path) -> None:
+def test_cold_cases_read_the_disk_though_libraries_cache_chunks(tmp_path: Path, scratch: Path) -> None:
     """A compressed file that fits into every cache of HDF5 and h5pack."""
     path = write_compressed(tmp_path / "small.h5", (100, 32, 32, 3), 10)
-    with scratch_folder(tmp_path) as scratch:
-        variants = sample_of(path, scratch, chunk_rows=(10,), contiguous=False).variants
-        kinds = [(order, engine) for order in ("window", "full", "single") for engine in ("direct", "tuned", "default")]
-        cases = [case_of("as it is", *kind, "cold") for kind in kinds]
-        found = measure(variants, cases, 3.0, FakeClock(tick=0.05))
+    variants = sample_of(path, scratch, chunk_rows=(10,), contiguous=False).variants
+    kinds = [(order, engine) for order in ("window", "full", "single") for engine in ("direct", "tuned", "default")]
+    cases = [case_of("as it is", *kind, "cold") for kind in kinds]
+    found = measure(variants, cases, 3.0, FakeClock(tick=0.05))
     assert len({one.reason for one in found}) == 1
     for one in found:
         assert one.reason is not None or (one.amplification or 0) > 0.9, one.case
 
 
-def test_hot_cases_read_decoded_chunks_from_memory_as_later_epochs_do(tmp_path: Path) -> None:
+def test_hot_cases_read_decoded_chunks_from_memory_as_later_epochs_do(tmp_path: Path, scratch: Path) -> None:
     path = write_compressed(tmp_path / "small.h5", (1_000, 64, 64, 3), 1)
-    with scratch_folder(tmp_path) as scratch:
-        variants = sample_of(path, scratch, chunk_rows=(10,), contiguous=False, rows=1_000).variants
-        (found,) = measure(variants, [case_of("as it is", "window", "direct", "hot")], 0.1, FakeClock(tick=0.05))
+    variants = sample_of(path, scratch, chunk_rows=(10,), contiguous=False, rows=1_000).variants
+    (found,) = measure(variants, [case_of("as it is", "window", "direct", "hot")], 0.1, FakeClock(tick=0.05))
     assert found.speeds
     assert found.amplification == 0
 
 
 @pytest.mark.parametrize(("times", "once"), [(1, True), (10, True), (100, False)])
 def test_chunks_stay_in_memory_only_if_those_of_all_images_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, once: bool
+    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, times: int, once: bool
 ) -> None:
     monkeypatch.setattr("h5pack.benchmark.sweep.DECODED_BYTES", 16 * 100 * 64 * 64 * 3)
     path = write_compressed(tmp_path / "part.h5", (100, 64, 64, 3), 10)
-    with scratch_folder(tmp_path) as scratch:
-        settings = {"chunk_rows": (10,), "contiguous": False, "rows": 100, "compression": ("gzip",)}
-        for variant in sample_of(path, scratch, **settings).variants:
-            reader = open_reader(case_of(variant.label, "window"), variant, 0, SharedDatasets(times * 100))
-            assert reader.decodes_once == once, variant.label
-            reader.close()
+    settings = {"chunk_rows": (10,), "contiguous": False, "rows": 100, "compression": ("gzip",)}
+    for variant in sample_of(path, scratch, **settings).variants:
+        reader = open_reader(case_of(variant.label, "window"), variant, 0, SharedDatasets(times * 100))
+        assert reader.decodes_once == once, variant.label
+        reader.close()

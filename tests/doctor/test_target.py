@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,18 @@ def settings(path: str | Path, **changes: Any) -> DiagnoseSettings:
     return DiagnoseSettings(path=path, **{**usual, **changes})
 
 
-def evidence(path: Path, **changes: Any) -> Evidence:
-    target = Target(settings(path, **changes))
-    try:
+@contextmanager
+def opened(path: Path, **changes: Any) -> Iterator[Target]:
+    """A target that has loaded its first batch."""
+    with closing(Target(settings(path, **changes))) as target:
         target.warm(0.0)
         target.load_sample()
+        yield target
+
+
+def evidence(path: Path, **changes: Any) -> Evidence:
+    with opened(path, **changes) as target:
         return target.evidence()
-    finally:
-        target.close()
 
 
 def test_senseless_settings_are_refused(path: Path) -> None:
@@ -100,21 +105,17 @@ def test_the_datasets_of_another_file_are_detected_and_its_faults_named(tmp_path
 @pytest.mark.parametrize(("split", "rows", "batch_size"), [(None, 1, 1), ("test", 12, 3)])
 def test_a_batch_of_too_many_rows_is_lowered(tmp_path: Path, split: str | None, rows: int, batch_size: int) -> None:
     path = converted(tmp_path) if split else write(tmp_path / "one.h5", chunks=1, images=values(1))
-    target = Target(settings(path, split=split, model=None, batch_size=256))
-    target.load_sample()
-    target.make_step()
-    found = target.describe()
-    # The one row has no labels.
-    assert (target.failures, found.rows, found.labels) == ({}, rows, split is not None)
-    known = target.evidence()
-    assert (known.batch_rows, known.epoch_batches) == (batch_size, rows // batch_size)
-    assert (target.batch_size, target.loaders.make().batch_size) == (batch_size, batch_size)
-    assert found.asked_batch_size == 256
-    target.close()
+    with opened(path, split=split, model=None, batch_size=256) as target:
+        target.make_step()
+        found, known = target.describe(), target.evidence()
+        # The one row has no labels.
+        assert (target.failures, found.rows, found.labels) == ({}, rows, split is not None)
+        assert (known.batch_rows, known.epoch_batches) == (batch_size, rows // batch_size)
+        assert (target.batch_size, target.loaders.make().batch_size) == (batch_size, batch_size)
+        assert found.asked_batch_size == 256
     if split:
-        target = Target(settings(path, split=split, batch_size=3))
-        assert (target.batch_size, target.describe().asked_batch_size) == (3, None)
-        target.close()
+        with opened(path, split=split, batch_size=3) as target:
+            assert (target.batch_size, target.describe().asked_batch_size) == (3, None)
 
 
 def test_the_stored_bytes_of_jpegs_and_virtual_files(tmp_path: Path) -> None:
@@ -127,9 +128,8 @@ def test_the_stored_bytes_of_jpegs_and_virtual_files(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "k.h5") as file:
         jpegs = file["encoded/data"].size
     for path, low, high in ((tmp_path / "k.h5", jpegs, jpegs), (tmp_path / "v.h5", 4_000 * 288, 4_000 * 288 + 99_999)):
-        target = Target(settings(path, batch_size=4))
-        assert low <= target._stored_bytes() <= high
-        target.close()
+        with opened(path, batch_size=4) as target:
+            assert low <= target._stored_bytes() <= high
 
 
 def test_a_batch_that_does_not_fit_on_the_device_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,26 +167,20 @@ def test_images_of_several_sizes_are_measured_as_crops_of_one_size(tmp_path: Pat
     save(tmp_path / "in" / "other.jpg", 9, (30, 50))
     h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **quick(keep="jpeg"))
     for changes in ({}, {"num_workers": 0, "transform": np.shape}):
-        target = Target(settings(tmp_path / "o.h5", **changes))
-        target.warm(0.0)
-        target.load_sample()
-        assert images_of(next(iter(target.loaders.make()))).shape[1:] == (224, 224, 3)
-        assert "224x224x3 uint8, RandomResizedCrop" in target.describe().images
-        # The transform of a DataLoader makes the sizes equal by itself, as in the training.
-        assert (target.loaders.transformed_dataset.decoder is None) == bool(changes)
-        target.close()
+        with opened(tmp_path / "o.h5", **changes) as target:
+            assert images_of(next(iter(target.loaders.make()))).shape[1:] == (224, 224, 3)
+            assert "224x224x3 uint8, RandomResizedCrop" in target.describe().images
+            # The transform of a DataLoader makes the sizes equal by itself, as in the training.
+            assert (target.loaders.transformed_dataset.decoder is None) == bool(changes)
 
 
 @pytest.mark.parametrize("transform", [users.forgetful_transform, torch.Tensor.numpy, torch.sum])
 def test_a_transform_that_returns_no_images_fails(path: Path, transform: Any) -> None:
-    target = Target(settings(path, transform=transform))
-    target.warm(0.0)
-    target.load_sample()
-    failure = target.failures[Stage.TRANSFORM]
-    assert "TypeError" in failure
-    assert "image_key" not in failure
-    assert target.loaders.transform is None
-    target.close()
+    with opened(path, transform=transform) as target:
+        failure = target.failures[Stage.TRANSFORM]
+        assert "TypeError" in failure
+        assert "image_key" not in failure
+        assert target.loaders.transform is None
 
 
 def test_a_transform_that_makes_floats_is_known(path: Path) -> None:
