@@ -5,8 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import runpy
+import shlex
 import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
+from typing import IO
 
 VARYING = (
     *(r"\b[\d.,]+ (s|seconds)\b", r"[\d,]+ images/s", r"on \d+ workers?"),
@@ -28,9 +33,9 @@ def shell(command: str, printed: Sequence[str] = ()) -> None:
 
     A command that prints nothing in the docs must succeed.
     """
-    done = subprocess.run(["bash", "-euc", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert printed or done.returncode == 0, f"$ {command}\n{done.stdout}"
-    found = [plain(line) for line in done.stdout.splitlines()]
+    code, output = run(command)
+    assert printed or code == 0, f"$ {command}\n{output}"
+    found = [plain(line) for line in output.splitlines()]
     groups = itertools.groupby(map(plain, printed), lambda line: line == "...")
     parts = [list(part) for dots, part in groups if not dots]
     begin = 0
@@ -42,3 +47,37 @@ def shell(command: str, printed: Sequence[str] = ()) -> None:
         assert found[: len(parts[0])] == parts[0], found
     if parts and printed[-1] != "...":
         assert found[-len(parts[-1]) :] == parts[-1], found
+
+
+def run(command: str) -> tuple[int, str]:
+    """Run lines in bash, or in forked processes, which need not import h5pack; return the exit status and output."""
+    lines = [shlex.split(line, comments=True) for line in command.splitlines()]
+    is_python = all(words[:1] == ["h5pack"] or words[:2] == ["python", "-m"] for words in lines)
+    if not is_python or re.search(r"[$|&;<>]", command):
+        done = subprocess.run(["bash", "-euc", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return done.returncode, done.stdout
+    with tempfile.TemporaryFile("w+") as output:
+        codes = (run_module(words if words[0] == "h5pack" else words[2:], output) for words in lines)
+        code = next(filter(None, codes), 0)
+        output.seek(0)
+        return code, output.read()
+
+
+def run_module(words: Sequence[str], output: IO[str]) -> int:
+    """Run a module in a forked process as ``python -m`` does; return its exit status."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        for standard in (1, 2):
+            os.dup2(output.fileno(), standard)
+        sys.argv = [*words]
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    finally:
+        sys.stdout.flush()
+        os._exit(code)

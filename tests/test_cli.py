@@ -195,10 +195,9 @@ def test_a_mistyped_option_is_answered_with_the_nearest(
     assert (out, err.count("\n"), f"did you mean {nearest or ''}" in err) == ("", 1, nearest is not None)
 
 
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "h5pack", "info", str(tmp_path / "none"), "--debug"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "Traceback" in result.stderr
+def test_debug_raises_the_error(tmp_path: Path) -> None:
+    with pytest.raises(errors.PackFormatError):
+        cli.main(["info", str(tmp_path / "none"), "--debug"])
 
 
 def test_an_unexpected_error_is_one_line_unless_debug_is_given(
@@ -240,7 +239,7 @@ def test_a_closed_pipe_gives_no_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("redirection", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("redirection", [">&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams_change_nothing(tmp_path: Path, redirection: str) -> None:
     source, out = flat_folder(tmp_path / "in", 3), tmp_path / "o.h5"
     command = f"{sys.executable} -m h5pack convert {source} {out} --workers 2 {redirection}"

@@ -162,9 +162,7 @@ class Combination:
                 start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
                 place = EncodedFile(str(part.path), index.base + start, int(checksums[row]), dataset, row)
                 files[position] = (place, stop - start)
-        one = self.catalog.pixel_fields[number]
-        dtype = self.parts[0].engine.indexes[self.parts[0].pixel_datasets[number + 1]].native_dtype
-        return EncodedMasks(one.name, dtype.str, files)
+        return EncodedMasks(self.catalog.pixel_fields[number].name, self.parts[0].pixel_dtypes[number].str, files)
 
 
 def _tables_at(merged: Catalog, order: Rows) -> Catalog:

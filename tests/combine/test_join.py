@@ -201,45 +201,47 @@ def test_packs_that_do_not_fit_together_are_refused(tmp_path: Path, settings: di
     assert leftovers(tmp_path) == {"a", "b", "a.h5", "b.h5"}
 
 
-def records(root: Path, name: str, values: list[Any]) -> Path:
-    """A manifest of images with one field."""
-    lines = [json.dumps({"path": f"{name}{number}.png", "field": value}) for number, value in enumerate(values)]
-    for number in range(len(values)):
-        save(root / name / f"{name}{number}.png", number)
-    (root / name / "list.jsonl").write_text("\n".join(lines))
+def records(root: Path, name: str, **columns: list[Any]) -> Path:
+    """A manifest of images with these columns."""
+    rows = zip(*columns.values(), strict=True)
+    lines = [{"path": f"{name}{number}.png", **dict(zip(columns, row, strict=True))} for number, row in enumerate(rows)]
+    for number, line in enumerate(lines):
+        save(root / name / line["path"], number)
+    (root / name / "list.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return root / name / "list.jsonl"
 
 
-@pytest.mark.parametrize(
-    ("option", "first", "other", "dtype"),
-    [
-        ("field_columns", [[1], [2, 3]], [[], []], np.int64), ("field_columns", [[], []], [[1], [2, 3]], np.int64),
-        ("field_columns", [[1.5]], [[2], []], np.float64), ("field_columns", [1.5, None], [2], np.float64),
-        ("field_columns", [1, 2], [3.0], np.int64), ("field_columns", [2**53 + 1], [3.0], np.int64),
-        ("keypoint_columns", [[[1, 2, 1]]], [[]], np.float32), ("keypoint_columns", [[]], [[[1, 2, 1]]], np.float32),
-    ],
-)  # fmt: skip
-def test_fields_get_one_dtype(tmp_path: Path, option: str, first: list[Any], other: list[Any], dtype: Any) -> None:
-    sources = [records(tmp_path, name, values) for name, values in (("a", first), ("b", other))]
-    for source in sources:
-        h5pack.convert(source, source.with_suffix(".h5"), **quick(order="sorted", **{option: "field"}))
-    h5pack.join([source.with_suffix(".h5") for source in sources], tmp_path / "o.h5")
-    h5pack.append(sources[0].with_suffix(".h5"), sources[1], order="sorted", num_workers=1, **{option: "field"})
-    for path in (tmp_path / "o.h5", sources[0].with_suffix(".h5")):
+def test_fields_get_one_dtype(tmp_path: Path) -> None:
+    cases: dict[str, tuple[list[Any], list[Any], Any]] = {
+        "a": ([[1], [2, 3]], [[], []], np.int64), "b": ([[], []], [[1], [2, 3]], np.int64),
+        "c": ([[1.5], []], [[2], []], np.float64), "d": ([1.5, None], [2, 3], np.float64),
+        "e": ([1, 2], [3.0, 4.0], np.int64), "f": ([2**53 + 1, 1], [3.0, 4.0], np.int64),
+        "point": ([[[1, 2, 1]], []], [[], []], np.float32), "points": ([[], []], [[[1, 2, 1]], []], np.float32),
+    }  # fmt: skip
+    keywords = quick(order="sorted", field_columns=list("abcdef"), keypoint_columns=["point", "points"])
+    columns = [{name: case[part] for name, case in cases.items()} for part in (0, 1)]
+    sources = [records(tmp_path, name, **found) for name, found in zip("xy", columns, strict=True)]
+    packs = [source.with_suffix(".h5") for source in sources]
+    for source, path in zip(sources, packs, strict=True):
+        h5pack.convert(source, path, **keywords)
+    h5pack.join(packs, tmp_path / "o.h5")
+    h5pack.append(packs[0], sources[1], **keywords)
+    for path in (tmp_path / "o.h5", packs[0]):
         assert h5pack.verify(path, num_workers=1).ok
-        found = [row.field for row in h5pack.H5Dataset(path, fields=["field"])]  # type: ignore[attr-defined]
-        for value, row in zip([*first, *other], found, strict=True):
-            found_row, expected = np.asarray(row), np.array(value, dtype)
-            assert found_row.dtype == dtype
-            np.testing.assert_array_equal(found_row.reshape(-1), expected.reshape(-1))
+        samples = list(h5pack.H5Dataset(path, fields=[*cases]))
+        for name, (first, other, dtype) in cases.items():
+            for value, sample in zip([*first, *other], samples, strict=True):
+                found, expected = np.asarray(getattr(sample, name)), np.array(value, dtype)
+                assert found.dtype == dtype, name
+                np.testing.assert_array_equal(found.reshape(-1), expected.reshape(-1))
 
 
 @pytest.mark.parametrize("value", [[1, 2], [[1], [2, 2]]])
 def test_a_finished_join_is_complete_only_for_the_same_fields(tmp_path: Path, value: list[Any]) -> None:
-    packs = [records(tmp_path, name, value) for name in ("a", "b")]
+    packs = [records(tmp_path, name, field=value) for name in ("a", "b")]
     out = tmp_path / "o.h5"
     for changed in (value, value[::-1]):
-        records(tmp_path, "b", changed)
+        records(tmp_path, "b", field=changed)
         for source in packs:
             path = source.with_suffix(".h5")
             h5pack.convert(source, path, **quick(order="sorted", field_columns="field", overwrite=True))
@@ -258,7 +260,7 @@ def test_a_finished_join_is_complete_only_for_the_same_fields(tmp_path: Path, va
     ],
 )  # fmt: skip
 def test_fields_whose_numbers_would_change_are_refused_before_any_work(tmp_path: Path, first: Any, other: Any) -> None:
-    packed, more = records(tmp_path, "a", first), records(tmp_path, "b", other)
+    packed, more = records(tmp_path, "a", field=first), records(tmp_path, "b", field=other)
     for source in (packed, more):
         h5pack.convert(source, source.with_suffix(".h5"), **quick(field_columns="field"))
     with pytest.raises(SourceError):

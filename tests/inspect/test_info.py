@@ -13,7 +13,6 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
-from PIL import Image
 
 import h5pack
 from h5pack.benchmark.cases import BenchSettings
@@ -24,7 +23,7 @@ from h5pack.inspect import info as info_module
 from h5pack.inspect.info import DatasetReport
 from h5pack.inspect.pack_metadata import pack_lines
 from h5pack.pack.options import convert_command
-from tests.makers import class_folders, hdf5_file, quick, split_folders
+from tests.makers import class_folders, hdf5_file, pair_folders, quick, split_folders
 from tests.read.encoded_files import decoded, jpegs, write_encoded
 
 
@@ -160,16 +159,10 @@ def test_kept_bytes_say_whether_the_loader_decodes_each_chunk_once(
 
 
 def test_masks_beside_kept_images_are_described(tmp_path: Path) -> None:
-    images = jpegs(3)
-    for number, data in enumerate(images):
-        (tmp_path / f"{number}.jpg").write_bytes(data)
-        Image.fromarray(np.zeros(decoded(data).shape[:2], np.uint8)).save(tmp_path / f"{number}.png")
-    lines = [f"{number}.jpg,{number}.png" for number in range(len(images))]
-    (tmp_path / "table.csv").write_text("\n".join(["path,shape", *lines]))
-    h5pack.convert(tmp_path / "table.csv", tmp_path / "o.h5", keep="jpeg", mask_columns="shape", num_workers=1)
+    h5pack.convert(pair_folders(tmp_path / "in", 3), tmp_path / "o.h5", **quick(source_kind="pairs", keep="jpeg"))
     report = h5pack.info(tmp_path / "o.h5")
-    assert report.pack["fields"] == {"shape": {"kind": "mask", "dtype": "uint8", "shape": [None, None]}}
-    assert "shape: mask, uint8" in report.to_text()
+    assert report.pack["fields"] == {"masks": {"kind": "mask", "dtype": "uint8", "shape": [None, None]}}
+    assert "masks: mask, uint8" in report.to_text()
 
 
 def test_statistics_of_a_foreign_file_are_measured(tmp_path: Path) -> None:
@@ -302,12 +295,12 @@ def test_a_damaged_field_is_named(tmp_path: Path) -> None:
     assert (caught.value.dataset, tuple(caught.value.rows)) == ("fields/x/offsets", (1,))
 
 
-@pytest.mark.parametrize(("chunk_rows", "faults"), [(15, 1), (16, 0), (None, 0)])
+@pytest.mark.parametrize(("chunk_rows", "faults"), [(6, 1), (7, 0), (None, 0)])
 def test_a_pack_with_much_smaller_chunks_than_by_default_has_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_rows: int | None, faults: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    images = np.random.default_rng(0).integers(0, 256, (4_000, 64, 64, 3), np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (1_500, 64, 64, 3), np.uint8)
     h5pack.convert([(image, 0) for image in images], "pack.h5", num_workers=1, chunk_rows=chunk_rows, order="sorted")
     report = report_of(tmp_path / "pack.h5")
     assert len(report.faults) == faults
@@ -358,9 +351,9 @@ def test_other_rows_of_variable_length_have_no_fault(tmp_path: Path) -> None:
 
 def test_files_that_open_with_many_ranges_get_a_command(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
-        images = file.create_dataset("x", (1_000, 256, 256, 3), "u1", chunks=(1, 256, 256, 3))
-        for row in range(1_000):
-            images.id.write_direct_chunk((row, 0, 0, 0), bytes(256 * 256 * 3))
+        images = file.create_dataset("x", (300, 128, 128, 3), "u1", chunks=(1, 128, 128, 3))
+        for row in range(300):
+            images.id.write_direct_chunk((row, 0, 0, 0), bytes(128 * 128 * 3))
     report = h5pack.info(tmp_path / "a.h5")
     assert len(report.opening) > 2
     assert report.opening_fix[0] == "h5repack"
