@@ -299,7 +299,7 @@ class FeedRecorder:
         warm = self._interval is not None
         self.due = now.time + self._monitor._interval_seconds
         report = self._close_interval(now)
-        self._monitor._outputs.interval(report, now.batches)
+        self._monitor._outputs.send(report, now.batches)
         limit, name = self._monitor._warn_stall, self._monitor._name
         has_warned = self._warned or (self._monitor._warn_once and name in _warned)
         if limit is not None and warm and report.stall_fraction > limit and not has_warned:
@@ -323,9 +323,9 @@ class FeedRecorder:
         self._monitor = weak_monitor
         try:
             if last is not None:
-                monitor._outputs.interval(last, now.batches)
+                monitor._outputs.send(last, now.batches)
         finally:
-            monitor._outputs.end(self._final)
+            monitor._outputs.send(self._final, now.batches)
 
     def report(self) -> FeedReport:
         """Return the report of the epoch so far, or of the whole epoch once it has ended."""

@@ -131,34 +131,21 @@ class ReportOutputs:
         if self._progress:
             self._bar = progress_bar(total, initial=first_batch, desc=self._name, unit=" batches")
 
-    def interval(self, report: FeedReport, batches: int) -> None:
-        """Send the report of an interval to the outputs. The iteration has delivered `batches` batches so far."""
-        self._show(report, batches)
-        self._append(report)
-        try:
-            self._write_scalars(report)
-        except OSError as error:
-            _log.warning("tensorboard: %s; no more scalars are written", error)
-            self._writer = None
-        if self._on_report is not None:
-            self._on_report(report)
+    def send(self, report: FeedReport, batches: int) -> None:
+        """Send a report to the outputs. The iteration has delivered `batches` batches so far.
 
-    def _write_scalars(self, report: FeedReport) -> None:
-        if self._writer is None:
-            return
-        name = self._name.encode("utf-8", "backslashreplace").decode()
-        for key, value in report.to_json().items():
-            if isinstance(value, (int, float)) and key not in ("time", "epoch", "step"):
-                self._writer.add_scalar(f"feed/{name}/{key}", float(value), report.step)
-        self._writer.flush()
-
-    def end(self, report: FeedReport) -> None:
-        """Send the report of an epoch to all outputs but TensorBoard, and close the progress bar."""
-        self._append(report)
-        self._show(report, report.batches)
+        The report of an epoch closes the progress bar, and is not sent to TensorBoard.
+        """
+        is_last = report.over == "epoch"
         if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+            self._show(report, batches)
+            if is_last:
+                self._bar.close()
+                self._bar = None
+        if self._path is not None:
+            self._append(report, self._path)
+        if self._writer is not None and not is_last:
+            self._write_scalars(report)
         if self._on_report is not None:
             self._on_report(report)
 
@@ -168,22 +155,29 @@ class ReportOutputs:
             self._writer.close()
             self._writer = None
 
+    def _write_scalars(self, report: FeedReport) -> None:
+        name = self._name.encode("utf-8", "backslashreplace").decode()
+        try:
+            for key, value in report.to_json().items():
+                if isinstance(value, (int, float)) and key not in ("time", "epoch", "step"):
+                    self._writer.add_scalar(f"feed/{name}/{key}", float(value), report.step)
+            self._writer.flush()
+        except OSError as error:
+            _log.warning("tensorboard: %s; no more scalars are written", error)
+            self._writer = None
+
     def _show(self, report: FeedReport, batches: int) -> None:
-        if self._bar is None:
-            return
         title = self._name if report.epoch is None else f"{self._name} {report.epoch}"
         self._bar.set_description_str(title, refresh=False)
         self._bar.set_postfix_str(report.summary(), refresh=False)
         self._bar.n = self._first_batch + batches
         self._bar.refresh()
 
-    def _append(self, report: FeedReport) -> None:
-        if self._path is None:
-            return
+    def _append(self, report: FeedReport, path: str) -> None:
         try:
             # Open the file again for each report, because other processes may append to the file or move it.
             # UTF-8 cannot encode surrogates; `backslashreplace` writes them as their escapes in JSON.
-            with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(json.dumps(report.to_json(), ensure_ascii=False) + "\n")
         except OSError as error:
             _log.warning("json_lines: %s; no more lines are written", error)

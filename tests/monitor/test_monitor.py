@@ -377,18 +377,11 @@ def test_profilers_see_waits_and_steps_and_may_begin_and_stop_within_a_step(cloc
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for batch in itertools.islice(iterator, 2):
             batch[0] + 1
+        assert len(list(silent)) == 3
     assert len(list(iterator)) == 1
     counts = {event.key: event.count for event in profile.key_averages()}
     # Earlier versions of PyTorch leave out the step that has not ended.
     assert (counts["h5pack: wait"], counts["h5pack: step"]) in ((2, 2), (2, 1))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for _ in silent:
-            torch.zeros(1) + 1
-    assert not any("h5pack" in event.key for event in profile.key_averages())
-
-
-def test_numpy_scalars_are_numbers() -> None:
-    FeedMonitor([], interval_seconds=np.int64(2), warn_stall=np.float32(0.5))
 
 
 @pytest.mark.parametrize(
