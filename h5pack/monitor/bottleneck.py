@@ -424,26 +424,22 @@ class _StageRules:
 
     def _feed_causes(self) -> tuple[Bottleneck, ...]:
         hot, cold = self.rates[self.evidence.feed_stage], self.cold
-        if cold is None:
-            return self._transform_causes()
-        if _alike(cold, hot):
-            return (Bottleneck.STORAGE, *self._transform_causes())
-        return (Bottleneck.STORAGE,) if cold.median < hot.median else self._transform_causes()
+        if cold is not None and _alike(cold, hot):
+            return (Bottleneck.STORAGE, *self._hot_causes())
+        return (Bottleneck.STORAGE,) if cold is not None and cold.median < hot.median else self._hot_causes()
 
-    def _transform_causes(self) -> tuple[Bottleneck, ...]:
-        if not self.evidence.has_transform:
-            return self._loader_causes()
-        if Stage.LOADER not in self.rates:
+    def _hot_causes(self) -> tuple[Bottleneck, ...]:
+        """Return what limits the feed when it reads from the page cache."""
+        busy, loader, hot = self.evidence.read_busy_fraction, self.rates.get(Stage.LOADER), self.rates.get(Stage.HOT)
+        if loader is None:
             return (Bottleneck.TRANSFORM,)
-        loader, transform = self.rates[Stage.LOADER], self.rates[Stage.TRANSFORM]
-        return _causes(transform, Bottleneck.TRANSFORM, loader, self._loader_causes())
-
-    def _loader_causes(self) -> tuple[Bottleneck, ...]:
-        busy = self.evidence.read_busy_fraction
+        causes: tuple[Bottleneck, ...] = (Bottleneck.LOADER,)
         below = _feed_cause(self.evidence, waits=busy is not None and busy < _WAITS)
-        if Stage.HOT not in self.rates or below is Bottleneck.LOADER:
-            return (Bottleneck.LOADER,)
-        return _causes(self.rates[Stage.LOADER], Bottleneck.LOADER, self.rates[Stage.HOT], (below,))
+        if hot is not None and below is not Bottleneck.LOADER:
+            causes = _causes(loader, Bottleneck.LOADER, hot, (below,))
+        if self.evidence.has_transform:
+            causes = _causes(self.rates[Stage.TRANSFORM], Bottleneck.TRANSFORM, loader, causes)
+        return causes
 
     def _first_epoch(self) -> Rates | None:
         cold, together = self.rates.get(Stage.COLD), self.rates[Stage.EVERYTHING]
