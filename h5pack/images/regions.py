@@ -21,7 +21,6 @@ from h5pack.system.files import held_stderr
 
 Pixels = npt.NDArray[np.uint8]
 
-_JPEG_PATHS = tuple(path for path in DecodePath if path != DecodePath.PILLOW)
 _END = b"\xff\xd9"
 _CONTEXT_ROWS = 2
 """Rows to decode below a window, because the chroma of a row is interpolated from the rows around it."""
@@ -37,6 +36,8 @@ of 0.1 to 0.2, 0.96 for 0.3 to 0.5, 1.00 for 0.6 to 0.7, and 1.05 for 0.7 to 0.8
 
 Window = tuple[int, int, int, int]
 """Top, left, height and width, in pixels of the image."""
+
+_Decode = Callable[[bytes, ImageHeader, Window], "Pixels | None"]
 
 
 class _Scratch(threading.local):
@@ -88,7 +89,7 @@ def decode_top(data: bytes, header: ImageHeader, window: Window) -> Pixels | Non
     the file does not end with its end marker, or if all rows would have to be decoded.
     """
     saves = window[0] + window[2] + _CONTEXT_ROWS < header.height
-    return _decode_top(data, header, window) if saves and header.decode_path in _paths_of_tops() else None
+    return _decode_top(data, header, window) if saves and header.decode_path in _exact_paths(_decode_top) else None
 
 
 def _decode_top(data: bytes, header: ImageHeader, window: Window) -> Pixels | None:
@@ -110,7 +111,7 @@ def _decode_top(data: bytes, header: ImageHeader, window: Window) -> Pixels | No
 
 class _Decoders(threading.local):
     process = 0
-    decoder: RegionDecoder | None = None
+    decoder: RegionDecoder
 
 
 _decoders = _Decoders()
@@ -118,40 +119,33 @@ _decoders = _Decoders()
 
 def region_decoder(decode_path: DecodePath) -> RegionDecoder | None:
     """Return this thread's `RegionDecoder`, or None if nvImageCodec cannot be used for this kind of JPEG."""
-    if decode_path not in _proven_paths():
-        return None
+    return _thread_decoder() if decode_path in _exact_paths(_decode_region) else None
+
+
+def _thread_decoder() -> RegionDecoder:
     # A forked child has none of the parent's threads, on which a decoder may depend, so it needs a new decoder.
     if _decoders.process != os.getpid():
         _decoders.process, _decoders.decoder = os.getpid(), RegionDecoder()
     return _decoders.decoder
 
 
-@functools.cache
-def _proven_paths() -> frozenset[DecodePath]:
-    """Return the kinds of JPEG whose windows nvImageCodec, if it is installed, decodes exactly as Pillow does.
+def _decode_region(data: bytes, header: ImageHeader, window: Window) -> Pixels | None:
+    return _thread_decoder().decode(data, header, window)
 
-    Every kind is tested on small images, baseline and progressive. Some windows begin and end within JPEG blocks.
-    """
+
+@functools.cache
+def _exact_paths(decode: _Decode) -> frozenset[DecodePath]:
+    """Return the kinds of JPEG whose windows `decode` decodes exactly as Pillow does."""
     try:
         with held_stderr():
-            decoder = RegionDecoder()
-            return frozenset(path for path in _JPEG_PATHS if _is_exact(decoder.decode, path))
+            return frozenset(path for path in DecodePath if path != DecodePath.PILLOW and _is_exact(decode, path))
     except Exception:
-        # nvImageCodec is not installed, or does not work on this machine. Other decoders give the same pixels.
+        # The package is not installed, too old, or does not work on this machine. Other decoders give the same pixels.
         return frozenset()
 
 
-@functools.cache
-def _paths_of_tops() -> frozenset[DecodePath]:
-    """Return the kinds of JPEG whose upper rows simplejpeg, if it is installed, decodes exactly as Pillow does."""
-    try:
-        return frozenset(path for path in _JPEG_PATHS if _is_exact(_decode_top, path))
-    except Exception:
-        # simplejpeg is not installed, or too old. Other decoders give the same pixels.
-        return frozenset()
-
-
-def _is_exact(decode: Callable[[bytes, ImageHeader, Window], Pixels | None], path: DecodePath) -> bool:
+def _is_exact(decode: _Decode, path: DecodePath) -> bool:
+    # Small images, baseline and progressive. Some windows begin and end within JPEG blocks.
     for data, expected in sample_jpegs(path, "RGB"):
         header = ImageHeader(expected.shape[0], expected.shape[1], path)
         for window in ((0, 0, header.height, header.width), (7, 11, 23, 35), (17, 1, 1, 51), (16, 16, 16, 32)):
