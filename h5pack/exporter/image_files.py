@@ -16,9 +16,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError
-from h5pack.images.decode import image_of, strict_pillow
+from h5pack.images.decode import image_of, strict_pillow, upright_of
 from h5pack.images.headers import ORIENTATION_TAG, orientation_of
-from h5pack.images.masks import as_stored, gray_mask, naming_mask, upright_of
+from h5pack.images.masks import as_stored, gray_mask, naming_mask
 from h5pack.pack.writer import join_groups
 from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable

@@ -59,10 +59,9 @@ _MAX_SCANS, _SCANNED_PIXELS, _SCAN_BYTES = 1_000, 1_000_000, 11
 _ENCODER_SLACK_BYTES = 1_024
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+# A message of libtiff begins with the name that Pillow gives to every TIFF file, or with that of a function, such as
+# LZWDecode. The excluded words are the ends of names with which the last line of a Python traceback begins.
 _LIBTIFF = re.compile(rb"(?:tempfile\.tif: |(?=_?[A-Z]\w*(?<!Error)(?<!Exception)(?<!Warning): ))(.+)")
-"""A message of libtiff: it begins with the name that Pillow gives to every TIFF file, or with the name of a function,
-such as LZWDecode. The last line of a Python traceback also begins with a name, which ends with one of the excluded
-words."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +171,12 @@ def _pillow_header(stream: BinaryIO, max_pixels: int) -> ImageHeader:
         orientation = orientation_of(image)
     height, width = (width, height) if orientation in SIDEWAYS else (height, width)
     return ImageHeader(height, width, DecodePath.PILLOW, orientation)
+
+
+def upright_of(data: bytes) -> Upright:
+    """Return the upright size and the orientation of the image in a file, which may have any number of pixels."""
+    header = read_header(data, lambda: io.BytesIO(data), MAX_SIDE**2)
+    return Upright(header.height, header.width, header.orientation)
 
 
 class Decoder:
@@ -410,8 +415,8 @@ def rejecting() -> Iterator[None]:
 def _libtiff_messages() -> Iterator[None]:
     """Keep libtiff, which decodes TIFF files, from writing its messages to standard error.
 
-    If decoding fails, libtiff's first message becomes the reason, because it says more than Pillow's error. Lines from
-    other sources that are written to standard error meanwhile are held back and written at the end.
+    If decoding fails, its first message becomes the reason, because it says more than Pillow's error. Other lines that
+    are written to standard error meanwhile are written at the end.
     """
     lines: list[bytes] = []
     try:
@@ -447,8 +452,8 @@ def _simplejpeg() -> Callable[..., npt.NDArray[np.uint8]] | None:
 def _is_exact(decode_jpeg: Callable[..., npt.NDArray[np.uint8]], decode_path: int, channels: int) -> bool:
     """Return whether simplejpeg's `decode_jpeg` decodes a kind of JPEG to exactly Pillow's pixels.
 
-    simplejpeg and Pillow each bundle their own version of libjpeg-turbo, so their pixels may differ. Small images of an
-    odd size are compared, baseline and progressive. This takes about 1 ms, once per process and kind.
+    simplejpeg and Pillow each bundle their own version of libjpeg-turbo, so their pixels may differ. The comparison
+    takes about 1 ms, once per process and kind.
     """
     if channels == 1 and decode_path != DecodePath.JPEG_GRAY:
         # To convert color to gray, libjpeg drops the chroma, but Pillow's convert("L") computes a weighted sum of RGB.

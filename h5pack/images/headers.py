@@ -137,13 +137,12 @@ def parse_jpeg(head: bytes) -> ImageHeader | None:
 
     Return None if Pillow must parse the file: for other formats, malformed files, an Exif, XMP, MPF or Photoshop
     segment (which may contain an orientation), unusual color spaces or chroma subsampling, 12 bits per channel, and
-    lossless or arithmetic coding. Also return None if the first scan starts beyond `head`: the segments before it may
-    contain an orientation or declare an unusual color space.
-
-    Images of the same size from the same encoder often start with identical bytes up to the first scan. No later byte
-    affects the result, so the previous result is returned if `head` starts with the bytes that led to it.
+    lossless or arithmetic coding. Also return None if `head` ends before the first scan, because such a segment may
+    follow.
     """
     global _last_prefix
+    # Images of the same size from the same encoder often start with identical bytes up to the first scan, and no later
+    # byte affects the result.
     last = _last_prefix
     if last is not None and head.startswith(last[0]):
         return last[1]

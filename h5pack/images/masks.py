@@ -19,7 +19,7 @@ from PIL import Image
 
 from h5pack.errors import RejectedImageError
 from h5pack.images.decode import MAX_PIXELS, PixelOptions, Upright, refuse_bomb, refuse_scans, rejecting, resized
-from h5pack.images.headers import SIDEWAYS, TURNS, open_image, orientation_of
+from h5pack.images.headers import TURNS, open_image, orientation_of
 
 _MODES = {"1": "|u1", "L": "|u1", "P": "|u1", "I;16": "<i4", "I;16L": "<i4", "I;16B": "<i4", "I;16N": "<i4", "I": "<i4"}
 """Pillow's modes of masks, and the dtypes of their pixels."""
@@ -110,7 +110,7 @@ class MaskDecoder:
             with rejecting(), open_image(io.BytesIO(source), self._options.max_pixels) as mask:
                 refuse_bomb(mask.height, mask.width, self._options.max_pixels)
                 refuse_scans(source, mask.height * mask.width)
-                self._require_bits(_dtype(mask))
+                _require_bits(_dtype(mask), self._dtype)
                 before = orientation_of(mask)
                 pixels = np.asarray(mask).astype(self._dtype, copy=False)
                 pixels = _turned(pixels, orientation_of(mask))
@@ -119,32 +119,25 @@ class MaskDecoder:
                 turned = _turned(pixels, image.orientation)
                 pixels = turned if turned.shape == (image.height, image.width) else pixels
         else:
-            self._require_bits(source.dtype.str)
+            _require_bits(source.dtype.str, self._dtype)
             pixels = source.astype(self._dtype, copy=False)
         height, width = pixels.shape
         require_size(height, width, image.height, image.width)
         return pixels
 
-    def _require_bits(self, dtype: str) -> None:
-        if np.dtype(dtype).itemsize > np.dtype(self._dtype).itemsize:
-            raise RejectedImageError("its pixels have more bits than the pixels of the other masks")
+
+def _require_bits(dtype: str, wanted: npt.DTypeLike) -> None:
+    if np.dtype(dtype).itemsize > np.dtype(wanted).itemsize:
+        raise RejectedImageError("its pixels have more bits than the pixels of the other masks")
 
 
 def read_mask(data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Return the pixels of a PNG file that `encode_mask` made, (h, w); raise RejectedImageError if it is damaged."""
     with rejecting(), Image.open(io.BytesIO(data), formats=("PNG",)) as image:
         refuse_bomb(image.height, image.width, MAX_PIXELS)
-        if _dtype(image) == "<i4" and dtype == np.uint8:
-            raise RejectedImageError("it has more bits than the other masks")
+        _require_bits(_dtype(image), dtype)
         # Copy, because torch warns about tensors of read-only memory.
         return np.array(image).astype(dtype, copy=False)
-
-
-def upright_of(data: bytes) -> Upright:
-    """Return the upright size and the orientation of the image in a file."""
-    with rejecting(), Image.open(io.BytesIO(data)) as image:
-        orientation, size = orientation_of(image), (image.height, image.width)
-    return Upright(*(size[::-1] if orientation in SIDEWAYS else size), orientation)
 
 
 def as_stored(pixels: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:

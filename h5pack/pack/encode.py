@@ -24,10 +24,10 @@ from h5pack.cluster.parts import SharedResults
 from h5pack.errors import RejectedImageError, ResumeError
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import CheckTask, check_rows
-from h5pack.images.decode import Upright, strict_pillow
+from h5pack.images.decode import Upright, strict_pillow, upright_of
 from h5pack.images.encode import JpegEncoder
 from h5pack.images.headers import DecodePath
-from h5pack.images.masks import MaskDecoder, encode_mask, naming_mask, upright_of
+from h5pack.images.masks import MaskDecoder, encode_mask, naming_mask
 from h5pack.pack.journal import JournalWriter
 from h5pack.pack.kept import ENCODED_IMAGE, EncodedPlaces, KeptPlan
 from h5pack.pack.options import refuse_reject
