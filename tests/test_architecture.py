@@ -185,9 +185,10 @@ def test_no_module_has_a_public_name_that_importing_it_would_replace() -> None:
     assert not {place(module) for module in MODULES} & (set(h5pack.__all__) - {"__version__"})
 
 
-def test_help_is_light_and_quick() -> None:
+def test_help_and_the_options_of_crops_are_light_and_quick() -> None:
     code = (
         "import sys, h5pack.cli\n"
+        "h5pack.RandomResizedCrop(8)\n"
         "try: h5pack.cli.main(['--help'])\n"
         "except SystemExit as stop: assert stop.code == 0\n"
         "heavy = {'torch', 'h5py', 'numpy', 'PIL', 'tqdm'} & set(sys.modules)\n"

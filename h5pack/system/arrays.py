@@ -33,10 +33,7 @@ def equal_runs(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def consecutive_runs(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the edges of the runs in which every column, int64 (n,), increases by one from item to item.
-
-    The edges are those of `run_edges`; ``[0]`` if the columns are empty.
-    """
+    """Return the edges of the runs in which every column, int64 (n,), increases by one, as `equal_runs` does."""
     if not len(columns[0]):
         return np.zeros(1, np.int64)
     breaks = np.diff(columns[0]) != 1
@@ -61,7 +58,7 @@ def limited_runs(
 
 
 def limited_stops(lengths: npt.NDArray[np.int64], max_length: int) -> list[int]:
-    """Divide n items into runs whose `lengths`, (n,), add up to at most `max_length`; a longer item is a run by itself.
+    """Divide n items into runs whose `lengths`, (n,), add up to at most `max_length`, or are a single longer item.
 
     Return the end of each run: the index of the item after its last one.
     """
@@ -96,8 +93,7 @@ def moved_rows(rows: RowNumbers, count: int) -> RowNumbers:
 def splitmix64(value: int) -> int:
     """Return the hash of a 64-bit integer by the finalizer of splitmix64.
 
-    Reference: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators". The generator's outputs
-    pass BigCrush, a suite of statistical tests.
+    Reference: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
     """
     value = ((value ^ (value >> 30)) * SPLITMIX64_FACTORS[0]) & _MASK
     value = ((value ^ (value >> 27)) * SPLITMIX64_FACTORS[1]) & _MASK

@@ -64,10 +64,10 @@ _KEEP_SIZE = 1
 
 
 def reserve(path: Path, start: int, count: int) -> None:
-    """Allocate disk space for `count` bytes of a file from byte `start` on; keep the file's size.
+    """Allocate disk space for `count` bytes of a file from byte `start` on; raise OSError if there is no space.
 
-    If the system or the file system cannot allocate space, as macOS and older versions of NFS, only check that there is
-    as much. Raises OSError if there is no space, or if the limit on the size of files would be exceeded.
+    If that cannot be done, as on macOS and older versions of NFS, only check that there is as much. The file keeps its
+    size, but OSError is also raised if the limit on the size of files would be exceeded.
     """
     if not count:
         return
@@ -87,10 +87,7 @@ def reserve(path: Path, start: int, count: int) -> None:
 
 
 def copy_changed(source: int, target: int, start: int, stop: int) -> None:
-    """Copy bytes `start` to ``stop - 1`` of one open file to the same offsets of another; write only pages that differ.
-
-    `source` and `target` are file descriptors.
-    """
+    """Copy bytes `start` to ``stop - 1`` of one descriptor's file to that of another; write only pages that differ."""
     for offset in range(start, stop, _COPY_BYTES):
         count = min(_COPY_BYTES, stop - offset)
         # Treat bytes beyond the end of a file as zeros.
@@ -106,11 +103,10 @@ _FICLONERANGE = 0x4020940D
 
 
 def clone_range(source: int, target: int, start: int, count: int, offset: int) -> bool:
-    """Make `count` bytes from `start` of `source` appear at `offset` of `target`, by sharing blocks instead of copying.
+    """Copy `count` bytes from `start` of descriptor `source` to `offset` of `target`, by sharing blocks of the disk.
 
-    The blocks are shared until one of the files is written there. `source` and `target` are file descriptors. Returns
-    False if the file system cannot share blocks (XFS, Btrfs and others can), or if `start`, `count` or `offset` is not
-    a multiple of the block size. Raises OSError if the disk is full.
+    Returns False if the file system cannot share blocks (XFS, Btrfs and others can), or if `start`, `count` or `offset`
+    is not a multiple of the block size. Raises OSError if the disk is full.
     """
     try:
         fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, start, count, offset))
@@ -162,12 +158,10 @@ def max_open_files() -> int:
 
 @contextlib.contextmanager
 def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator[None]:
-    """Turn an OSError of a full or failed disk into an H5PackError.
+    """Turn an OSError of a full or failed disk, or about a removed file or a name, into an H5PackError.
 
-    A full disk or an exhausted quota becomes a NoSpaceError about `path` that ends with `advice`; `parameters` are the
-    parameters that `advice` names. A file that is too large becomes a NoSpaceError, too. Failed storage, a file that
-    another program has removed, and a name that the file system does not allow become H5PackErrors about the file that
-    the OSError names, or about `path` if it names none.
+    A full disk becomes a NoSpaceError about `path` that ends with `advice`; `parameters` are the parameters that
+    `advice` names. Most other errors are about the file that the OSError names.
     """
     try:
         yield
@@ -211,8 +205,7 @@ def sync_path(path: Path) -> None:
 def drop_pages(descriptor: int, start: int = 0) -> None:
     """Flush an open file, then drop its pages from byte `start` on from the page cache, if the system can.
 
-    So they are read from the disk again. They may differ from it: after a failed flush, Linux treats pages that it
-    could not write as written.
+    After a failed flush, Linux treats pages that it could not write as written, so they may differ from the disk.
     """
     try:
         os.fsync(descriptor)
@@ -279,7 +272,6 @@ def max_name_bytes(folder: Path) -> int:
 
 def require_writable(folder: Path) -> None:
     """Raise SourceError unless `folder` exists and files can be created in it."""
-    is_closed = not os.access(folder, os.W_OK | os.X_OK)
     with reporting_disk_errors(folder, "choose another folder"):
         try:
             # Not `Path.is_dir`, which in Python 3.14 is False for every error.
@@ -287,23 +279,22 @@ def require_writable(folder: Path) -> None:
         except (FileNotFoundError, NotADirectoryError):
             exists = False
         except PermissionError:  # A folder above it cannot be opened.
-            exists = is_closed = True
+            exists = True
         if not exists:
             raise SourceError.at(folder, "the folder for the output does not exist; create it")
-    if is_closed:
+    if not os.access(folder, os.W_OK | os.X_OK):
         raise SourceError.at(folder, "no permission to create files in this folder; choose another")
 
 
 def require_replaceable(*paths: Path, writable: bool = True) -> None:
     """Raise SourceError if one of the `paths` exists and cannot be replaced or, with `writable`, cannot be written.
 
-    What is neither a file nor a folder, such as /dev/null, must not be replaced. In a folder with the sticky bit, such
-    as /tmp, only the owner of a file, or of the folder, can rename or delete it.
+    In a folder with the sticky bit, such as /tmp, only the owner of a file, or of the folder, can rename or delete it.
     """
     for path in paths:
         with reporting_disk_errors(path, "choose another folder"), contextlib.suppress(FileNotFoundError):
             folder, status = path.parent.stat(), path.lstat()
-            if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
+            if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):  # such as /dev/null
                 raise SourceError.at(path, "is neither a file nor a folder; give another name")
             is_sticky = folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid, status.st_uid)
             # Another process may have removed the file in between.

@@ -26,7 +26,7 @@ _PACKAGES = ("h5pack", "h5py", "numpy", "torch", "pillow", "simplejpeg", "isal")
 
 
 def available_cpus() -> int:
-    """Return the number of CPUs that this process may use, which may be fewer than the machine's cores; at least 1.
+    """Return the number of CPUs that this process may use, at least 1.
 
     It is the smaller of the number of CPUs in the affinity mask (set by taskset or SLURM) and the lowest CPU quota of
     the process's control groups (set for containers), rounded up.
@@ -56,8 +56,7 @@ def available_memory() -> int:
 def huge_page_memory(size: int) -> mmap.mmap:
     """Allocate `size` bytes (at least 1) of zeroed, page-aligned private memory, on huge pages if the system has them.
 
-    Huge pages cause fewer page faults when memory is first used, are faster to copy, and leave fewer pages to pin for a
-    direct write.
+    Huge pages cause fewer page faults, are faster to copy, and leave fewer pages to pin for a direct write.
     """
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -68,10 +67,8 @@ def huge_page_memory(size: int) -> mmap.mmap:
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return how many bytes an unprivileged process can still write to the file system that contains `folder`.
-
-    Returns ``sys.maxsize`` if the file system does not know its size, like ramfs and some FUSE file systems.
-    """
+    """Return how many bytes an unprivileged process can still write to the file system that contains `folder`."""
+    # ramfs and some FUSE file systems do not know their size.
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize if status.f_blocks else sys.maxsize
 
@@ -80,10 +77,7 @@ _trim = libc_function("malloc_trim", ctypes.c_int, ctypes.c_size_t)
 
 
 def release_free_memory() -> None:
-    """Return freed memory to the system, because glibc keeps memory that was freed in small parts.
-
-    After ten million files had been listed, glibc kept 175 of 650 MB.
-    """
+    """Return freed memory to the system: after ten million files had been listed, glibc kept 175 of 650 MB."""
     if _trim is not None:
         _trim(0)
 

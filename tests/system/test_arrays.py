@@ -52,12 +52,6 @@ def test_runs_of_equal_values(values: list[int]) -> None:
     assert equal_runs(np.array(values, np.int64)).tolist() == slow_edges(values, operator.eq)
 
 
-@given(SMALL)
-def test_runs_of_consecutive_values(values: list[int]) -> None:
-    found = consecutive_runs(np.array(values, np.int64)).tolist()
-    assert found == slow_edges(values, lambda one, other: other == one + 1)
-
-
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=30))
 def test_runs_in_which_both_columns_count_up(pairs: list[tuple[int, int]]) -> None:
     found = consecutive_runs(*np.array(pairs, np.int64).reshape(-1, 2).T).tolist()
