@@ -29,18 +29,13 @@ def require_local(path: str | os.PathLike[str], parameter: str = "path") -> None
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise unfit(parameter, path, "give the path of a file or folder")
     name = os.fsdecode(path)
-    if not name:
-        # Without this check, an unset shell variable (an empty path) would mean the working directory.
-        problem = f"{parameter} is empty; give the path of a file or folder"
-        raise OptionsError(problem, path=name, parameters=(parameter,))
-    if "\0" in name:
-        problem = f"{parameter} is {name!r}; give a path without NUL characters"
-        raise OptionsError(problem, path=name, parameters=(parameter,))
     try:
-        os.fsencode(name)
-    except UnicodeEncodeError as error:
-        problem = f"{parameter} is {name!r}, which is not a valid file name ({error.reason}); give another"
-        raise OptionsError(problem, path=name, parameters=(parameter,)) from error
+        # Without the check for an empty path, an unset shell variable would mean the working directory.
+        is_valid = name and b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        is_valid = False
+    if not is_valid:
+        raise unfit(parameter, name, "give a path that is not empty, and without NUL characters and lone surrogates")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
         problem = "a URL; h5pack reads and writes files only, so mount or download the data, and give its path"
         raise OptionsError.at(name, problem)

@@ -29,12 +29,14 @@ import numpy as np
 
 from h5pack.errors import WorkerError
 from h5pack.system.parameters import whole_number
+from h5pack.system.text import error_line
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _WAIT_SECONDS = 0.5
 _JOIN_SECONDS = 10.0
+_MAX_DEPTH = 5
 MAX_WORKERS = 2**15  # Linux's default limit on process ids; a ProcessPoolExecutor fails with 2**31 workers
 _ATOMS = {str, bytes, int, float, complex, bool, type(None)}
 _KNOWN_PACKAGES = {"h5pack", "h5py", "numpy", *sys.stdlib_module_names}
@@ -357,9 +359,8 @@ class _SharedObject:
         try:
             ForkingPickler(stream).dump(self.value)
         except Exception as error:
-            raise _worker_error(
-                f"the source cannot be sent to worker processes ({_reason(error)}); make it picklable"
-            ) from error
+            problem = f"{_unpicklable(self.value)} cannot be sent to worker processes ({error_line(error)})"
+            raise _worker_error(f"{problem}; make it picklable") from error
         return _unpickled, (stream.getvalue(),)
 
 
@@ -367,11 +368,18 @@ def _unpickled(data: bytes) -> _SharedObject:
     try:
         return _SharedObject(pickle.loads(data))
     except Exception as error:
-        return _SharedObject(None, _reason(error))
+        return _SharedObject(None, error_line(error))
 
 
-def _reason(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+def _unpicklable(value: Any, name: str = "") -> str:
+    """Return the name of the innermost attribute of `value` that cannot be pickled."""
+    members = {} if isinstance(value, (type, types.FunctionType)) else getattr(value, "__dict__", {})
+    for key, item in members.items() if name.count(".") < _MAX_DEPTH else ():
+        try:
+            pickle.dumps(item)
+        except Exception:
+            return _unpicklable(item, f"{name}.{key}".lstrip("."))
+    return name or type(value).__name__
 
 
 def _require_start(executor: concurrent.futures.Executor, num_workers: int, advice: str) -> None:
