@@ -249,9 +249,7 @@ class Conversion:
             results = self._earlier_results(pack, check=not self.options.finish)
             if self.options.finish:
                 pack.require_all_parts(self._parts.count, results)
-                is_rejected = np.ones(len(plan.catalog), np.bool_)
-                is_rejected[plan.row_order.origins] = False
-                self._require_unchanged(pack, np.flatnonzero(is_rejected))
+                self._require_unchanged(pack, np.flatnonzero(~plan.has_row))
             resumed = int(results.settled.sum())
             written = self._write(pack, results)
         else:

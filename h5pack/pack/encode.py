@@ -200,15 +200,12 @@ def encode_images(
     # The parts of an array job submit all tasks, because their executor returns saved results.
     payloads = () if in_parts else pack.journal.payloads(_PREFIX)
     records = [(_data_path(str(path)), EncodedRecord.decode(payload)) for path, payload in payloads]
-    intact = np.ones(sum(len(record.images) for _, record in records), np.bool_)
-    for _, damaged in run(executor, check_rows, _check_tasks(records), 2 * num_workers, resumable=resumable):
-        intact[damaged] = False
-    start = 0
-    for path, record in records:
-        stop = start + len(record.images)
-        places.add(path, record.images[intact[start:stop]])
+    for _, record in records:
         reasons.update(record.reasons)
-        start = stop
+    encoded = [(path, record.images) for path, record in records if len(record.images)]
+    checks = run(executor, check_rows, map(_check_task, encoded), 2 * num_workers, ordered=True, resumable=resumable)
+    for (path, images), (_, damaged) in zip(encoded, checks, strict=True):
+        places.add(path, np.delete(images, damaged))
     missing = np.zeros(len(plan.catalog), np.bool_)
     for part, needed in ((places, plan.needs_encoding), *((one, plan.to_encode) for one in places.fields)):
         missing |= needed & (part.owners < 0)
@@ -251,11 +248,6 @@ def _tasks(
         )
 
 
-def _check_tasks(records: list[tuple[str, EncodedRecord]]) -> Iterator[CheckTask]:
-    """Yield a task for each record, which checks its images. They are numbered from 0 across all records."""
-    start = 0
-    for path, record in records:
-        if len(images := record.images):
-            edges = np.append(0, np.cumsum(images["bytes"]))
-            yield CheckTask(path, start, int(images["offset"][0]), edges, images["checksum"])
-            start += len(images)
+def _check_task(encoded: tuple[str, npt.NDArray[Any]]) -> CheckTask:
+    path, images = encoded
+    return CheckTask(path, 0, int(images["offset"][0]), np.append(0, np.cumsum(images["bytes"])), images["checksum"])

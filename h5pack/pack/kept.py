@@ -85,13 +85,8 @@ class KeptPlan(ConvertPlan):
     def between(self, start: int, stop: int) -> ConvertPlan:
         plan = super().between(start, stop)
         assert isinstance(plan, KeptPlan)
-        size, needs_encoding = int(plan.offsets[-1]), self.needs_encoding & plan._has_row
+        size, needs_encoding = int(plan.offsets[-1]), self.needs_encoding & plan.has_row
         return replace(plan, chunks=plan_data_chunks(size), needs_encoding=needs_encoding)
-
-    @property
-    def _has_row(self) -> npt.NDArray[np.bool_]:
-        """Which images become rows, bool (M,)."""
-        return np.isin(np.arange(len(self.catalog)), self.row_order.origins)
 
     def shard_edges(self) -> list[int]:
         """See `ConvertPlan`; sizes of masks, and of images to encode, are estimates. Each shard has an image."""
@@ -109,7 +104,7 @@ class KeptPlan(ConvertPlan):
     @property
     def to_encode(self) -> npt.NDArray[np.bool_]:
         """See `ConvertPlan`; with masks, all images that become rows are included."""
-        return self._has_row if self.catalog.pixel_fields else self.needs_encoding
+        return self.has_row if self.catalog.pixel_fields else self.needs_encoding
 
     @property
     def pixel_rows(self) -> tuple[PixelRows, ...]:

@@ -109,6 +109,11 @@ class ConvertPlan:
         return len(self.row_order.origins)
 
     @property
+    def has_row(self) -> npt.NDArray[np.bool_]:
+        """Which images become rows, bool (M,)."""
+        return np.isin(np.arange(len(self.catalog)), self.row_order.origins)
+
+    @property
     def row_shape(self) -> tuple[int, int, int]:
         """Shape of a row: (H, W, C) or (C, H, W), depending on `options.layout`."""
         return self.pixels.row_shape
