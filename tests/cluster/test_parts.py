@@ -328,31 +328,21 @@ def test_rejected_images_of_the_source_are_the_same_in_parts(tmp_path: Path) -> 
     assert (tmp_path / "o.h5.rejects.csv").read_text() == (tmp_path / "local.h5.rejects.csv").read_text()
 
 
-def changed_folder(root: Path) -> tuple[Any, dict[str, Any], Path]:
-    source, options = folder(root)
-    return source, options, source / "b/00030.jpg"
-
-
-def changed_file_to_encode(root: Path) -> tuple[Any, dict[str, Any], Path]:
+def with_file_to_encode(root: Path) -> tuple[Any, dict[str, Any]]:
     source, options = kept_files(root)
-    return source, options, save(source / "b/c.png", 5, (33, 22))
+    save(source / "b/c.png", 5, (33, 22))
+    return source, options
 
 
-def changed_mask(root: Path) -> tuple[Any, dict[str, Any], Path]:
-    source, options = masks(root)
-    return source, options, source / "masks/9.png"
-
-
-def changed_archive(root: Path) -> tuple[Any, dict[str, Any], Path]:
-    source, options = archive(root)
-    return source, options, source
-
-
-@pytest.mark.parametrize("make", [changed_folder, changed_file_to_encode, changed_mask, changed_archive])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(folder, "b/00030.jpg"), (with_file_to_encode, "b/c.png"), (masks, "masks/9.png"), (archive, "")],
+)
 def test_a_part_refuses_images_that_changed_since_another_part_surveyed_them(
-    make: Callable[[Path], tuple[Any, dict[str, Any], Path]], tmp_path: Path
+    make: Callable[[Path], tuple[Any, dict[str, Any]]], name: str, tmp_path: Path
 ) -> None:
-    source, options, changed = make(tmp_path)
+    source, options = make(tmp_path)
+    changed = source / name
     options |= {"num_workers": 1, "order": "sorted"}
     out = tmp_path / "o.h5"
     h5pack.convert(source, out, part="1/2", **options)
@@ -371,7 +361,8 @@ def test_a_part_refuses_images_that_changed_since_another_part_surveyed_them(
 def test_an_image_that_changed_before_it_was_encoded_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, options, changed = changed_file_to_encode(tmp_path)
+    source, options = with_file_to_encode(tmp_path)
+    changed = source / "b/c.png"
     whole, before = changed.read_bytes(), changed.stat()
     settings = {**options, "num_workers": 1, "order": "sorted"}
     with monkeypatch.context() as patch:

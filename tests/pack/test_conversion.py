@@ -70,22 +70,6 @@ def test_rows_are_pillows_pixels_with_their_labels(tmp_path: Path, workers: int,
             assert classes[file["labels"][row]] == name.split("/")[0]
 
 
-def test_a_refused_output_leaves_the_rejects_of_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, out, rejects = flat_folder(tmp_path / "s", 5), tmp_path / "o.h5", tmp_path / "o.h5.rejects.csv"
-    (source / "empty.png").touch()
-    make_tables = finish.make_tables
-
-    def meanwhile(*arguments: Any) -> Any:
-        out.write_bytes(b"other")
-        rejects.write_text("other")
-        return make_tables(*arguments)
-
-    monkeypatch.setattr(finish, "make_tables", meanwhile)
-    with pytest.raises(OutputExistsError):
-        h5pack.convert(source, out, **quick())
-    assert (out.read_bytes(), rejects.read_text()) == (b"other", "other")
-
-
 @pytest.mark.parametrize(("fit", "mode"), [("crop", "rgb"), ("crop", "gray"), ("pad", "gray"), ("stretch", "rgb")])
 def test_sizes_are_brought_to_one_by_pillows_own_functions(tmp_path: Path, fit: str, mode: str) -> None:
     source = tmp_path / "in"
@@ -857,14 +841,22 @@ def test_a_finished_output_of_a_changed_table_is_not_complete(tmp_path: Path, ta
 
 
 def test_an_output_that_appears_during_the_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, out, complete = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5", finish.complete
-    monkeypatch.setattr(finish, "complete", lambda *arguments: (complete(*arguments), out.write_bytes(b"precious")))
+    source, out, rejects = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5", tmp_path / "o.h5.rejects.csv"
+    (source / "empty.png").touch()
+    complete = finish.complete
+
+    def meanwhile(*arguments: Any) -> None:
+        complete(*arguments)
+        out.write_bytes(b"precious")
+        rejects.write_text("other")
+
+    monkeypatch.setattr(finish, "complete", meanwhile)
     # The resumed run finds it at its beginning.
     for resume in (False, True):
         with pytest.raises(OutputExistsError) as caught:
             h5pack.convert(source, out, **quick(resume=resume))
         assert "overwrite=True" in caught.value.parameters
-        assert out.read_bytes() == b"precious"
+        assert (out.read_bytes(), rejects.read_text()) == (b"precious", "other")
     monkeypatch.undo()
     assert h5pack.convert(source, out, **quick(resume=True, overwrite=True)).images == 6
     assert h5pack.verify(out).ok

@@ -130,21 +130,24 @@ def test_a_changed_mask_ends_a_resume(tmp_path: Path) -> None:
         h5pack.convert(source, out, **SETTINGS, resume=True)
 
 
+def turned_square(root: Path, number: int, size: tuple[int, int], rows: slice, columns: slice, ending: str) -> None:
+    """An image with a white square that is the class 9 of its mask, and with one of the Exif orientations."""
+    image, mask = np.zeros((*size, 3), np.uint8), np.zeros(size, np.uint8)
+    image[rows, columns], mask[rows, columns] = 255, 9
+    exif = Image.Exif()
+    exif[0x0112] = 1 + number % 8
+    for folder in ("images", "masks"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image).save(root / "images" / f"{number}.{ending}", exif=exif, quality=95)
+    Image.fromarray(mask).save(root / "masks" / f"{number}.png")
+
+
 @pytest.mark.parametrize(("fit", "layout"), [("crop", "nhwc"), ("pad", "nchw"), ("stretch", "nhwc")])
 def test_a_point_in_image_and_mask_stays_together(tmp_path: Path, fit: str, layout: str) -> None:
     """A white square in the image is the class 9 of the mask, whatever the size and the orientation."""
     for number in range(16):
-        size = (60 + number, 90 - 3 * number)
-        image, mask = np.zeros((*size, 3), np.uint8), np.zeros(size, np.uint8)
-        top, left = 20 + number, 15 + number
-        image[top : top + 8, left : left + 8] = 255
-        mask[top : top + 8, left : left + 8] = 9
-        exif = Image.Exif()
-        exif[0x0112] = 1 + number % 8
-        save(tmp_path / "in" / "images" / f"{number}.png")
-        save(tmp_path / "in" / "masks" / f"{number}.png")
-        Image.fromarray(image).save(tmp_path / "in" / "images" / f"{number}.png", exif=exif)
-        Image.fromarray(mask).save(tmp_path / "in" / "masks" / f"{number}.png")
+        rows, columns = slice(20 + number, 28 + number), slice(15 + number, 23 + number)
+        turned_square(tmp_path / "in", number, (60 + number, 90 - 3 * number), rows, columns, "png")
     settings = quick(source_kind="pairs", size=(32, 40), fit=fit, resample="nearest", layout=layout, order="sorted")
     h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **settings)
     pack = pack_of(tmp_path / "o.h5")
@@ -325,15 +328,7 @@ def test_masks_of_kept_files_follow_orientation_and_size(tmp_path: Path, setting
     """A white square in the image is the class 9 of the mask; sizes and orientations differ."""
     root = tmp_path / "in"
     for number in range(16):
-        size = (48 + 4 * (number // 8), 64)
-        image, mask = np.zeros((*size, 3), np.uint8), np.zeros(size, np.uint8)
-        image[8:24, 16:40], mask[8:24, 16:40] = 255, 9
-        exif = Image.Exif()
-        exif[0x0112] = 1 + number % 8
-        save(root / "masks" / f"{number}.png")
-        save(root / "images" / f"{number}.jpg")
-        Image.fromarray(image).save(root / "images" / f"{number}.jpg", exif=exif, quality=95)
-        Image.fromarray(mask).save(root / "masks" / f"{number}.png")
+        turned_square(root, number, (48 + 4 * (number // 8), 64), slice(8, 24), slice(16, 40), "jpg")
     h5pack.convert(root, tmp_path / "o.h5", **KEPT, **settings)
     masks = kept_masks(tmp_path / "o.h5")
     dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"], with_rows=True)
