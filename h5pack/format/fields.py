@@ -64,10 +64,7 @@ class RaggedRows:
         return self.data[self.offsets[index] : self.offsets[index + 1]]
 
     def values(self) -> list[Any]:
-        """Return the value of each row: an array (n_i, ...), a str or a list of str.
-
-        Raises UnicodeDecodeError if text is not valid UTF-8.
-        """
+        """Return each row's array (n_i, ...), str or list of str; raise UnicodeDecodeError if a text is not UTF-8."""
         edges = self.offsets.tolist()
         if self.kind not in schema.TEXT_KINDS:
             return [self.data[start:stop] for start, stop in itertools.pairwise(edges)]
@@ -308,14 +305,10 @@ def field_name(path: str) -> str:
 
 
 def require_field_names(where: str, names: Sequence[str], path: str | os.PathLike[str] | None = None) -> None:
-    """Raise OptionsError unless the names are unique, and the format allows all of them for fields.
-
-    `where` says where the names are from. The message begins with it.
-    """
+    """Raise OptionsError, whose message begins with `where`, unless fields may have all of these names."""
     for number, name in enumerate(names):
-        if not is_field_name(name) or name in names[:number]:
+        is_double = name in names[:number]
+        if is_double or not is_field_name(name):
             why = "packs reserve it, or it is empty, contains '/', NUL or an unpaired surrogate, or begins with '.'"
-            why = "another field has it" if name in names[:number] else why
-            raise OptionsError(
-                f"{where}: {name!r} cannot be the name of a field, because {why}; rename it or leave it out", path=path
-            )
+            problem = f"{name!r} cannot be the name of a field, because {'another field has it' if is_double else why}"
+            raise OptionsError(f"{where}: {problem}; rename it or leave it out", path=path)

@@ -50,10 +50,7 @@ FileRow = Callable[[int], tuple[str, int]]
 
 
 class RowDecoder(Decoder):
-    """Decodes images to upright RGB without resizing. Each thread has its own decoder (see `row_decoder`).
-
-    It changes no process-wide setting of Pillow, such as ``ImageFile.LOAD_TRUNCATED_IMAGES``.
-    """
+    """Decodes images to upright RGB, without resizing them and without changing settings of Pillow."""
 
     def __init__(self) -> None:
         # Load Pillow's plugins before any thread decodes: Image.open in one thread may fail to recognize a format
@@ -62,10 +59,7 @@ class RowDecoder(Decoder):
         super().__init__(PixelOptions(0, 0))
 
     def header(self, data: bytes) -> ImageHeader:
-        """Return an image's header, with its upright size.
-
-        Raises RejectedImageError if `data` is not an image, or if the image is too large.
-        """
+        """Return an image's header, with its upright size; raise RejectedImageError if it is too large or no image."""
         return read_header(data, lambda: io.BytesIO(data), MAX_PIXELS)
 
     def pixels(self, data: bytes) -> npt.NDArray[np.uint8]:
@@ -253,10 +247,7 @@ class EncodedIndex(ChunkIndex):
         self, storage_of: Callable[[int | None], Storage], out: npt.NDArray[np.uint8], start: int,
         rows: npt.NDArray[np.int64],
     ) -> int:  # fmt: skip
-        """Fill `out`, uint8 (n,), with the bytes of `data` from byte `start` on; return the number of system calls.
-
-        `rows` is used in messages only. Errors are those of `Storage.scatter`.
-        """
+        """Fill `out`, uint8 (n,), with bytes of `data`, like `Storage.read_into`; messages name the first of `rows`."""
         done = calls = 0
         for source, offset, count in self.extents(start, start + len(out)):
             if count:

@@ -432,10 +432,7 @@ class Engine:
         self.require_checksums(name, rows, found)
 
     def require_checksums(self, name: str, rows: npt.NDArray[np.int64], found: npt.NDArray[np.uint32]) -> None:
-        """Raise DamagedRowsError if `found`, uint32 (n,), differs from the stored checksums of `rows`.
-
-        If rows of several files differ, the error names only one of these files and its rows.
-        """
+        """Raise DamagedRowsError, which names rows of one file, if `found`, uint32 (n,), are not their checksums."""
         wrong = np.flatnonzero(found != self.read(schema.checksums_path(name), rows))
         if len(wrong):
             found_in = sorted({self.file_row(int(rows[position])) for position in wrong})

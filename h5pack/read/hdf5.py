@@ -224,10 +224,7 @@ def datasets_text(file: h5py.File) -> str:
 
 
 def find_item(file: h5py.File, name: str) -> Any:
-    """Return the object called `name`, or None if there is none; raise PackFormatError if it is damaged.
-
-    ``file.get`` would return None for damaged objects, too.
-    """
+    """Return the object called `name`, or None. If it is damaged, raise PackFormatError, unlike ``file.get``."""
     try:
         return file[name]
     except (KeyError, RuntimeError) as error:  # A loop of soft links is a RuntimeError.

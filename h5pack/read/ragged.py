@@ -145,10 +145,7 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def find_field(file: h5py.File, name: str) -> str:
-    """Return the path of the field `name` of a pack, or `name` itself if it is not a field's name but a path.
-
-    Raises PackFormatError if a pack has neither such a field nor such a path.
-    """
+    """Return the path of a pack's field `name`, or the path `name`; raise PackFormatError if a pack has neither."""
     name = name.strip("/")
     own = schema.field_path(name)
     if schema.FORMAT in file.attrs and find_item(file, own) is not None:

@@ -192,10 +192,7 @@ class ScatterPlan:
 
 
 def plan_scatter(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> ScatterPlan:
-    """Plan direct reads of rows, int64 (n,), into buffers anywhere in memory.
-
-    Rows that ascend within each chunk need the fewest system calls.
-    """
+    """Plan direct reads of rows, int64 (n,), which take the fewest system calls if rows ascend within each chunk."""
     extents = plan_extents(index, rows)
     buffers = np.empty((len(rows), 2), np.uint64)
     buffers[:, 1] = index.row_bytes

@@ -239,8 +239,7 @@ class Storage:
     def prefetch(self, offsets: Sequence[int], sizes: Iterable[int]) -> None:
         """Start reading extents of the file into the page cache, without waiting, unless they are cached already.
 
-        Only the first bytes of a few extents are tested. If these bytes are cached, nothing is read. Extents with
-        negative offsets (rows without allocated storage) are skipped.
+        Only the first bytes of a few extents are tested. Negative offsets (rows without allocated storage) are skipped.
         """
         step = max(1, len(offsets) // _MAX_PROBES)
         if all(self.is_cached(offset) for offset in offsets[::step] if offset >= 0):
