@@ -225,7 +225,7 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
     given = {row: _as_array(row, value) for row, value in enumerate(values) if value is not None}
     # Leave out empty lists, because the dtype and the shape of their entries are unknown.
     arrays = {row: array for row, array in given.items() if array.shape != (0,)}
-    first = next(iter(arrays.values()), np.zeros(()))
+    first = next(iter(arrays.values()), np.zeros((0,) if given else ()))
     for row, array in arrays.items():
         if not is_numeric_dtype(array.dtype):
             raise FieldValueError(row, f"is {short_repr(values[row])}, neither texts nor numbers of up to 64 bits")
@@ -233,9 +233,7 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
         expected = "others are lists" if beside_lists else f"others have {first.shape}"
         if beside_lists or array.ndim != first.ndim or array.shape[1:] != first.shape[1:]:
             raise FieldValueError(row, f"has the shape {array.shape}, but {expected}")
-    if not arrays and given:
-        first = np.zeros(0)
-    dtype = np.result_type(*{array.dtype for array in arrays.values()}) if arrays else first.dtype
+    dtype = np.result_type(first.dtype, *{array.dtype for array in arrays.values()})
     dtype = np.dtype(np.uint8) if dtype.kind == "b" else dtype
     if arrays and dtype.kind == "f" and all(array.dtype.kind in "biu" for array in arrays.values()):
         dtype = np.dtype(np.uint64 if max(int(one.max(initial=0)) for one in arrays.values()) >= 2**63 else np.int64)
