@@ -50,6 +50,12 @@ ORDERS: dict[str, dict[str, Any]] = {
 }
 """Options of loaders and samplers that choose an order."""
 
+WEIGHTS = np.random.default_rng(1).exponential(size=ROWS)
+"""Weights of rows: some are 0, chunks have nothing but 0, and one weighs much."""
+WEIGHTS[::7] = 0
+WEIGHTS[30:50] = 0
+WEIGHTS[77] = 15
+
 
 @contextlib.contextmanager
 def rows_by(way: str, *paths: Path) -> Iterator[None]:

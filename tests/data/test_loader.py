@@ -53,7 +53,14 @@ ORDERS: dict[str, dict[str, Any]] = {
     "no rows": {"indices": []},
     "large batches": {"batch_size": 500},
     "single rows": {"batch_size": 1, "indices": list(range(0, 100, 7))},
+    **{f"weights, {name}": {"weights": packs.WEIGHTS, **one} for name, one in packs.ORDERS.items() if name != "rows"},
+    "weights, rows": {**packs.ORDERS["rows"], "weights": [*range(15)]},
+    "weights, one row": {"weights": [0] * 42 + [1] + [0] * 60},
+    "weights, few samples": {"weights": packs.WEIGHTS, "num_samples": 3},
+    "weights, many samples": {"weights": packs.WEIGHTS, "num_samples": 411},
 }
+RESUMED = ["window", "full", "streams and lanes", "stored, lanes, drop_last", "a rank", "rows"]
+RESUMED += ["weights, window", "weights, full", "weights, streams and lanes"]
 
 
 def loader_of(dataset: Any, **settings: Any) -> h5pack.H5Loader:
@@ -680,7 +687,7 @@ def test_a_close_from_another_thread_wakes_the_consumer(dataset: h5pack.H5Datase
     closer.join()
 
 
-@pytest.mark.parametrize("order", ["window", "full", "streams and lanes", "stored, lanes, drop_last", "a rank", "rows"])
+@pytest.mark.parametrize("order", RESUMED)
 def test_a_state_saved_at_any_batch_gives_the_same_tail(dataset: h5pack.H5Dataset, order: str, way: str) -> None:
     make = partial(loader_of, dataset, **ORDERS[order])
     expected = list(itertools.chain(*expected_of(dataset, 2, **ORDERS[order])))
@@ -696,6 +703,11 @@ def test_a_state_saved_at_any_batch_gives_the_same_tail(dataset: h5pack.H5Datase
         found = [*resumed, *(resumed if done <= size else ())]
         assert all_same(found, expected[done : done + len(found)])
         assert len(found) == (size if done == size else 2 * size - done)
+        # A state counts batches, so a sampler resumes from that of a loader.
+        sampler = h5pack.ChunkBatchSampler(dataset, **{"batch_size": BATCH, "window": 3, "seed": 7, **ORDERS[order]})
+        sampler.load_state_dict(state)
+        left = size - done if done <= size else 2 * size - done
+        assert list(sampler) == [batch.labels.tolist() for batch in found[:left]]
 
 
 def test_a_state_at_the_end_of_an_epoch(dataset: h5pack.H5Dataset) -> None:

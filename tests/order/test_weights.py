@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
 import tracemalloc
 from bisect import bisect_right
@@ -22,7 +21,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Subset, random_split
+from torch.utils.data import Subset, random_split
 
 import h5pack
 from h5pack.errors import OptionsError, StateError
@@ -31,17 +30,9 @@ from h5pack.order.row_ranges import EpochRows, RowRange, Rows, RowSet, RowSubset
 from h5pack.order.weights import MAX_SAMPLES, WeightedRows, balanced_weights
 from h5pack.order.window import OrderPlan
 from tests.data import packs
-from tests.data.packs import all_same, reference, threads_end
+from tests.data.packs import threads_end
 from tests.order.plans import EPOCHS, MANY, SHUFFLES, Drawn, batches, weigh, weighted
 from tests.stacks import watched
-
-ORDERS: dict[str, dict[str, Any]] = {
-    **packs.ORDERS,
-    "rows": {**packs.ORDERS["rows"], "weights": [*range(15)]},
-    "one row": {"weights": [0] * 42 + [1] + [0] * 60},
-    "few samples": {"num_samples": 3},
-    "many samples": {"num_samples": 411},
-}
 
 
 def require_shares(counts: Sequence[int], weights: Sequence[float], samples: int) -> None:
@@ -222,29 +213,9 @@ def dataset(tmp_path: Path) -> Iterator[h5pack.H5Dataset]:
     assert threads_end()
 
 
-def drawn_weights(rows: int = packs.ROWS) -> npt.NDArray[np.float64]:
-    """Some 0, chunks of nothing but 0, and one that weighs much."""
-    weights = np.random.default_rng(1).exponential(size=rows)
-    weights[::7] = 0
-    weights[30:50] = 0
-    weights[77] = 15
-    return weights
-
-
 def order(**settings: Any) -> dict[str, Any]:
     """Options of an order by weight; a window of 3 chunks."""
-    return {"window": 3, "seed": 7, "weights": drawn_weights(), **settings}
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_the_loader_gives_the_sampler_s_batches(dataset: h5pack.H5Dataset, name: str) -> None:
-    expected = reference(dataset, 3, 12, **order(**ORDERS[name]))
-    for images, labels, rows in itertools.chain(*expected):
-        assert torch.equal(labels, rows)
-        assert np.array_equal(images.numpy(), packs.values()[rows.numpy()])
-    for way in packs.WAYS:
-        with packs.rows_by(way), h5pack.H5Loader(dataset, 12, **order(**ORDERS[name])) as loader:
-            assert all(all_same(list(loader), epoch) for epoch in expected)
+    return {"window": 3, "seed": 7, "weights": packs.WEIGHTS, **settings}
 
 
 @pytest.mark.parametrize("file", [{"compression": "gzip"}, {"shape": (5, 4, 3)}, {"chunks": None}], ids=str)
@@ -260,24 +231,6 @@ def test_copies_of_a_row_from_other_files(tmp_path: Path, file: dict[str, Any]) 
                 assert len(rows) == 400
 
 
-@pytest.mark.parametrize("settings", [{}, {"shuffle": "full"}, {"streams": 6, "lanes": 3}], ids=str)
-def test_resuming_at_every_batch(dataset: h5pack.H5Dataset, settings: dict[str, Any]) -> None:
-    whole = reference(dataset, 2, 12, **order(**settings))
-    with h5pack.H5Loader(dataset, 12, **order(**settings)) as loader:
-        states = [loader.state_dict()]
-        for _ in loader:
-            states.append(json.loads(json.dumps(loader.state_dict())))
-    for done, state in enumerate(states):
-        # A state counts batches, so a sampler resumes from that of a loader.
-        sampler = h5pack.ChunkBatchSampler(dataset, 12, **order(**settings))
-        loaded = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate)
-        with h5pack.H5Loader(dataset, 12, **order(**settings)) as again:
-            for resumed, found in ((again, again), (sampler, loaded)):
-                resumed.load_state_dict(state)
-                assert all_same(list(found), whole[0][done:])
-                assert all_same(list(found), whole[1])
-
-
 def test_resuming_single_rows_and_pickled_samplers(dataset: h5pack.H5Dataset) -> None:
     whole = list(h5pack.ChunkSampler(dataset, **order()))
     for done in range(0, len(whole), 10):
@@ -291,7 +244,7 @@ def test_resuming_single_rows_and_pickled_samplers(dataset: h5pack.H5Dataset) ->
 @pytest.mark.parametrize(
     ("change", "parameter"),
     [
-        ({"weights": drawn_weights() * 2}, "weights_digest"),
+        ({"weights": packs.WEIGHTS * 2}, "weights_digest"),
         ({"num_samples": 99}, "num_samples"),
         ({"weights": None}, "num_samples"),
         ({"seed": 8}, "seed"),
