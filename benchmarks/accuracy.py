@@ -26,6 +26,7 @@ from torch import nn
 
 import h5pack
 from benchmarks.common import about, benchmark_parser, scratch_folder, write_result
+from benchmarks.tables import accuracy_table
 from h5pack.benchmark.mixing import mixing_report
 from h5pack.order.window import DEFAULT_WINDOW
 
@@ -200,8 +201,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "mixing": {order: report.to_json() for order, report in reports.items()},
         }
     write_result(arguments.json, result)
-    for gap in result["differences"]:
-        print(f"{gap['of']} less {gap['less']}: {gap['mean']:+.4f} +- {gap['standard_error']:.4f}")
+    print(accuracy_table(result))
     return result
 
 

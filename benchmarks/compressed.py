@@ -40,6 +40,7 @@ from benchmarks.common import (
     spread,
     write_result,
 )
+from benchmarks.tables import compressed_table
 from h5pack.read.codecs import MallocBuffer
 
 COMPRESSIONS: dict[str, dict[str, Any]] = {
@@ -165,16 +166,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             },
         }
     write_result(arguments.json, result)
-    for name, found in result["compressions"].items():
-        print(
-            f"{name}: stored {found['bytes_stored'] / found['bytes_raw']:.2f} of raw, each chunk visited once: "
-            f"{found['chunk_misses'] == found['chunks']}"
-        )
-        for case in found["cases"]:
-            print(
-                f"  {case['case']}, {case['threads']}: {case['images_per_s']['median']:,.0f} images/s, "
-                f"{case['of_decoder']['median']:.2f}"
-            )
+    print(compressed_table(result))
     return result
 
 

@@ -26,6 +26,7 @@ from PIL import Image
 
 import h5pack
 from benchmarks.common import about, benchmark_parser, ratios, scratch_folder, spread, write_result
+from benchmarks.tables import convert_table
 from h5pack.benchmark.ceilings import interleaved
 from h5pack.benchmark.synthetic import make_folder
 from h5pack.system.machine import available_cpus
@@ -145,12 +146,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             **measure(folder, scratch, arguments.repeats, arguments.workers),
         }
     write_result(arguments.json, result)
-    for case, found in result["cases"].items():
-        print(
-            f"{case}: {found['convert_images_per_s']['median']:,.0f} images/s to the last write, "
-            f"{found['ratio_to_last_write']['median']:.2f} of the ceiling of "
-            f"{found['ceiling_images_per_s']['median']:,.0f}"
-        )
+    print(convert_table(result))
     return result
 
 

@@ -46,6 +46,7 @@ from benchmarks.common import (
     write_result,
 )
 from benchmarks.compressed import HEIGHT, WIDTH, image
+from benchmarks.tables import foreign_table
 from h5pack.system.files import make_hot
 
 _DIFFERENT = 64
@@ -216,11 +217,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             },
         }
     write_result(arguments.json, result)
-    for name, found in result["files"].items():
-        compared, speed = found["rows_compared"], found["convert_images_per_s"]
-        print(f"{name}: {compared:,} rows compared, converted at {speed:,.0f} images/s")
-        for case in found["cases"]:
-            print(f"  {case['when']}, {case['case']}: {case['images_per_s']['median']:,.0f} images/s")
+    print(foreign_table(result))
     return result
 
 

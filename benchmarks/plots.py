@@ -31,6 +31,13 @@ def _save(figure: Any, path: Path) -> None:
     print(f"drew {path}")
 
 
+def _bar(axes: Any, place: float, speed: dict[str, float], color: str, text: str, at: float, font: float = 8) -> None:
+    """Draw a bar to the median with whiskers from minimum to maximum, and a text at `at`."""
+    low, high = speed["median"] - speed["min"], speed["max"] - speed["median"]
+    axes.barh(place, speed["median"], color=color, xerr=[[low], [high]], capsize=2.5, ecolor=_DARK)
+    axes.text(at, place, text, va="center", fontsize=font)
+
+
 def draw_convert(result: dict[str, Any], path: Path) -> None:
     """Conversion beside its ceiling, for both decoders and both kinds of writing."""
     figure, axes = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
@@ -45,11 +52,8 @@ def draw_convert(result: dict[str, Any], path: Path) -> None:
             ("h5pack convert --io buffered", buffered["convert_images_per_s"], _LIGHT, buffered["ratio_to_last_write"]),
         ]
         for place, (label, speed, color, ratio) in enumerate(bars):
-            height = group * 4 + place
-            low, high = speed["median"] - speed["min"], speed["max"] - speed["median"]
-            axes.barh(height, speed["median"], color=color, xerr=[[low], [high]], capsize=3, ecolor="#3c4043")
             text = f"{speed['median']:,.0f}" + (f"  ({ratio['median']:.2f} of the ceiling)" if ratio else "")
-            axes.text(speed["max"] + limit / 105, height, text, va="center", fontsize=8)
+            _bar(axes, group * 4 + place, speed, color, text, speed["max"] + limit / 105)
             labels.append(f"{label}\n({'Pillow' if decoder == 'pillow' else decoder})")
     axes.set_yticks([0, 1, 2, 4, 5, 6], labels, fontsize=8)
     axes.invert_yaxis()
@@ -82,10 +86,8 @@ def draw_read(result: dict[str, Any], path: Path) -> None:
             speed = case["images_per_s"]
             ours = case["case"].startswith(_OURS) and "through h5py" not in case["case"]
             color = _GRAY if case["case"] == "memory copy" else _BLUE if ours else _LIGHT
-            spread = [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]
-            axes.barh(place, speed["median"], color=color, xerr=spread, capsize=2, ecolor="#3c4043")
             text = f"{speed['median']:,.0f}  ({case['of_memory_copy']['median']:.2f})"
-            axes.text(speed["max"] * 1.15, place, text, va="center", fontsize=7)
+            _bar(axes, place, speed, color, text, speed["max"] * 1.15, font=7)
         unit = {True: "workers", False: "threads"}
         labels = [f"{case['case']}, {case['threads']} {unit['DataLoader' in case['case']]}" for case in cases]
         axes.set_yticks(range(len(cases)), [label.replace("1 threads", "1 thread") for label in labels], fontsize=7)
@@ -120,9 +122,7 @@ def draw_peers(result: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8.4, 0.6 + 0.3 * len(bars)), layout="constrained")
     most = max(float(speed["max"]) for _, speed, _ in bars)
     for place, (_, speed, color) in enumerate(bars):
-        whiskers = [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]
-        axes.barh(place, speed["median"], color=color, xerr=whiskers, capsize=2.5, ecolor="#3c4043")
-        axes.text(speed["max"] + most * 0.015, place, f"{speed['median']:,.0f}", va="center", fontsize=8)
+        _bar(axes, place, speed, color, f"{speed['median']:,.0f}", speed["max"] + most * 0.015)
     axes.set_yticks(range(len(bars)), [label for label, _, _ in bars], fontsize=8)
     for tick, (_, _, color) in zip(axes.get_yticklabels(), bars, strict=True):
         tick.set_fontweight("bold" if color == _BLUE else "normal")

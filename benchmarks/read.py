@@ -53,6 +53,7 @@ from benchmarks.common import (
     subset_of,
     write_result,
 )
+from benchmarks.tables import cold_table, hot_table
 from h5pack.benchmark.ceilings import MemoryCopy, interleaved, sequential, touch
 from h5pack.system.files import drop_cache
 
@@ -249,17 +250,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             },
         }
     write_result(arguments.json, result)
-    for name, found in result["sizes"].items():
-        print(f"{name} rows, read amplification {found['epoch']['amplification']:.3f}")
-        for case in found["hot"]:
-            print(
-                f"  {case['case']}, {case['threads']}, batch {case['batch']}: {case['images_per_s']['median']:,.0f} "
-                f"images/s, {case['of_memory_copy']['median']:.2f}"
-            )
-        for case in found["cold"]["cases"]:
-            print(
-                f"  cold: {case['case']}: {case['mb_per_s']['median']:,.0f} MB/s, {case['of_sequential']['median']:.2f}"
-            )
+    print(hot_table(result), cold_table(result), sep="\n\n")
     return result
 
 

@@ -24,7 +24,8 @@ def test_convert_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     def peak_memory(folder: Path, out: Path, limit: int, workers: int) -> dict[str, float]:
         # One process is enough to see that it works.
-        return measured(folder, out, limit, workers) if limit == 5 else {"images": limit, "parent_mb": 1.0}
+        found = {"images": limit, "parent_mb": 1.0, "largest_worker_mb": 1.0}
+        return measured(folder, out, limit, workers) if limit == 5 else found
 
     monkeypatch.setattr(convert, "peak_memory", peak_memory)
     result = run_benchmark(tmp_path, convert, "--count 20 --repeats 1 --workers 1")

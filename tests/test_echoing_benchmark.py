@@ -13,6 +13,7 @@ from benchmarks import echoing, tables
 from h5pack.device.echo import EchoLoader
 from tests.data import packs
 from tests.makers import run_benchmark
+from tests.monitor.fake_clock import FakeClock
 
 
 def test_echoing_benchmark(tmp_path: Path) -> None:
@@ -38,15 +39,7 @@ def test_echoing_benchmark(tmp_path: Path) -> None:
     assert "| auto, 2x slower than the step |" in table
 
 
-class FakeTime:
-    """A clock that moves when it is slept by."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
+class FakeTime(FakeClock):
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
