@@ -330,33 +330,6 @@ def test_classes_of_one_source_may_differ_only_in_case(tmp_path: Path) -> None:
     assert dataset.targets.bincount().tolist() == [5, 5]
 
 
-@pytest.mark.parametrize("damage", ["format", "layout", "no statistics", "nan", "channels", "rejects"])
-def test_damaged_tables_are_named(tmp_path: Path, damage: str) -> None:
-    for name in ("a", "b"):
-        h5pack.convert(flat_folder(tmp_path / name, 3), tmp_path / f"{name}.h5", **quick())
-    with h5py.File(tmp_path / "b.h5", "a") as file:
-        if damage == "format":
-            file.attrs["h5pack_format"] = "x"
-        elif damage == "layout":
-            file["images"].attrs["h5pack_layout"] = "hwc"
-        elif damage == "no statistics":
-            del file["statistics"]
-        elif damage == "nan":
-            file["statistics/mean"][0] = np.nan
-        elif damage == "channels":
-            del file["statistics/mean"]
-            file["statistics/mean"] = np.zeros(1)
-        else:
-            file["rejects/filenames"] = np.array([b"x"])
-    for call in (
-        lambda: h5pack.join([tmp_path / "a.h5", tmp_path / "b.h5"], tmp_path / "o.h5"),
-        lambda: h5pack.subset(tmp_path / "b.h5", tmp_path / "o.h5"),
-    ):
-        with pytest.raises(PackFormatError) as caught:
-            call()
-        assert caught.value.path == str(tmp_path / "b.h5")
-
-
 def test_wrong_calls(tmp_path: Path) -> None:
     first = pack(tmp_path, "a", 4, ["x"])
     flat = flat_folder(tmp_path / "flat", 3)

@@ -208,6 +208,7 @@ def replace(file: h5py.File, name: str, values: Any) -> None:
         ("splits/name", ["train"]),
         ("splits/rows", [0, 57, 57, 71]),
         ("splits/rows", [[0, 57, 1], [57, 71, 1]]),
+        ("statistics", None),
         ("statistics/mean", 0.5),
         ("statistics/mean", [0.5]),
         ("statistics/std", [1.0, np.nan, 1.0]),
