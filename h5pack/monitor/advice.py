@@ -309,8 +309,7 @@ class _Rules:
             return
         if step_limits and evidence.builtin_step:
             yield self.make(Remedy.OWN_MODEL, False)
-            return
-        if evidence.on_gpu:
+        elif evidence.on_gpu:
             yield self.make(Remedy.FASTER_STEP)
         elif self.has_gpu:
             yield self.make(Remedy.USE_GPU if step_limits else Remedy.NORMALIZE_ON_GPU)

@@ -29,9 +29,8 @@ _LOCK_WAIT_SECONDS = 3.0
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The errno values of a full disk, an exhausted quota and a limit on the size of files."""
 _FAILED_STORAGE: set[int] = {
-    getattr(errno, name)
+    getattr(errno, name, errno.EIO)  # macOS has no EUCLEAN.
     for name in ("EIO", "EROFS", "ESTALE", "ENODEV", "ENXIO", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EUCLEAN")
-    if hasattr(errno, name)
 }
 """The errno values of a disk that fails, was made read-only or unmounted, and of a server that does not answer."""
 

@@ -346,6 +346,7 @@ def test_a_file_is_loaded_and_dropped(tmp_path: Path, monkeypatch: pytest.Monkey
     files.make_hot(path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fadvise", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
+        patch.setattr(files, "time", Mock())
         assert files.drop_cache(path) == 3
     monkeypatch.delattr(os, "posix_fadvise", raising=False)
     assert files.drop_cache(path) == 3
