@@ -12,7 +12,6 @@ from typing import Any
 from h5pack.errors import OptionsError
 from h5pack.monitor.probes import GpuStatus
 from h5pack.system.files import absolute_path
-from h5pack.system.machine import optional_module
 from h5pack.system.parameters import flags, require_callable, unfit
 from h5pack.system.progress import progress_bar
 
@@ -82,11 +81,13 @@ def _number_text(value: float | None, unit: str = "") -> str:
 
 def _new_writer(folder: str | os.PathLike[str]) -> Any:
     """Return a new SummaryWriter; raise OptionsError if TensorBoard is not installed, or the folder not writable."""
-    writer = getattr(optional_module("torch.utils.tensorboard"), "SummaryWriter", None)
-    if writer is None:
-        raise OptionsError("tensorboard cannot be imported; run pip install tensorboard", parameters=("tensorboard",))
     try:
-        return writer(os.fspath(folder))
+        from torch.utils.tensorboard import SummaryWriter
+    except Exception as error:  # A broken package may raise other errors than ImportError.
+        text = f"tensorboard cannot be imported ({error}); run pip install tensorboard"
+        raise OptionsError(text, parameters=("tensorboard",)) from error
+    try:
+        return SummaryWriter(os.fspath(folder))
     except (OSError, ValueError) as error:
         text = f"tensorboard: {error}; give a folder in which files can be created"
         raise OptionsError(text, parameters=("tensorboard",)) from error
