@@ -12,7 +12,6 @@ import glob
 import io
 import math
 import os
-import re
 import shlex
 import signal
 import sys
@@ -43,10 +42,12 @@ h5pack bench ./celebA                     measure which chunk size and settings 
 h5pack doctor out.h5                      find the slowest stage of feeding a training step
 """
 
+
 _OTHER_WAYS = {
     ("convert", "--split"): " (to convert one split, give its folder as SOURCE, or use --include 'train/*')",
 }
 """Hints for options that a command lacks but other commands have, by (command, option)."""
+
 
 _REPEAT_SECONDS = 0.4
 
@@ -59,8 +60,6 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
-        # Private API: without this, argparse would treat the value of --value-range -1:1 as an option.
-        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments, and exit with status 2 if some are invalid."""
@@ -100,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _open_standard_streams()
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(_joined(sys.argv[1:] if argv is None else argv))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Printing a file name that is not UTF-8 must not make a conversion fail.
@@ -184,6 +183,17 @@ def _resend_signal(previous_hook: Callable[[Any], object], unraisable: Any) -> N
     number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
     # Wait, because Python would also drop an exception that is raised while this hook runs.
     threading.Timer(_REPEAT_SECONDS + 0.1, signal.pthread_kill, [threading.main_thread().ident, number]).start()
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """Join --value-range and its value with "=", because argparse would treat a value such as -1:1 as an option."""
+    joined: list[str] = []
+    for argument in argv:
+        if joined and joined[-1] == "--value-range":
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 class _SignalHandler:
