@@ -551,7 +551,7 @@ def test_workers_read_a_compressed_tar_file_without_unpacking_it(tmp_path: Path)
 
 
 def test_workers_read_a_compressed_tar_file_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS, where workers are spawned."""
+    """As on macOS, whose workers are not forked from this process either."""
     folder = flat_folder(tmp_path / "in", 20)
     source = tar_file(tmp_path / "x.tgz", folder, "w:gz")
     keep_copy = ArchiveFile.keep_copy
@@ -561,7 +561,7 @@ def test_workers_read_a_compressed_tar_file_without_proc(tmp_path: Path, monkeyp
         file.copy_path = str(tmp_path / "proc/1/fd/3")
 
     monkeypatch.setattr(ArchiveFile, "keep_copy", keep_without_proc)
-    h5pack.convert(source, tmp_path / "o.h5", num_workers=2, start_method="spawn")
+    h5pack.convert(source, tmp_path / "o.h5", num_workers=2, start_method="forkserver")
     h5pack.convert(folder, tmp_path / "folder.h5", **quick())
     assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "folder.h5").read_bytes()
 

@@ -166,6 +166,5 @@ def test_tables_delimited_by_spaces(tmp_path: Path) -> None:
     result = _read_spaced(path, ("image_id", "partition"))
     assert [result.values(name) for name in result.header] == [["1.jpg", "2.jpg"], ["0", "2"]]
     assert [result.place(row) for row in range(2)] == [" line 1", " line 3"]
-    for content in ("2\nA B\n1.jpg 1 1\n2.jpg 1\n", "2\n", b"\xff\xff"):
-        with pytest.raises(SourceError):
-            _read_spaced(written(tmp_path / "t.txt", content), None, skip=1)
+    with pytest.raises(SourceError):
+        _read_spaced(written(tmp_path / "t.txt", b"\xff\xff"), None, skip=1)

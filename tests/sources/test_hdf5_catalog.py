@@ -179,10 +179,9 @@ def test_masks_of_kept_images_that_are_not_packed_are_named_as_fields(tmp_path: 
     ("given", "parameter"), [({"labels": "y"}, "labels=NAME"), ({"fields": ["y"]}, "fields=[NAME]")]
 )
 def test_the_only_dataset_that_ends_alike_is_suggested(tmp_path: Path, given: dict[str, Any], parameter: str) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["images"], file["study/y"] = np.zeros((4, 8, 8, 3), np.uint8), np.arange(4)
+    path = write(tmp_path / "f.h5", images=IMAGES, study__y=LABELS)
     with pytest.raises(PackFormatError) as caught:
-        h5pack.convert(tmp_path / "f.h5", tmp_path / "out.h5", **given)
+        catalog(path, **given)
     assert caught.value.parameters == (parameter,)
     assert str(caught.value).endswith("'study/y'")
 

@@ -38,10 +38,13 @@ def png(seed: int) -> bytes:
 def table(numbers: range, features: dict[str, Any] | None = None, **columns: Any) -> pa.Table:
     """As Hugging Face datasets stores images: structs of bytes and a path."""
     images = [{"bytes": png(number), "path": f"{number}.png"} for number in numbers]
-    made = pa.table({"image": images, "label": [number % 3 for number in numbers], **columns})
-    if features is not None:
-        made = made.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-    return made
+    return described(pa.table({"image": images, "label": [number % 3 for number in numbers], **columns}), features)
+
+
+def described(made: pa.Table, features: dict[str, Any] | None) -> pa.Table:
+    """The table with features as Hugging Face datasets stores them."""
+    metadata = None if features is None else {"huggingface": json.dumps({"info": {"features": features}})}
+    return made.replace_schema_metadata(metadata)
 
 
 def write(path: Path, made: pa.Table, row_group_size: int = 4) -> Path:
@@ -190,8 +193,7 @@ def test_nulls_are_rejects_and_labels_of_minus_one(tmp_path: Path) -> None:
 def test_minus_one_is_no_label_if_the_classes_have_names(tmp_path: Path) -> None:
     for features, labels in ((NAMES, [1, -1, 1, -1]), (None, [1, 0, 1, 0])):
         made = table(range(4)).set_column(1, "label", pa.array([1, -1, 1, None if features else -1]))
-        described = None if features is None else {"huggingface": json.dumps({"info": {"features": features}})}
-        catalog = opened(write(tmp_path / "x.parquet", made.replace_schema_metadata(described)))
+        catalog = opened(write(tmp_path / "x.parquet", described(made, features)))
         assert catalog.labels is not None
         assert catalog.labels.tolist() == labels
 
@@ -206,10 +208,7 @@ def test_the_column_of_images_is_found_or_asked_for(tmp_path: Path) -> None:
         ({"a": data, "b": data}, None, None),
         ({"a": [1, 2], "text": ["x", "y"]}, None, None),
     ):
-        made = pa.table(columns)
-        if features is not None:
-            made = made.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-        path = write(tmp_path / "x.parquet", made)
+        path = write(tmp_path / "x.parquet", described(pa.table(columns), features))
         if found is not None:
             assert opened(path).about == f"images {found!r}"
             continue
