@@ -33,7 +33,7 @@ from h5pack.read.ragged import find_field, index_ragged, is_ragged, own_fields
 from h5pack.read.storage import SourceFile
 from h5pack.read.virtual import files_of
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, PixelField, split_ids, unused_note
-from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm, mask_dtype
+from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm
 from h5pack.sources.hdf5_tables import (
     FIELDS_ADVICE,
     IMAGE_WORD,
@@ -393,7 +393,7 @@ def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str)
     else:
         sides = [[length for length in shape[1:] if length > 1] for shape in (own, wanted)]
         fits = own[:1] == wanted[:1] and sides[0] == sides[1]
-    return schema.MASK if fits and mask_dtype(dataset.dtype) is not None else None
+    return schema.MASK if fits and dataset.dtype.kind in "biu" else None
 
 
 def _filenames(file: h5py.File, images: str, rows: int) -> h5py.Dataset | None:

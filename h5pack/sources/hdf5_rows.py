@@ -84,13 +84,6 @@ def default_range(dtype: np.dtype[Any]) -> tuple[float, float] | None:
     return None if dtype.kind == "b" or (dtype.kind == "u" and dtype.itemsize <= 2) else (0.0, 255.0)
 
 
-def mask_dtype(dtype: np.dtype[Any]) -> str | None:
-    """Return the dtype to which masks of `dtype` are converted by `narrow_mask`; None for floats."""
-    if dtype.kind == "b" or dtype == np.uint8:
-        return "|u1"
-    return "<i4" if dtype.kind in "iu" else None
-
-
 class HDF5RowReader(SourceReader):
     """Reads images from the rows of the first dataset of `pack`. If `form` is None, each row is an encoded image.
 
@@ -156,8 +149,9 @@ class HDF5RowReader(SourceReader):
         return narrow_mask(values if self.form is None else values.reshape(self.form.size(self.index.row_shape)))
 
     def uniform_mask_dtypes(self) -> list[str]:
-        dtypes = {name: str(mask_dtype(self.engine.indexes[name].native_dtype)) for name in self.masks}
-        return ["|u1" if self.kinds[name] == schema.IMAGE else dtype for name, dtype in dtypes.items()]
+        masks = (name for name, kind in self.kinds.items() if kind == schema.MASK)
+        dtypes = {name: narrow_mask(np.zeros(1, self.engine.indexes[name].native_dtype)).dtype.str for name in masks}
+        return [dtypes.get(name, "|u1") for name in self.kinds]
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
         data = self.encoded(index)

@@ -36,13 +36,12 @@ _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 @dataclass
 class TableReader(SourceReader):
-    """Reads images from a column of Parquet or Arrow files. All arrays are (M,), with one entry per image."""
+    """Reads images from a column of Parquet or Arrow files."""
 
     files: tuple[ArchiveFile, ...]
     column: str
-    file_ids: npt.NDArray[np.int32]  # index into `files`
-    row_groups: npt.NDArray[np.int32]  # index of the row group in the file; 0 for an Arrow file
-    rows: npt.NDArray[np.int64]  # index of the row in the row group
+    # (M, 3), for each image: index into `files`, row group in the file (0 for an Arrow file), row in the row group.
+    rows: npt.NDArray[np.int64]
     # The values of the row groups in memory, by file and row group, and the row groups that were announced.
     _loaded: dict[tuple[int, int], Any] = field(default_factory=dict, init=False)
     _kept: set[tuple[int, int]] = field(default_factory=set, init=False)
@@ -55,22 +54,23 @@ class TableReader(SourceReader):
         return [file.path for file in self.files]
 
     def take(self, indices: npt.NDArray[np.int64]) -> TableReader:
-        return replace(self, **{name: getattr(self, name)[indices] for name in ("file_ids", "row_groups", "rows")})
+        return replace(self, rows=self.rows[indices])
 
     def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        parts = (self.file_ids[indices], self.row_groups[indices], self.rows[indices] // _TASK_ROWS)
-        numbers: npt.NDArray[np.int64] = np.unique(np.stack(parts, axis=1), axis=0, return_inverse=True)[1]
+        parts = self.rows[indices] // (1, 1, _TASK_ROWS)
+        numbers: npt.NDArray[np.int64] = np.unique(parts, axis=0, return_inverse=True)[1]
         return numbers.reshape(-1).astype(np.int64)
 
     def begin(self, indices: Sequence[int]) -> None:
-        self._kept = {(int(self.file_ids[index]), int(self.row_groups[index])) for index in indices}
+        self._kept = {(file, row_group) for file, row_group, _ in self.rows[np.array(indices, np.int64)].tolist()}
 
     def read(self, index: int, name: str) -> bytes:
-        key = int(self.file_ids[index]), int(self.row_groups[index])
+        number, row_group, row = self.rows[index].tolist()
+        key = number, row_group
         if key not in self._loaded:
             self._loaded = {known: values for known, values in self._loaded.items() if known in self._kept}
             self._loaded[key] = self._load(*key)
-        value = self._loaded[key][int(self.rows[index])]
+        value = self._loaded[key][row]
         path = None
         if value.is_valid and hasattr(value, "keys"):
             path, value = value.get("path"), value["bytes"]
@@ -81,7 +81,7 @@ class TableReader(SourceReader):
         return data
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
-        file = self.files[self.file_ids[index]]
+        file = self.files[self.rows[index, 0]]
         try:
             data = self.read(index, name)
         except OSError as error:
@@ -91,7 +91,7 @@ class TableReader(SourceReader):
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         # One image per file is enough, because its fingerprint includes the file's size and time.
-        return indices[np.unique(self.file_ids[indices], return_index=True)[1]]
+        return indices[np.unique(self.rows[indices, 0], return_index=True)[1]]
 
     def _load(self, number: int, row_group: int) -> Any:
         """Return the image column of a row group, as a ``pyarrow.ChunkedArray``."""
@@ -177,7 +177,7 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
         image = columns.path or _find_images(files[0], schema)
     names: list[str] = []
     counts: list[int] = []
-    file_ids, row_groups, rows, features = [], [], [], []
+    features, rows = [], [np.zeros((0, 3), np.int64)]
     for number, (file, prefix) in enumerate(zip(files, shards.prefixes, strict=True)):
         with file.parsing(_DAMAGED):
             one = _open(file)
@@ -185,11 +185,9 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
         features.append(_features(one.schema))
         names += [f"{prefix}{row:08d}" for row in range(sum(one.counts))]
         counts.append(sum(one.counts))
-        file_ids.append(np.full(counts[-1], number, np.int32))
-        row_groups.append(np.repeat(np.arange(len(one.counts), dtype=np.int32), one.counts))
-        rows += [np.arange(count, dtype=np.int64) for count in one.counts]
-    rows.append(np.zeros(0, np.int64))  # because there may be no row group
-    reader = TableReader(files, image, *map(np.concatenate, (file_ids, row_groups, rows)))
+        for row_group, count in enumerate(one.counts):
+            rows.append(np.stack(np.broadcast_arrays(number, row_group, np.arange(count)), axis=1))
+    reader = TableReader(files, image, np.concatenate(rows))
     catalog = Catalog("parquet", reader, NameTable.of(names), *shards.split_ids(counts), about=f"images {image!r}")
     of_folders = {name: values for name, values in _partitions(shards.names).items() if name not in schema.names}
 
