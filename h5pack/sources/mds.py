@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import SourceError
-from h5pack.sources.archives import ArchiveFile, ArchiveReader
+from h5pack.sources.archives import ArchiveFile, ArchiveReader, member_path
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, file_start
 from h5pack.sources.manifest import IMAGE_COLUMNS, ManifestColumns, with_columns
 from h5pack.sources.shards import Shards
@@ -32,7 +32,6 @@ _NUMBERS = {
     )},
 }  # fmt: skip
 _TEXTS = ("str", "str_int", "str_float")
-_MAX_INDEX_BYTES = 1 << 30
 
 Ints = npt.NDArray[np.int64]
 
@@ -98,25 +97,22 @@ def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
     """Yield the name, relative to `root`, and the `_Shard` of each shard of a folder."""
     path = root / folder / INDEX
     try:
-        if path.stat().st_size > _MAX_INDEX_BYTES:
-            raise ValueError("it is too large")
-        described = json.loads(path.read_bytes())["shards"]
-        for one in described:
+        for one in json.loads(path.read_bytes())["shards"]:
             if (one["version"], one["format"]) != (2, "mds"):
                 raise ValueError(f"its format is {one['format']!r}, version {one['version']!r}, not 'mds', version 2")
             name = os.path.join(folder, str(one["raw_data"]["basename"]))
             encodings = dict(zip(map(str, one["column_names"]), map(str, one["column_encodings"]), strict=True))
             sizes, samples = [0 if size is None else int(size) for size in one["column_sizes"]], int(one["samples"])
             fits = len(sizes) == len(encodings) and all(0 <= number < 2**32 for number in (samples, *sizes))
-            if not fits or os.path.isabs(name) or ".." in name.split("/"):
+            if not fits or member_path(name) is None:
                 raise ValueError("its shards are described wrongly")
             if one.get("zip_data") and not (root / name).is_file():
                 problem = "is missing, because the shards are compressed; decompress them, for example with 'zstd -d'"
                 raise SourceError.at(root / name, problem)
             yield name, _read_shard(root / name, encodings, sizes, samples)
+    except SourceError:
+        raise
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        if isinstance(error, SourceError):
-            raise
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise SourceError.at(path, f"cannot be read as an index of MDS shards ({reason}); check it") from error
 
