@@ -177,14 +177,11 @@ class Storage:
                 except OSError:
                     got = 0
                 calls += 1
-                if got == count * size:
-                    start, offset = start + count, offset + got
-                elif got >= size:
-                    whole = got // size
-                    start, offset = start + whole, offset + whole * size
-                else:
+                whole = got // size
+                if not whole:
                     self._fill(descriptor, buffers[start], offset, partial(describe, start))
-                    start, offset = start + 1, offset + size
+                    whole = 1
+                start, offset = start + whole, offset + whole * size
         # Another program may have written into the file since it was opened.
         self.identity.require(self.path, descriptor)
         return calls

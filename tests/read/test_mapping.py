@@ -249,15 +249,6 @@ def test_very_many_sources_are_refused_without_comparing_each_with_all(monkeypat
     assert compared.call_count < count
 
 
-def test_a_file_that_became_shorter_before_it_was_mapped_is_not_ready(tmp_path: Path) -> None:
-    path = tmp_path / "f.h5"
-    write(path, numbers((ROWS, *SHAPE), "u1"), "rows")
-    engine = engine_of(path)
-    engine.storage.open()
-    os.truncate(path, 4096)
-    assert not engine.mapped("x").ready(np.arange(ROWS), np.arange(ROWS))
-
-
 def test_a_forked_child_checks_for_itself(hot: tuple[Any, MappedDataset]) -> None:
     values, found = hot
     rows = np.arange(ROWS)
