@@ -333,6 +333,5 @@ class SourceFiles:
                 offsets, sizes = extents.offsets, np.diff(extents.edges) * index.row_bytes
             else:
                 continue
-            stored = (offsets >= 0) & (sizes > 0)
-            if stored.any():
-                self.decoder(file).storage.prefetch(offsets[stored].tolist(), sizes[stored].tolist())
+            stored = sizes > 0
+            self.decoder(file).storage.prefetch(offsets[stored].tolist(), sizes[stored].tolist())

@@ -250,10 +250,9 @@ class EncodedIndex(ChunkIndex):
         """Fill `out`, uint8 (n,), with bytes of `data`, like `Storage.read_into`; messages name the first of `rows`."""
         done = calls = 0
         for source, offset, count in self.extents(start, start + len(out)):
-            if count:
-                part = out[done : done + count]
-                calls += storage_of(source).read_into(part, offset, lambda _: self.describe(rows, 0))
-                done += count
+            part = out[done : done + count]
+            calls += storage_of(source).read_into(part, offset, lambda _: self.describe(rows, 0))
+            done += count
         return calls
 
 

@@ -458,10 +458,10 @@ class Engine:
         """Start reading the bytes of encoded rows, int64 (n,), into the page cache, unless HDF5 must read them."""
         index = self.indexes[name]
         if isinstance(index, EncodedIndex) and index.library_reason is None:
-            reads = [index.extents(start, stop) for _, start, stop in index.reads(np.sort(rows)) if start < stop]
             found: dict[int | None, list[tuple[int, int]]] = {}
-            for source, offset, count in itertools.chain.from_iterable(reads):
-                found.setdefault(source, []).append((offset, count))
+            for _, start, stop in index.reads(np.sort(rows)):
+                for source, offset, count in index.extents(start, stop):
+                    found.setdefault(source, []).append((offset, count))
             for source, extents in found.items():
                 offsets, counts = zip(*extents, strict=True)
                 self.files.storage(index.data, source).prefetch(offsets, counts)
