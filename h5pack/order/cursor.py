@@ -14,10 +14,12 @@ from h5pack.system.parameters import whole_number
 _PARAMETERS = {"samples": "num_samples", "trim": "drop_last", "pack_digest": "dataset", "chunk_rows": "dataset"}
 _OF_SPLIT = ("start", "rows")
 _PACK_DIGEST = "pack_digest"
-_GLOBAL_BATCH = "batch_size times num_replicas"
-# For keys of saved states that need their own text: the end of the message "the state was saved ...", which is raised
-# if the saved value differs from this order's value. {saved} and {ours} stand for the two values.
+# The end of the message "the state was saved ...", which is raised if a saved value differs from this order's value:
+# the usual end, and those of keys of saved states that need their own. {saved} and {ours} stand for the two values.
+_PROBLEM = "with {parameter} {saved!r}, but this order has {ours!r}; resume with the same value"
 _PROBLEMS = {
+    "streams": f"{_PROBLEM}; to change the number of ranks, give streams= from the first run",
+    "global_batch": _PROBLEM.replace("{parameter}", "batch_size times num_replicas"),
     **dict.fromkeys(
         ("order", "mixture"),
         "by another kind of sampler or h5pack version; resume with the same sampler and version",
@@ -175,19 +177,14 @@ class EpochCursor:
         # Compare the pack first, because in another pack, splits and chunks may differ, too.
         for name in {_PACK_DIGEST: None, **self.identity, **order}:
             if not _agrees(order.get(name), self.identity.get(name), name):
-                hint = "; to change the number of ranks, give streams= from the first run" if name == "streams" else ""
-                parameter = _PARAMETERS.get(name, name)
+                parameter, problem = _PARAMETERS.get(name, name), _PROBLEMS.get(name, _PROBLEM)
+                saved, ours = order.get(name), self.identity.get(name)
                 if name in _OF_SPLIT:
                     saved, ours = _rows_text(order), _rows_text(self.identity)
                     chosen = "split" if "start" in order and "start" in self.identity else "split, indices or Subset"
-                    problem = f"for {saved} of its file, but this order is for {ours}; resume with the same {chosen}"
-                elif name in _PROBLEMS:
-                    problem = _PROBLEMS[name].format(saved=order.get(name), ours=self.identity.get(name))
-                else:
-                    what = _GLOBAL_BATCH if name == "global_batch" else parameter
-                    problem = f"with {what} {order.get(name)!r}, but this order has {self.identity.get(name)!r}"
-                    problem += "; resume with the same value"
-                raise StateError(f"the state was saved {problem}{hint}", parameters=(parameter,))
+                    problem = "for {saved} of its file, but this order is for {ours}; resume with the same " + chosen
+                problem = problem.format(parameter=parameter, saved=saved, ours=ours)
+                raise StateError(f"the state was saved {problem}", parameters=(parameter,))
         if self._num_replicas is not None and saved_ranks is not None and saved_ranks != self._num_replicas:
             done = self._for_our_ranks(done, saved_ranks, self._num_replicas)
         if not 0 <= done <= self.length:
