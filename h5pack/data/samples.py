@@ -88,10 +88,7 @@ class Batch:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         tensors = [value for value in self if isinstance(value, torch.Tensor)]
         sent = None if self._shared is None else self._shared.reduced(tensors)
-        values = [_joined(value) for value in self]
-        if not sent and not any(isinstance(value, _JoinedList) for value in values):
-            return new_batch, (self._fields, tuple(self))
-        others = {n: value for n, value in enumerate(values) if not (sent and isinstance(value, torch.Tensor))}
+        others = {n: _joined(value) for n, value in enumerate(self) if not (sent and isinstance(value, torch.Tensor))}
         return _received_batch, (self._fields, others, *(sent or (None, ())))
 
     def __copy__(self: Any) -> Any:
@@ -121,9 +118,8 @@ def batch_type(fields: tuple[str, ...]) -> Any:
 
 
 def new_batch(fields: tuple[str, ...], values: Sequence[Any], shared: Sequence[Any] | None = None) -> Any:
-    """Return a batch of tensors and lists. If a `SharedBatch` has the tensors, it must be `shared` or `values`."""
+    """Return a batch of tensors and lists. If a `SharedBatch` has the tensors, it must be `shared`."""
     batch = batch_type(fields)(*values)
-    shared = values if shared is None else shared
     if isinstance(shared, SharedBatch):
         batch._shared = shared
     return batch
