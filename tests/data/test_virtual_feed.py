@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import h5pack
 from h5pack.errors import PackChangedError
 from tests.data import packs
-from tests.read.files import replaced
+from tests.read.files import Mapped, create_virtual, replaced
 
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
@@ -30,39 +31,29 @@ FORMS: dict[str, list[dict[str, Any]]] = {
 
 
 def virtual(folder: Path, form: str, dtype: str = "u1") -> tuple[Path, npt.NDArray[Any]]:
-    """A file of images over four others, with rows of none between them, and of labels over the same; its images."""
-    total = sum(ROWS) + HOLE
-    images, labels = h5py.VirtualLayout((total, *SHAPE), dtype), h5py.VirtualLayout((total,), "i8")
+    """A file of images and labels over four others, with rows of none between them; return its images."""
+    total, parts = sum(ROWS) + HOLE, list[Mapped]()
     values = packs.values(total, SHAPE, dtype)
-    at = 0
     for number, (rows, settings) in enumerate(zip(ROWS, FORMS[form], strict=True)):
+        at = sum(ROWS[:number]) + (HOLE if number > 1 else 0)
         with h5py.File(folder / f"s{number}.h5", "w") as file:
-            file.create_dataset("x", data=values[at : at + rows], **settings)
-            file["y"] = np.arange(at, at + rows)
-        images[at : at + rows] = h5py.VirtualSource(f"s{number}.h5", "x", (rows, *SHAPE), dtype)
-        labels[at : at + rows] = h5py.VirtualSource(f"s{number}.h5", "y", (rows,), "i8")
-        at += rows
-        if number == 1:
-            at += HOLE
+            file.create_dataset("images", data=values[at : at + rows], **settings)
+            file["labels"] = np.arange(at, at + rows)
+        parts.append(Mapped(slice(at, at + rows), f"s{number}.h5", (rows,)))
     with h5py.File(folder / "v.h5", "w", libver="latest") as file:
-        file.create_virtual_dataset("images", images, fillvalue=3)
-        file.create_virtual_dataset("labels", labels, fillvalue=-1)
-    with h5py.File(folder / "v.h5") as file:
+        for name, shape, kind, fill in (("images", SHAPE, dtype, 3), ("labels", (), "i8", -1)):
+            mapped = [replace(part, shape=(*part.shape, *shape), name=name) for part in parts]
+            create_virtual(file, (total, *shape), *mapped, dtype=kind, name=name, fill=fill)
         found = file["images"][()]
     return folder / "v.h5", found.astype(found.dtype.newbyteorder("="))
 
 
-def labels_of(rows: npt.NDArray[np.int64]) -> list[int]:
-    hole = sum(ROWS[:2])
-    return [-1 if hole <= row < hole + HOLE else row for row in rows.tolist()]
-
-
 def require_epoch(batches: Any, values: npt.NDArray[Any]) -> None:
     """Each row once, with its pixels and its label."""
-    seen = []
+    hole, seen = range(sum(ROWS[:2]), sum(ROWS[:2]) + HOLE), []
     for images, labels, rows in batches:
         assert np.array_equal(images.numpy(), values[rows.numpy()])
-        assert labels.tolist() == labels_of(rows.numpy())
+        assert labels.tolist() == [-1 if row in hole else row for row in rows.tolist()]
         seen += rows.tolist()
     assert sorted(seen) == list(range(len(values)))
 
