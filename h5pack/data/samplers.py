@@ -227,7 +227,7 @@ class ChunkSampler(Resumable, Sampler[int]):
     def _items(self, iteration: IterationState) -> Iterator[int]:
         start, streams = iteration.start, self.plan.step_streams
         first, skip = divmod(start, self.plan.batch_size)
-        for indices in batch_indices(self.plan, iteration.epoch, first) if start < len(self) else ():
+        for indices in batch_indices(self.plan, iteration.epoch, first):
             # Take one row from each stream in turn, so that a step has the same rows for every number of ranks.
             found = indices.reshape(streams, -1).T.reshape(-1)[skip:].tolist()
             if self._base.is_random:
@@ -340,13 +340,12 @@ class ChunkBatchSampler(BatchOrder):
         return f"ChunkBatchSampler({self.dataset!r}, batch_size={self.batch_size}, {order_text(self.plan)})"
 
     def _items(self, iteration: IterationState) -> Iterator[list[int]]:
-        if iteration.start < len(self):
-            batches = batch_indices(self.plan, iteration.epoch, iteration.start)
-            for batch, indices in enumerate(batches, iteration.start):
-                found = indices.tolist()
-                if self._base.is_random:
-                    found = DrawnIndex.of(found, draw_key(self.plan, iteration.epoch, batch, np.arange(len(found))))
-                yield found
+        batches = batch_indices(self.plan, iteration.epoch, iteration.start)
+        for batch, indices in enumerate(batches, iteration.start):
+            found = indices.tolist()
+            if self._base.is_random:
+                found = DrawnIndex.of(found, draw_key(self.plan, iteration.epoch, batch, np.arange(len(found))))
+            yield found
 
 
 def draw_key(
