@@ -194,13 +194,10 @@ def rows_of(batch: Any) -> torch.Tensor | None:
     they are the last element.
     """
     rows: Any = None
-    if isinstance(batch, Mapping):
-        rows = batch.get(_ROWS)
-    elif isinstance(batch, (list, tuple)):
-        if hasattr(batch, "_fields"):
-            rows = getattr(batch, _ROWS, None)
-        elif len(batch) > 1:
-            rows = batch[-1]
+    if isinstance(batch, Mapping) or hasattr(batch, "_fields"):
+        _, rows = named_elements(batch).get(_ROWS, (None, None))
+    elif isinstance(batch, (list, tuple)) and len(batch) > 1:
+        rows = batch[-1]
     is_rows = isinstance(rows, torch.Tensor) and rows.dtype == torch.int64 and rows.ndim == 1
     return rows if is_rows else None
 

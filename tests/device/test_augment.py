@@ -17,7 +17,6 @@ from h5pack.device.operations import apply_color, apply_color_on_cpu
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop
 from h5pack.order.permutation import derive_key
-from tests.device.feeds import needs_gpu
 
 ALL = Augmentation(flip=0.5, crop=4, erase=0.5, vertical_flip=0.3)
 COLORS = ColorJitter(brightness=0.4, contrast=0.5, saturation=0.6, hue=0.2, grayscale=0.3)
@@ -199,13 +198,6 @@ def test_windows_larger_than_the_image_are_refused() -> None:
             with pytest.raises(OptionsError) as caught:
                 options.windows(32, 32)
             assert caught.value.parameters == ("crop",)
-
-
-@needs_gpu
-def test_draws_on_a_gpu_are_the_same() -> None:
-    rows = torch.arange(5000) * 991
-    expected = stacked(draw_augmentation(BatchKey(rows, 3, 1), 9, ALL, 218, 178))
-    assert torch.equal(stacked(draw_augmentation(BatchKey(rows.cuda(), 3, 1), 9, ALL, 218, 178)).cpu(), expected)
 
 
 @pytest.mark.parametrize("planar", [False, True])

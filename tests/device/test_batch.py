@@ -18,9 +18,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 import h5pack
 from h5pack.device.batch import images_of, is_echoed, mark_echoed, repeats_of, unmark_echoed
 from h5pack.errors import OptionsError
-from tests.data import packs
 from tests.data.packs import same
-from tests.device.feeds import LOADERS, Keyed, every_feed, h5_loader
+from tests.device.feeds import Keyed, every_feed, h5_loader
 
 Pair = namedtuple("Pair", "images rows")
 
@@ -223,22 +222,6 @@ def test_image_key_says_where_the_images_are(feed_of: Any) -> None:
         with pytest.raises(OptionsError) as caught:
             list(feed_of([batch], transform=torch.neg, image_key=image_key))
         assert caught.value.parameters == ("image_key",)
-
-
-@every_feed
-@pytest.mark.parametrize("kind", LOADERS)
-def test_the_key_of_each_batch(dataset: h5pack.H5Dataset, feed_of: Any, kind: str) -> None:
-    keyed = Keyed()
-    feed = feed_of(LOADERS[kind](dataset), transform=keyed)
-    for epoch in (0, 5):
-        feed.set_epoch(epoch)
-        keyed.keys.clear()
-        for images, labels, rows in feed:
-            assert torch.equal(labels, rows)
-            stored = torch.from_numpy(packs.values())[rows]
-            assert torch.equal(images, stored.float() + 1000 * rows.reshape(-1, 1, 1, 1) + epoch)
-        assert [key.epoch for key in keyed.keys] == [epoch] * 9
-        assert sorted(torch.cat([key.rows for key in keyed.keys]).tolist()) == list(range(packs.ROWS))
 
 
 @every_feed

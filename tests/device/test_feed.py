@@ -21,14 +21,19 @@ from tests.device.feeds import BATCH, LOADERS, Breaking, Keyed, Numbers, every_f
 
 @every_feed
 @pytest.mark.parametrize("kind", LOADERS)
-def test_batches_are_those_of_the_loader_in_order(dataset: h5pack.H5Dataset, feed_of: Any, kind: str) -> None:
-    feed, expected = feed_of(LOADERS[kind](dataset)), list(LOADERS[kind](dataset))
-    assert (len(feed), len(expected), feed.dataset) == (9, 9, dataset)
-    assert all_same(list(feed), expected)
-    assert (len(list(feed)), feed.epoch) == (9, 1)
-    feed.set_epoch(0)
-    assert all_same(list(feed), expected)
-    assert feed.epoch == 0
+def test_batches_and_keys_are_those_of_the_loader_in_order(dataset: h5pack.H5Dataset, feed_of: Any, kind: str) -> None:
+    keyed, loader = Keyed(), LOADERS[kind](dataset)
+    feed, first = feed_of(LOADERS[kind](dataset), transform=keyed), list(loader)
+    assert (len(feed), len(first), feed.dataset) == (9, 9, dataset)
+    for again, epoch, expected in ((False, 0, first), (False, 1, list(loader)), (True, 0, first)):
+        if again:
+            feed.set_epoch(epoch)
+        keyed.keys.clear()
+        for batch, (images, *others) in zip(feed, expected, strict=True):
+            rows = others[-1].reshape(-1, 1, 1, 1)
+            assert same(list(batch), [images.float() + 1000 * rows + epoch, *others])
+        assert feed.epoch == epoch
+        assert [key.epoch for key in keyed.keys] == [epoch] * 9
 
 
 def test_batches_pass_unchanged_on_the_cpu() -> None:

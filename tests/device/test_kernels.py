@@ -180,12 +180,13 @@ def check_far_results() -> None:
     rows = torch.arange(count)
     flat = torch.empty((count, *one.shape[1:]), dtype=torch.uint8)
     flat[-1] = one
-    cases: tuple[tuple[torch.Tensor, dict[str, Any]], ...] = (
-        (flat, {}),
-        (one.expand(count, -1, -1, -1), {"flip": 0.5, "crop": 3}),
-        (one.expand(count, -1, -1, -1), {"crop": CenterCrop((65, 63), resize=66)}),
+    many = one.expand(count, -1, -1, -1)
+    cases: tuple[tuple[torch.Tensor, str, dict[str, Any]], ...] = (
+        (flat, "channels_last", {}),
+        *((many, layout, {"flip": 0.5, "crop": 3}) for layout in LAYOUTS),
+        (many, "contiguous", {"crop": CenterCrop((65, 63), resize=66)}),
     )
-    for (images, options), layout in itertools.product(cases, LAYOUTS):
+    for images, layout, options in cases:
         settings = {**options, "layout": layout, "dtype": torch.float16}
         norm, plain = (Normalize.imagenet(backend=name, **settings) for name in ("triton", "torch"))
         near = norm(images[-1:], BatchKey(rows[-1:], 0))
@@ -282,24 +283,18 @@ COLORS = {**ALL, "COLORS": True}
     ("capability", "dtype", "planes", "changes", "budget"),
     [
         # Interleaved channels (0), three planes together (3), planes alone (1).
-        (75, "fp16", 0, CROP, 10),
         (75, "bf16", 3, CROP, 12.5),  # GPUs before sm_80 convert to bfloat16 by five instructions.
         (80, "bf16", 0, CROP, 9.2),
-        (80, "fp32", 0, CROP, 11.5),
-        (80, "bf16", 0, ALL, 10.5),
         (80, "fp32", 0, ALL, 14),
         (80, "fp32", 3, ALL, 11.5),
         (80, "fp16", 1, ALL | {"WHOLE": False}, 10.2),
-        (80, "fp32", 1, ALL | {"WHOLE": False}, 13.2),
         (90, "bf16", 0, CROP | {"WHOLE": False}, 9),
         (90, "fp16", 3, CROP, 7.6),
         (90, "fp32", 0, {"MOVES": True}, 11.2),
-        (90, "fp32", 0, ALL, 13.5),
         (90, "bf16", 0, COLORS, 24),
         (90, "fp16", 0, CROP | {"unaligned": True}, 17),
         (100, "bf16", 0, ALL, 9.5),
         (100, "fp32", 1, {"WHOLE": False}, 11),
-        (100, "fp32", 0, ALL | {"WHOLE": False}, 13.3),
         (100, "bf16", 3, COLORS, 17.5),
     ],
 )
@@ -329,7 +324,7 @@ def test_the_machine_code_of_the_image_kernel_stays_short(
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("capability", "dtype", "aligned", "load_bytes", "budget"),
-    [(75, "fp16", True, 8, 12), (80, "fp32", True, 4, 12), (90, "bf16", False, 1, 12), (100, "bf16", True, 8, 12)],
+    [(75, "fp16", True, 8, 12), (80, "fp32", True, 4, 12), (100, "bf16", False, 1, 12)],
 )
 def test_the_machine_code_of_the_flat_kernel_stays_short(
     capability: int, dtype: str, aligned: bool, load_bytes: int, budget: float

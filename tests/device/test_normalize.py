@@ -376,6 +376,14 @@ def test_compiled_callers_take_any_epoch_and_view() -> None:
         assert torch.equal(compiled(images, keys[5], other), other(images, keys[5]))
 
 
+def test_a_compiled_normalize_with_fields_is_refused() -> None:
+    """It would leave the fields unmoved."""
+    compiled = torch.compile(Normalize(flip=1.0, fields={"masks": "mask"}), backend="eager")
+    with pytest.raises(OptionsError) as caught:
+        h5pack.DeviceFeed([], "cpu", transform=compiled)
+    assert caught.value.parameters == ("fields",)
+
+
 def test_memory_is_not_filled_first() -> None:
     """``use_deterministic_algorithms`` fills new tensors with NaN, which costs as much as copying them."""
     norm, images = Normalize.imagenet(color=ColorJitter(0.5)), batch(4, 200, 200)

@@ -13,7 +13,6 @@ import torch
 
 from h5pack.data.draws import BatchKey
 from h5pack.device.augment import AugmentationDraws
-from h5pack.device.feed import DeviceFeed
 from h5pack.device.normalize import Normalize
 from h5pack.device.targets import Axes, axes_of, move_boxes, move_field, move_keypoints, move_masks
 from h5pack.errors import OptionsError
@@ -270,11 +269,3 @@ def test_targets_on_a_gpu_equal_those_on_the_cpu(name: str) -> None:
     ragged = list(corners[:, :2])
     found = move_boxes([one.cuda() for one in ragged], there)
     torch.testing.assert_close([one.cpu() for one in found], move_boxes(ragged, axes))
-
-
-def test_a_compiled_normalize_with_fields_is_refused() -> None:
-    """It would leave the fields unmoved."""
-    compiled = torch.compile(Normalize(flip=1.0, fields={"masks": "mask"}), backend="eager")
-    with pytest.raises(OptionsError) as caught:
-        DeviceFeed([], "cpu", transform=compiled)
-    assert caught.value.parameters == ("fields",)
