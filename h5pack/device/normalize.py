@@ -54,10 +54,6 @@ from h5pack.system.parameters import unfit, whole_number
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_LAYOUTS = ("channels_last", "contiguous")
-_CHANNELS = ("last", "first", None)
-_BACKENDS = ("auto", "torch", "triton")
 _POOLED = 2
 """Maximum number of CPU results whose memory is kept for reuse.
 
@@ -146,10 +142,10 @@ class Normalize:
         self.mean, self.std = checked_statistics(mean, std)
         self._any_channels = mean is None and std is None
         for name, value, known in (
-            ("dtype", dtype, _DTYPES),
-            ("layout", layout, _LAYOUTS),
-            ("channels", channels, _CHANNELS),
-            ("backend", backend, _BACKENDS),
+            ("dtype", dtype, (torch.float32, torch.float16, torch.bfloat16)),
+            ("layout", layout, ("channels_last", "contiguous")),
+            ("channels", channels, ("last", "first", None)),
+            ("backend", backend, ("auto", "torch", "triton")),
         ):
             if value not in known:
                 raise unfit(name, value, f"give one of {', '.join(map(repr, known))}")
@@ -250,11 +246,11 @@ class Normalize:
         size = self.augmentation.output_size(height, width)
         if out is not None:
             self._check_out(out, (count, channels, *size), images.device)
-        changes = Changes(False, False, False, False, self.augmentation.resize)
+        changes = Changes(False, False, False, self.augmentation.resize)
         if draws is not None:
             draws.check(pixels)
             # The draws may come from another Normalize, so all kinds of changes and any window are possible.
-            changes = Changes(True, True, True, draws.color is not None, changes.resize)
+            changes = Changes(True, True, True, changes.resize)
         elif self.keyed:
             draws = self._draw(key, pixels)
             changes = self.augmentation.changes(height, width)
@@ -334,8 +330,7 @@ class Normalize:
         elif draws is not None and changes.moves:
             height, width = result.shape[2:]
             source = crop_and_flip_on_cpu(pixels, draws, (height, width), planar)
-        if draws is not None and changes.colors:
-            assert draws.color is not None
+        if draws is not None and draws.color is not None:
             moved = source.permute(0, 2, 3, 1) if planar else source
             moved = apply_color_on_cpu(moved, draws.color)
             source = moved.permute(0, 3, 1, 2) if planar else moved

@@ -108,17 +108,18 @@ def _launch_image(
     sizes = [abs(size * stride) for size, stride in zip(pixels.shape[1:], pixels.stride()[1:], strict=True)]
     # Without draws, the kernel does not read these arguments, so any tensor can be passed.
     drawn = constants if draws is None else draws.geometry.contiguous()
-    color = constants if draws is None or draws.color is None else draws.color.contiguous()
+    color = None if draws is None else draws.color
+    colors = constants if color is None else color.contiguous()
     depth = -(-parts // _MOST_PARTS)
     image_kernel[(blocks if is_whole else blocks + 1, -(-parts // depth), depth)](
-        *(pixels, result, constants, drawn, color, count, *pixels.shape[1:3], lines, length),
+        *(pixels, result, constants, drawn, colors, count, *pixels.shape[1:3], lines, length),
         *(*pixels.stride(), blocks, period, parts),
         CHANNELS=channels,
         PLANES=planes,
         MOVES=changes.moves,
         PADDED=changes.pads,
         ERASES=changes.erases,
-        COLORS=changes.colors,
+        COLORS=color is not None,
         FINE=result.dtype == torch.float32,
         # Whether offsets need 64 bits. Sizes count twice, because threads also compute offsets past the end, but do not
         # use them.

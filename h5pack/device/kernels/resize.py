@@ -62,7 +62,8 @@ def resize(
         rows, columns = (torch.empty(size, dtype=torch.int32, device=pixels.device) for size in sizes)
     # Without draws, the kernels do not read these arguments, so any tensor can be passed.
     block = rows if draws is None else draws.geometry.contiguous()
-    colors = rows if draws is None or draws.color is None else draws.color.contiguous()
+    color = None if draws is None else draws.color
+    colors = rows if color is None else color.contiguous()
     planar = not result.permute(0, 2, 3, 1).is_contiguous()
     across, down = -(-out_width * (1 if planar else channels) // _COLUMNS), -(-out_height // _ROWS)
     extents = [abs(size * stride) for size, stride in zip(pixels.shape[1:], pixels.stride()[1:], strict=True)]
@@ -82,7 +83,7 @@ def resize(
         PLANAR=planar,
         RANDOM=is_random,
         SHARED=draws is None,
-        COLORS=draws is not None and changes.colors,
+        COLORS=color is not None,
         ERASES=draws is not None and changes.erases,
         FINE=result.dtype == torch.float32,
         WIDE=sum(extents) >= 1 << 31,
