@@ -24,7 +24,6 @@ from h5pack.doctor.report import DoctorReport
 from h5pack.doctor.target import Target
 from h5pack.errors import OptionsError, SizesDifferError
 from h5pack.format import schema
-from h5pack.inspect.info import faults_of
 from h5pack.monitor.advice import FASTER_ALONE, advise
 from h5pack.monitor.bottleneck import INTERRUPTED, MIN_REPEATS, Evidence, Stage, StageResult, judge
 from h5pack.order.window import DEFAULT_WINDOW
@@ -214,7 +213,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             why = f"there was no time to run it with one thread; give seconds={enough:g} or more"
             unknown.insert(0, f"{_threads_question()}: {why}, or compare with a run under OMP_NUM_THREADS=1")
         return DoctorReport(
-            target=replace(target.describe(), faults=faults_of(target.dataset.path, target.dataset.names[0])),
+            target=target.describe(),
             evidence=evidence,
             stages=tuple(self._results().values()),
             verdict=verdict,

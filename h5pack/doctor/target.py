@@ -33,6 +33,7 @@ from h5pack.doctor.measure import ChunkReader, NotMeasured, Repeat, StageRun, bu
 from h5pack.doctor.report import TargetSummary
 from h5pack.errors import H5PackError, OptionsError, PackFormatError
 from h5pack.images.crops import RandomResizedCrop
+from h5pack.inspect.info import faults_of
 from h5pack.monitor.bottleneck import Encoding, Evidence, Stage
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
@@ -181,7 +182,7 @@ class Target:
         With these estimates, a batch that takes too long need not be started. Nothing is yielded for a GPU, because its
         first calls are slow, and a few images may take as long as a batch.
         """
-        whole, earlier = len(images_of(self._sample)), 0.0
+        whole, images, earlier = len(images_of(self._sample)), 0, 0.0
         for count in () if self.on_gpu else (few for few in _FEW_IMAGES if few < whole):
             if count > len(self.stages.images):
                 self.stages = DeviceStages(self.device, _first_rows(self._sample, count), self._normalize)
@@ -191,10 +192,9 @@ class Target:
                 if not self._try(lambda: found.append(self._device_seconds())):  # noqa: B023
                     return
             seconds = min(found)
-            per_image = (seconds - earlier) / (count - _FEW_IMAGES[0]) if earlier else seconds / count
-            probably = max(seconds, seconds + per_image * (whole - count))
-            yield probably if earlier else seconds, probably
-            earlier = seconds
+            probably = max(seconds, seconds + (seconds - earlier) / (count - images) * (whole - count))
+            yield probably if images else seconds, probably
+            images, earlier = count, seconds
 
     def _device_seconds(self) -> float:
         begun = time.perf_counter()
@@ -366,6 +366,7 @@ class Target:
             image_dataset=self.dataset.names[0],
             label_dataset=self.dataset.label_name,
             normalize=self._normalize_text,
+            faults=faults_of(self.dataset.path, self.dataset.names[0]),
             asked_batch_size=asked if self.batch_size < asked else None,
         )
 
