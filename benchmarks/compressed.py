@@ -11,9 +11,8 @@ ratio is taken within each turn.
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,20 +91,14 @@ class Decoding:
                 self.chunks.append(np.frombuffer(file.read(size), np.uint8))
 
     def __call__(self, threads: int, turn: int) -> float:
-        numbers = itertools.count()
+        def decode(chunk: npt.NDArray[np.uint8], filter_mask: int) -> None:
+            block = MallocBuffer(len(chunk))
+            np.asarray(block)[...] = chunk
+            self.codec.decode(block, filter_mask)
 
-        def work() -> None:
-            while (number := next(numbers)) < len(self.chunks):
-                block = MallocBuffer(len(self.chunks[number]))
-                np.asarray(block)[...] = self.chunks[number]
-                self.codec.decode(block, self.filter_masks[number])
-
-        workers = [threading.Thread(target=work) for _ in range(threads)]
         begin = time.perf_counter()
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(decode, self.chunks, self.filter_masks))
         return self.rows / (time.perf_counter() - begin)
 
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -65,20 +66,13 @@ def checksum(found: npt.NDArray[np.int64]) -> int:
 
 def fault(found: npt.NDArray[np.int64], expected: npt.NDArray[np.int64]) -> str | None:
     """What is wrong with an epoch's marks, in any order; None if every image came exactly once."""
-    if np.array_equal(np.sort(found), np.sort(expected)):
+    wanted, got = Counter(expected.tolist()), Counter(found.tolist())
+    if wanted == got:
         return None
-    numbers = np.unique(np.concatenate([found, expected]))
-    wanted, got = _counts(numbers, expected), _counts(numbers, found)
-    missing, extra = int(np.maximum(wanted - got, 0).sum()), int(np.maximum(got - wanted, 0).sum())
     return (
-        f"{len(found):,} images came for {len(expected):,}: {missing:,} of them are missing, and {extra:,} came twice "
-        "or are none of them"
+        f"{len(found):,} images came for {len(expected):,}: {(wanted - got).total():,} of them are missing, and "
+        f"{(got - wanted).total():,} came twice or are none of them"
     )
-
-
-def _counts(numbers: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    places = np.searchsorted(numbers, values)
-    return np.bincount(places, minlength=len(numbers)).astype(np.int64)
 
 
 def _pixel_sum(path: Path) -> int:

@@ -116,21 +116,16 @@ WORKERS = 2
 _COPY, _SEQUENTIAL = "memory copy", "sequential read"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What is compared, and where."""
-
-    process: PeerProcess
-    scratch: Path
-    repeats: int
-    seconds: float  # Epochs of slow cases are cut short after this; hot ones are timed for half of it at least.
-
-
 class SizeComparison:
-    """All cases on the JPEGs in a folder, which have one size."""
+    """All cases on the JPEGs in a folder, which have one size.
 
-    def __init__(self, comparison: Comparison, folder: Path, cases: Sequence[Listed]) -> None:
-        self.comparison, self.folder, self.cases = comparison, folder, cases
+    Epochs of slow cases are cut short after `seconds`; hot ones are timed for half of it at least.
+    """
+
+    def __init__(
+        self, process: PeerProcess, folder: Path, cases: Sequence[Listed], repeats: int, seconds: float
+    ) -> None:
+        self.process, self.folder, self.cases, self.repeats, self.seconds = process, folder, cases, repeats, seconds
         self.source = ImageFolder(folder)
         self.row_bytes = int(np.prod(self.source.shape))
         expected = truth(self.source, WORKERS)
@@ -153,7 +148,7 @@ class SizeComparison:
             "batch": min(BATCH, len(self.source) // 2),
             "workers": self.workers[listed.key],
             "seed": 0,
-            "seconds": self.comparison.seconds,
+            "seconds": self.seconds,
             **more,
         }
 
@@ -163,7 +158,7 @@ class SizeComparison:
         Return what the result has of a case; "skipped" is the reason if it cannot be measured.
         """
         found: dict[str, Any] = {"case": listed.name, "key": listed.key, "ours": listed.ours, "skipped": None}
-        run = self.comparison.process.run
+        run = self.process.run
         if listed.store not in self.stores:
             converted = run(self._job(listed, "convert"))
             if not _failed(converted):
@@ -210,13 +205,13 @@ class SizeComparison:
     def visit(self, listed: Listed) -> dict[str, Any]:
         """A cold epoch and hot ones in a fresh process."""
         pages = PeerFiles(self._out(listed)).drop()
-        return self.comparison.process.run(self._job(listed, "read", pages_found_in_cache=pages))
+        return self.process.run(self._job(listed, "read", pages_found_in_cache=pages))
 
     def ceilings(self) -> dict[str, float]:
         """Images a second that no case can pass: copying rows in memory, reading a cold file."""
         job = {"task": "copy", "rows": len(self.source), "row_bytes": self.row_bytes, "batch": BATCH}
-        job |= {"threads": [1, WORKERS], "seconds": self.comparison.seconds}
-        report = self.comparison.process.run(job)
+        job |= {"threads": [1, WORKERS], "seconds": self.seconds}
+        report = self.process.run(job)
         if reason := _failed(report):
             raise RuntimeError(f"the memory copy, which every ratio needs, was not measured: {reason}")
         speeds = {f"{_COPY} {threads}": float(speed) for threads, speed in report["images_per_s"].items()}
@@ -239,7 +234,7 @@ class SizeComparison:
         running = {listed.key: listed for listed in self.cases if not found[listed.key]["skipped"]}
         ceilings: list[dict[str, float]] = []
         visits: dict[str, list[dict[str, Any]]] = {key: [] for key in running}
-        for name in interleaved(["ceilings", *running], self.comparison.repeats):
+        for name in interleaved(["ceilings", *running], self.repeats):
             if name == "ceilings":
                 ceilings.append(self.ceilings())
                 print(
@@ -350,7 +345,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     temporary = Path(tempfile.mkdtemp(prefix="h5pack-"))
     try:
         process = PeerProcess(arguments.python, temporary)
-        comparison = Comparison(process, scratch, arguments.repeats, arguments.seconds)
         there = process.run({"task": "versions"})
         if "error" in there:
             raise SystemExit(f"{arguments.python}: {there['error']}")
@@ -359,7 +353,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             if count:
                 folder = scratch / name.replace(" ", "")
                 make_folder(folder, count, size, workers=WORKERS)
-                sizes[name] = SizeComparison(comparison, folder, arguments.cases).result()
+                comparison = SizeComparison(process, folder, arguments.cases, arguments.repeats, arguments.seconds)
+                sizes[name] = comparison.result()
                 for path in scratch.iterdir():
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         # Paths are the user's own and left out.
