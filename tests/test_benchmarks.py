@@ -19,6 +19,13 @@ from tests.makers import class_folders, run_benchmark
 from tests.monitor.fake_clock import FakeClock
 
 
+@pytest.fixture(autouse=True)
+def few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convert in this process, and read in one worker: tiny data need no more."""
+    monkeypatch.setattr("h5pack.pack.conversion.available_cpus", lambda: 1)
+    monkeypatch.setattr("benchmarks.common.WORKERS", 1)
+
+
 def test_convert_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = convert.peak_memory
 
@@ -39,7 +46,7 @@ def test_convert_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_read_benchmark(tmp_path: Path) -> None:
-    result = run_benchmark(tmp_path, read, "--large 40 --small 90 --repeats 2")
+    result = run_benchmark(tmp_path, read, "--large 40 --small 90 --repeats 1")
     assert list(result["sizes"]) == ["116 KB", "3 KB"]
     for found, rows, batches in zip(result["sizes"].values(), (40, 90), ((20, 13), (45, 30)), strict=True):
         assert (found["epoch"]["rows"], found["epoch"]["amplification"]) == (rows, 1.0)
@@ -75,7 +82,7 @@ def test_chunk_size_benchmark_and_its_settings_again(tmp_path: Path, monkeypatch
 
 
 def test_compressed_benchmark(tmp_path: Path) -> None:
-    result = run_benchmark(tmp_path, compressed, "--rows 80 --batch 16 --repeats 2")
+    result = run_benchmark(tmp_path, compressed, "--rows 80 --batch 16 --repeats 1")
     assert list(result["compressions"]) == ["bitshuffle-lz4", "gzip", "zstd"]
     for found in result["compressions"].values():
         assert found["bytes_stored"] < found["bytes_raw"]
@@ -86,7 +93,7 @@ def test_compressed_benchmark(tmp_path: Path) -> None:
 
 
 def test_foreign_benchmark(tmp_path: Path) -> None:
-    result = run_benchmark(tmp_path, foreign, "--rows 90 --batch 16 --slow-rows 32 --repeats 2")
+    result = run_benchmark(tmp_path, foreign, "--rows 90 --batch 16 --slow-rows 32 --repeats 1")
     assert list(result["files"]) == list(foreign.FILES)
     for found in result["files"].values():
         assert found["rows_compared"] == 90
