@@ -17,7 +17,7 @@ import pytest
 from h5pack.benchmark.cases import BenchSettings
 from h5pack.benchmark.sample import BenchSample, _Packer, find_input, make_sample, scratch_folder, usual_sizes
 from h5pack.combine.convert import convert
-from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError, WorkerError
+from h5pack.errors import H5PackError, OptionsError, SourceError, WorkerError
 from tests.benchmark.files import ROW_BYTES, SIZE, input_of, sample_of
 from tests.makers import flat_folder, hdf5_file, save
 from tests.monitor.fake_clock import FakeClock
@@ -151,14 +151,6 @@ def test_rows_that_are_no_images_are_only_read_as_they_are(tmp_path: Path, scrat
         file.create_dataset("images", data=np.random.default_rng(0).normal(size=(300, 64)), chunks=(30, 64))
     sample = sample_of(path, scratch)
     assert (labels(sample), len(sample.notes)) == (["as it is"], 1)
-
-
-def test_nothing_to_measure_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(NoImagesError):
-        input_of(tmp_path / "empty")
-    with pytest.raises(OptionsError):
-        input_of(flat_folder(tmp_path / "few", 3))
 
 
 def test_the_scratch_folder_is_removed_after_an_error(tmp_path: Path) -> None:
