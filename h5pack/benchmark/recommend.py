@@ -103,15 +103,11 @@ class Findings:
         given = [one for one in self.variants if one.is_input or one.chunk_rows is not None]
         return {self.workload.case(one.label, self.cache): one for one in given}
 
-    def comparable(self) -> list[Measurement]:
-        """Return the measurements of `cases`, which differ only in the variant."""
-        cases = self.cases
-        return [one for one in self.measurements if one.speeds and one.case in cases]
-
     def compared(self) -> list[_Compared]:
-        """Return the variants with the measurements that compare them."""
+        """Return the variants with the measurements that compare them, which differ only in the variant."""
         cases, again = self.cases, {one.case: one for one in self.run_off}
-        found = [(one, CaseRepeats.of(one, again.get(one.case))) for one in self.comparable()]
+        some = [one for one in self.measurements if one.speeds and one.case in cases]
+        found = [(one, CaseRepeats.of(one, again.get(one.case))) for one in some]
         return [_Compared(repeats.stated, repeats.every, cases[one.case]) for one, repeats in found]
 
 
@@ -142,14 +138,13 @@ def finalists(findings: Findings) -> list[BenchCase]:
     The input file and the variant nearest to the default are always included, because all others are compared with
     these two.
     """
-    some, variants = findings.comparable(), findings.cases
-    packed = [one.case for one in some if not variants[one.case].is_input]
+    some = findings.compared()
+    packed = [one for one in some if not one.variant.is_input]
     # If two are equally near, take the first one, as `choose` does.
-    nearest = min(packed, key=lambda case: _effort(variants[case], findings.workload), default=None)
-    found = sorted(some, key=lambda one: -one.median)
-    fast = [one.case for one in found[:_MAX_FINALISTS] if one.median >= HOPELESS * found[0].median]
-    always = [case for case, variant in variants.items() if variant.is_input or case == nearest]
-    return [one.case for one in found if one.case in fast or one.case in always]
+    nearest = min(packed, key=lambda one: _effort(one.variant, findings.workload), default=None)
+    found = sorted(some, key=lambda one: -one.stated.median)
+    fast = [one for one in found[:_MAX_FINALISTS] if one.stated.median >= HOPELESS * found[0].stated.median]
+    return [one.stated.case for one in found if one in fast or one is nearest or one.variant.is_input]
 
 
 def choose(findings: Findings) -> Recommendation | None:
@@ -171,7 +166,7 @@ def choose(findings: Findings) -> Recommendation | None:
     used, settings_reasons = pick_settings(picked.stated, run_off, workload)
     case = replace(used.case, batch_size=workload.recommended_batch_size)
     num_workers, workers_reasons = pick_workers(picked.stated, run_off, workload)
-    gain, gain_reasons = _gain(findings, picked.stated, [one.stated for one in found])
+    gain, gain_reasons = _gain(findings, picked.stated, found)
     ratios = used.of_ceiling
     return Recommendation(
         variant=variant.label,
@@ -405,32 +400,30 @@ def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) 
     return ", ".join(texts)
 
 
-def _gain(findings: Findings, picked: Measurement, compared: Sequence[Measurement]) -> tuple[float | None, list[str]]:
+def _gain(findings: Findings, picked: Measurement, compared: Sequence[_Compared]) -> tuple[float | None, list[str]]:
     """Return the speedup of `picked` over h5py reading the input file, and sentences with the input file's speeds."""
-    images = findings.workload.num_images
-    read = [one for one in findings.measurements if one.speeds]
+    images, cache, window = findings.workload.num_images, picked.case.cache, findings.workload.window
     given = next((one for one in findings.variants if one.is_input), None)
     if given is None or given.label == picked.case.variant:
         return None, []
-    own = [one for one in compared if one.case.variant == given.label]
-    when, where = "", ""
-    if picked.case.cache == "hot":
-        first = [replace(one.case, cache="cold") for one in own]
-        cold = [one.median for one in read if one.case in first]
-        how = "read from the disk" + " and decoded" * (given.compression != "none")
-        when = "".join(f"{epoch_text(images, speed)} for a first epoch, {how}; then " for speed in cold)
+    read = {one.case: one for one in findings.measurements if one.speeds}
+    own = next((one.stated for one in compared if one.variant is given), None)
+    plain = read.get(BenchCase(given.label, "single", "default", cache, 1, window, 1))
+    when = where = ""
+    if cache == "hot":
         where = ", from the page cache"
-    baseline = BenchCase(given.label, "single", "default", picked.case.cache, 1, findings.workload.window, 1)
-    plain = [one for one in read if one.case == baseline]
-    reasons = []
+        if own is not None and (cold := read.get(replace(own.case, cache="cold"))) is not None:
+            how = "read from the disk" + " and decoded" * (given.compression != "none")
+            when = f"{epoch_text(images, cold.median)} for a first epoch, {how}; then "
     # If H5Loader can read the input file, h5py's speed matters only if it is higher than the recommended variant's.
-    shown = plain if not own or (plain and plain[0].median > picked.median) else []
-    for reader, found in ((f"H5Loader: {when}", own), (f"h5py with one index a call{where}: ", shown)):
-        for one in found[:1]:
+    shown = plain if own is None or (plain is not None and plain.median > picked.median) else None
+    reasons = []
+    for reader, one in ((f"H5Loader: {when}", own), (f"h5py with one index a call{where}: ", shown)):
+        if one is not None:
             epochs = f"{epoch_text(images, *one.speeds)} an epoch instead of {epoch_text(images, picked.median)}"
             most = "; a training gains at most that" * (picked.median > one.median)
             reasons.append(f"The input file, read by {reader}{epochs}{most}.")
-    return round(picked.median / plain[0].median, 2) if plain else None, reasons
+    return None if plain is None else round(picked.median / plain.median, 2), reasons
 
 
 def _command(variant: FileVariant, workload: Workload) -> str:
