@@ -4,52 +4,48 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional
 
 import h5pack
 from h5pack.data.samplers import ChunkBatchSampler
+from tests.forking import output_of
 from tests.makers import color_folders, quick
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EPOCHS, STEPS, SAVES, BATCH = 4, 4, 6, 32
 """Of the examples: epochs, steps of one here, steps between checkpoints, rows a step."""
 
-DRIVER = """
-import json, sys
-import torch
-from torch.nn import functional as F
 
-torch.set_num_threads(1)
-name, pack, runs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-loop = __import__(name)
-entropy, logs = F.cross_entropy, []
+def run_example(name: str, pack: Path, runs: list[tuple[str, int]], log: Path) -> None:
+    """Run an example several times, each time for a given number of steps; write the loss and labels of each step."""
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(EXAMPLES))
+    loop = importlib.import_module(name)
+    entropy = functional.cross_entropy
+    logs: list[list[Any]] = []
 
+    def noted(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if len(logs[-1]) == runs[len(logs) - 1][1]:
+            raise InterruptedError
+        loss = entropy(scores, labels)
+        logs[-1].append([loss.item(), labels.tolist()])
+        return loss
 
-def noted(scores, labels):
-    if len(logs[-1]) == most:
-        raise InterruptedError
-    loss = entropy(scores, labels)
-    logs[-1].append([loss.item(), labels.tolist()])
-    return loss
-
-
-F.cross_entropy = noted
-for folder, most in runs:
-    logs.append([])
-    sys.argv[1:] = [pack, folder]
-    try:
-        loop.main()
-    except InterruptedError:
-        print("stopped")
-print(json.dumps(logs))
-"""
-"""Runs an example several times, each time for a given number of steps; prints the loss and the labels of each step."""
+    functional.cross_entropy = noted
+    for folder, _ in runs:
+        logs.append([])
+        sys.argv[1:] = [str(pack), folder]
+        try:
+            loop.main()
+        except InterruptedError:
+            print("stopped")
+    log.write_text(json.dumps(logs))
 
 
 @pytest.fixture(scope="module")
@@ -59,21 +55,6 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = color_folders(folder / "in", {"train": STEPS * BATCH + 5, "val": 33}, 80)
     h5pack.convert(source, folder / "colors.h5", **quick(chunk_rows=8))
     return folder / "colors.h5"
-
-
-def steps_of(name: str, pack: Path, runs: list[tuple[str, int]]) -> tuple[list[list[Any]], str]:
-    """The steps of several runs of an example, each in a folder, and what they printed."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, name, str(pack), json.dumps(runs)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=variables,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stdout
 
 
 def order_of(pack: Path) -> list[list[int]]:
@@ -93,7 +74,9 @@ def test_an_example_learns_and_resumes_exactly(name: str, package: str, pack: Pa
     last = EPOCHS * STEPS
     # Stopped within an epoch, then after the end of one; steps after a checkpoint are repeated.
     runs = [(one, -1), (other, SAVES + 1), (other, SAVES + 1), (other, -1)]
-    (whole, first, second, third), said = steps_of(name, pack, runs)
+    # In a process of the fork server, which has imported torch.
+    said = output_of(run_example, name, pack, runs, tmp_path / "log.json")
+    whole, first, second, third = json.loads((tmp_path / "log.json").read_text())
     assert [labels for _, labels in whole] == order_of(pack)
     assert first == whole[: SAVES + 1]
     assert second == whole[SAVES : 2 * SAVES + 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -38,25 +40,6 @@ EPOCHS = 3
 LONG = [*SMALL, "--norm", "group", "--epochs", str(EPOCHS), "--lr", "0.02", "--every", "7"]
 HELD = 17
 """Step of the second epoch at which a run waits to be killed; the last checkpoint is that of step 14."""
-
-DRIVER = """
-import sys
-import train
-
-step = train.Training.train
-
-
-def hold(self, *batch):
-    if self.step == int(sys.argv[1]):
-        print("held", flush=True)
-        sys.stdin.read()
-    return step(self, *batch)
-
-
-train.Training.train = hold
-train.main(sys.argv[2:])
-"""
-
 
 Logs = tuple[dict[int, float], list[dict[str, Any]]]
 """The loss of each step, and the validations."""
@@ -85,19 +68,14 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "colors.h5"
 
 
-def started(*arguments: Any) -> subprocess.Popen[str]:
-    """A process of Python that finds the examples, with pipes."""
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
-    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.Popen(command, env=os.environ | variables, **pipes, stderr=subprocess.STDOUT, text=True)
-
-
 def run(*arguments: Any) -> None:
-    """Run a process that must succeed."""
-    process = started(*arguments)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    """Run a process of Python, which finds the examples and must succeed."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, text=True
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def logged(path: Path) -> Logs:
@@ -120,16 +98,34 @@ def uninterrupted(train: Any, pack: Path, tmp_path_factory: pytest.TempPathFacto
     return losses, validations
 
 
+def train_until_held(held: Event, arguments: list[str]) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    train = importlib.import_module("train")
+    step = train.Training.train
+
+    def hold(self: Any, *batch: Any) -> Any:
+        if self.step == HELD:
+            held.set()
+            signal.pause()
+        return step(self, *batch)
+
+    train.Training.train = hold
+    train.main(arguments)
+
+
 @pytest.fixture(scope="module")
 def killed_once(pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoint and the log of a run that SIGKILL ended."""
     folder = tmp_path_factory.mktemp("killed")
-    arguments = [HELD, pack, *LONG, "--checkpoint", folder / "c.pt", "--json", folder / "log.json"]
-    process = started("-c", DRIVER, *arguments)
-    assert any(line == "held\n" for line in process.stdout)
+    # Processes of the fork server have imported torch.
+    context = multiprocessing.get_context("forkserver")
+    held = context.Event()
+    arguments = [str(pack), *LONG, "--checkpoint", str(folder / "c.pt"), "--json", str(folder / "log.json")]
+    process = context.Process(target=train_until_held, args=(held, arguments))
+    process.start()
+    assert held.wait(300)
     process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    process.join()
     return folder
 
 
