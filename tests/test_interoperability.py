@@ -21,7 +21,6 @@ import pytest
 import h5pack
 from h5pack.format.checksums import row_checksums
 from h5pack.pack.file_structure import FileStructure, PackTables, write_structure
-from tests.exporter.folders import flip
 from tests.makers import class_folders, expected, quick, split_folders, truncate
 
 INTEROP = Path(__file__).parent / "interop"
@@ -286,15 +285,6 @@ def test_a_reader_made_from_the_format_page_finds_the_same(pack: Path) -> None:
     assert [zlib.crc32(label.to_bytes(8, "little", signed=True)) for label in reading.labels] == reading.label_checksums
     assert reading.chunk_rows * reading.row_bytes < 65_536 or not any(offset % 4_096 for offset in reading.offsets)
     assert tail == bytes(over * reading.row_bytes), "rows past N are zero"
-
-
-def test_a_reader_made_from_the_format_page_sees_damage(pack: Path, tmp_path: Path) -> None:
-    copy = shutil.copy(pack, tmp_path / "damaged.h5")
-    with contextlib.closing(MinimalReader(copy)) as reading:
-        flip(copy, reading.offsets[0] + 2 * reading.row_bytes + 17)
-        reading.row(1)
-        with pytest.raises(ValueError, match="row 2"):
-            reading.row(2)
 
 
 @pytest.mark.parametrize(
