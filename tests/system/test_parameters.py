@@ -18,27 +18,31 @@ from h5pack.errors import H5PackError, OptionsError
 from h5pack.system.parameters import flags, invalid, real_number, texts, unfit, whole_number
 from tests.makers import flat_folder, quick
 
-CALLS: dict[str, Callable[[Path, Path, Any], Any]] = {
-    "convert": lambda source, pack, bad: h5pack.convert(bad, pack.with_name("o.h5")),
-    "convert to": lambda source, pack, bad: h5pack.convert(source, bad),
-    "append to": lambda source, pack, bad: h5pack.append(bad, source),
-    "append": lambda source, pack, bad: h5pack.append(pack, bad),
-    "subset": lambda source, pack, bad: h5pack.subset(bad, pack.with_name("o.h5")),
-    "subset to": lambda source, pack, bad: h5pack.subset(pack, bad),
-    "join": lambda source, pack, bad: h5pack.join([pack, bad], pack.with_name("o.h5")),
-    "join to": lambda source, pack, bad: h5pack.join([pack, pack], bad),
-    "export": lambda source, pack, bad: h5pack.export(bad, pack.with_name("o")),
-    "export to": lambda source, pack, bad: h5pack.export(pack, bad),
-    "preview": lambda source, pack, bad: h5pack.preview(bad),
-    "preview to": lambda source, pack, bad: h5pack.preview(pack, bad),
-    "info": lambda source, pack, bad: h5pack.info(bad),
-    "verify": lambda source, pack, bad: h5pack.verify(bad),
-    "bench": lambda source, pack, bad: h5pack.bench(bad),
-    "bench in": lambda source, pack, bad: h5pack.bench(source, scratch=bad),
-    "diagnose": lambda source, pack, bad: h5pack.diagnose(bad),
-    "H5Dataset": lambda source, pack, bad: h5pack.H5Dataset(bad),
-    "several files": lambda source, pack, bad: h5pack.H5Dataset([pack, bad]),
+ARGUMENTS: dict[str, Callable[[Path, Path], list[Any]]] = {
+    "convert": lambda source, pack: [source, pack.with_name("o.h5")],
+    "append": lambda source, pack: [pack, source],
+    "subset": lambda source, pack: [pack, pack.with_name("o.h5")],
+    "join": lambda source, pack: [[pack, pack], pack.with_name("o.h5")],
+    "export": lambda source, pack: [pack, pack.with_name("o")],
+    "preview": lambda source, pack: [pack, pack.with_name("o.png")],
+    **dict.fromkeys(("info", "verify", "diagnose", "H5Dataset"), lambda source, pack: [pack]),
+    "bench": lambda source, pack: [source],
+    "H5Loader": lambda source, pack: [h5pack.H5Dataset(pack), 2],
+    "FeedMonitor": lambda source, pack: [[]],
+    "ConcatPack": lambda source, pack: [],
 }
+"""The positional arguments of functions and classes, given a source and a pack."""
+PATHS = [
+    *((name, position) for name in ("convert", "append", "subset", "join", "export", "preview") for position in (0, 1)),
+    *((name, 0) for name in ("info", "verify", "diagnose", "bench", "H5Dataset")),
+]
+"""Names of functions, and positions of their arguments that are paths."""
+
+
+def call_with_path(name: str, position: int, path: Any, source_and_pack: tuple[Path, Path]) -> None:
+    arguments = ARGUMENTS[name](*source_and_pack)
+    arguments[position] = [source_and_pack[1], path] if isinstance(arguments[position], list) else path
+    getattr(h5pack, name)(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -49,85 +53,61 @@ def source_and_pack(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pat
     return source, pack
 
 
-@pytest.mark.parametrize("bad", ["", "a\0b", "\ud800"], ids=repr)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("bad", ["", "a\0b", "\ud800", 3], ids=repr)
+@pytest.mark.parametrize(("name", "position"), PATHS)
 def test_a_path_that_is_empty_or_no_name_of_a_file_is_refused(
-    name: str, bad: Any, source_and_pack: tuple[Path, Path]
+    name: str, position: int, bad: Any, source_and_pack: tuple[Path, Path]
 ) -> None:
-    """An empty path is not the working directory."""
-    with pytest.raises(OptionsError):
-        CALLS[name](*source_and_pack, bad)
+    """An empty path is not the working directory. A source of another type may be no map-style dataset."""
+    with pytest.raises(H5PackError if bad == 3 else OptionsError):
+        call_with_path(name, position, bad, source_and_pack)
     assert {path.name for path in source_and_pack[0].parent.iterdir()} == {"s", "p.h5"}
 
 
+@pytest.mark.parametrize("bad", ["", "a\0b", "\ud800"], ids=repr)
+def test_a_path_among_several_files_or_for_scratch_is_refused(bad: Any, source_and_pack: tuple[Path, Path]) -> None:
+    with pytest.raises(OptionsError):
+        h5pack.H5Dataset([source_and_pack[1], bad])
+    with pytest.raises(OptionsError):
+        h5pack.bench(source_and_pack[0], scratch=bad)
+
+
 @pytest.mark.parametrize(
-    "call",
+    ("name", "options"),
     [
-        lambda source, pack: h5pack.subset(pack, pack.with_name("o.h5"), splits=3),
-        lambda source, pack: h5pack.subset(pack, pack.with_name("o.h5"), classes=True),
-        lambda source, pack: h5pack.export(pack, pack.with_name("o"), splits=3),
-        lambda source, pack: h5pack.export(pack, pack.with_name("o"), fields=3),
-        lambda source, pack: h5pack.export(3, pack.with_name("o")),
-        lambda source, pack: h5pack.export(pack, None),
-        *(lambda source, pack, split=split: h5pack.append(pack, source, split=split) for split in (3, "", "a\0b")),
-        lambda source, pack: h5pack.verify(pack, start_method="thread"),
-        lambda source, pack: h5pack.verify(pack, num_workers=2**31),
-        lambda source, pack: h5pack.preview(pack, splits=[3]),
-        lambda source, pack: h5pack.preview(pack, max_classes=None),
-        lambda source, pack: h5pack.preview(pack, 3),
-        lambda source, pack: h5pack.convert(source, pack.with_name("o.h5"), split_column=[3]),
-        lambda source, pack: h5pack.bench(3),
-        lambda source, pack: h5pack.bench(source, seconds="1"),
-        lambda source, pack: h5pack.bench(source, batch_size="many"),
-        lambda source, pack: h5pack.bench(source, chunk_rows=[None]),
-        lambda source, pack: h5pack.bench(source, rows={}),
-        lambda source, pack: h5pack.bench(source, orders=[3]),
-        lambda source, pack: h5pack.bench(source, batch_size=np.array(0)),
-        lambda source, pack: h5pack.bench(source, plot=3),
-        lambda source, pack: h5pack.export(pack, pack.with_name("o"), images=0),
-        lambda source, pack: h5pack.export(pack, pack.with_name("o"), num_workers=10**6),
-        lambda source, pack: h5pack.preview(pack, channel_axis=np.zeros(2)),
-        lambda source, pack: h5pack.convert(source, pack.with_name("o.h5"), num_workers=10**6),
-        lambda source, pack: h5pack.subset(pack, pack.with_name("o.h5"), classes={"a", "b"}),
-        lambda source, pack: h5pack.bench(source, contiguous="no"),
-        lambda source, pack: h5pack.diagnose(pack, seconds=None),
-        lambda source, pack: h5pack.diagnose(pack, seconds=True),
-        lambda source, pack: h5pack.diagnose(pack, batch_size=None),
-        lambda source, pack: h5pack.diagnose(pack, images=None),
-        lambda source, pack: h5pack.diagnose(pack, pin_memory="no"),
-        lambda source, pack: h5pack.append(pack, source, only_new=1),
-        lambda source, pack: h5pack.join([pack, pack], pack.with_name("o.h5"), virtual="no"),
-        lambda source, pack: h5pack.export(pack, pack.with_name("o"), overwrite="False"),
-        lambda source, pack: h5pack.H5Dataset(pack, with_rows="no"),
-        lambda source, pack: h5pack.H5Dataset(pack, check=None),
-        lambda source, pack: h5pack.H5Dataset(pack, fields=torch.tensor(1)),
-        lambda source, pack: h5pack.H5Loader(h5pack.H5Dataset(pack), 2, drop_last="False"),
-        lambda source, pack: h5pack.H5Loader(h5pack.H5Dataset(pack), 2, pin_memory=np.zeros(2, bool)),
-        lambda source, pack: h5pack.H5Loader(h5pack.H5Dataset(pack), 2, shuffle=np.zeros(2)),
-        lambda source, pack: h5pack.FeedMonitor([], progress="no"),
-        lambda source, pack: h5pack.FeedMonitor([], warn_once="no"),
-        lambda source, pack: h5pack.FeedMonitor([], profiler_ranges="no"),
-        lambda source, pack: h5pack.ConcatPack(3),
+        *(("subset", options) for options in ({"splits": 3}, {"classes": True}, {"classes": {"a", "b"}})),
+        *(("export", options) for options in ({"splits": 3}, {"fields": 3}, {"images": 0}, {"num_workers": 10**6})),
+        ("export", {"overwrite": "False"}),
+        *(("append", options) for options in ({"split": 3}, {"split": ""}, {"split": "a\0b"}, {"only_new": 1})),
+        *(("verify", options) for options in ({"start_method": "thread"}, {"num_workers": 2**31})),
+        *(("preview", options) for options in ({"splits": [3]}, {"max_classes": None}, {"channel_axis": np.zeros(2)})),
+        *(("convert", options) for options in ({"split_column": [3]}, {"num_workers": 10**6})),
+        *(("bench", {"batch_size": value}) for value in ("many", np.array(0))),
+        *(("bench", options) for options in ({"seconds": "1"}, {"chunk_rows": [None]}, {"rows": {}}, {"orders": [3]})),
+        *(("bench", options) for options in ({"plot": 3}, {"contiguous": "no"})),
+        *(("diagnose", {"seconds": value}) for value in (None, True)),
+        *(("diagnose", options) for options in ({"batch_size": None}, {"images": None}, {"pin_memory": "no"})),
+        ("join", {"virtual": "no"}),
+        *(("H5Dataset", options) for options in ({"with_rows": "no"}, {"check": None}, {"fields": torch.tensor(1)})),
+        *(("H5Loader", options) for options in ({"drop_last": "False"}, {"shuffle": np.zeros(2)})),
+        ("H5Loader", {"pin_memory": np.zeros(2, bool)}),
+        ("ConcatPack", {"datasets": 3}),
+        *(("FeedMonitor", {name: "no"}) for name in ("progress", "warn_once", "profiler_ranges")),
     ],
 )
 def test_a_parameter_of_another_type_is_refused(
-    call: Callable[[Path, Path], Any], source_and_pack: tuple[Path, Path]
+    name: str, options: dict[str, Any], source_and_pack: tuple[Path, Path]
 ) -> None:
     with pytest.raises(OptionsError) as error:
-        call(*source_and_pack)
+        getattr(h5pack, name)(*ARGUMENTS[name](*source_and_pack), **options)
     assert error.value.parameters
     assert {path.name for path in source_and_pack[0].parent.iterdir()} == {"s", "p.h5"}
 
 
-def test_names_that_are_too_long_are_refused(source_and_pack: tuple[Path, Path]) -> None:
-    pack, name = source_and_pack[1], source_and_pack[1].with_name("x" * 300)
-    calls: list[Callable[[], Any]] = [
-        *(lambda: h5pack.export(pack, name), lambda: h5pack.subset(pack, name)),
-        *(lambda: h5pack.join([pack, pack], name), lambda: h5pack.convert(pack, name)),
-    ]
-    for call in calls:
-        with pytest.raises(H5PackError):
-            call()
+@pytest.mark.parametrize("name", ["export", "subset", "join", "convert"])
+def test_names_that_are_too_long_are_refused(name: str, source_and_pack: tuple[Path, Path]) -> None:
+    with pytest.raises(H5PackError):
+        call_with_path(name, 1, source_and_pack[1].with_name("x" * 300), source_and_pack)
 
 
 def test_paths_may_be_bytes(source_and_pack: tuple[Path, Path], tmp_path: Path) -> None:
