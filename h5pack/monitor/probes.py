@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,25 +59,20 @@ def _children_seconds() -> float | None:
     try:
         # Fields 11 to 14 after the last bracket are the user and system time of the process and of its ended children.
         # The process name, in brackets, may contain brackets. A process that has ended has no fields.
-        stats = [_text(_PROC / child / "stat").rpartition(")")[2].split() for child in _descendants(own)]
+        stats = [_text(_PROC / child / "stat").rpartition(")")[2].split() for child in set(_descendants(own))]
         ticks = sum(int(ticks) for stat in stats for ticks in stat[11:15])
     except OSError:
         return None
     return seconds + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _descendants(own: str) -> set[str]:
-    """Return the process IDs of all descendants of this process."""
-    found: set[str] = set()
-    waiting = [own]
-    while waiting:
-        # A process or thread that has ended meanwhile has no children.
-        with contextlib.suppress(*_ENDED):
-            for thread in (_PROC / waiting.pop() / "task").iterdir():
-                children = _text(thread / "children").split()
-                waiting += [child for child in children if child not in found]
-                found.update(children)
-    return found
+def _descendants(process: str) -> Iterator[str]:
+    """Yield the process IDs of all descendants of a process, which has none if it has ended."""
+    with contextlib.suppress(*_ENDED):
+        for thread in (_PROC / process / "task").iterdir():
+            for child in _text(thread / "children").split():
+                yield child
+                yield from _descendants(child)
 
 
 def _text(path: Path) -> str:
