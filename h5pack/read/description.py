@@ -185,6 +185,8 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
         return
     checksums, stops = file[path], np.append(data.starts[1:], data.rows)
     for number, source in enumerate(data.sources):
+        if source.index.is_empty:
+            continue  # These rows are fill values.
         own = np.flatnonzero(data.source_ids == number)
         # Through `file`, HDF5 would keep all sources open.
         with open_file(source.file.path) as holder:

@@ -18,6 +18,7 @@ import pytest
 
 import h5pack
 from h5pack.errors import PackChangedError, PackFormatError, ReadError
+from h5pack.format.checksums import row_checksums
 from h5pack.format.fields import RaggedRows
 from h5pack.read import virtual as module
 from h5pack.read.chunk_index import index_dataset
@@ -94,6 +95,17 @@ def test_virtual_over_virtual_and_the_same_file(tmp_path: Path) -> None:
     assert np.array_equal(rows_of(path), np.concatenate([ROWS[:2], ROWS]))
     (tmp_path / "part0.h5").unlink()
     with pytest.raises(PackFormatError, match=r"part0\.h5 is missing"):
+        describe_file(path)
+
+
+def test_rows_that_no_mapping_covers_match_their_checksums(tmp_path: Path) -> None:
+    values = np.concatenate([ROWS[:4], np.full((2, 5, 4, 3), 7, np.uint8)])
+    hdf5_file(tmp_path / "s.h5", x=ROWS[:4])
+    path = hdf5_file(tmp_path / "v.h5", **{"checksums/images": row_checksums(values)})
+    write_virtual(path, values.shape, Mapped(np.s_[:4], "s.h5", (4, 5, 4, 3)), name="images", fill=7)
+    assert np.array_equal(rows_of(path), values)
+    hdf5_file(tmp_path / "s.h5", x=ROWS[1:5])
+    with pytest.raises(PackFormatError, match=r"s\.h5 was changed"):
         describe_file(path)
 
 
