@@ -423,10 +423,10 @@ class _StageRules:
         return tuple(Bottleneck(stage.value) for stage in alone if stage in longest)
 
     def _feed_causes(self) -> tuple[Bottleneck, ...]:
-        hot, cold = self.rates[self.evidence.feed_stage], self.cold
-        if cold is not None and _alike(cold, hot):
+        feed, cold = self.rates[self.evidence.feed_stage], self.cold
+        if cold is not None and _alike(cold, feed):
             return (Bottleneck.STORAGE, *self._hot_causes())
-        return (Bottleneck.STORAGE,) if cold is not None and cold.median < hot.median else self._hot_causes()
+        return (Bottleneck.STORAGE,) if cold is not None and cold.median < feed.median else self._hot_causes()
 
     def _hot_causes(self) -> tuple[Bottleneck, ...]:
         """Return what limits the feed when it reads from the page cache."""
@@ -443,8 +443,9 @@ class _StageRules:
 
     def _first_epoch(self) -> Rates | None:
         cold, together = self.rates.get(Stage.COLD), self.rates[Stage.EVERYTHING]
-        slower = cold is not None and self.evidence.fits_cache and cold.high < together.low
-        return cold if slower and cold is not None and not _alike(cold, together) else None
+        if cold is None or not self.evidence.fits_cache or cold.high >= together.low or _alike(cold, together):
+            return None
+        return cold
 
 
 def _causes(outer: Rates, own: Bottleneck, inner: Rates, within: tuple[Bottleneck, ...]) -> tuple[Bottleneck, ...]:
