@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import csv
-import errno
 import math
 import re
 import runpy
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ import pytest
 from h5pack.errors import SourceError
 from h5pack.sources import text_tables
 from h5pack.sources.catalog import NameFilter
-from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns, manifest
 from h5pack.sources.text_tables import TextTable, binary_table, integers, numbers, read_delimited
 
@@ -75,15 +72,6 @@ def test_malformed_files_are_errors_that_name_the_line(tmp_path: Path, content: 
         read_delimited(written(tmp_path / "t.csv", content))
     assert caught.value.path == str(tmp_path / "t.csv")
     assert line is None or f" line {line}:" in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["t.csv", "t.jsonl"])
-def test_storage_errors_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    path = written(tmp_path / name, "path\na.jpg\n")
-    monkeypatch.setattr(Path, "open", Mock(side_effect=OSError(errno.EIO, "Input/output error", str(path))))
-    with pytest.raises(SourceError) as caught:
-        open_source(path, SourceOptions(kind="manifest"))
-    assert caught.value.path == str(path)
 
 
 @pytest.mark.parametrize("cell", ["", "1.0", "cat", "1_0", "1e3", "nan", str(2**63), "9" * 5_000, "0x10", "--1"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import tarfile
@@ -21,13 +20,10 @@ from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.shards import Shards, expand_braces, find_shards
 from tests.makers import pixels, quick, save
-from tests.read.encoded_files import encode
+from tests.sources.test_archives import add
 from tests.sources.test_folders import touch
 from tests.sources.test_manifest import rows_of
-
-
-def picture(seed: int = 0) -> bytes:
-    return encode(pixels(seed), "PNG")
+from tests.sources.test_tables import png
 
 
 def shard(path: Path, members: Mapping[str, bytes | str | dict[str, object]]) -> Path:
@@ -36,21 +32,18 @@ def shard(path: Path, members: Mapping[str, bytes | str | dict[str, object]]) ->
     with tarfile.open(path, "w") as archive:
         for name, content in members.items():
             text = json.dumps(content) if isinstance(content, dict) else content
-            data = text.encode() if isinstance(text, str) else text
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
+            add(archive, name, text.encode() if isinstance(text, str) else text)
     return path
 
 
 def samples(first: int, count: int) -> dict[str, bytes | str]:
     found: dict[str, bytes | str] = {}
     for number in range(first, first + count):
-        found |= {f"{number:04d}.png": picture(number), f"{number:04d}.cls": str(number % 3)}
+        found |= {f"{number:04d}.png": png(number), f"{number:04d}.cls": str(number % 3)}
     return found
 
 
-_PAIR: dict[str, bytes | str] = {"png": picture(), "cls": "1"}
+_PAIR: dict[str, bytes | str] = {"png": png(0), "cls": "1"}
 
 
 def opened(
@@ -111,7 +104,7 @@ def test_an_archive_beside_linked_folders_of_images_is_no_shard(tmp_path: Path) 
 
 
 def test_a_single_tar_file_is_a_shard_if_images_have_labels_beside_them(tmp_path: Path) -> None:
-    image = picture()
+    image = png(0)
     for members, kind in (
         ({"1.png": image, "1.cls": "0"}, "webdataset"),
         ({"a/1.png": image, "a/1.cls": "0"}, "webdataset"),
@@ -126,7 +119,7 @@ def test_a_single_tar_file_is_a_shard_if_images_have_labels_beside_them(tmp_path
 
 def test_labels_are_numbers_or_words_or_a_key_of_json(tmp_path: Path) -> None:
     def labels(first: object, second: object, ending: str = "cls", **columns: object) -> object:
-        members = {"1.png": picture(), f"1.{ending}": first, "2.png": picture(1), f"2.{ending}": second}
+        members = {"1.png": png(0), f"1.{ending}": first, "2.png": png(1), f"2.{ending}": second}
         path = shard(tmp_path / "x.tar", members)  # type: ignore[arg-type]
         catalog = opened(path, columns=ManifestColumns(**columns))  # type: ignore[arg-type]
         return None if catalog.labels is None else catalog.labels.tolist(), catalog.label_names
@@ -138,7 +131,7 @@ def test_labels_are_numbers_or_words_or_a_key_of_json(tmp_path: Path) -> None:
     several = labels({"a": 1, "b": True}, {"a": 0, "b": False}, "json", labels=("a", "b"))
     assert several == ([[1, 1], [0, 0]], ("a", "b"))
     assert labels({"text": "b"}, {"text": ["a"]}, "json") == (None, None)
-    beside = {"1.png": picture(), "1.cls": "1", "1.json": {"cls": "tench", "caption": "a fish"}}
+    beside = {"1.png": png(0), "1.cls": "1", "1.json": {"cls": "tench", "caption": "a fish"}}
     catalog = opened(shard(tmp_path / "x.tar", beside), columns=ManifestColumns(texts=("caption",)))
     assert (catalog.labels.tolist(), catalog.label_names) == ([1], None)
     for first, second in (("1", "cat"), ("1.5", "2"), (b"\xff", "1"), ("1" * 2_000_000, "1")):
@@ -153,7 +146,7 @@ def test_fields_and_splits_come_from_json_and_file_names(tmp_path: Path) -> None
     for split, count in (("train", 2), ("val", 1)):
         members: dict[str, bytes | str | dict[str, object]] = {}
         for number in range(count):
-            members |= {f"{number}.png": picture(), f"{number}.cls": "1", f"{number}.json": {"weight": number / 2}}
+            members |= {f"{number}.png": png(0), f"{number}.cls": "1", f"{number}.json": {"weight": number / 2}}
         shard(tmp_path / f"set-{split}-0.tar", members)
     catalog = opened(tmp_path, columns=ManifestColumns(fields=("weight",)))
     assert (catalog.split_names, catalog.split_ids.tolist()) == (("train", "val"), [0, 0, 1])
@@ -161,7 +154,7 @@ def test_fields_and_splits_come_from_json_and_file_names(tmp_path: Path) -> None
     assert catalog.labels.tolist() == [1, 1, 1]
     with pytest.raises(SourceError):
         opened(tmp_path, columns=ManifestColumns(fields=("nothing",)))
-    members = {"0.png": picture(), "0.txt": "a cat\n", "1.jpg": picture(), "1.json": {"box": [[1, 2, 3, 4]], "x": {}}}
+    members = {"0.png": png(0), "0.txt": "a cat\n", "1.jpg": png(0), "1.json": {"box": [[1, 2, 3, 4]], "x": {}}}
     captions = opened(shard(tmp_path / "c.tar", members), columns=ManifestColumns(texts=("txt",), boxes=("box",)))
     assert rows_of(captions.fields["txt"]) == ("text", ["a cat\n", ""])
     assert rows_of(captions.fields["box"]) == ("boxes", [[], [[1, 2, 3, 4]]])
@@ -176,7 +169,7 @@ def test_fields_and_splits_come_from_json_and_file_names(tmp_path: Path) -> None
 
 def test_json_that_is_read_for_some_samples_only_names_no_splits(tmp_path: Path) -> None:
     values = {"split": "val", "label": 7}
-    members = {"0.png": picture(), "0.cls": "3", "0.json": values, "1.png": picture(), "1.json": values}
+    members = {"0.png": png(0), "0.cls": "3", "0.json": values, "1.png": png(0), "1.json": values}
     path = shard(tmp_path / "train-0.tar", members)
     catalog = opened(path)
     assert (catalog.labels.tolist(), catalog.split_names) == ([3, -1], ("train",))
@@ -185,21 +178,21 @@ def test_json_that_is_read_for_some_samples_only_names_no_splits(tmp_path: Path)
 
 
 def test_what_is_not_packed_is_noted(tmp_path: Path) -> None:
-    members = {"1.png": picture(), "1.cls": "1", "1.txt": "a cat", "1.seg.png": picture(), "2.png": picture()}
+    members = {"1.png": png(0), "1.cls": "1", "1.txt": "a cat", "1.seg.png": png(0), "2.png": png(0)}
     catalog = opened(shard(tmp_path / "x.tar", {**members, "3.cls": "1", ".hidden.png": b"", "../4.png": b""}))
     assert catalog.labels.tolist() == [1, -1]
     assert (catalog.ignored, len(catalog.rejects)) == ({"samples without an image": 1, "hidden": 1}, 1)
     assert len(catalog.notes) == 2
-    assert len(opened(shard(tmp_path / "x.tar", {"1.png": picture(), "1.txt": "a cat"})).notes) == 2
+    assert len(opened(shard(tmp_path / "x.tar", {"1.png": png(0), "1.txt": "a cat"})).notes) == 2
 
 
 def test_ambiguous_samples_are_errors_that_name_them(tmp_path: Path) -> None:
-    path = shard(tmp_path / "x.tar", {"a/1.png": picture(), "a/1.cls": "1", "a/1.jpg": picture()})
+    path = shard(tmp_path / "x.tar", {"a/1.png": png(0), "a/1.cls": "1", "a/1.jpg": png(0)})
     with pytest.raises(SourceError, match="a/1"):
         opened(path)
     assert list(opened(path, include=("*.jpg",)).names) == ["a/1.jpg"]
     for again in ("a/1.cls", "a/1.CLS"):
-        shard(path, {"a/1.png": picture(), "a/1.cls": "1"})
+        shard(path, {"a/1.png": png(0), "a/1.cls": "1"})
         with tarfile.open(path, "a") as archive:
             archive.addfile(tarfile.TarInfo(again))
         with pytest.raises(SourceError, match="a/1"):
