@@ -369,14 +369,12 @@ def _class_names(dataset: Any) -> tuple[str, ...] | None:
 
 def _splits(dataset: Any, count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]] | None:
     """Return the splits of an `H5Dataset`, whose samples are the rows ``dataset.rows`` of a file; else None."""
-    chosen, ranges = _attribute(dataset, "rows"), _attribute(dataset, "splits")
-    parts = (chosen, *ranges.values()) if isinstance(ranges, Mapping) else ()
-    fit = [isinstance(rows, range) or (isinstance(rows, np.ndarray) and rows.dtype.kind in "iu") for rows in parts]
-    if not parts or not all(fit) or len(chosen) != count or not all(isinstance(name, str) for name in ranges):
+    if not _is_a(dataset, "h5pack.H5Dataset") or len(dataset.rows) != count:
         return None
+    parts = (dataset.rows, *dataset.splits.values())
     ends = [rows.stop if isinstance(rows, range) else int(rows.max(initial=-1)) + 1 for rows in parts]
-    names, ids = split_ids(ranges, max(ends), f"the {type(dataset).__name__}")
-    return names, ids[np.asarray(chosen, np.int64)]
+    names, ids = split_ids(dataset.splits, max(ends), f"the {type(dataset).__name__}")
+    return names, ids[np.asarray(dataset.rows, np.int64)]
 
 
 def _parts(sample: Any) -> tuple[Any, Any, dict[Any, Any]]:

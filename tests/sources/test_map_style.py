@@ -235,19 +235,6 @@ def test_a_property_that_fails_is_no_reason_to_refuse_a_dataset() -> None:
     assert list(map_style_catalog(Failing(NAMES)).names) == NAMES
 
 
-@pytest.mark.parametrize(
-    "attributes",
-    [
-        {"rows": np.arange(4), "splits": {"train": [0, 1, 2], "val": [3]}},
-        {"rows": np.arange(4), "splits": {0: np.arange(2), 1: np.arange(2, 4)}},
-        {"rows": range(4), "splits": {"train": np.array([0.5, 1])}},
-    ],
-)
-def test_attributes_that_mean_something_else_are_ignored(attributes: dict[str, Any]) -> None:
-    catalog = map_style_catalog(Folder(NAMES, **attributes))
-    assert (list(catalog.names), catalog.split_names) == (NAMES, ("all",))
-
-
 def test_datasets_of_other_types_may_arrange_their_parts_otherwise() -> None:
     parts, whole = [Folder(NAMES), Folder([f"other/{name}" for name in NAMES])], Folder(NAMES)
     alternating = Made(8, lambda index: parts[index % 2][index // 2], datasets=parts)
