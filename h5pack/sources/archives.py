@@ -368,7 +368,7 @@ def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kin
     selected = NameFilter(exclude=wanted.exclude) if kind == "pairs" else wanted
     listing = list_names(file.path, members.found, members.folders, selected)
     catalog = pairs(listing, wanted) if kind == "pairs" else arranged(listing, kind)
-    names = {*catalog.names}
+    replaced = {*members.replaced}.intersection(catalog.names)
     tables = (catalog.names, *(one.files for one in catalog.pixel_fields))
     reader, *masks = (ArchiveReader((file,), members.values(table)) for table in tables)
     return replace(
@@ -377,7 +377,7 @@ def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kin
         rejects=(
             *(one for one in members.rejects if wanted.refusal(one.name) is None),
             *catalog.rejects,
-            *(Reject(path, _REPLACED) for path in members.replaced if path in names),
+            *(Reject(path, _REPLACED) for path in members.replaced if path in replaced),
         ),
         notes=(*catalog.notes, *members.notes),
     )
