@@ -114,25 +114,23 @@ def open_client(address: str) -> Iterator[Any]:
     # Silence Dask, because h5pack raises an error if a connection is lost. Some of Dask's loggers have their own level.
     for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "distributed"]:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    local, is_file = _LOCAL.fullmatch(address), "://" not in address and os.path.isfile(address)
+    if local is None and not is_file and (address.startswith("local:") or ":" not in address):
+        raise OptionsError(
+            f"cluster={address!r} is neither the address of a scheduler, such as tcp://host:8786, nor a scheduler "
+            "file, nor local:N",
+            parameters=(f"cluster={address!r}",),
+        )
     with contextlib.ExitStack() as stack:
         try:
-            local = _LOCAL.fullmatch(address)
             if local is not None:
                 settings = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}
                 cluster = distributed.LocalCluster(n_workers=int(local[1]), threads_per_worker=1, **settings)
                 client = distributed.Client(stack.enter_context(cluster))
-            elif "://" not in address and os.path.isfile(address):
+            elif is_file:
                 client = distributed.Client(scheduler_file=address, timeout=_CONNECT_SECONDS)
-            elif address.startswith("local:") or ":" not in address:
-                raise OptionsError(
-                    f"cluster={address!r} is neither the address of a scheduler, such as tcp://host:8786, nor a "
-                    "scheduler file, nor local:N",
-                    parameters=(f"cluster={address!r}",),
-                )
             else:
                 client = distributed.Client(address, timeout=_CONNECT_SECONDS)
-        except H5PackError:
-            raise
         except Exception as error:  # For an incomplete file or a protocol that is not set up, Dask raises any error.
             reason = " ".join(str(error).split()) or type(error).__name__
             advice = "start it, or check the address"
