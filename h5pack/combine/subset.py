@@ -137,26 +137,24 @@ def _with_classes(merged: Catalog, names: tuple[str, ...]) -> Catalog:
 
 def _of_rows(part: Part, rows: Sequence[int] | str) -> np.ndarray:
     chosen = np.zeros(len(part), np.bool_)
-    found = _parsed(rows, len(part)) if isinstance(rows, str) else np.asarray(rows)
-    found = found if found.size else np.empty(0, np.int64)  # NumPy makes floats of an empty list.
-    if found.ndim != 1 or found.dtype.kind not in "iu" or (found < 0).any() or (found >= len(part)).any():
-        raise OptionsError.at(
-            part.path, f"rows must be numbers from 0 to {len(part) - 1:,}, or text such as '0:1000,5000:6000'", "rows"
-        )
+    try:
+        found = _parsed(rows, len(part)) if isinstance(rows, str) else np.asarray(rows)
+        found = found if found.size else np.empty(0, np.int64)  # NumPy makes floats of an empty list.
+        if found.ndim != 1 or found.dtype.kind not in "iu" or (found < 0).any() or (found >= len(part)).any():
+            raise ValueError
+    except ValueError:
+        problem = f"rows must be numbers from 0 to {len(part) - 1:,}, or text such as '0:1000,5000:6000'"
+        raise OptionsError.at(part.path, problem, "rows") from None
     chosen[found] = True
     return chosen
 
 
 def _parsed(rows: str, count: int) -> Rows:
-    """Return the row numbers in text such as "0:1000,7123"; [-1], which is rejected, for invalid text or rows."""
-    try:
-        ranges = [[int(number) for number in one.split(":")] for one in rows.split(",")]
-        if any(not 0 <= number <= count for one in ranges for number in one):
-            return np.array([-1])
-        parts = [np.arange(*one) if len(one) == 2 else np.array(one) for one in ranges]
-        return np.concatenate(parts) if all(len(one) in (1, 2) for one in ranges) else np.array([-1])
-    except ValueError:
-        return np.array([-1])
+    """Return the row numbers in text such as "0:1000,7123"; raise ValueError for invalid text or rows."""
+    ranges = [[int(number) for number in one.split(":")] for one in rows.split(",")]
+    if any(len(one) > 2 or not all(0 <= number <= count for number in one) for one in ranges):
+        raise ValueError
+    return np.concatenate([np.arange(*one) if len(one) == 2 else np.array(one) for one in ranges])
 
 
 def _with_used_splits(merged: Catalog, order: Rows) -> Catalog:

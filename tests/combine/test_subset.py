@@ -87,6 +87,7 @@ def test_wrong_calls(tmp_path: Path) -> None:
         ({"splits": "trian"}, OptionsError), ({"classes": ["cat", "cow"]}, OptionsError),
         ({"rows": [6]}, OptionsError), ({"rows": [-1]}, OptionsError), ({"rows": "1-5"}, OptionsError),
         ({"rows": "5:"}, OptionsError), ({"rows": "0:-1"}, OptionsError), ({"rows": 1.5}, OptionsError),
+        ({"rows": [[0], [1, 2]]}, OptionsError), ({"rows": "0:2:4"}, OptionsError),
         ({"sample": 0}, OptionsError), ({"sample": 3, "seed": -1}, OptionsError), ({"rows": "2:2"}, NoImagesError),
         ({"splits": "val", "rows": [0]}, NoImagesError), ({"rows": []}, NoImagesError),
     ):  # fmt: skip
