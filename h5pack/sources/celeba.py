@@ -85,11 +85,6 @@ def _table_path(root: Path, stem: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _read(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
-    """Read a table. The original tables are delimited by spaces; Kaggle's copies are CSV files with a header."""
-    return read_delimited(path) if path.suffix == ".csv" else _read_spaced(path, header, skip)
-
-
 def _join(
     folder: Path, images: list[str], tables: list[TextTable]
 ) -> tuple[list[str], list[npt.NDArray[np.int64]], list[tuple[str, str]]]:
@@ -134,8 +129,13 @@ def _partition(table: TextTable) -> npt.NDArray[np.int32]:
     return values.astype(np.int32)
 
 
-def _read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
-    """Read a table delimited by spaces after `skip` lines; if `header` is None, a line names all but column 0."""
+def _read(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
+    """Read Kaggle's copy of a table, a CSV file, or the original, delimited by spaces after its first `skip` lines.
+
+    If `header` is None, the next line names all columns of the original but the first.
+    """
+    if path.suffix == ".csv":
+        return read_delimited(path)
     lines = [(number, line.split()) for number, line in enumerate(text_lines(path), 1)]
     if header is None:
         if len(lines) <= skip:

@@ -206,9 +206,8 @@ def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, l
     if _filenames(file, images, rows) is not None:
         used = {*used, schema.FILENAMES}
     links = external_links(file)
-    names = [name for name in dataset_names(file, links) if name not in used]
-    names = [name for name in names if name.partition("/")[0] not in own]
-    names += [name for name in own_fields(file) if own and name not in used]
+    names = [name for name in dataset_names(file, links) if name.partition("/")[0] not in own]
+    names = [name for name in (*names, *(own_fields(file) if own else ())) if name not in used]
     fits = {name: _has_rows(file, name, rows) for name in names}
     fitting, others, damaged = ([name for name in names if fits[name] == fit] for fit in (True, False, None))
     missing = [link.name for link in links if not link.found]

@@ -10,7 +10,7 @@ import pytest
 
 from h5pack.errors import SourceError
 from h5pack.sources.catalog import NameFilter
-from h5pack.sources.celeba import _read_spaced, celeba, is_celeba
+from h5pack.sources.celeba import _read, celeba, is_celeba
 from h5pack.sources.detect import SourceOptions, open_source
 from tests.sources.test_folders import touch
 from tests.sources.test_text_tables import written
@@ -158,13 +158,13 @@ def test_malformed_tables_name_file_and_line(tmp_path: Path, file: str, content:
 
 def test_tables_delimited_by_spaces(tmp_path: Path) -> None:
     path = written(tmp_path / "t.txt", "2\r\nBald  Young \r\n1.jpg -1  1\r\n2.jpg  1 -1\r\n\r\n")
-    result = _read_spaced(path, None, skip=1)
+    result = _read(path, None, skip=1)
     assert result.header == ("image_id", "Bald", "Young")
     assert [result.values(name) for name in result.header] == [["1.jpg", "2.jpg"], ["-1", "1"], ["1", "-1"]]
     assert [result.place(row) for row in range(2)] == [" line 3", " line 4"]
     path = written(tmp_path / "p.txt", "1.jpg 0\n\n2.jpg 2\n")
-    result = _read_spaced(path, ("image_id", "partition"))
+    result = _read(path, ("image_id", "partition"))
     assert [result.values(name) for name in result.header] == [["1.jpg", "2.jpg"], ["0", "2"]]
     assert [result.place(row) for row in range(2)] == [" line 1", " line 3"]
     with pytest.raises(SourceError):
-        _read_spaced(written(tmp_path / "t.txt", b"\xff\xff"), None, skip=1)
+        _read(written(tmp_path / "t.txt", b"\xff\xff"), None, skip=1)
