@@ -261,9 +261,10 @@ def _fields(found: _Annotations) -> dict[str, FieldValues]:
         ids = sorted(found.categories)
         boxes = [np.array(image.boxes).reshape(-1, 4) for image in found.images]
         fields["boxes"] = RaggedRows.of(schema.BOXES, boxes, np.zeros((0, 4)))
-        labels = _ragged([image.labels for image in found.images])
-        names = tuple(found.categories[label] for label in ids)
-        fields["box_labels"] = replace(labels, data=np.searchsorted(ids, labels.data), classes=names)
+        # Ids may be beyond int64.
+        numbers = {label: number for number, label in enumerate(ids)}
+        labels = _ragged([[numbers[label] for label in image.labels] for image in found.images])
+        fields["box_labels"] = replace(labels, classes=tuple(found.categories[label] for label in ids))
         fields["crowd"] = _ragged([image.crowd for image in found.images])
     if found.has_captions:
         fields["captions"] = RaggedRows.of_texts([image.captions for image in found.images], schema.TEXTS)

@@ -103,9 +103,11 @@ def test_a_folder_as_coco_lays_it_out(tmp_path: Path) -> None:
 def test_the_split_may_be_the_name_of_the_folder(tmp_path: Path) -> None:
     """As in exports of Roboflow."""
     pictures(tmp_path / "valid", 0)
-    path = write(tmp_path / "valid" / "_annotations.coco.json", [image(0)], [box(0, [1, 2, 3, 4])])
+    path = tmp_path / "valid" / "_annotations.coco.json"
+    write(path, [image(0)], [box(0, [1, 2, 3, 4], 2**70)], [{"id": 2**70, "name": "x"}])
     catalog = open_source(path, SourceOptions())
     assert (list(catalog.names), catalog.split_names) == (["000000.png"], ("valid",))
+    assert (catalog.fields["box_labels"].classes, catalog.fields["box_labels"].data.tolist()) == (("x",), [0])
 
 
 def test_categories_without_boxes_are_the_labels_of_images(tmp_path: Path) -> None:
