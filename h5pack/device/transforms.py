@@ -172,15 +172,18 @@ class ImageTransform:
 
     def _apply_to_images(self, transform: Callable[..., Any], batch: Any, key: BatchKey | None) -> Any:
         images = images_of(batch, self.image_key)
-        views = [self._view(one, batch, images, _view(key, number)) for number, one in enumerate(_views_of(transform))]
-        changed, moved = views[0]
         if isinstance(transform, Views):
-            changed = tuple(view for view, _ in views)
+            views = [
+                self._view(one, batch, images, _view(key, number)) for number, one in enumerate(transform.transforms)
+            ]
+            changed: Any = tuple(view for view, _ in views)
             # If only some of the views move a field, the others get it unmoved.
-            moved = {
+            moved: dict[Any, Any] = {
                 index: tuple(fields.get(index, batch[index]) for _, fields in views)
                 for index in dict.fromkeys(index for _, fields in views for index in fields)
             }
+        else:
+            changed, moved = self._view(transform, batch, images, key)
         batch = with_images(batch, self.image_key, changed)
         return with_elements(batch, moved) if moved else batch
 
