@@ -63,13 +63,16 @@ RESUMED = ["window", "full", "streams and lanes", "stored, lanes, drop_last", "a
 RESUMED += ["weights, window", "weights, full", "weights, streams and lanes"]
 
 
+ORDER = {"batch_size": BATCH, "window": 3, "seed": 7}
+
+
 def loader_of(dataset: Any, **settings: Any) -> h5pack.H5Loader:
-    return h5pack.H5Loader(dataset, **{"batch_size": BATCH, "window": 3, "seed": 7, **settings})
+    return h5pack.H5Loader(dataset, **{**ORDER, **settings})
 
 
 def expected_of(dataset: Any, epochs: int = 3, **order: Any) -> list[list[Any]]:
     """The batches of each epoch that a DataLoader yields."""
-    return reference(dataset, epochs, **{"batch_size": BATCH, "window": 3, "seed": 7, **order})
+    return reference(dataset, epochs, **{**ORDER, **order})
 
 
 def require_epochs(loader: h5pack.H5Loader, expected: list[list[Any]]) -> None:
@@ -704,7 +707,7 @@ def test_a_state_saved_at_any_batch_gives_the_same_tail(dataset: h5pack.H5Datase
         assert all_same(found, expected[done : done + len(found)])
         assert len(found) == (size if done == size else 2 * size - done)
         # A state counts batches, so a sampler resumes from that of a loader.
-        sampler = h5pack.ChunkBatchSampler(dataset, **{"batch_size": BATCH, "window": 3, "seed": 7, **ORDERS[order]})
+        sampler = h5pack.ChunkBatchSampler(dataset, **{**ORDER, **ORDERS[order]})
         sampler.load_state_dict(state)
         left = size - done if done <= size else 2 * size - done
         assert list(sampler) == [batch.labels.tolist() for batch in found[:left]]
