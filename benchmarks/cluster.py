@@ -40,7 +40,7 @@ from h5pack.pack import survey as surveys
 from h5pack.pack.journal import RowRecord, RowResults
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import make_plan
-from h5pack.pack.writer import TASK_BYTES, RowGroup, WriteJob, WriteTask
+from h5pack.pack.writer import TASK_BYTES, Images, RowGroup, WriteJob, WriteTask
 from h5pack.sources.catalog import Catalog, FileReader, NameTable, one_split
 from h5pack.system.processes import run
 
@@ -130,7 +130,8 @@ def make_task(number: int, rows: int) -> WriteTask:
     for start in range(0, rows, 32):
         some, part = indices[start : start + 32], names[start : start + 32]
         offsets = some * (HEIGHT * WIDTH * 3)
-        groups.append(RowGroup(some, offsets, some.tolist(), part, [1] * len(part), [], [], [], [], []))
+        images = Images(some.tolist(), part, [1] * len(part), [])
+        groups.append(RowGroup(some, offsets, images, set(), [], [], []))
     job = WriteJob("/data/out.h5.partial", "/data/out.h5.partial.journal", pixels, "auto", 1, durable=True)
     return WriteTask(job, groups)
 

@@ -25,6 +25,7 @@ import pytest
 from PIL import Image
 
 import h5pack
+from benchmarks.cluster import make_task, write_nothing
 from h5pack import cli
 from h5pack.cluster import dask_client
 from h5pack.cluster.dask_client import Expectations, problems
@@ -315,6 +316,12 @@ def test_a_file_that_only_a_worker_does_not_find_is_no_reason_to_reject(tmp_path
 
 def full(task: object) -> None:
     raise OSError(errno.ENOSPC, "full")
+
+
+def test_tasks_of_the_benchmark_are_those_of_a_conversion() -> None:
+    task = make_task(1, 40)
+    assert [image[0] for group in task.groups for image in group.images] == list(range(40, 80))
+    assert [len(record.packed) for record in write_nothing(task)] == [32, 8]
 
 
 def test_a_full_disk_is_an_error_that_names_the_machine(tmp_path: Path) -> None:
