@@ -58,15 +58,15 @@ def is_mds(path: Path) -> bool:
 
 
 def _folders(path: Path) -> list[str]:
-    """Return the sorted names of the visible entries in a folder; [""] if the folder itself has an index."""
+    """Return the names of the visible entries in a folder; [""] if the folder itself has an index."""
     if (path / INDEX).is_file():
         return [""]
-    return sorted(one.name for one in path.iterdir() if not one.name.startswith("."))
+    return [name for name in os.listdir(path) if not name.startswith(".")]
 
 
 def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
     """Return the catalog of a folder of MDS shards, or of a folder of such folders, in the order of the samples."""
-    folders = [folder for folder in _folders(path) if (path / folder / INDEX).is_file()]
+    folders = [folder for folder in sorted(_folders(path)) if (path / folder / INDEX).is_file()]
     found = [(name, shard) for folder in folders for name, shard in _read_index(path, folder)]
     if not found:
         raise SourceError.at(path, f"has no {INDEX} that lists MDS shards; check the path")
