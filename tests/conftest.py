@@ -79,3 +79,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for text in stacks.report():
         terminalreporter.section("a worker died")
         terminalreporter.write_line(text)
+
+
+@pytest.fixture(autouse=True)
+def fast_files_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flush no file, because a kill loses nothing that was written; fork workers, although pytest-xdist has threads.
+
+    Tests that need the real functions call ``monkeypatch.undo()``.
+    """
+    monkeypatch.setattr(os, "fsync", os.fstat)
+    monkeypatch.setattr("h5pack.system.processes.choose_start_method", lambda: "fork")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +9,6 @@ import pytest
 
 from tests.crashing import small_file_system
 from tests.makers import split_folders, truncate
-
-
-@pytest.fixture(autouse=True)
-def fast_files_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flush no file, because a kill loses nothing that was written; fork workers, although pytest-xdist has threads."""
-    monkeypatch.setattr(os, "fsync", os.fstat)
-    monkeypatch.setattr("h5pack.system.processes.choose_start_method", lambda: "fork")
 
 
 @pytest.fixture(scope="session")
