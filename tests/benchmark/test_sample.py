@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tarfile
@@ -213,8 +214,8 @@ def test_the_lock_is_closed_before_the_scratch_folder_goes(tmp_path: Path, monke
 
 
 def test_an_input_in_a_closed_folder_is_an_error(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "stat", Mock(side_effect=PermissionError))
-    with pytest.raises(SourceError, match="permission"):
+    monkeypatch.setattr(os, "stat", Mock(side_effect=PermissionError(errno.EACCES, "denied")))
+    with pytest.raises(SourceError, match="denied"):
         find_input(scratch / "closed" / "a.h5", scratch, BenchSettings())
     monkeypatch.undo()
 
