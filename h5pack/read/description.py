@@ -185,8 +185,6 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
         return
     checksums, stops = file[path], np.append(data.starts[1:], data.rows)
     for number, source in enumerate(data.sources):
-        if source.index.is_empty:
-            continue  # These rows are fill values.
         own = np.flatnonzero(data.source_ids == number)
         # Through `file`, HDF5 would keep all sources open.
         with open_file(source.file.path) as holder:
@@ -197,7 +195,9 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
                     row = int(np.searchsorted(index.offsets, row, "right")) - 1
                     start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
                 shift = int(data.shifts[at])
-                if crc32(np.ascontiguousarray(stored[start + shift : stop + shift])) != int(checksums[row]):
+                # Rows that no mapping covers are fill values. `stored` does not contain them.
+                fill = source.index.fill * (stop - start) if source.index.is_empty else b""
+                if crc32(fill or np.ascontiguousarray(stored[start + shift : stop + shift])) != int(checksums[row]):
                     changed = source.file.path
                     problem = f"row {row} differs from its checksum, because {changed} was changed"
                     problem = f"{file.filename}: {problem}; restore that file, or join the packs again"

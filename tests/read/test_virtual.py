@@ -104,9 +104,11 @@ def test_rows_that_no_mapping_covers_match_their_checksums(tmp_path: Path) -> No
     path = hdf5_file(tmp_path / "v.h5", **{"checksums/images": row_checksums(values)})
     write_virtual(path, values.shape, Mapped(np.s_[:4], "s.h5", (4, 5, 4, 3)), name="images", fill=7)
     assert np.array_equal(rows_of(path), values)
-    hdf5_file(tmp_path / "s.h5", x=ROWS[1:5])
-    with pytest.raises(PackFormatError, match=r"s\.h5 was changed"):
-        describe_file(path)
+    for changed in ({"data": ROWS[1:5]}, {"shape": (4, 5, 4, 3), "dtype": "u1"}):
+        with h5py.File(tmp_path / "s.h5", "w") as file:
+            file.create_dataset("x", **changed)
+        with pytest.raises(PackFormatError, match=r"s\.h5 was changed"):
+            describe_file(path)
 
 
 PLACES = ("opened", "linked", "cwd", "prefix", "listed")
