@@ -130,15 +130,15 @@ def _thread_decoder() -> RegionDecoder:
 
 
 def _decode_region(data: bytes, header: ImageHeader, window: Window) -> Pixels | None:
-    return _thread_decoder().decode(data, header, window)
+    with held_stderr():  # nvImageCodec writes messages about libraries that it does not need here.
+        return _thread_decoder().decode(data, header, window)
 
 
 @functools.cache
 def _exact_paths(decode: _Decode) -> frozenset[DecodePath]:
     """Return the kinds of JPEG whose windows `decode` decodes exactly as Pillow does."""
     try:
-        with held_stderr():
-            return frozenset(path for path in DecodePath if path != DecodePath.PILLOW and _is_exact(decode, path))
+        return frozenset(path for path in DecodePath if path != DecodePath.PILLOW and _is_exact(decode, path))
     except Exception:
         # The package is not installed, too old, or does not work on this machine. Other decoders give the same pixels.
         return frozenset()

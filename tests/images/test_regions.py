@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,14 @@ def test_images_without_an_end_and_damaged_ones_are_left_to_whole_decoding() -> 
     damaged = data[: tables + 5] + b"\xff" * 16 + data[tables + 21 :]
     assert regions.decode_top(damaged, header, window) is None
     assert regions.decode_top(data, regions.ImageHeader(48, 64, DecodePath.PILLOW), window) is None
+
+
+def test_what_other_threads_write_to_standard_error_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    def decode(*args: Any) -> None:
+        os.write(2, b"a line of another thread\n")
+
+    assert regions._exact_paths(decode) == frozenset()
+    assert capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["444", "422", "420", "gray"])
