@@ -416,8 +416,9 @@ def drop_cache(path: Path) -> int:
 
 def make_hot(path: Path) -> None:
     """Load all pages of a file into the page cache, in large folios if the kernel and the file system have them."""
-    if cached_pages(path) == -(-path.stat().st_size // mmap.PAGESIZE):
-        return
+    with contextlib.suppress(OSError):  # Some file systems cannot map files.
+        if cached_pages(path) == -(-path.stat().st_size // mmap.PAGESIZE):
+            return
     with path.open("rb", buffering=0) as file:
         if sys.platform == "linux":
             with contextlib.suppress(OSError), mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:

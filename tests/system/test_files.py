@@ -350,6 +350,8 @@ def test_a_file_is_loaded_and_dropped(tmp_path: Path, monkeypatch: pytest.Monkey
         assert files.drop_cache(path) == 3
     monkeypatch.delattr(os, "posix_fadvise", raising=False)
     assert files.drop_cache(path) == 3
+    monkeypatch.setattr(mmap, "mmap", Mock(side_effect=OSError(errno.ENODEV, "No such device")))  # as on some FUSE
+    files.make_hot(path)
 
 
 def no_memory_file(name: str) -> int:
