@@ -92,11 +92,13 @@ def reporting_damage(
 def metadata_problem(error: Exception, damage: str = "its metadata is damaged") -> str:
     """Return a line that says why reading a file's metadata raised `error`, and what to do.
 
-    The reason is that a system call failed, that a name is not UTF-8, or else `damage`.
+    The reason is that a system call failed, that memory is short, that a name is not UTF-8, or else `damage`.
     """
     reason = failed_call(error)
     if reason is not None:
         return f"cannot be read ({reason}); check the disk, then try again"
+    if isinstance(error, MemoryError):
+        return "has metadata that does not fit in memory; use a machine with more memory"
     if isinstance(error, UnicodeEncodeError):
         return f"it has no object {error.object!r}, since names are UTF-8; give another name"
     if isinstance(error, UnicodeDecodeError):

@@ -103,6 +103,14 @@ def test_metadata_on_a_disk_that_fails_is_not_called_damaged(
     require_one_line(caught, pack)
 
 
+def test_an_index_that_does_not_fit_in_memory_is_not_called_damaged(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("images", (2**45, 2, 2), np.uint8, chunks=(1, 2, 2))
+    with pytest.raises(PackFormatError, match="memory") as caught:
+        describe_file(tmp_path / "f.h5")
+    assert "damaged" not in str(caught.value)
+
+
 def test_verify_does_not_call_a_file_on_a_disk_that_fails_damaged(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(h5py.AttributeManager, "__getitem__", Mock(side_effect=FAILURES[0]))
     report = h5pack.verify(pack, start_method="fork")
