@@ -333,5 +333,5 @@ class SourceFiles:
                 offsets, sizes = extents.offsets, np.diff(extents.edges) * index.row_bytes
             else:
                 continue
-            stored = sizes > 0
+            stored = (offsets >= 0) & (sizes > 0)
             self.decoder(file).storage.prefetch(offsets[stored].tolist(), sizes[stored].tolist())

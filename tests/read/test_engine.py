@@ -353,3 +353,7 @@ def test_only_uncached_bytes_are_prefetched(tmp_path: Path, monkeypatch: pytest.
     engine.prefetch(plan)
     runs = [(0, 2), (6, 1), (8, 1), (19, 1)]
     assert asked == [(int(places[row // 3]) + row % 3 * 600, count * 600) for row, count in runs]
+    # Every second row is not stored.
+    asked.clear()
+    engine.files.prefetch(engine.indexes["x"], np.array([3, 0, 4, 1, 5, 2, 12, 6]))
+    assert asked == [(int(places[row // 3]) + row % 3 * 600, 600) for row in (0, 1, 2, 6)]
