@@ -21,7 +21,15 @@ from h5pack.benchmark.cases import DEFAULT_CHUNK_BYTES, BenchSettings, FileVaria
 from h5pack.benchmark.synthetic import MAX_SIDE, make_folder
 from h5pack.combine.convert import convert
 from h5pack.data.dataset import H5Dataset
-from h5pack.errors import H5PackError, NoSpaceError, OptionsError, SizesDifferError, SourceError, WorkerError
+from h5pack.errors import (
+    H5PackError,
+    NoImagesError,
+    NoSpaceError,
+    OptionsError,
+    SizesDifferError,
+    SourceError,
+    WorkerError,
+)
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
 from h5pack.inspect.info import describe_dataset
@@ -258,10 +266,16 @@ def make_sample(
 ) -> BenchSample:
     """Pack a sample with each chunk size and compression; `seconds` are left for the whole benchmark."""
     if source.not_convertible and source.variant is not None:
-        return _input_only(source, source.variant, settings)
+        return _input_only(source, source.variant, settings, source.not_convertible)
     begin = clock()
     packer = _Packer(source, scratch)
-    row_bytes, speed = packer.probe()
+    try:
+        row_bytes, speed = packer.probe()
+    except NoImagesError as error:
+        # Rows may have values that `convert` refuses, such as normalized pixels; reading them can still be measured.
+        if source.variant is None:
+            raise
+        return _input_only(source, source.variant, settings, str(error))
     count = dataset_images(source, settings) or MANY_IMAGES
     default_chunk_rows = min(plan_chunks(count, row_bytes, whole_pages=True).rows, source.num_images)
     given = {*settings.chunk_rows, *(_chunk_rows(size, row_bytes) for size in settings.chunk_bytes)}
@@ -393,12 +407,19 @@ def _sizes_for(wanted: Sequence[int], default_chunk_rows: int, rows: int) -> lis
 def _sample_rows(
     source: BenchInput, settings: BenchSettings, scratch: Path, row_bytes: int, num_files: int, rows_in_time: int
 ) -> int:
-    """Return how many rows to sample: those asked for, or as time, disk and memory allow."""
-    max_bytes = min(
-        MAX_SAMPLE_BYTES, available_memory() // (3 * num_files), int(0.8 * free_bytes(scratch)) // num_files
-    )
+    """Return how many rows to sample: those asked for, or as time, disk and memory allow. Raise NoSpaceError."""
+    free = free_bytes(scratch)
+    max_bytes = min(MAX_SAMPLE_BYTES, available_memory() // (3 * num_files), int(0.8 * free) // num_files)
     allowed = min(max_bytes // row_bytes, max(rows_in_time, _PROBE_IMAGES[0]))
-    return max(MIN_IMAGES, min(source.num_images, allowed if settings.rows is None else settings.rows))
+    rows = max(MIN_IMAGES, min(source.num_images, allowed if settings.rows is None else settings.rows))
+    size = int(1.1 * rows * row_bytes * num_files)
+    if size > free:
+        raise NoSpaceError.at(
+            scratch.parent,
+            f"temporary files need {size:,} bytes, but only {free:,} are free; {_LESS_SPACE}",
+            "scratch=FOLDER",
+        )
+    return rows
 
 
 def _write_contiguous(base: Path, path: Path) -> None:
@@ -419,12 +440,11 @@ def _first_rows(variant: FileVariant, rows: int) -> FileVariant:
     return replace(variant, rows=min(variant.rows, rows))
 
 
-def _input_only(source: BenchInput, variant: FileVariant, settings: BenchSettings) -> BenchSample:
+def _input_only(source: BenchInput, variant: FileVariant, settings: BenchSettings, reason: str) -> BenchSample:
     """Return a sample that consists of the first rows of the input file, which cannot be converted."""
     rows = settings.rows or max(MIN_IMAGES, min(MAX_SAMPLE_BYTES, available_memory() // 4) // variant.row_bytes)
     first = _first_rows(variant, rows)
     dataset = H5Dataset(first.path, images=first.images, labels=first.labels)
     shape = dataset.engine.indexes[first.images].row_shape
-    note = "No other chunk sizes were measured, because the input file cannot be converted"
-    notes = [f"{note}: {source.not_convertible}"]
-    return BenchSample([first], first.rows, first.row_bytes, shape, source.options, notes=notes)
+    note = f"No other chunk sizes were measured, because the input file cannot be converted: {reason}"
+    return BenchSample([first], first.rows, first.row_bytes, shape, source.options, notes=[note])

@@ -18,7 +18,7 @@ import pytest
 from h5pack.benchmark.cases import BenchSettings
 from h5pack.benchmark.sample import BenchSample, _Packer, find_input, make_sample, scratch_folder, usual_sizes
 from h5pack.combine.convert import convert
-from h5pack.errors import H5PackError, OptionsError, SourceError, WorkerError
+from h5pack.errors import H5PackError, NoSpaceError, OptionsError, SourceError, WorkerError
 from tests.benchmark.files import ROW_BYTES, SIZE, input_of, sample_of
 from tests.makers import flat_folder, hdf5_file, save
 from tests.monitor.fake_clock import FakeClock
@@ -146,10 +146,13 @@ def test_the_fix_and_the_code_suit_the_labels_and_fields(tmp_path: Path) -> None
     assert "--labels '' --fields age,grade,name" in found.fix
 
 
-def test_rows_that_are_no_images_are_only_read_as_they_are(tmp_path: Path, scratch: Path) -> None:
+@pytest.mark.parametrize("shape", [(300, 64), (300, 8, 8, 3)], ids=["no images", "normalized images"])
+def test_rows_that_cannot_be_converted_are_only_read_as_they_are(
+    tmp_path: Path, scratch: Path, shape: tuple[int, ...]
+) -> None:
     path = tmp_path / "features.h5"
     with h5py.File(path, "w") as file:
-        file.create_dataset("images", data=np.random.default_rng(0).normal(size=(300, 64)), chunks=(30, 64))
+        file.create_dataset("images", data=np.random.default_rng(0).normal(size=shape), chunks=(30, *shape[1:]))
     sample = sample_of(path, scratch)
     assert (labels(sample), len(sample.notes)) == (["as it is"], 1)
 
@@ -179,10 +182,15 @@ def test_folders_of_killed_runs_are_removed_and_those_of_running_ones_kept(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_scratch_needs_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(OptionsError) as caught, scratch_folder(tmp_path / "nowhere"):
+def test_scratch_needs_a_folder_and_space(folder: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionsError) as caught, scratch_folder(scratch / "nowhere"):
         pass
     assert caught.value.parameters == ("scratch=FOLDER",)
+    monkeypatch.setattr("h5pack.benchmark.sample.free_bytes", lambda folder: 8 * ROW_BYTES)
+    with pytest.raises(NoSpaceError):
+        sample_of(folder, scratch)
+    # Refused before the disk is filled.
+    assert not (scratch / "base.h5").exists()
 
 
 def test_a_scratch_folder_on_a_failing_disk_gets_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
