@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from h5pack.benchmark.plots import save_figure
+from h5pack.benchmark.plots import check_plot_file, save_figure
 from h5pack.format import schema
 from h5pack.monitor.advice import Advice, threads_advice
 from h5pack.monitor.bottleneck import (
@@ -382,7 +382,8 @@ def _grounds(name: Bottleneck, evidence: Evidence) -> str:
 
 
 def draw_stages(report: DoctorReport, path: str | os.PathLike[str]) -> None:
-    """Draw the report of `diagnose` into a file that `check_plot_file` accepts."""
+    """Draw the report of `diagnose` into a .png, .svg or .pdf file; raise OptionsError if that is impossible."""
+    check_plot_file(path)
     # Do not use pyplot, which would keep the figure and choose a backend for the whole process.
     from matplotlib.figure import Figure
 

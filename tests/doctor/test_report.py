@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from h5pack.doctor.report import DoctorReport, TargetSummary, draw_stages
+from h5pack.errors import OptionsError
 from h5pack.monitor.advice import advise
 from h5pack.monitor.bottleneck import MAX_STALL, Bottleneck, Evidence, Rates, Stage, StageResult, judge
 from tests.monitor.figures import evidence
@@ -228,3 +229,5 @@ def test_every_stage_has_a_bar_and_the_bottleneck_a_color(tmp_path: Path, monkey
         assert picture.size[0] > 800
     draw_stages(interrupted(), tmp_path / "a.svg")
     assert len(figures[1].axes[0].patches) == 0
+    with pytest.raises(OptionsError):
+        draw_stages(found, tmp_path / "a.jpg")
