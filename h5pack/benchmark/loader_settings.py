@@ -102,7 +102,8 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
         return workload.cpus, []
     number = best.case.num_workers or 0
     why = "one per CPU" if best is usual else f"which is faster than {workload.cpus}, one per CPU"
-    why = why if workload.cpus in tried else "the fastest of the measured numbers"
+    if workload.cpus not in tried:
+        why = "the only number measured" if len(found) == 1 else "the fastest of the measured numbers"
     why += f"; {_by_count('num_workers', found, best)}" if len(found) > 1 else ""
     speed = f"{best.median:,.0f} images/s"
     return number, [f"If you use a DataLoader instead of H5Loader: num_workers={number} ({speed}), {why}."]
@@ -116,7 +117,7 @@ def _by_count(name: str, tried: dict[int, Measurement], best: Measurement, most:
     ratios = {value: one.ratios(best) or (one.median / best.median,) for value, one in tried.items() if one is not best}
     others = [f"{name}={value} gives {ratio_text(found)}" for value, found in sorted(ratios.items())]
     text = f"{', '.join(others)} of its speed"
-    if any(value > most and min(found) > 1 for value, found in ratios.items()):
+    if any(value > most and max(found) >= 1 for value, found in ratios.items()):
         text += f"; there are too few CPUs for more than {most}"
     unclear = [f"{name}={value}" for value, found in sorted(ratios.items()) if max(found) >= 1 and value <= most]
     which = f" to {listed(unclear)}" if len(ratios) > 1 else ""

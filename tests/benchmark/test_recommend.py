@@ -349,6 +349,7 @@ def test_more_threads_than_cpus_are_never_recommended() -> None:
     assert settings_of(*faster).num_threads == 2
     for found, few_cpus, unclear in (
         (faster, True, False),
+        ([measured("32 rows", 80, 110, 120, num_threads=8)], True, False),
         ([measured("32 rows", 103, 103, 103, num_threads=1)], False, True),
     ):
         (reason,) = (one for one in settings_of(*found).reasons if one.startswith("num_threads=2 for H5Loader"))
@@ -363,6 +364,7 @@ def test_one_worker_for_each_cpu_unless_another_number_is_clearly_faster() -> No
     assert settings_of(alone(60, 61, 62, num_workers=1), alone(30, 31, 32, num_workers=2)).num_workers == 1
     # Other numbers only were asked for; or there was no time for one per CPU.
     assert settings_of(alone(60, 61, 62, num_workers=1), alone(70, 71, 72, num_workers=4)).num_workers == 4
+    assert any("the only number measured" in one for one in settings_of(alone(60, 61, 62, num_workers=4)).reasons)
     assert settings_of(alone(60, 61, 62, num_workers=1), alone(90, num_workers=2)).num_workers == 2
     assert settings_of(alone(60, 61, 62, num_workers=1), alone(num_workers=2)).num_workers == 1  # one per CPU failed
 
