@@ -67,10 +67,11 @@ def loader_cases(path: Path, batch: int, *, decodes_again: bool = False, **setti
 
 
 def benchmark_parser(name: str, doc: str) -> argparse.ArgumentParser:
-    """A parser of a benchmark's options, with those that all have; the first line of `doc` describes it."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    """A parser of a benchmark's options, with those that all have; `doc` describes the benchmark."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
-    parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json")
+    result = "the result (default: in benchmarks/results)"
+    parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json", help=result)
     return parser
 
 
