@@ -286,9 +286,9 @@ class ArchiveReader(SourceReader):
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
         member = self._member(index)
-        file, size = self._file(member), member.size
         if member.storing in _REASONS:
             raise RejectedImageError(_REASONS[Storing(member.storing)])
+        file, size = self._file(member), member.size
         try:
             if member.storing == Storing.RAW:
                 head = file.read(min(size, _HEAD_BYTES), member.offset)
