@@ -280,11 +280,12 @@ def _is_a(dataset: Any, *kinds: str) -> bool:
 
 def _known_of_subset(dataset: Any, count: int) -> _Known | None:
     """Return the properties of a ``Subset``, taken from the dataset that it selects from; None for other types."""
-    if not _is_a(dataset, "torch.Subset") or not hasattr(dataset.dataset, "__len__"):
+    whole, indices = _attribute(dataset, "dataset"), _attribute(dataset, "indices")
+    if not _is_a(dataset, "torch.Subset") or not hasattr(whole, "__len__"):
         return None
-    known = _known(dataset.dataset)
+    known = _known(whole)
     try:
-        positions = [range(known.count)[index] for index in dataset.indices]
+        positions = [range(known.count)[index] for index in indices]
     except (TypeError, IndexError):
         return None
     if len(positions) != count:
@@ -301,8 +302,11 @@ def _known_of_parts(dataset: Any, count: int) -> _Known | None:
     """Return the properties of a ``ConcatDataset`` or ``ConcatPack``, joined from its parts; None for other types."""
     if not _is_a(dataset, "torch.ConcatDataset", "h5pack.ConcatPack"):
         return None
-    parts = [_known(part) for part in dataset.datasets]
-    if sum(part.count for part in parts) != count:
+    datasets = _attribute(dataset, "datasets")
+    if not isinstance(datasets, (list, tuple)) or not all(hasattr(part, "__len__") for part in datasets):
+        return None
+    parts = [_known(part) for part in datasets]
+    if not parts or sum(part.count for part in parts) != count:
         return None
     names, splits, classes = None, None, parts[0].classes
     notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))

@@ -239,7 +239,9 @@ def test_datasets_of_other_types_may_arrange_their_parts_otherwise() -> None:
     parts, whole = [Folder(NAMES), Folder([f"other/{name}" for name in NAMES])], Folder(NAMES)
     alternating = Made(8, lambda index: parts[index % 2][index // 2], datasets=parts)
     reversed_ = Made(4, lambda index: whole[3 - index], dataset=whole, indices=range(4))
-    for dataset in (alternating, reversed_):
+    # Subclasses need not have the attributes of their base class.
+    owns = [type("Own", (Made, kind), {})(4, whole.__getitem__) for kind in (Subset, ConcatDataset)]
+    for dataset in (alternating, reversed_, *owns):
         assert list(map_style_catalog(dataset).names) == [f"{index:08d}" for index in range(len(dataset))]
 
 
