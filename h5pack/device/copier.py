@@ -130,7 +130,10 @@ class DeviceCopier:
             # The loader may have written new images into the tensor of its last batch.
             self._kept = None
         with operations.on(stream), profiler_range("copy"):
-            joined = self._joined_copies(fetched.batch)
+            # A mapping may make new values on each access. This list keeps them, so that no tensor that is made
+            # later gets the `id` of one of them.
+            elements = [element for _, element in named_elements(fetched.batch).values()]
+            joined = self._joined_copies(elements)
             fetched.batch = map_tensors(
                 fetched.batch, lambda one: joined[id(one)] if id(one) in joined else self._copied(images, one)
             )
@@ -183,13 +186,13 @@ class DeviceCopier:
             self._kept = tensor, self._operations.copy(self._operations.pin(tensor))
         return self._kept[1]
 
-    def _joined_copies(self, batch: Any) -> dict[int, torch.Tensor]:
-        """Queue one copy for each list of tensors in the batch, and return the tensors' copies by their `id`.
+    def _joined_copies(self, elements: list[Any]) -> dict[int, torch.Tensor]:
+        """Queue one copy for each element that is a list of tensors, and return the tensors' copies by their `id`.
 
         Copying one small tensor takes as long as copying all.
         """
         copies: dict[int, torch.Tensor] = {}
-        for _, element in named_elements(batch).values():
+        for element in elements:
             if isinstance(element, list) and len(element) > 1 and can_join(element) and not self._is_here(element[0]):
                 joined = self._operations.copy(self._operations.pin(torch.cat(element)))
                 copies.update(zip(map(id, element), torch.split(joined, list(map(len, element))), strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest.mock import Mock, call
 
@@ -330,6 +330,31 @@ def test_sparse_parts_of_a_batch_are_copied_when_it_is_delivered() -> None:
     assert (found[0].device.type, found[0].layout, found[1]) == ("meta", torch.sparse_coo, "text")
     assert not found[0].is_inference()
     assert (found[2] is there, found[3] is host) == (True, True)
+
+
+class Computed(Mapping[str, Any]):
+    """Makes new values on each access."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number + 0.0  # raises a TypeError for a dict, so that copies are dicts
+
+    def __getitem__(self, name: str) -> Any:
+        whole = torch.full((3, 2), self.number)
+        return whole if name == "images" else [whole[0] + n for n in range(3)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("images", "boxes"))
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_values_that_a_mapping_computes_stay_apart() -> None:
+    """Tensors that were joined and freed must not lend their ids to others."""
+    for number, batch in enumerate(prefetching_feed(map(Computed, range(20)))):
+        expected = dict(Computed(number))
+        assert torch.equal(batch["images"], expected["images"])
+        assert all(map(torch.equal, batch["boxes"], expected["boxes"]))
 
 
 def test_a_list_of_tensors_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
