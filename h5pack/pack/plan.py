@@ -82,6 +82,7 @@ def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool
 
 _METADATA_BYTES = 65_536
 _MAPPING_BYTES = 1_024  # upper bound of what a virtual file needs for each dataset of a shard, with the shard's name
+_BLOCK = 65_536
 # An output of at least this size, and this many times as large as the image files, gets a note on how to save space.
 _LARGE_FILE_BYTES, _MANY_TIMES = 256 * 1024 * 1024, 3
 
@@ -111,7 +112,9 @@ class ConvertPlan:
     @property
     def has_row(self) -> npt.NDArray[np.bool_]:
         """Which images become rows, bool (M,)."""
-        return np.isin(np.arange(len(self.catalog)), self.row_order.origins)
+        found = np.zeros(len(self.catalog), np.bool_)
+        found[self.row_order.origins] = True
+        return found
 
     @property
     def row_shape(self) -> tuple[int, int, int]:
@@ -441,7 +444,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
 def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
     """Return the plan of a conversion to pixels. Raise as `plan_rows`, or if sizes differ or chunks can reach 4 GiB."""
     plan = plan_rows(source, catalog, survey, options)
-    height, width = options.size or _common_size(source, catalog, survey, np.sort(plan.row_order.origins))
+    height, width = options.size or _common_size(source, catalog, survey, np.flatnonzero(plan.has_row))
     chunks = _plan_chunks(plan.rows, height * width, options, survey.mask_dtypes)
     return replace(plan, height=height, width=width, chunks=chunks)
 
@@ -463,18 +466,26 @@ def _plan_chunks(rows: int, pixels: int, options: ConvertOptions, mask_dtypes: S
 
 
 def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDArray[np.int64]) -> tuple[int, int]:
-    joined = survey.heights[usable].astype(np.int64) << 32 | survey.widths[usable]
-    if (joined == joined[0]).all():
-        return int(joined[0] >> 32), int(joined[0] & 0xFFFFFFFF)
-    sizes, firsts, counts = np.unique(joined, return_index=True, return_counts=True)
-    which = np.lexsort([sizes, -counts])[:2].tolist()
-    common = [f"{sizes[number] >> 32}x{sizes[number] & 0xFFFFFFFF}" for number in which]
-    first, second = (
-        f"{text} ({counts[number]:,}, such as {catalog.shown(int(usable[firsts[number]]))})"
-        for text, number in zip(common, which, strict=True)
-    )
-    problem = (
-        f"its images have {len(sizes):,} sizes, most often {first}, then {second}; give "
-        f"size='{common[0]}' or another size to resize them (fit says how: crop, pad or stretch)"
-    )
-    raise SizesDifferError.at(source, problem, f"size='{common[0]}'", "fit")
+    # For each size (height << 32 | width): the number of images that have it, and the catalog index of the first.
+    found: dict[int, tuple[int, int]] = {}
+    for start in range(0, len(usable), _BLOCK):
+        block = usable[start : start + _BLOCK]
+        joined = survey.heights[block].astype(np.int64) << 32 | survey.widths[block]
+        sizes, firsts, counts = np.unique(joined, return_index=True, return_counts=True)
+        for size, at, count in zip(sizes.tolist(), firsts.tolist(), counts.tolist(), strict=True):
+            before, earliest = found.get(size, (0, int(block[at])))
+            found[size] = before + count, earliest
+    if len(found) > 1:
+        which = sorted(found, key=lambda size: (-found[size][0], size))[:2]
+        common = [f"{size >> 32}x{size & 0xFFFFFFFF}" for size in which]
+        first, second = (
+            f"{text} ({found[key][0]:,}, such as {catalog.shown(found[key][1])})"
+            for text, key in zip(common, which, strict=True)
+        )
+        problem = (
+            f"its images have {len(found):,} sizes, most often {first}, then {second}; give "
+            f"size='{common[0]}' or another size to resize them (fit says how: crop, pad or stretch)"
+        )
+        raise SizesDifferError.at(source, problem, f"size='{common[0]}'", "fit")
+    (size,) = found
+    return size >> 32, size & 0xFFFFFFFF
