@@ -289,8 +289,10 @@ def _process_identity(pid: int) -> dict[str, Any]:
     only for messages.
     """
     try:
-        start: str | None = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
+        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # In state Z (zombie), the process has ended, but its parent has not waited for it.
+        start = None if state == "Z" else others[18]
+    except (OSError, ValueError, IndexError):
         start = None
     return {"host": socket.gethostname(), "pid": pid, "start": start, "namespace": _process_namespace()}
 

@@ -35,10 +35,10 @@ from h5pack.errors import (
     ResumeError,
     WorkerError,
 )
-from h5pack.pack import finish, writer
+from h5pack.pack import conversion, finish, writer
 from h5pack.pack.encode import encode_images
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.output import Output, OutputLock, OwnerFile
+from h5pack.pack.output import Output, OutputLock, OwnerFile, _process_identity
 from h5pack.sources.archives import ArchiveReader
 from h5pack.sources.catalog import FileReader
 from h5pack.sources.map_style import MapStyleReader
@@ -451,6 +451,15 @@ def test_only_one_process_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         second.release()
         assert not output.owner.exists()
 
+    # Its process has ended, but its parent has not waited for it yet.
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        output.owner.write_text(json.dumps({**owner, **_process_identity(child.pid)}))
+        with pytest.raises(OutputBusyError):
+            OwnerFile(output)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        OwnerFile(output).release()
+
     # On another machine, in another container, or without /proc, it was not touched for long.
     monkeypatch.setattr("h5pack.pack.output._BEAT_SECONDS", 0.01)
     for change in ({"namespace": "elsewhere", "pid": 2**22 + 1}, {"namespace": None}, {"start": None}):
@@ -499,7 +508,7 @@ def test_a_process_that_was_silent_moves_no_rows_of_the_published_file(
 
 @pytest.mark.parametrize(
     ("module", "last_step", "next_step"),
-    [(h5pack.pack.conversion, "close_holes", "move_rows"), (finish, "complete", "write_atomically")],
+    [(conversion, "close_holes", "move_rows"), (finish, "complete", "write_atomically")],
 )
 def test_a_process_that_lost_the_output_neither_moves_rows_nor_publishes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, last_step: str, next_step: str
