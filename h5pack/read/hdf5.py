@@ -229,8 +229,8 @@ def find_item(file: h5py.File, name: str) -> Any:
     """Return the object called `name`, or None. If it is damaged, raise PackFormatError, unlike ``file.get``."""
     try:
         return file[name]
-    except (KeyError, RuntimeError) as error:  # A loop of soft links is a RuntimeError.
-        if isinstance(file.get(name, getlink=True), h5py.HardLink):
+    except (KeyError, RuntimeError) as error:  # A loop of soft links, perhaps above the object, is a RuntimeError.
+        if "too many links" not in str(error) and isinstance(file.get(name, getlink=True), h5py.HardLink):
             raise dataset_error(file.filename, name, metadata_problem(error, "has damaged metadata")) from error
         return None
     except UnicodeEncodeError:  # There is no name with an unpaired surrogate.

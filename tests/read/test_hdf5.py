@@ -168,9 +168,11 @@ def test_a_loop_of_soft_links_leads_to_no_object(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"], file["a"] = h5py.SoftLink("/a"), h5py.SoftLink("/images")
         assert find_item(file, "images") is None
-    with pytest.raises(PackFormatError) as caught:
-        describe_file(tmp_path / "f.h5")
-    assert caught.value.dataset == "images"
+        assert find_item(file, "images/x") is None
+    for images in ("images", "images/x"):
+        with pytest.raises(PackFormatError) as caught:
+            describe_file(tmp_path / "f.h5", images)
+        assert caught.value.dataset == images
 
 
 def test_a_message_opens_and_names_few_of_very_many_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
